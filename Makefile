@@ -1,0 +1,46 @@
+# make demo   train a small GPT on two ranks of this machine
+# make lint   ruff and mypy
+# make fast   lint, and the tests that start no ranks
+# make test   lint, and all tests
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+STEPS ?= 60
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+
+.PHONY: demo test fast lint clean
+
+demo: $(VENV)/.installed
+	$(BIN)/meshwright train examples/gpt.py --strategy fsdp --ranks 2 --steps $(STEPS)
+
+test: lint
+	$(BIN)/python -m pytest
+
+fast: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV)
+
+# torch goes in first and by its exact version: left to itself, pip may choose another build of several gigabytes.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: found no python3 on PATH; install Python 3.11 or newer, or set PYTHON=" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: Meshwright needs Python 3.11 or newer, found %s at %s; set PYTHON=" % (sys.version.split()[0], sys.executable))'
+	@echo "making $(VENV) with $(PYTHON)"
+	@"$(PYTHON)" -m venv $(VENV)
+	@echo "installing torch (this takes minutes the first time)"
+	@$(PIP) -r constraints.txt
+	@echo "installing meshwright"
+	@$(PIP) -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing what the checks need"
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@

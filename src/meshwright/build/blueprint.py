@@ -1,0 +1,119 @@
+"""A model without weights, and what fills them in: the unsplit model's names on one side, a tape on the other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from meshwright.build.tape import Slot, Tape, recording
+from meshwright.errors import JobError, MeshwrightError
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model on the meta device and the recording that makes its weights.
+
+    A strategy may shard or replace parameters in between; names lead back to the recording.
+    """
+
+    model: nn.Module
+    tape: Tape
+    slots: dict[str, Slot]
+    """Recorded parameters and buffers by name; tied ones once per name."""
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parameters and buffers that the builder made from data, so they are real already."""
+    attributes: dict[tuple[str, str], Slot] = field(default_factory=dict)
+    """Recorded tensors that are plain attributes: (module, attribute)."""
+
+    def fill(self, device: torch.device) -> None:
+        """Give every parameter and buffer memory on `device` and its initial value."""
+        _allocate(self.model, device)
+        targets = dict(_tensors(self.model))
+        waiting: dict[int, list[str]] = defaultdict(list)
+        for name, slot in self.slots.items():
+            waiting[slot.storage].append(name)
+        loose = defaultdict(list)
+        for place, slot in self.attributes.items():
+            loose[slot.storage].append((place, slot))
+
+        def hand_over(key: int, storage: torch.UntypedStorage) -> None:
+            for name in waiting.pop(key, ()):
+                _copy(self.slots[name].on(storage), targets[name])
+            for (module, attribute), slot in loose.pop(key, ()):
+                # A plain attribute stays on the CPU, as it does under `module.to(device)`.
+                setattr(self.model.get_submodule(module), attribute, slot.on(storage).clone())
+
+        self.tape.play(hand_over)
+        for name, value in self.constants.items():
+            _copy(value, targets[name])
+        if waiting or loose:
+            missing = sorted(name for names in waiting.values() for name in names)
+            raise JobError(f"The model's builder never made {', '.join(missing)}; its initial value is unknown.")
+
+
+def record(build: Callable[[], nn.Module], seed: int) -> Blueprint:
+    """Run a builder without giving its tensors memory."""
+    try:
+        with recording(seed) as tape:
+            model = build()
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise JobError(
+            f"The job's model cannot be built on the meta device: {type(error).__name__}: {error}. "
+            "Its builder must not look at the values of weights."
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise JobError(f"Job(model=...) must give an nn.Module, but it gave {type(model).__name__}.")
+    return _blueprint(model, tape)
+
+
+def adopt(model: nn.Module) -> Blueprint:
+    """A blueprint of a model that exists already: every tensor is a constant."""
+    return _blueprint(model, Tape(0))
+
+
+def _blueprint(model: nn.Module, tape: Tape) -> Blueprint:
+    named = dict(_tensors(model))
+    slots = {name: tape.slot(tensor) for name, tensor in named.items() if tensor.is_meta}
+    constants = {name: tensor.detach().clone() for name, tensor in named.items() if not tensor.is_meta}
+    attributes = {
+        (name, attribute): tape.slot(value)
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and value.is_meta
+    }
+    return Blueprint(model, tape, slots, constants, attributes)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """`to_empty`, but swapping tensors in place: it would untie tied parameters otherwise."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to_empty(device=device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@torch.no_grad()
+def _copy(value: torch.Tensor, target: Any) -> None:
+    if isinstance(target, DTensor):
+        # Every rank has the same full value, so nothing needs to be sent.
+        value = value.to(target.device)
+        target.to_local().copy_(
+            distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None).to_local()
+        )
+    else:
+        target.copy_(value)

@@ -1,0 +1,74 @@
+"""`offload=optimizer`: masters and optimizer state live in host memory, and the update is computed there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from meshwright.build.norm import local
+from meshwright.facts.named import NamedParameters
+
+
+class HostCopies:
+    """A copy in host memory of every parameter that this rank updates. The optimizer sees only the copies."""
+
+    def __init__(self, parameters: NamedParameters) -> None:
+        self._meshes: dict[DeviceMesh, DeviceMesh] = {}
+        self._pairs = [(p, nn.Parameter(self._copy(p.detach()))) for p in parameters]
+        names = [name for name, _ in parameters.named()]
+        self.parameters = NamedParameters(zip(names, (host for _, host in self._pairs), strict=True))
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Bring gradients to the host."""
+        for device, host in self._pairs:
+            host.grad = None if device.grad is None else self._copy(device.grad)
+        _wait(self._pairs)
+
+    @torch.no_grad()
+    def give_parameters(self) -> None:
+        """Send updated parameters back."""
+        for device, host in self._pairs:
+            if host.grad is not None:
+                local(device.data).copy_(local(host.data), non_blocking=True)
+                host.grad = None
+        _wait(self._pairs)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for _, host in self._pairs:
+            yield host
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return _to_host(tensor)
+        return DTensor.from_local(
+            _to_host(tensor.to_local()),
+            self._on_host(tensor.device_mesh),
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+
+    def _on_host(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The same ranks as a mesh of CPUs, for optimizers that look at whole parameters."""
+        if mesh.device_type == "cpu":
+            return mesh
+        if mesh not in self._meshes:
+            self._meshes[mesh] = init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
+        return self._meshes[mesh]
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy; in pinned memory where the tensor is on a GPU, so that it travels at full speed."""
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _wait(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    if pairs and pairs[0][0].is_cuda:
+        torch.cuda.current_stream().synchronize()

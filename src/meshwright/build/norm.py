@@ -1,0 +1,45 @@
+"""The true global norm of gradients that may lie whole or in shards, over any number of meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+
+def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm over all gradients as one process would see them. All ranks get the same number.
+
+    Each rank sums the squares of what it holds; a sum travels only over the axes on which its gradients are cut.
+    """
+    groups: dict[tuple[DeviceMesh | None, tuple[Any, ...]], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        sharded = isinstance(gradient, DTensor)
+        key = (gradient.device_mesh, gradient.placements) if sharded else (None, ())
+        groups.setdefault(key, []).append(local(gradient))
+    squares = [_reduce(get_total_norm(tensors).float().square(), *key) for key, tensors in groups.items()]
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+
+def scale_(gradients: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiply gradients in place, wherever they lie."""
+    tensors = [local(gradient) for gradient in gradients]
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _reduce(square: torch.Tensor, mesh: DeviceMesh | None, placements: tuple[Any, ...]) -> torch.Tensor:
+    for axis, placement in enumerate(placements):
+        if mesh is not None and placement.is_shard() and mesh.size(axis) > 1:
+            dist.all_reduce(square, group=mesh.get_group(axis))
+    return square

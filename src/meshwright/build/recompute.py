@@ -1,0 +1,83 @@
+"""Activation checkpointing: blocks forget their inner activations and compute them again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from meshwright.build.forward import Around, wrap_forward
+
+aten = torch.ops.aten
+# Dear to compute and cheap to keep: matrix products, convolutions and attention. All else is computed again.
+_KEPT = {
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten.convolution.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def recompute_blocks(blocks: list[nn.Module], kind: str) -> None:
+    """`full` keeps a block's inputs only, `selective` also the results that are dear to compute."""
+    around = _selective if kind == "selective" else _full
+    for block in blocks:
+        wrap_forward(block, _with_batch_norms(around) if _batch_norms(block) else around)
+
+
+def _full(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, **options: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+
+def _selective(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, **options: Any) -> Any:
+    return _full(module, forward, args, kwargs, **{"context_fn": _keep_the_dear, **options})
+
+
+def _keep_the_dear() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return create_selective_checkpoint_contexts(_keep)  # type: ignore[no-any-return]
+
+
+@cache
+def _with_batch_norms(around: Callable[..., Any]) -> Around:
+    def recompute(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            first, second = _keep_the_dear() if around is _selective else (nullcontext(), nullcontext())
+            return first, _with_still_statistics(_batch_norms(module), second)
+
+        return around(module, forward, args, kwargs, context_fn=contexts)
+
+    return recompute
+
+
+def _batch_norms(block: nn.Module) -> list[Any]:
+    return [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+
+@contextmanager
+def _with_still_statistics(norms: list[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """The second run of a block must not count its batch into the running statistics again."""
+    tracking = [module.track_running_stats for module in norms]
+    for module in norms:
+        module.track_running_stats = False
+    try:
+        with inner:
+            yield
+    finally:
+        for module, value in zip(norms, tracking, strict=True):
+            module.track_running_stats = value
+
+
+def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,206 @@
+"""Record how a model is built without building it; play the recording later, one tensor at a time.
+
+Weights must be the same under every strategy and world size, and must be those of
+`torch.manual_seed(seed); build()`. So the builder runs once with every tensor on the meta device while each
+operator is written down, and each rank plays the whole tape in order on the CPU from the same seed. A tensor is
+handed over as soon as no later operator touches it, and freed: a rank never holds more than its own shards and
+what is being filled at the moment. A meta tensor's storage is its identity, so views and tied weights need no care.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshwright.errors import JobError
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies in a recorded storage."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The real tensor, once its storage is real."""
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
+
+    def scratch(self) -> torch.Tensor:
+        """A tensor of the same layout with arbitrary content."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One recorded operator; tensors in `args`, `kwargs` and `outputs` are slots."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    outputs: tuple[Slot, ...]
+
+    @property
+    def random(self) -> bool:
+        return torch.Tag.nondeterministic_seeded in self.function.tags
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs, self.outputs)) if isinstance(leaf, Slot)]
+
+    def play(self, live: dict[int, torch.UntypedStorage]) -> None:
+        """Run on real storages; storages that this operator makes are added."""
+        results = self.call(lambda slot: slot.on(live[slot.storage]))
+        for slot, result in zip(self.outputs, _tensors(results), strict=True):
+            live.setdefault(slot.storage, result.untyped_storage())
+
+    def call(self, real: Callable[[Slot], torch.Tensor]) -> Any:
+        args, kwargs = tree_map(lambda leaf: real(leaf) if isinstance(leaf, Slot) else leaf, (self.args, self.kwargs))
+        return self.function(*args, **kwargs)
+
+
+class Tape(TorchDispatchMode):
+    """While active, every tensor that is made is a meta tensor and every operator on one is written down."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.operations: list[Operation] = []
+        self._constants: dict[int, torch.UntypedStorage] = {}
+        self._kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no identity is used twice
+        self._random_states: dict[int, torch.Tensor] = {}
+        self._random_end: tuple[int, torch.Tensor] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = _tensors((args, kwargs))
+        recorded = not tensors or any(self._recorded(tensor) for tensor in tensors)
+        if not recorded and torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._value(self.slot(args[0]))
+        if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and not self._recorded(args[0]):
+            raise JobError(
+                f"The model's builder changes a tensor made from data in place ({func}); it cannot be built on the "
+                "meta device that way. Make the tensor with torch.empty and fill that."
+            )
+        return self._record(func, args, kwargs)
+
+    def slot(self, tensor: torch.Tensor) -> Slot:
+        """Where a meta tensor lies."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._kept[key] = storage
+        return Slot(key, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+    def play(self, hand_over: Callable[[int, torch.UntypedStorage], None]) -> None:
+        """Run all operators in order; `hand_over` gets each storage once, when it is final."""
+        last = {slot.storage: index for index, op in enumerate(self.operations) for slot in op.slots}
+        live = {key: storage.clone() for key, storage in self._constants.items()}
+        with _random_state(self.seed), torch.no_grad():
+            for index, operation in enumerate(self.operations):
+                operation.play(live)
+                for key in {slot.storage for slot in operation.slots if last[slot.storage] == index}:
+                    hand_over(key, live.pop(key))
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        names = {argument.name for argument in func._schema.arguments}
+        if "device" in names:
+            kwargs["device"] = META
+        kwargs.pop("pin_memory", None)
+        args, kwargs = tree_map(self._to_meta, (args, kwargs))
+        result = func(*args, **kwargs)
+        slotted = tree_map(lambda leaf: self.slot(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+        if "device" in names:
+            slotted[1]["device"] = torch.device("cpu")
+        outputs = tuple(self.slot(tensor) for tensor in _tensors(result))
+        self.operations.append(Operation(func, *slotted, outputs))
+        return result
+
+    def _recorded(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._kept
+
+    def _to_meta(self, leaf: Any) -> Any:
+        """A real tensor that meets a recorded one becomes a constant of the tape."""
+        if not isinstance(leaf, torch.Tensor) or self._recorded(leaf):
+            return leaf
+        copy = leaf.detach().clone()
+        meta = torch.empty_strided(copy.size(), copy.stride(), dtype=copy.dtype, device=META)
+        self._constants[self.slot(meta).storage] = copy.untyped_storage()
+        return meta
+
+    def _value(self, wanted: Slot) -> Any:
+        """A number that the builder asks for, such as `linspace(...).item()` or a rejection loop's `any()`."""
+        needed, chosen = {wanted.storage}, []
+        for index in reversed(range(len(self.operations))):
+            keys = {slot.storage for slot in self.operations[index].slots}
+            if keys & needed:
+                needed |= keys
+                chosen.append(index)
+        live = {key: storage.clone() for key, storage in self._constants.items() if key in needed}
+        with _random_state(self.seed), torch.no_grad():
+            self._find_random_states()
+            for index in reversed(chosen):
+                if self.operations[index].random:
+                    torch.set_rng_state(self._random_states[index])
+                self.operations[index].play(live)
+            return wanted.on(live[wanted.storage]).item()
+
+    def _find_random_states(self) -> None:
+        """The generator's state before each random operator; how far one moves it depends on layout alone."""
+        start, state = self._random_end or (0, torch.get_rng_state())
+        torch.set_rng_state(state)
+        for index in range(start, len(self.operations)):
+            if self.operations[index].random:
+                self._random_states[index] = torch.get_rng_state()
+                self.operations[index].call(Slot.scratch)
+        self._random_end = len(self.operations), torch.get_rng_state()
+
+
+class Disguise(TorchFunctionMode):
+    """Lets a builder believe that its tensors are on the CPU: `trunc_normal_`, for one, skips meta tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.is_meta.__get__:
+            return False
+        result = func(*args, **(kwargs or {}))
+        return torch.device("cpu") if func == torch.Tensor.device.__get__ and result == META else result
+
+
+@contextmanager
+def recording(seed: int) -> Iterator[Tape]:
+    """Record a builder. Python's and numpy's generators start from the seed, too, and are put back afterwards."""
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    try:
+        with Disguise(), Tape(seed) as tape:
+            yield tape
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def _random_state(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.utils._python_dispatch._disable_current_modes():
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,85 @@
+"""The processes that train together: a real world of ranks, or a fake one in which only this rank exists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process among its ranks."""
+
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    local_ranks: int = 1
+    device: torch.device
+    fake: bool = False
+    """Whether the other ranks are made up: collectives return at once and bring nothing."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD if dist.is_initialized() else None
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks, in place."""
+        if self.ranks > 1:
+            dist.all_reduce(value, group=self.group)
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """A small picklable value of every rank, on every rank."""
+        if self.ranks == 1 or self.fake:
+            return [value]
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def leave(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(
+    *, rank: int, ranks: int, local_rank: int, local_ranks: int, device: torch.device, store: dist.Store | None = None
+) -> World:
+    """Meet the other ranks: at `store`, or where torchrun's environment says."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        dist.init_process_group(
+            backend,
+            rank=rank,
+            world_size=ranks,
+            store=store,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
+    return World(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=local_ranks, device=device)
+
+
+def alone(device: torch.device) -> World:
+    """One process; it is a world of its own where a strategy wants a mesh."""
+    return join(rank=0, ranks=1, local_rank=0, local_ranks=1, device=device, store=dist.HashStore())
+
+
+def pretend(ranks: int, device: torch.device, *, rank: int = 0) -> World:
+    """One rank of a world whose other ranks do not exist: real memory, real compute, no communication."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    return World(rank=rank, ranks=ranks, local_rank=0, local_ranks=1, device=device, fake=True)

@@ -1,0 +1,76 @@
+"""Every error that Meshwright raises on purpose.
+
+    MeshwrightError
+    ├── BadInput                 what was asked cannot be; exit 2, one sentence
+    │   ├── StrategyError        the strategy's text is wrong
+    │   │   ├── UnknownTerm          a term that is not in the grammar
+    │   │   ├── ContradictoryTerms   terms that exclude each other
+    │   │   └── NotBuiltYet          a term that parses, and whose engine is not there yet
+    │   ├── Refused              a sound strategy that this job or these ranks cannot take
+    │   ├── ClusterError         the cluster's text or file is wrong
+    │   ├── JobError             the job's file, model, sample or loss is wrong
+    │   ├── OutputError          a folder cannot be written
+    │   └── NonFiniteLoss        the loss stopped being a number
+    └── RankFailed               a rank ended with a traceback or a signal; exit 1
+
+Each message says what was asked, what was found and what to do.
+"""
+
+from __future__ import annotations
+
+
+class MeshwrightError(Exception):
+    """The root: catching it catches everything that Meshwright raises on purpose."""
+
+    exit_code = 1
+
+
+class BadInput(MeshwrightError):
+    """The user can mend this by changing what was asked."""
+
+    exit_code = 2
+
+
+class StrategyError(BadInput):
+    """The strategy's text cannot be understood or cannot be run."""
+
+
+class UnknownTerm(StrategyError):
+    """Wrong: `Strategy.parse("fsdpp")`. Right: `Strategy.parse("fsdp")`."""
+
+
+class ContradictoryTerms(StrategyError):
+    """Wrong: `Strategy.parse("ddp,fsdp")`. Right: `Strategy.parse("fsdp")`."""
+
+
+class NotBuiltYet(StrategyError):
+    """The term is part of the grammar, but no engine here runs it."""
+
+
+class Refused(BadInput):
+    """A sound strategy that this job, these ranks or this device cannot take."""
+
+
+class ClusterError(BadInput):
+    """Wrong: `Cluster.parse("8*A100")`. Right: `Cluster.parse("8xA100-40GB")`."""
+
+
+class JobError(BadInput):
+    """The job's file, model, sample, inputs, loss or optimizer does not work."""
+
+
+class OutputError(BadInput):
+    """A folder or file that was asked for cannot be written."""
+
+
+class NonFiniteLoss(BadInput):
+    """The loss became infinite or not a number; the message names step and rank."""
+
+
+class RankFailed(MeshwrightError):
+    """A rank ended early. `traceback` is that rank's own, empty where a signal ended it."""
+
+    def __init__(self, message: str, *, rank: int, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback

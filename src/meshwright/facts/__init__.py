@@ -1,0 +1,1 @@
+"""Frozen values that the rest of Meshwright passes around; `to_json` gives a JSON-ready value, `from_json` reads it."""

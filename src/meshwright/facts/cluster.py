@@ -1,0 +1,133 @@
+"""What a job runs on: nodes, devices and their memory. `8xA100-40GB`, `4x8xH100-80GB`, `local`, or a JSON file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import ClusterError
+
+LOCAL = "local"
+"""The device of a cluster that stands for this machine, until somebody looks at the machine."""
+
+_SHAPE = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<devices>\d+)x(?P<device>[A-Za-z].*)")
+_DEVICE = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_.]*(?:-[A-Za-z0-9_.]+)*?)(?:-(?P<memory>\d+(?:\.\d+)?)gi?b)?", re.I)
+_FORMS = "Write DEVICESxNAME-MEMORY, as in 8xA100-40GB; NODESxDEVICESxNAME, as in 4x8xH100-80GB; local; or FILE.json."
+_JSON_FORM = '{"devices_per_node": 8, "device": "A100-40GB"}'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """`parse(str(cluster)) == cluster`, for a cluster that text or a file gave."""
+
+    nodes: int = 1
+    """Machines."""
+    devices_per_node: int = 1
+    """Devices in each machine."""
+    device: str
+    """NAME or NAME-NNGB, as `A100-40GB`; `cpu`; or `local`, which is resolved where the machine can be seen."""
+    memory_gib: float | None = None
+    """Memory of one device. None: what the device's name says, and unknown where it says nothing."""
+    source: str = field(default="", compare=False)
+    """The file that it came from; "" where it came from text. Where a value came from is no part of the value."""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "devices_per_node"):
+            _check_count(name, getattr(self, name))
+        device, memory = _read_device(self.device)
+        object.__setattr__(self, "device", device)
+        object.__setattr__(self, "memory_gib", _check_memory(memory if self.memory_gib is None else self.memory_gib))
+        if device == LOCAL and self.devices != 1:
+            raise ClusterError(f"local stands for this machine as it is and takes no count. {_FORMS}")
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """Reads a shape, `local` or the path of a JSON file."""
+        text = text.strip()
+        if text == LOCAL:
+            return cls(device=LOCAL)
+        if text.endswith(".json"):
+            return cls.load(Path(text))
+        return cls._parse_shape(text)
+
+    @classmethod
+    def load(cls, path: Path) -> Cluster:
+        """Reads a cluster file."""
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ClusterError(f"Cannot read the cluster file {str(path)!r}: {error}. {_FORMS}") from error
+        try:
+            return cls.from_json({**_as_mapping(value), "source": str(path)})
+        except ClusterError as error:
+            raise ClusterError(f"The cluster file {str(path)!r} is wrong: {error}") from error
+
+    @classmethod
+    def _parse_shape(cls, text: str) -> Cluster:
+        found = _SHAPE.fullmatch(text)
+        if found is None:
+            hint = f"; did you mean '1x{text}'?" if _DEVICE.fullmatch(text) else "."
+            raise ClusterError(f"Cannot read the cluster {text!r}{hint} {_FORMS}")
+        nodes, devices = int(found["nodes"] or 1), int(found["devices"])
+        return cls(nodes=nodes, devices_per_node=devices, device=found["device"])
+
+    def __str__(self) -> str:
+        # A file can say more than a shape can, so a cluster from a file is named by the file.
+        if self.source:
+            return self.source
+        if self.device == LOCAL:
+            return LOCAL
+        nodes = f"{self.nodes}x" if self.nodes > 1 else ""
+        return f"{nodes}{self.devices_per_node}x{self.device}"
+
+    @property
+    def devices(self) -> int:
+        """Devices in all nodes together."""
+        return self.nodes * self.devices_per_node
+
+    def to_json(self) -> dict[str, Any]:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Cluster:
+        names = [item.name for item in fields(cls)]
+        unknown = sorted(set(_as_mapping(value)) - set(names))
+        if unknown:
+            raise ClusterError(f"A cluster has no key {unknown[0]!r}. Keys: {', '.join(names)}.")
+        if "device" not in value:
+            raise ClusterError(f'A cluster needs the key "device", as in {_JSON_FORM}.')
+        return cls(**value)
+
+
+def _as_mapping(value: object) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    raise ClusterError(f"A cluster is a JSON object, as in {_JSON_FORM}.")
+
+
+def _check_count(name: str, number: object) -> None:
+    if type(number) is not int or number < 1:
+        raise ClusterError(f"{name} is {number!r}, and has to be a whole number of at least 1. {_FORMS}")
+
+
+def _check_memory(memory: float | None) -> float | None:
+    if memory is None:
+        return None
+    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0:
+        raise ClusterError(f"memory_gib is {memory!r}, and has to be a number above 0, as in 8xA100-40GB.")
+    return float(memory)
+
+
+def _read_device(text: object) -> tuple[str, float | None]:
+    """The device's canonical name and the memory that it states."""
+    found = _DEVICE.fullmatch(text) if isinstance(text, str) else None
+    if found is None:
+        raise ClusterError(f"Cannot read the device {text!r}: write NAME or NAME-MEMORY, as in A100-40GB. {_FORMS}")
+    if found["memory"] is None:
+        return found[0], None
+    # Device names say GB for what is GiB: an A100-40GB has 40 x 2^30 bytes on board.
+    return f"{found['name']}-{found['memory']}GB", float(found["memory"])

@@ -1,0 +1,285 @@
+"""The strategy's text, as a table: one row per term, saying how it reads and how it prints.
+
+A term is `head`, `head=value`, `head:suffix` or `head=value:suffix`. Reading gives fields of `Strategy`; a row prints
+"" where its fields hold their defaults. A new axis is one row here, `size("cp")`, and one field in `Strategy`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from meshwright.errors import ContradictoryTerms, UnknownTerm
+
+if TYPE_CHECKING:
+    from meshwright.facts.strategy import Strategy
+
+DataKind = Literal["single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
+Variant = Literal["", "grad-op", "no-shard"]
+Schedule = Literal["", "gpipe", "1f1b", "interleaved", "zb", "zbv"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+Recompute = Literal["none", "selective", "full"]
+Offload = Literal["", "optimizer", "params", "nvme"]
+Engine = Literal["torch", "deepspeed"]
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One term, taken apart."""
+
+    text: str
+    """The term as written."""
+    head: str
+    """What comes before `=` and `:`."""
+    value: str | None
+    """What follows `=`; None where there is no `=`."""
+    suffix: str | None
+    """What follows `:`; None where there is no `:`."""
+
+    @classmethod
+    def split(cls, text: str) -> Term:
+        # The colon first: the folder in `offload=nvme:DIR` may hold an equals sign.
+        left, colon, suffix = text.partition(":")
+        head, equals, value = left.partition("=")
+        return cls(text=text, head=head, value=value if equals else None, suffix=suffix if colon else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Terms that fill the same fields, so that at most one of them may be written."""
+
+    forms: tuple[str, ...]
+    """How the terms look; their heads are what the row answers to."""
+    read: Callable[[Term], Fields]
+    """The fields that a term sets."""
+    show: Callable[[Strategy], str]
+    """The canonical term; "" where the fields hold their defaults."""
+
+    @property
+    def heads(self) -> dict[str, str]:
+        """Each head with the first form that shows it."""
+        return {Term.split(form).head: form for form in reversed(self.forms)}
+
+
+def read_terms(text: str) -> Fields:
+    """The fields that a strategy's text sets."""
+    fields: Fields = {}
+    written: dict[int, Term] = {}
+    for part in text.split(","):
+        term = Term.split(part.strip())
+        place = find_row(term)
+        if place in written:
+            raise ContradictoryTerms(_twice(written[place], term))
+        written[place] = term
+        fields |= TABLE[place].read(term)
+    return fields
+
+
+def show_terms(strategy: Strategy) -> str:
+    """The canonical text; `fp32` for the strategy that leaves everything at its default."""
+    return ",".join(filter(None, (row.show(strategy) for row in TABLE))) or "fp32"
+
+
+def find_row(term: Term) -> int:
+    """The place in the table of the row that a term belongs to."""
+    if term.head in _PLACES:
+        return _PLACES[term.head]
+    raise UnknownTerm(_unknown(term))
+
+
+def pick(word: str | None, choices: Iterable[str], *, term: str, what: str, note: str = "") -> str:
+    """`word` where it is one of the choices; otherwise an error with the note, or with a guess where there is none."""
+    valid = [choice for choice in choices if choice]
+    if word in valid:
+        return str(word)
+    near = None if note else nearest(word or "", valid)
+    hint = f"; did you mean {near!r}?" if near else f"; {note}." if note else "."
+    found = f"an unknown {what} {word!r}" if word else f"no {what}"
+    raise UnknownTerm(f"Strategy term {term!r} has {found}{hint} Valid: {', '.join(valid)}.")
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    found = difflib.get_close_matches(word.lower(), list(choices), n=1)
+    return found[0] if found else None
+
+
+def count(text: str | None, *, term: str, example: str) -> int:
+    """A whole number of at least 1."""
+    if text and text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    raise UnknownTerm(f"Strategy term {term!r} needs a whole number of at least 1, as in {example}.")
+
+
+def bare(term: Term, *, value: bool = True, suffix: bool = True) -> None:
+    """Refuses a value or a suffix on a term that takes none."""
+    if value and term.value is not None:
+        raise UnknownTerm(f"Strategy term {term.text!r} takes no value; write {term.head!r}.")
+    if suffix and term.suffix is not None:
+        right = term.text.partition(":")[0]
+        raise UnknownTerm(f"Strategy term {term.text!r} takes no suffix {term.suffix!r}; write {right!r}.")
+
+
+def _twice(first: Term, second: Term) -> str:
+    if first.text == second.text:
+        return f"Strategy terms {first.text!r} and {second.text!r} repeat each other; write it once."
+    return f"Strategy terms {first.text!r} and {second.text!r} exclude each other; keep one of them."
+
+
+def _unknown(term: Term) -> str:
+    forms = ", ".join(form for row in TABLE for form in row.forms)
+    if not term.text:
+        return f"Empty strategy term; write terms with one comma between them. Valid: {forms}."
+    heads = {head: form for row in TABLE for head, form in row.heads.items()}
+    near = nearest(term.head, heads)
+    hint = f"; did you mean {_mended(term, near, heads[near])!r}?" if near else "."
+    return f"Unknown strategy term {term.text!r}{hint} Valid: {forms}."
+
+
+def _mended(term: Term, head: str, form: str) -> str:
+    """The user's own term under the right head where that reads, so that `tpp=4` is answered with `tp=4`."""
+    text = head + term.text[len(term.head) :]
+    try:
+        read_terms(text)
+    except UnknownTerm:
+        return form
+    return text
+
+
+def flag(name: str) -> Row:
+    """A term that is there or not, as `compile`."""
+
+    def read(term: Term) -> Fields:
+        bare(term)
+        return {name: True}
+
+    return Row(forms=(name,), read=read, show=lambda strategy: name if getattr(strategy, name) else "")
+
+
+def size(head: str, *, field: str = "", default: int | None = 1) -> Row:
+    """A term with a whole number, as `tp=4`."""
+    field = field or head
+
+    def read(term: Term) -> Fields:
+        bare(term, value=False)
+        return {field: count(term.value, term=term.text, example=f"{head}=2")}
+
+    def show(strategy: Strategy) -> str:
+        number = getattr(strategy, field)
+        return "" if number == default else f"{head}={number}"
+
+    return Row(forms=(f"{head}=N",), read=read, show=show)
+
+
+def choice(head: str, words: tuple[str, ...], *, field: str = "") -> Row:
+    """A term with one of a few words, as `ac=full`; the first word is the default."""
+    field = field or head
+
+    def read(term: Term) -> Fields:
+        bare(term, value=False)
+        return {field: pick(term.value, words, term=term.text, what="value")}
+
+    def show(strategy: Strategy) -> str:
+        word = getattr(strategy, field)
+        return "" if word == words[0] else f"{head}={word}"
+
+    return Row(forms=(f"{head}={'|'.join(words)}",), read=read, show=show)
+
+
+def read_data(term: Term) -> Fields:
+    if term.head == "hsdp":
+        return _read_hsdp(term)
+    bare(term, value=term.head == "single", suffix=term.head != "fsdp")
+    fields: Fields = {"data": "fsdp" if term.head == "zero3" else term.head}
+    if term.value is not None:
+        fields["data_size"] = count(term.value, term=term.text, example=f"{term.head}=4")
+    if term.suffix is not None:
+        # A guess would answer `full-shard` with `no-shard`, its opposite.
+        note = "fsdp alone shards everything"
+        fields["variant"] = pick(term.suffix, get_args(Variant), term=term.text, what="suffix", note=note)
+    return fields
+
+
+def _read_hsdp(term: Term) -> Fields:
+    bare(term, value=False)
+    sizes = (term.value or "").split("x")
+    if len(sizes) != 2:
+        raise UnknownTerm(f"Strategy term {term.text!r} needs replicas x shards, as in hsdp=2x4.")
+    replicas, shards = (count(number, term=term.text, example="hsdp=2x4") for number in sizes)
+    return {"data": "hsdp", "data_size": replicas * shards, "hsdp_replicas": replicas}
+
+
+def show_data(strategy: Strategy) -> str:
+    if strategy.data is None:
+        return ""
+    if strategy.data == "hsdp":
+        return f"hsdp={strategy.replicas}x{strategy.shards}"
+    number = "" if strategy.data_size is None else f"={strategy.data_size}"
+    suffix = f":{strategy.variant}" if strategy.variant else ""
+    return f"{strategy.data}{number}{suffix}"
+
+
+def read_pipeline(term: Term) -> Fields:
+    stages = count(term.value, term=term.text, example="pp=4:1f1b")
+    if term.suffix is None:
+        return {"pp": stages}
+    return {"pp": stages, "schedule": pick(term.suffix, get_args(Schedule), term=term.text, what="schedule")}
+
+
+def show_pipeline(strategy: Strategy) -> str:
+    return "" if strategy.pp == 1 else f"pp={strategy.pp}:{strategy.schedule}"
+
+
+def read_precision(term: Term) -> Fields:
+    bare(term, suffix=False)
+    if term.suffix is None:
+        return {"precision": term.head}
+    pick(term.suffix, ["pure"], term=term.text, what="suffix")
+    return {"precision": term.head, "pure": True}
+
+
+def show_precision(strategy: Strategy) -> str:
+    if strategy.precision == "fp32":
+        return ""
+    return f"{strategy.precision}:pure" if strategy.pure else strategy.precision
+
+
+def read_offload(term: Term) -> Fields:
+    what = pick(term.value, get_args(Offload), term=term.text, what="value")
+    if what != "nvme":
+        bare(term, value=False)
+        return {"offload": what}
+    if not term.suffix:
+        raise UnknownTerm(f"Strategy term {term.text!r} needs a folder, as in offload=nvme:/scratch.")
+    return {"offload": what, "nvme": term.suffix}
+
+
+def show_offload(strategy: Strategy) -> str:
+    if not strategy.offload:
+        return ""
+    return f"offload={strategy.offload}" + (f":{strategy.nvme}" if strategy.nvme else "")
+
+
+_DATA_FORMS = ("single", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp=N", "fsdp:grad-op|no-shard", "hsdp=RxS")
+_PIPELINE_FORM = f"pp=N:{'|'.join(filter(None, get_args(Schedule)))}"
+
+# The order of the rows is the order of the canonical text.
+TABLE: tuple[Row, ...] = (
+    flag("auto"),
+    Row(forms=_DATA_FORMS, read=read_data, show=show_data),
+    size("tp"),
+    size("op"),
+    Row(forms=(_PIPELINE_FORM,), read=read_pipeline, show=show_pipeline),
+    size("layers"),
+    Row(forms=get_args(Precision), read=read_precision, show=show_precision),
+    choice("ac", get_args(Recompute), field="recompute"),
+    Row(forms=("offload=optimizer|params|nvme:DIR",), read=read_offload, show=show_offload),
+    size("mb", field="micro_batch", default=None),
+    flag("compile"),
+    choice("engine", get_args(Engine)),
+)
+
+_PLACES = {head: place for place, row in enumerate(TABLE) for head in row.heads}

@@ -1,0 +1,70 @@
+"""A job: what is trained. It knows no device, no rank and no strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import JobError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.utils.data import Dataset
+
+    from meshwright.facts.named import NamedParameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Model, inputs, loss, optimizer, data and global batch of one training."""
+
+    model: Callable[[], nn.Module]
+    """Builds the model. Called under a recorder that gives meta tensors, so it must not look at weights."""
+    inputs: Callable[[Any], Sequence[Any] | Mapping[str, Any]]
+    """From a batch to what `model()` takes: positional arguments as a tuple, or keyword arguments as a dict."""
+    loss: Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
+    """From (output, batch) to (sum, weight). A mean over samples is the sum with weight = samples."""
+    optimizer: Callable[[NamedParameters], Optimizer]
+    """Builds the optimizer from the parameters that this rank updates."""
+    global_batch: int
+    """Samples of one optimizer step, over all ranks and micro-batches."""
+    schedule: Callable[[Optimizer], Any] | None = None
+    """Builds a learning-rate schedule; stepped once per optimizer step."""
+    max_norm: float | None = None
+    """Clip gradients to this global norm; None does not clip."""
+    data: Callable[[], Dataset[Any]] | Dataset[Any] | None = None
+    """A map-style dataset, or what builds one. Only training needs it."""
+    collate: Callable[[list[Any]], Any] | None = None
+    """From a list of samples to a batch; None is PyTorch's default."""
+    sample: Callable[[int], Any] | None = None
+    """A batch of n made-up samples, for planning, rehearsing and verifying."""
+    blocks: Sequence[str] | None = None
+    """Hint: names of the modules that repeat, where they cannot be found."""
+    tensor_plan: Mapping[str, str] | None = None
+    """Hint: how tensor parallelism splits each module."""
+    stages: Sequence[str] | None = None
+    """Hint: the first module of each pipeline stage."""
+
+    def __post_init__(self) -> None:
+        for field in ("model", "inputs", "loss", "optimizer"):
+            if not callable(getattr(self, field)):
+                raise JobError(f"Job({field}=...) must be a function, but it is {type(getattr(self, field)).__name__}.")
+        if isinstance(self.global_batch, bool) or not isinstance(self.global_batch, int) or self.global_batch < 1:
+            raise JobError(f"Job(global_batch=...) must be a whole number of samples, but it is {self.global_batch!r}.")
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise JobError(f"Job(max_norm=...) must be above 0, but it is {self.max_norm!r}; leave it out not to clip.")
+
+    def dataset(self) -> Dataset[Any]:
+        """The training data, built if the job gives a builder."""
+        if self.data is None:
+            raise JobError("This job has no data to train on; give Job(data=...) a map-style dataset.")
+        dataset = self.data() if callable(self.data) and not hasattr(self.data, "__getitem__") else self.data
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            raise JobError(
+                f"Job(data=...) gave {type(dataset).__name__}, which has no length or no items; "
+                "give a map-style dataset, so that a run can be continued at any sample."
+            )
+        return dataset  # type: ignore[no-any-return]  # a Dataset by its two methods, checked above

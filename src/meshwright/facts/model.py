@@ -1,0 +1,65 @@
+"""What is known of a model before any weight exists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterFacts:
+    """One parameter. Tied names are one parameter with several names."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    itemsize: int
+    trainable: bool = True
+    used: bool = True
+    """Whether the loss depends on it, as far as a step on fake tensors shows."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def count(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What strategies ask of a model. Found on fake tensors, so it costs no memory."""
+
+    parameters: tuple[ParameterFacts, ...]
+    blocks: tuple[str, ...]
+    """Names of the modules that are sharded, recomputed and compiled as one."""
+    optimizer_slots: float = 2.0
+    """Bytes of optimizer state per byte of parameter: 2 for Adam, 1 for momentum, 0 for plain SGD."""
+    batch_norms: tuple[str, ...] = ()
+    """Modules whose output depends on which samples share a batch."""
+    weight_per_sample: float | None = None
+    """The loss's weight of one sample where it follows from shapes; None where it depends on the data."""
+    unseen: str = ""
+    """Why a step on fake tensors could not be run; empty if it was."""
+
+    @property
+    def trainable(self) -> tuple[ParameterFacts, ...]:
+        return tuple(p for p in self.parameters if p.trainable)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return tuple(p.name for p in self.parameters if p.trainable and not p.used)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> ModelFacts:
+        parameters = tuple(
+            ParameterFacts(**{**p, "names": tuple(p["names"]), "shape": tuple(p["shape"])})
+            for p in document["parameters"]
+        )
+        lists = {key: tuple(document[key]) for key in ("blocks", "batch_norms")}
+        return cls(**{**document, "parameters": parameters, **lists})

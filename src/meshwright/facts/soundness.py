@@ -1,0 +1,87 @@
+"""What no strategy may be, however it was made: read from text, built in Python or changed with `replace`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, get_args
+
+from meshwright.errors import ContradictoryTerms, StrategyError
+from meshwright.facts import grammar
+from meshwright.facts.ranks import MODEL_AXES
+
+if TYPE_CHECKING:
+    from meshwright.facts.strategy import Strategy
+
+_WORDS = {
+    "data": grammar.DataKind,
+    "variant": grammar.Variant,
+    "schedule": grammar.Schedule,
+    "precision": grammar.Precision,
+    "recompute": grammar.Recompute,
+    "offload": grammar.Offload,
+    "engine": grammar.Engine,
+}
+_OPTIONAL_SIZES = ("data_size", "hsdp_replicas", "micro_batch")
+
+
+def check(strategy: Strategy) -> None:
+    """Raises the first thing that is wrong."""
+    _check_words(strategy)
+    _check_sizes(strategy)
+    _check_data_axis(strategy)
+    _check_folder(strategy)
+    for first, second, why in clashes(strategy):
+        raise ContradictoryTerms(f"Strategy terms {first!r} and {second!r} exclude each other: {why}.")
+
+
+def clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
+    """Each pair of terms that cannot stand together, and why."""
+    axes = [f"{axis}={getattr(strategy, axis)}" for axis in MODEL_AXES if getattr(strategy, axis) > 1]
+    if strategy.auto:
+        named = [strategy.data, *axes] if strategy.data else axes
+        yield from (("auto", axis, "auto lets the planner choose every axis") for axis in named)
+    if strategy.data in ("single", "dp"):
+        why = f"{strategy.data} keeps the whole model in one process; name ddp or fsdp, or no data axis"
+        yield from ((strategy.data, axis, why) for axis in axes)
+    if strategy.pp > 1 and strategy.layers > 1:
+        yield f"pp={strategy.pp}", f"layers={strategy.layers}", "both place the layers; pp also keeps the stages busy"
+    if strategy.pure and strategy.precision == "fp32":
+        yield "fp32", "pure", "pure leaves out the fp32 master weights, and fp32 has no others; name bf16 or fp16"
+    if strategy.variant and strategy.data != "fsdp":
+        yield strategy.data or "no data axis", strategy.variant, "only fsdp has this suffix"
+
+
+def _check_words(strategy: Strategy) -> None:
+    for field, words in _WORDS.items():
+        word, valid = getattr(strategy, field), get_args(words)
+        if word not in valid and not (field == "data" and word is None):
+            grammar.pick(str(word), valid, term=f"{field}={word}", what="value")
+
+
+def _check_sizes(strategy: Strategy) -> None:
+    optional = [field for field in _OPTIONAL_SIZES if getattr(strategy, field) is not None]
+    for field in (*MODEL_AXES, *optional):
+        number = getattr(strategy, field)
+        # A bool is an int in Python, and `tp=True` is a slip.
+        text = str(number) if type(number) is int else None
+        grammar.count(text, term=f"{field}={number}", example=f"{field}=2")
+
+
+def _check_data_axis(strategy: Strategy) -> None:
+    if strategy.data in (None, "single") and strategy.data_size is not None:
+        found = strategy.data or "no data axis"
+        raise StrategyError(f"data_size={strategy.data_size} was given with {found}; name a data axis, as in ddp=2.")
+    if (strategy.data == "hsdp") != (strategy.hsdp_replicas is not None):
+        raise StrategyError("hsdp, and only hsdp, takes hsdp_replicas; in text, hsdp=2x4.")
+    if strategy.data == "hsdp" and (strategy.data_size is None or strategy.data_size % (strategy.hsdp_replicas or 1)):
+        raise StrategyError("hsdp needs a data_size that is a multiple of hsdp_replicas; in text, hsdp=2x4.")
+
+
+def _check_folder(strategy: Strategy) -> None:
+    if (strategy.offload == "nvme") != bool(strategy.nvme):
+        raise StrategyError("offload=nvme, and only that, takes a folder; in text, offload=nvme:/scratch.")
+    if "," in strategy.nvme or strategy.nvme != strategy.nvme.strip():
+        raise StrategyError(
+            f"The folder {strategy.nvme!r} of offload=nvme holds a comma or an outer space, which the strategy's text "
+            "cannot carry; choose another folder."
+        )

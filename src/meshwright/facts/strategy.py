@@ -1,0 +1,108 @@
+"""How a job lies over a cluster: mesh axes with sizes, and policies. A frozen value with a text form.
+
+`Strategy.parse("fsdp,tp=2,bf16").resolve(8)` is `fsdp=4,tp=2,bf16`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.facts import grammar, soundness
+from meshwright.facts.grammar import DataKind, Engine, Offload, Precision, Recompute, Schedule, Variant
+from meshwright.facts.ranks import count_model_ranks, fill_data_axis
+
+__all__ = ["DataKind", "Engine", "Offload", "Precision", "Recompute", "Schedule", "Strategy", "Variant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """`parse(str(strategy)) == strategy`, for every strategy that can be made."""
+
+    data: DataKind | None = None
+    """The data axis. None: not named; `resolve` makes it ddp where the other axes leave ranks."""
+    data_size: int | None = None
+    """Ranks on the whole data axis: R times S for hsdp. None: what the other axes leave."""
+    hsdp_replicas: int | None = None
+    """R of `hsdp=RxS`, and None for every other data axis. Read `replicas` and `shards` instead."""
+    variant: Variant = ""
+    """How much fsdp shards: "" is everything."""
+    tp: int = 1
+    """Ranks of tensor parallelism."""
+    op: int = 1
+    """Ranks of operator-wise parallelism."""
+    pp: int = 1
+    """Pipeline stages."""
+    schedule: Schedule = ""
+    """The order of the pipeline's micro-batches; 1f1b where none was named, "" where pp is 1."""
+    layers: int = 1
+    """Ranks of plain layer-wise placement."""
+    precision: Precision = "fp32"
+    """The dtype of the computation."""
+    pure: bool = False
+    """Whether the parameters are in that dtype too, with no fp32 master weights."""
+    recompute: Recompute = "none"
+    """Activations that are computed again in the backward pass: `ac=` in text."""
+    offload: Offload = ""
+    """What leaves the device."""
+    nvme: str = ""
+    """The folder of `offload=nvme:DIR`."""
+    micro_batch: int | None = None
+    """Samples in one micro-batch of one rank: `mb=` in text. None: chosen when the run is built."""
+    compile: bool = False
+    """Whether torch.compile is used."""
+    engine: Engine = "torch"
+    """Who runs it."""
+    auto: bool = False
+    """Whether the planner chooses the axes."""
+
+    def __post_init__(self) -> None:
+        soundness.check(self)
+        # One stage is no pipeline, so it has no schedule either.
+        object.__setattr__(self, "schedule", "" if self.pp == 1 else self.schedule or "1f1b")
+
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """Reads comma-separated terms, as `fsdp,tp=2,bf16`."""
+        return cls(**grammar.read_terms(text))
+
+    def __str__(self) -> str:
+        return grammar.show_terms(self)
+
+    def to_json(self) -> str:
+        """The canonical text: it loses nothing, and a person can read it."""
+        return str(self)
+
+    @classmethod
+    def from_json(cls, value: str) -> Strategy:
+        return cls.parse(value)
+
+    def resolve(self, ranks: int) -> Strategy:
+        """The strategy with its data axis named and sized for a world of so many ranks."""
+        return fill_data_axis(self, ranks)
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that one copy of the model is split over by the axes other than data."""
+        return count_model_ranks(self)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks on the data axis; 1 where there is none."""
+        if self.data in (None, "single"):
+            return 1
+        if self.data_size is None:
+            raise ValueError(f"{self} has no size on its data axis yet; call resolve(ranks) first.")
+        return self.data_size
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share out what the data axis shards; 1 where it only replicates."""
+        return self.data_ranks // self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """Copies of what the data axis shards; `replicas * shards == data_ranks`."""
+        if self.hsdp_replicas is not None:
+            return self.hsdp_replicas
+        shards_state = self.data in ("zero1", "zero2", "fsdp") and self.variant != "no-shard"
+        return 1 if shards_state else self.data_ranks

@@ -1,0 +1,25 @@
+"""Every way to lay the data axis, by its word in the strategy's text. Adding one is a file and a line here."""
+
+from __future__ import annotations
+
+from meshwright.strategies.base import DataStrategy, Layout, Place
+from meshwright.strategies.ddp import Ddp
+from meshwright.strategies.dp import Dp
+from meshwright.strategies.engine import Engine, Setting
+from meshwright.strategies.fsdp import Fsdp
+from meshwright.strategies.hsdp import Hsdp
+from meshwright.strategies.single import Single
+from meshwright.strategies.zero1 import Zero1
+from meshwright.strategies.zero2 import Zero2
+
+DATA_STRATEGIES: dict[str, DataStrategy] = {
+    "single": Single(),
+    "dp": Dp(),
+    "ddp": Ddp(),
+    "zero1": Zero1(),
+    "zero2": Zero2(),
+    "fsdp": Fsdp(),
+    "hsdp": Hsdp(),
+}
+
+__all__ = ["DATA_STRATEGIES", "DataStrategy", "Engine", "Layout", "Place", "Setting"]

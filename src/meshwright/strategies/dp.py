@@ -1,0 +1,42 @@
+"""`dp`: `nn.DataParallel`, one process that copies the model to its devices in every forward pass."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.strategies.base import DataStrategy, Layout, Place
+from meshwright.strategies.engine import Engine, Setting
+
+
+class Dp(DataStrategy):
+    summary = "nn.DataParallel: one process, several GPUs; kept for comparison, ddp is faster"
+    overlaps = False
+
+    def refuse(self, strategy: Strategy, facts: ModelFacts, place: Place) -> str | None:
+        if place.device == "cpu":
+            return (
+                "dp (nn.DataParallel) splits a batch over the GPUs of one process, and nn.DataParallel runs on a CPU "
+                "as if it were not there; use ddp, which runs one process per CPU rank."
+            )
+        if facts.batch_norms:
+            return "dp cannot synchronise BatchNorm between the devices of one process; use ddp."
+        if strategy.precision != "fp32" and not strategy.pure:
+            return (
+                f"dp copies the model anew in every forward pass, which leaves no place for {strategy.precision} "
+                f"copies of fp32 masters; use ddp,{strategy.precision} or dp,{strategy.precision}:pure."
+            )
+        if strategy.compile:
+            return "dp copies the model anew in every forward pass, which defeats compile; use ddp,compile."
+        return None
+
+    def axes(self, strategy: Strategy) -> dict[str, int]:
+        return {}
+
+    def layout(self, strategy: Strategy) -> Layout:
+        return Layout()
+
+    def apply(self, model: nn.Module, setting: Setting) -> Engine:
+        setting.fill()
+        return Engine(model, nn.DataParallel(model, device_ids=list(setting.devices)))

@@ -1,0 +1,98 @@
+"""What a strategy makes of a model: something that is called, differentiated and updated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.named import NamedParameters
+from meshwright.facts.strategy import Strategy
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What `apply` needs to know beside the model."""
+
+    strategy: Strategy
+    facts: ModelFacts
+    device: torch.device
+    mesh: DeviceMesh | None
+    """The data axes; None for one process."""
+    fill: Callable[[], None]
+    """Gives the model its memory and initial weights. `apply` calls it once, when parameters lie as they will."""
+    devices: tuple[int, ...] = field(default=())
+    """All CUDA devices of this process; only DataParallel has more than one."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return DTYPES[self.strategy.precision]
+
+    @property
+    def lowered(self) -> bool:
+        """Whether computing takes a smaller dtype than the master weights have."""
+        return self.compute_dtype != torch.float32 and not self.strategy.pure
+
+    @property
+    def unused(self) -> frozenset[str]:
+        return frozenset(self.facts.unused)
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return [model.get_submodule(name) for name in self.facts.blocks]
+
+
+class Engine:
+    """One process's share of the model. This one is the plain case; strategies override what differs."""
+
+    gradient_scale = 1.0
+    """What the loss is multiplied by because the engine averages over ranks where a sum is wanted."""
+
+    def __init__(self, model: nn.Module, module: Callable[..., Any] | None = None) -> None:
+        self.model = model
+        self.module = module if module is not None else model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of one micro-batch; gradients are communicated in the last one only."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """After the last backward: wait until every gradient is the whole batch's."""
+
+    def parameters(self) -> NamedParameters:
+        """What this rank's optimizer updates."""
+        return NamedParameters((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+
+    def updated(self) -> None:
+        """After the optimizer's step: bring parameters that other ranks updated."""
+
+    def forget_gradients(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter and buffer, whole, in the unsplit model's names. All ranks must take part."""
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor):
+                yield name, whole(tensor.detach())
+
+    def resident(self) -> dict[str, list[torch.Tensor]]:
+        """The tensors that this rank holds as parameters and as gradients, for counting their bytes."""
+        parameters = list(self.model.parameters())
+        return {"parameters": list(parameters), "gradients": [p.grad for p in parameters if p.grad is not None]}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on every rank as one process would hold it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

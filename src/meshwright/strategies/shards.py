@@ -1,0 +1,271 @@
+"""The mechanics that ZeRO-1 and ZeRO-2 share: whole parameters, of which each rank updates its own part.
+
+Every parameter is cut along dim 0 as FSDP2 cuts it, so optimizer state lies in global coordinates under the
+parameter's own name. (`ZeroRedundancyOptimizer` hands out whole parameters, which leaves the rank that got the
+embedding with more than its share, and wants a class where a job has a factory.) A bucket is a block: its gradients
+are reduce-scattered as soon as all are there, while backward goes on, and its parameters are gathered after the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from meshwright.facts.named import NamedParameters
+from meshwright.strategies.engine import Engine, Setting, whole
+
+
+@dataclass
+class Piece:
+    """One parameter and this rank's part of it."""
+
+    name: str
+    parameter: nn.Parameter
+    shard: nn.Parameter
+    """A DTensor over the data axis; what the optimizer updates."""
+    rows: int
+    """Rows of dim 0 in a full chunk; the last ranks may have fewer or none."""
+    gradient: torch.Tensor | None = None
+    """The whole gradient in the master's dtype, where the parameter itself is in a smaller one."""
+
+    @property
+    def width(self) -> int:
+        """Elements of a full chunk."""
+        return self.rows * prod(self.parameter.shape[1:])
+
+    def take_gradient(self) -> None:
+        """Move what backward left on the parameter into the master's dtype."""
+        if self.parameter.grad is None or self.parameter.dtype == self.shard.dtype:
+            return
+        if self.gradient is None:
+            self.gradient = self.parameter.grad.to(self.shard.dtype)
+        else:
+            self.gradient += self.parameter.grad
+        self.parameter.grad = None
+
+    def whole_gradient(self) -> torch.Tensor | None:
+        return self.gradient if self.gradient is not None else self.parameter.grad
+
+    def forget_whole(self) -> None:
+        self.gradient = self.parameter.grad = None
+
+    def chunk(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """The rows of `rank`, as a view."""
+        return tensor[rank * self.rows : (rank + 1) * self.rows]
+
+    def as_shard(self, local: torch.Tensor) -> DTensor:
+        shape, stride = self.parameter.shape, self.parameter.stride()
+        return DTensor.from_local(
+            local, self.shard.device_mesh, self.shard.placements, run_check=False, shape=shape, stride=stride
+        )
+
+
+class Bucket:
+    """Pieces that travel together as a (ranks, width) matrix whose row r belongs to rank r."""
+
+    def __init__(self, pieces: list[Piece], mesh: DeviceMesh) -> None:
+        self.pieces = pieces
+        self.ranks, self.rank, self.group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+        self.width = sum(piece.width for piece in pieces)
+        self.waiting = len(pieces)
+        self._work: dist.Work | None = None
+        self._reduced = self._sent = self._gathered = torch.empty(0)
+
+    def reduce(self) -> None:
+        """Start to sum gradients over ranks; each rank gets its row."""
+        like = self.pieces[0].shard
+        matrix = torch.zeros(self.ranks, self.width, dtype=like.dtype, device=like.device)
+        for piece, columns in self._columns():
+            gradient = piece.whole_gradient()
+            if gradient is not None:
+                self._pack(piece, gradient, matrix[:, columns])
+        self._sent, self._reduced = matrix, matrix.new_empty(self.width)
+        self._work = dist.reduce_scatter_tensor(self._reduced, matrix.view(-1), group=self.group, async_op=True)
+
+    def finish(self, keep_whole: bool) -> None:
+        """Wait for the sum and give each shard its gradient."""
+        if self._work is not None:
+            self._work.wait()
+        for piece, columns in self._columns():
+            local = piece.chunk(piece.parameter, self.rank)
+            reduced = self._reduced[columns][: local.numel()].view(local.shape)
+            if keep_whole and (kept := piece.whole_gradient()) is not None:
+                reduced = piece.chunk(kept, self.rank).copy_(reduced)
+            piece.shard.grad = piece.as_shard(reduced)
+        self.waiting, self._work = len(self.pieces), None
+        self._sent = self._reduced = torch.empty(0)
+
+    def start_gather(self) -> None:
+        """Start to send this rank's updated rows to all."""
+        like = self.pieces[0].parameter
+        mine = torch.zeros(self.width, dtype=like.dtype, device=like.device)
+        for piece, columns in self._columns():
+            local = piece.shard.to_local()
+            mine[columns][: local.numel()].copy_(local.reshape(-1))
+        self._sent, self._gathered = mine, mine.new_empty(self.ranks, self.width)
+        self._work = dist.all_gather_into_tensor(self._gathered.view(-1), mine, group=self.group, async_op=True)
+
+    def finish_gather(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        for piece, columns in self._columns():
+            self._unpack(piece, self._gathered[:, columns])
+        self._work, self._sent, self._gathered = None, torch.empty(0), torch.empty(0)
+
+    def _columns(self) -> Iterator[tuple[Piece, slice]]:
+        start = 0
+        for piece in self.pieces:
+            yield piece, slice(start, start + piece.width)
+            start += piece.width
+
+    def _pack(self, piece: Piece, tensor: torch.Tensor, matrix: torch.Tensor) -> None:
+        if tensor.numel() == matrix.numel():
+            matrix.copy_(tensor.reshape(matrix.shape))
+            return
+        for rank in range(self.ranks):
+            rows = piece.chunk(tensor, rank)
+            matrix[rank, : rows.numel()].copy_(rows.reshape(-1))
+
+    def _unpack(self, piece: Piece, matrix: torch.Tensor) -> None:
+        target = piece.parameter.data
+        if target.numel() == matrix.numel():
+            target.copy_(matrix.reshape(target.shape))
+            return
+        for rank in range(self.ranks):
+            rows = piece.chunk(target, rank)
+            rows.copy_(matrix[rank, : rows.numel()].view(rows.shape))
+
+
+class ShardedUpdateEngine(Engine):
+    """Every rank computes with whole parameters and updates its own rows of each."""
+
+    def __init__(self, model: nn.Module, setting: Setting, *, keep_whole: bool) -> None:
+        super().__init__(model)
+        assert setting.mesh is not None
+        self._mesh, self._keep_whole, self._last = setting.mesh, keep_whole, True
+        self._masters = _masters(model, setting)
+        # Frozen parameters have no update, but their masters are kept where computing has its own copy.
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad or n in self._masters]
+        self._pieces = {name: self._piece(name, parameter) for name, parameter in named}
+        used = {n: p for n, p in self._pieces.items() if p.parameter.requires_grad and n not in setting.unused}
+        self._scalars = [piece for piece in used.values() if not piece.parameter.shape]
+        self._buckets = [Bucket(group, self._mesh) for group in _by_block(used, setting.facts.blocks)]
+        for bucket in self._buckets:
+            for piece in bucket.pieces:
+                piece.parameter.register_post_accumulate_grad_hook(self._hook(bucket, piece))
+        self._masters.clear()
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        @contextmanager
+        def micro_batch() -> Iterator[None]:
+            self._last = last
+            yield
+
+        return micro_batch()
+
+    def finish(self) -> None:
+        for bucket in self._buckets:
+            if bucket.waiting:  # a parameter had no gradient in this batch
+                self._reduce(bucket)
+            bucket.finish(self._keep_whole)
+        for piece in self._scalars:
+            piece.take_gradient()
+            gradient = piece.whole_gradient()
+            gradient = torch.zeros_like(piece.shard.to_local()) if gradient is None else gradient
+            dist.all_reduce(gradient, group=self._mesh.get_group())
+            piece.shard.grad = piece.as_shard(gradient)
+
+    def parameters(self) -> NamedParameters:
+        return NamedParameters((n, piece.shard) for n, piece in self._pieces.items() if piece.parameter.requires_grad)
+
+    def updated(self) -> None:
+        for piece in self._scalars:
+            piece.parameter.data.copy_(piece.shard.to_local())
+        # One bucket ahead: the next is under way while this one is copied to its place.
+        for current, following in zip(self._buckets, [*self._buckets[1:], None], strict=True):
+            if current is self._buckets[0]:
+                current.start_gather()
+            if following is not None:
+                following.start_gather()
+            current.finish_gather()
+
+    def forget_gradients(self) -> None:
+        for piece in self._pieces.values():
+            piece.shard.grad = None
+            piece.forget_whole()
+
+    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        shards = {id(piece.parameter): piece.shard for piece in self._pieces.values()}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor):
+                yield name, whole(shards.get(id(tensor), tensor).detach())
+
+    def resident(self) -> dict[str, list[torch.Tensor]]:
+        gradients: list[torch.Tensor | None] = []
+        for piece in self._pieces.values():
+            gradients += [piece.parameter.grad, piece.gradient, piece.shard.grad]
+        return {
+            "parameters": list(self.model.parameters()),
+            "masters": [piece.shard for piece in self._pieces.values()],
+            "gradients": [g for g in gradients if g is not None],
+        }
+
+    def _piece(self, name: str, parameter: nn.Parameter) -> Piece:
+        shape, stride = parameter.shape, parameter.stride()
+        rows = -(-shape[0] // self._mesh.size()) if shape else 1
+        rank = self._mesh.get_local_rank()
+        source = self._masters.get(name, parameter.data)
+        local = source[rank * rows : (rank + 1) * rows] if shape else source
+        if name in self._masters:
+            local = local.clone()  # else the whole master would stay in memory behind the view
+        placement = Shard(0) if shape else Replicate()
+        dtensor = DTensor.from_local(local, self._mesh, [placement], run_check=False, shape=shape, stride=stride)
+        return Piece(name, parameter, nn.Parameter(dtensor), rows)
+
+    def _hook(self, bucket: Bucket, piece: Piece) -> Any:
+        def gradient_is_there(parameter: torch.Tensor) -> None:
+            piece.take_gradient()
+            if self._last:
+                bucket.waiting -= 1
+                if bucket.waiting == 0:
+                    self._reduce(bucket)
+
+        return gradient_is_there
+
+    def _reduce(self, bucket: Bucket) -> None:
+        bucket.reduce()
+        bucket.waiting = 0
+        if not self._keep_whole:
+            for piece in bucket.pieces:
+                piece.forget_whole()
+
+
+def _masters(model: nn.Module, setting: Setting) -> dict[str, torch.Tensor]:
+    """Under a lowered precision: parameters go to the compute dtype, and what they were is returned by name."""
+    if not setting.lowered:
+        return {}
+    masters = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            masters[name] = parameter.data
+            parameter.data = parameter.data.to(setting.compute_dtype)
+    return masters
+
+
+def _by_block(pieces: dict[str, Piece], blocks: tuple[str, ...]) -> list[list[Piece]]:
+    """Pieces grouped by the block that holds them and by dtype; what no block holds comes first, as in forward."""
+    groups: dict[tuple[str, torch.dtype, torch.dtype], list[Piece]] = {}
+    for name, piece in pieces.items():
+        if piece.parameter.shape:
+            block = next((b for b in blocks if name.startswith(f"{b}.")), "")
+            groups.setdefault((block, piece.parameter.dtype, piece.shard.dtype), []).append(piece)
+    return list(groups.values())

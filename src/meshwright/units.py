@@ -1,0 +1,82 @@
+"""Bytes, seconds and counts as people write them: `39.4 GiB`, `312 ms`, `70B`."""
+
+from __future__ import annotations
+
+import re
+
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+
+# Largest first: the first unit that the amount fills is the one shown.
+_BYTES = {"TiB": float(TIB), "GiB": float(GIB), "MiB": float(MIB), "KiB": float(KIB), "B": 1.0}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_COUNTS = {"T": 1e12, "B": 1e9, "M": 1e6, "K": 1e3, "": 1.0}
+
+# Vendors' decimal units are read, never written.
+_READ_BYTES = _BYTES | {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3}
+
+
+def gib(size: float) -> float:
+    """Bytes as GiB."""
+    return size / GIB
+
+
+def mib(size: float) -> float:
+    """Bytes as MiB."""
+    return size / MIB
+
+
+def show_bytes(size: float) -> str:
+    """`show_bytes(42_300_000_000)` is `39.4 GiB`."""
+    return _show(size, _BYTES, zero="B", gap=" ")
+
+
+def show_seconds(seconds: float) -> str:
+    """`show_seconds(0.3124)` is `312 ms`."""
+    return _show(seconds, _SECONDS, zero="s", gap=" ")
+
+
+def show_count(count: float) -> str:
+    """`show_count(1_300_000)` is `1.3M`."""
+    return _show(count, _COUNTS, zero="", gap="")
+
+
+def parse_bytes(text: str) -> int:
+    """`parse_bytes("40GiB")`; GB, MB and KB are decimal."""
+    return round(_parse(text, _READ_BYTES, example="40GiB"))
+
+
+def parse_seconds(text: str) -> float:
+    """`parse_seconds("12 ms")`."""
+    return _parse(text, _SECONDS, example="12ms")
+
+
+def parse_count(text: str) -> int:
+    """`parse_count("70B")`."""
+    return round(_parse(text, _COUNTS, example="70B"))
+
+
+def _show(amount: float, units: dict[str, float], *, zero: str, gap: str) -> str:
+    if amount == 0:
+        return f"0{gap}{zero}"
+    unit = next((unit for unit, size in units.items() if _fills(amount, size)), list(units)[-1])
+    return f"{_three_digits(amount / units[unit])}{gap}{unit}"
+
+
+def _fills(amount: float, size: float) -> bool:
+    # 0.9995 rounds to 1 at three digits, so 999,999 is shown as 1M and not as 1000K.
+    return abs(amount) / size >= 0.9995
+
+
+def _three_digits(number: float) -> str:
+    decimals = 2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0
+    text = f"{number:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if decimals else text
+
+
+def _parse(text: str, units: dict[str, float], *, example: str) -> float:
+    by_name = {unit.lower(): size for unit, size in units.items()}
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].lower() not in by_name:
+        known = ", ".join(unit for unit in units if unit)
+        raise ValueError(f"Cannot read {text!r}: write a number and a unit, as in {example} (units: {known}).")
+    return float(found[1]) * by_name[found[2].lower()]

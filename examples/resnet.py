@@ -5,7 +5,8 @@ meshwright train examples/resnet.py --strategy ddp --ranks 2 --steps 60
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from images import CLASSES, Images, class_loss, sample
 from meshwright import Job
@@ -41,11 +42,16 @@ class ResNet(nn.Module):
         return self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
 
+def warmup(optimizer: Optimizer, steps: int = 20) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / steps))
+
+
 job = Job(
     model=ResNet,
     inputs=lambda batch: (batch["x"],),
     loss=class_loss,
     optimizer=lambda params: SGD(params, lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4),
+    schedule=warmup,
     data=Images,
     sample=sample,
     global_batch=64,

@@ -1,8 +1,8 @@
-"""How a global batch is cut: over data ranks first, over micro-batches then.
+"""How a global batch is cut: into micro-steps first, each of them over the data ranks then.
 
-Rank r takes the r-th of near-equal consecutive parts, and cuts it into as many near-equal micro-batches as every other
-rank, so that all ranks meet in the same collectives even when the last batch of an epoch is small. A rank or micro-batch
-left without samples runs a stand-in whose loss counts nothing.
+A micro-step is consecutive samples of the global batch, and so is each rank's part of it. So what meets in one
+BatchNorm is the same on any number of ranks, and all ranks take the same number of micro-steps even when the last
+batch of an epoch is small. A rank left without samples in a micro-step runs a stand-in whose loss counts nothing.
 """
 
 from __future__ import annotations
@@ -17,21 +17,27 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from meshwright.errors import JobError
 
 
+@dataclass(frozen=True)
+class Span:
+    """Consecutive samples of a global batch."""
+
+    first: int
+    length: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """One rank's part of a global batch."""
 
     data: Any
-    """This rank's samples; one stand-in sample where `own` is 0."""
+    """This rank's samples, micro-step after micro-step; one stand-in sample where it has none."""
     samples: int
     """Samples of the whole global batch."""
-    first: int
-    """Where this rank's part begins in the global batch."""
-    own: int
-    """How many of the samples are this rank's."""
+    spans: tuple[Span, ...]
+    """What this rank has of each micro-step."""
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(data=to_device(self.data, device), samples=self.samples, first=self.first, own=self.own)
+        return Batch(data=to_device(self.data, device), samples=self.samples, spans=self.spans)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,27 +45,32 @@ class MicroBatch:
     """What one forward pass takes."""
 
     data: Any
-    first: int
-    """Where it begins in the global batch."""
-    samples: int
-    """Samples that count: 0 for a stand-in."""
+    span: Span
+    """Where it lies in the global batch; its length is 0 for a stand-in."""
 
 
-def span(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and length of the index-th of near-equal parts; the first ones are one longer."""
-    size, longer = divmod(total, parts)
-    return index * size + min(index, longer), size + (index < longer)
-
-
-def micro_batches_of(samples: int, ranks: int, micro_batch: int | None) -> int:
-    """How many micro-batches every rank runs for a global batch of `samples`."""
-    largest = -(-samples // ranks)
-    return 1 if micro_batch is None else max(1, -(-largest // micro_batch))
+def micro_steps(samples: int, ranks: int, micro_batch: int | None) -> int:
+    """How many micro-steps a global batch of `samples` takes, so that no rank has more than `micro_batch` in one."""
+    return 1 if micro_batch is None else max(1, -(-(-(-samples // ranks)) // micro_batch))
 
 
 def has_stand_ins(samples: int, ranks: int, micro_batch: int | None) -> bool:
     """Whether some rank would run a micro-batch without samples."""
-    return samples // ranks < micro_batches_of(samples, ranks, micro_batch)
+    return samples // micro_steps(samples, ranks, micro_batch) < ranks
+
+
+def spans(samples: int, ranks: int, rank: int, micro_batch: int | None) -> tuple[Span, ...]:
+    """What `rank` has of each micro-step."""
+    count = micro_steps(samples, ranks, micro_batch)
+    steps = [_near_equal(samples, count, index) for index in range(count)]
+    parts = [(step.first, _near_equal(step.length, ranks, rank)) for step in steps]
+    return tuple(Span(start + part.first, part.length) for start, part in parts)
+
+
+def _near_equal(total: int, parts: int, index: int) -> Span:
+    """The index-th of near-equal consecutive parts; the first ones are one longer."""
+    size, longer = divmod(total, parts)
+    return Span(index * size + min(index, longer), size + (index < longer))
 
 
 def count_samples(data: Any) -> int:
@@ -81,20 +92,36 @@ def take(data: Any, start: int, length: int) -> Any:
     return tree_unflatten(cut, tree)
 
 
-def part(data: Any, ranks: int, rank: int) -> Batch:
+def part(data: Any, ranks: int, rank: int, micro_batch: int | None) -> Batch:
     """The part of `rank` in a global batch that every rank has whole."""
     samples = count_samples(data)
-    first, own = span(samples, ranks, rank)
-    return Batch(data=take(data, first if own else 0, own or 1), samples=samples, first=first, own=own)
+    own = spans(samples, ranks, rank, micro_batch)
+    pieces = [take(data, span.first, span.length) for span in own if span.length]
+    joined = pieces[0] if len(pieces) == 1 else _join(pieces) if pieces else take(data, 0, 1)
+    return Batch(data=joined, samples=samples, spans=own)
 
 
-def micro_batches(batch: Batch, ranks: int, micro_batch: int | None) -> Iterator[MicroBatch]:
-    """The micro-batches of one rank's part."""
-    count = micro_batches_of(batch.samples, ranks, micro_batch)
-    for index in range(count):
-        start, length = span(batch.own, count, index)
-        data = batch.data if count == 1 else take(batch.data, start if length else 0, length or 1)
-        yield MicroBatch(data=data, first=batch.first + start, samples=length)
+def micro_batches(batch: Batch) -> Iterator[MicroBatch]:
+    """What each forward pass of this rank takes."""
+    start = 0
+    for span in batch.spans:
+        whole = len(batch.spans) == 1
+        data = batch.data if whole else take(batch.data, start if span.length else 0, span.length or 1)
+        yield MicroBatch(data=data, span=span)
+        start += span.length
+
+
+def _join(pieces: list[Any]) -> Any:
+    """Batches one after another: the inverse of `take`."""
+    counts = [count_samples(piece) for piece in pieces]
+    flat = [tree_flatten(piece) for piece in pieces]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    joined = [torch.cat(column) if _counts(column, counts) else column[0] for column in columns]
+    return tree_unflatten(joined, flat[0][1])
+
+
+def _counts(column: tuple[Any, ...], counts: list[int]) -> bool:
+    return all(torch.is_tensor(x) and x.dim() > 0 and x.shape[0] == n for x, n in zip(column, counts, strict=True))
 
 
 def to_device(data: Any, device: torch.device) -> Any:

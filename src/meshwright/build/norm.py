@@ -22,8 +22,16 @@ def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
         sharded = isinstance(gradient, DTensor)
         key = (gradient.device_mesh, gradient.placements) if sharded else (None, ())
         groups.setdefault(key, []).append(local(gradient))
-    squares = [_reduce(get_total_norm(tensors).float().square(), *key) for key, tensors in groups.items()]
+    squares = [_reduce(_squares(tensors), *key) for key, tensors in groups.items()]
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+
+def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
+    if tensors[0].is_cuda:
+        return get_total_norm(tensors).float().square()
+    # On CPUs `norm` adds one number after another, which loses 4e-5 over a million; `dot` adds in blocks.
+    flat = [tensor.reshape(-1).float() for tensor in tensors]
+    return torch.stack([torch.dot(tensor, tensor) for tensor in flat]).sum()
 
 
 def scale_(gradients: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from meshwright.build.tape import Slot, Tape, recording
+from meshwright.describe.tape import Slot, Tape, recording
 from meshwright.errors import JobError, MeshwrightError
 
 
@@ -31,8 +32,8 @@ class Blueprint:
     attributes: dict[tuple[str, str], Slot] = field(default_factory=dict)
     """Recorded tensors that are plain attributes: (module, attribute)."""
 
-    def fill(self, device: torch.device) -> None:
-        """Give every parameter and buffer memory on `device` and its initial value."""
+    def fill(self, device: torch.device) -> str:
+        """Give every parameter and buffer memory on `device` and its initial value; returns a digest of the values."""
         _allocate(self.model, device)
         targets = dict(_tensors(self.model))
         waiting: dict[int, list[str]] = defaultdict(list)
@@ -42,19 +43,26 @@ class Blueprint:
         for place, slot in self.attributes.items():
             loose[slot.storage].append((place, slot))
 
+        digest = hashlib.sha256()
+
+        def put(name: str, value: torch.Tensor) -> None:
+            digest.update(f"{name}{tuple(value.shape)}{value.flatten()[:8].tolist()}".encode())
+            _copy(value, targets[name])
+
         def hand_over(key: int, storage: torch.UntypedStorage) -> None:
             for name in waiting.pop(key, ()):
-                _copy(self.slots[name].on(storage), targets[name])
+                put(name, self.slots[name].on(storage))
             for (module, attribute), slot in loose.pop(key, ()):
                 # A plain attribute stays on the CPU, as it does under `module.to(device)`.
                 setattr(self.model.get_submodule(module), attribute, slot.on(storage).clone())
 
         self.tape.play(hand_over)
         for name, value in self.constants.items():
-            _copy(value, targets[name])
+            put(name, value)
         if waiting or loose:
             missing = sorted(name for names in waiting.values() for name in names)
             raise JobError(f"The model's builder never made {', '.join(missing)}; its initial value is unknown.")
+        return digest.hexdigest()
 
 
 def record(build: Callable[[], nn.Module], seed: int) -> Blueprint:

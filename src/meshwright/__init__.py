@@ -1,0 +1,39 @@
+"""One job, one loop and one checkpoint for every way to train a PyTorch model on more than one device.
+
+    run = mw.setup(job, "fsdp,bf16")
+    for batch in run.batches(steps=1000):
+        result = run.step(batch)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meshwright.facts.cluster import Cluster
+from meshwright.facts.forecast import Forecast
+from meshwright.facts.job import Job
+from meshwright.facts.plan import Plan
+from meshwright.facts.strategy import Strategy
+
+if TYPE_CHECKING:
+    from meshwright.runtime.parallel import Parallel, parallelize
+    from meshwright.runtime.run import Run, setup
+
+__version__ = "0.1.0"
+__all__ = ["Cluster", "Forecast", "Job", "Parallel", "Plan", "Run", "Strategy", "parallelize", "setup"]
+
+_LATER = {
+    "Parallel": "meshwright.runtime.parallel",
+    "Run": "meshwright.runtime.run",
+    "parallelize": "meshwright.runtime.parallel",
+    "setup": "meshwright.runtime.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch.distributed is imported when it is first asked for; a job's file needs only `Job`."""
+    if name not in _LATER:
+        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LATER[name]), name)

@@ -1,0 +1,5 @@
+"""`python -m meshwright`, for launchers such as torchrun."""
+
+from meshwright.cli.main import main
+
+main()

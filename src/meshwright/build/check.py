@@ -1,0 +1,78 @@
+"""Refuse what cannot be before any process starts, each with its reason and what to do instead."""
+
+from __future__ import annotations
+
+from meshwright.errors import NotBuiltYet, Refused
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.strategies import DATA_STRATEGIES, Place
+
+
+def check(job: Job, facts: ModelFacts, strategy: Strategy, place: Place) -> Strategy:
+    """The strategy with its data axis sized for the place's ranks, or an error that says why not."""
+    resolved = check_strategy(facts, strategy, place)
+    if reason := _refuse_batch(job, resolved):
+        raise Refused(reason)
+    return resolved
+
+
+def check_strategy(facts: ModelFacts, strategy: Strategy, place: Place) -> Strategy:
+    """As `check`, where there is a model but no job."""
+    refuse_unbuilt(strategy)
+    resolved = strategy.resolve(place.ranks)
+    refuse_missing_gpus(place)
+    reason = DATA_STRATEGIES[str(resolved.data)].refuse(resolved, facts, place) or _refuse_offload(resolved)
+    if reason:
+        raise Refused(reason)
+    return resolved
+
+
+def refuse_missing_gpus(place: Place) -> None:
+    if place.device == "cuda" and place.local_ranks > place.devices:
+        raise Refused(
+            f"{place.local_ranks} ranks need as many GPUs, but this machine has {place.devices}; "
+            f"use --ranks {place.devices} or fewer, or --device cpu."
+        )
+
+
+def refuse_unbuilt(strategy: Strategy) -> None:
+    """Terms that are in the grammar, but that no engine here runs."""
+    unbuilt = {
+        "auto": strategy.auto,
+        f"tp={strategy.tp}": strategy.tp > 1,
+        f"op={strategy.op}": strategy.op > 1,
+        f"pp={strategy.pp}:{strategy.schedule}": strategy.pp > 1,
+        f"layers={strategy.layers}": strategy.layers > 1,
+        "fp8": strategy.precision == "fp8",
+        f"offload=nvme:{strategy.nvme}": strategy.offload == "nvme",
+        f"engine={strategy.engine}": strategy.engine != "torch",
+    }
+    for term, asked in unbuilt.items():
+        if asked:
+            raise NotBuiltYet(
+                f"{term} is a strategy term, but no engine here runs it yet; these run: {', '.join(DATA_STRATEGIES)} "
+                "with fp32, bf16, fp16, ac, offload=optimizer|params, mb and compile."
+            )
+
+
+def _refuse_offload(strategy: Strategy) -> str | None:
+    if strategy.offload == "params" and strategy.data not in ("fsdp", "hsdp"):
+        return f"offload=params streams sharded parameters, so it needs fsdp or hsdp; {strategy.data} keeps them whole."
+    return None
+
+
+def _refuse_batch(job: Job, strategy: Strategy) -> str | None:
+    ranks = strategy.data_ranks
+    if job.global_batch < ranks:
+        return (
+            f"The job's global batch of {job.global_batch} is smaller than the {ranks} data ranks; "
+            f"use at most {job.global_batch} ranks or a larger global batch."
+        )
+    largest = -(-job.global_batch // ranks)
+    if strategy.micro_batch is not None and strategy.micro_batch > largest:
+        return (
+            f"mb={strategy.micro_batch} is more than the {largest} samples that each of {ranks} data ranks has of "
+            f"a global batch of {job.global_batch}; use mb={largest} or less."
+        )
+    return None

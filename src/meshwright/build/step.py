@@ -1,0 +1,190 @@
+"""One optimizer step over a global batch: split, forward and backward, normalise, clip, update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import torch
+
+from meshwright.build.batch import Batch, MicroBatch, count_samples, micro_batches, part
+from meshwright.build.build import lay_out
+from meshwright.build.host import HostCopies
+from meshwright.build.norm import global_norm, scale_
+from meshwright.build.precision import LossScale
+from meshwright.build.world import World
+from meshwright.describe.blueprint import record
+from meshwright.describe.model import call_loss, call_model
+from meshwright.errors import JobError
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one step gave, the same on every rank. Numbers stay on the device until they are read."""
+
+    step: int
+    samples: int
+    lr: float
+    loss_tensor: torch.Tensor
+    norm_tensor: torch.Tensor
+    local_loss: torch.Tensor
+    """This rank's own sum, to find out who went wrong."""
+    skipped: bool = False
+    """Whether fp16 gradients overflowed, so that nothing was updated."""
+
+    @property
+    def loss(self) -> float:
+        return float(self.loss_tensor)
+
+    @property
+    def grad_norm(self) -> float:
+        return float(self.norm_tensor)
+
+
+class Trainer:
+    """A job laid out under a strategy, with its optimizer: everything that a step needs."""
+
+    def __init__(self, job: Job, facts: ModelFacts, strategy: Strategy, world: World, *, seed: int) -> None:
+        self.job, self.facts, self.strategy, self.world, self.seed = job, facts, strategy, world, seed
+        self.engine = lay_out(record(job.model, seed), facts, strategy, world)
+        self.engine.model.train()
+        self._own = self.engine.parameters()
+        self.host = HostCopies(self._own) if strategy.offload == "optimizer" else None
+        self.optimizer = job.optimizer(self.host.parameters if self.host else self._own)
+        self.schedule = job.schedule(self.optimizer) if job.schedule else None
+        self.loss_scale = LossScale() if strategy.precision == "fp16" else None
+        self.steps = 0
+        self._pending: tuple[torch.Tensor, torch.Tensor, int] | None = None
+
+    @property
+    def data_ranks(self) -> int:
+        return 1 if self.strategy.data == "dp" else self.strategy.data_ranks
+
+    @property
+    def data_rank(self) -> int:
+        return 0 if self.strategy.data == "dp" else self.world.rank
+
+    def step(self, batch: Any) -> StepResult:
+        """One optimizer step. A `Batch` is this rank's part; anything else is the whole global batch, the same on all ranks."""
+        self.forward_backward(batch)
+        return self.update()
+
+    def forward_backward(self, batch: Any) -> None:
+        """Leave the gradient of the global batch's mean loss on the parameters."""
+        own = self._part(batch)
+        expected = self.facts.weight_per_sample
+        # Where the weight depends on the data it is not known yet: divide by the samples now and put it right below.
+        divisor = own.samples * (expected if expected is not None else 1.0)
+        factor = self.engine.gradient_scale / divisor * (self.loss_scale.value if self.loss_scale else 1.0)
+        pieces = list(micro_batches(own))
+        totals = torch.zeros(2, device=self.world.device, dtype=torch.float32)
+        for index, piece in enumerate(pieces):
+            with self.engine.accumulating(last=index == len(pieces) - 1):
+                totals += self._one(piece, factor, expected)
+        self.engine.finish()
+        local = totals[0].clone()
+        if self.data_ranks > 1:
+            self.world.sum(totals)
+        loss = totals[0] / (divisor if expected is not None else totals[1])
+        if expected is None:
+            scale_(self._gradients(), divisor / totals[1])
+        self._pending = loss, local, own.samples
+
+    def update(self) -> StepResult:
+        """Clip by the global norm and step the optimizer and its schedule."""
+        if self._pending is None:
+            raise JobError("update() was called without a forward_backward(batch) before it.")
+        loss, local, samples = self._pending
+        self._pending = None
+        norm = global_norm(self._gradients())
+        finite = self._unscale_and_clip(norm)
+        if self.loss_scale:
+            norm = norm / self.loss_scale.value
+            self.loss_scale.after(finite)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        if finite:
+            self._apply()
+        self.engine.forget_gradients()
+        self.steps += 1
+        return StepResult(
+            step=self.steps,
+            samples=samples,
+            lr=lr,
+            loss_tensor=loss,
+            norm_tensor=norm,
+            local_loss=local,
+            skipped=not finite,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Any]) -> float:
+        """The mean loss over batches, forward only."""
+        self.engine.model.eval()
+        totals = torch.zeros(2, device=self.world.device, dtype=torch.float64)
+        for batch in batches:
+            for piece in micro_batches(self._part(batch)):
+                output = call_model(self.job, self.engine, piece.data)
+                total, weight = call_loss(self.job, output, piece.data)
+                totals += torch.stack([total.double(), torch.as_tensor(weight, device=total.device).double()]) * (
+                    piece.span.length > 0
+                )
+        self.engine.model.train()
+        if self.data_ranks > 1:
+            self.world.sum(totals)
+        return float(totals[0] / totals[1])
+
+    def _part(self, batch: Any) -> Batch:
+        if isinstance(batch, Batch):
+            return batch.to(self.world.device)
+        if count_samples(batch) == 0:
+            raise JobError("A batch without samples was given to step().")
+        return part(batch, self.data_ranks, self.data_rank, self.strategy.micro_batch).to(self.world.device)
+
+    def _one(self, piece: MicroBatch, factor: float, expected: float | None) -> torch.Tensor:
+        """Forward and backward of one micro-batch; returns its sum and weight."""
+        # Dropout depends on the seed, the step and the place in the global batch, never on ranks: two strategies that
+        # cut the batch into the same micro-batches draw the same masks.
+        torch.manual_seed((self.seed * 1_000_003 + self.steps) * 1_000_003 + piece.span.first)
+        output = call_model(self.job, self.engine, piece.data)
+        total, weight = call_loss(self.job, output, piece.data)
+        counts = 1.0 if piece.span.length else 0.0
+        (total * (factor * counts)).backward()
+        if expected is None:
+            value = torch.as_tensor(weight, dtype=torch.float32, device=total.device) * counts
+            return torch.stack([total.detach().float() * counts, value])
+        if piece.span.length and float(weight) != expected * piece.span.length:
+            raise JobError(
+                f"Job(loss=...) gave the weight {weight} for {piece.span.length} samples, where {expected:g} a sample "
+                "was seen at first; give a weight that depends on the data as a tensor."
+            )
+        return torch.stack([total.detach().float() * counts, total.new_zeros(()).float()])
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._own if p.grad is not None]
+
+    def _unscale_and_clip(self, norm: torch.Tensor) -> bool:
+        """Undo the loss scale and clip, in one pass over the gradients. False if they overflowed."""
+        scale = self.loss_scale.value if self.loss_scale else 1.0
+        if self.loss_scale and not isfinite(float(norm)):
+            return False
+        factor: torch.Tensor | float = 1.0 / scale
+        if self.job.max_norm is not None:
+            factor = factor * torch.clamp(self.job.max_norm / (norm / scale + 1e-6), max=1.0)
+        if self.loss_scale or self.job.max_norm is not None:
+            scale_(self._gradients(), factor)
+        return True
+
+    def _apply(self) -> None:
+        if self.host:
+            self.host.take_gradients()
+        self.optimizer.step()
+        if self.host:
+            self.host.give_parameters()
+        if self.schedule is not None:
+            self.schedule.step()
+        self.engine.updated()

@@ -1,0 +1,29 @@
+"""The command line: one file a verb. Parse, call, print."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from meshwright.cli import train, verify
+from meshwright.cli.outcome import main_with_exit_codes
+
+app = typer.Typer(
+    name="meshwright",
+    help="One job, one loop, every parallel strategy: verify that they train alike, then train.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+app.command("train", epilog=train.NOTES)(train.train)
+app.command("verify", epilog=verify.NOTES)(verify.verify)
+
+
+def main() -> None:
+    sys.exit(main_with_exit_codes(app))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""How a verb ends: exit 0 done, 1 the check failed or a rank did, 2 bad input. One message, no traceback."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import typer
+from click.exceptions import ClickException, Exit
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.errors import MeshwrightError, RankFailed
+
+
+def main_with_exit_codes(app: typer.Typer) -> int:
+    """Run the application; every error becomes a message on stderr and an exit code."""
+    try:
+        result = app(standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except Exit as done:
+        return done.exit_code
+    except ClickException as error:
+        error.show()
+        return error.exit_code
+    except MeshwrightError as error:
+        return _tell(error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def print_result(document: Any, table: Table, *, as_json: bool) -> None:
+    """The one document on stdout, or a table for people."""
+    if as_json:
+        print(json.dumps(document, indent=2))
+    else:
+        Console().print(table)
+
+
+@contextmanager
+def job_prints_to_stderr() -> Iterator[None]:
+    """stdout carries the result only, also when a job's file prints."""
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def _tell(error: MeshwrightError) -> int:
+    if isinstance(error, RankFailed) and error.traceback:
+        print(f"--- rank {error.rank} ---\n{error.traceback.rstrip()}\n---", file=sys.stderr)
+    if "--debug" in sys.argv:
+        traceback.print_exception(error)
+    print(f"error: {error}", file=sys.stderr)
+    return error.exit_code

@@ -1,0 +1,55 @@
+"""`meshwright train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.outcome import print_result
+
+NOTES = """A strategy is comma-separated terms: ddp, zero1, zero2, fsdp, fsdp:grad-op, fsdp:no-shard, hsdp=2x4; bf16,
+fp16; ac=selective, ac=full; offload=optimizer, offload=params; mb=4; compile. Under torchrun, Slurm or Kubernetes the
+ranks are those of the launcher."""
+
+
+def train(
+    job: Annotated[str, typer.Argument(help="A Python file with a variable `job`, or file.py:name.")],
+    strategy: Annotated[str, typer.Option(help="How the job lies over the ranks, as in fsdp,bf16.")] = "ddp",
+    ranks: Annotated[int | None, typer.Option(min=1, help="Processes to start on this machine; one per device.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
+    out: Annotated[Path | None, typer.Option(help="Folder for records and the trained weights.")] = None,
+    seed: Annotated[int, typer.Option(help="For initial weights, data order and dropout.")] = 0,
+    max_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm instead of the job's.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Data-loading processes of each rank.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU is taken where there is one.")] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files to --out.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """Train a job under a strategy.
+
+    [bold]meshwright train examples/gpt.py --strategy fsdp --ranks 2 --steps 60[/]
+
+    [bold]meshwright train examples/cnn.py --strategy ddp --ranks 2 --out runs/cnn[/]
+
+    [bold]torchrun --nproc-per-node 8 -m meshwright train job.py --strategy fsdp,bf16,ac=selective[/]
+    """
+    from meshwright.report.tables import summary_table
+    from meshwright.runtime.command import train_command
+
+    summary = train_command(
+        job=job,
+        strategy=strategy,
+        ranks=ranks,
+        steps=steps,
+        out=out,
+        seed=seed,
+        max_norm=max_norm,
+        workers=workers,
+        device=device,
+        tensorboard=tensorboard,
+    )
+    if summary is not None:
+        print_result(summary, summary_table(summary), as_json=as_json)

@@ -1,0 +1,82 @@
+"""Find what repeats in a model: the modules that are sharded, recomputed and compiled as one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from torch import nn
+
+from meshwright.errors import JobError
+
+# Where nothing repeats, a layer with at least this share of all parameters is worth a gather of its own.
+LARGE = 0.1
+
+
+def find_blocks(
+    model: nn.Module, *, hint: Sequence[str] | None = None, called: Collection[str] | None = None
+) -> tuple[str, ...]:
+    """Names of the model's blocks, in the order of its modules.
+
+    `called` are the modules that a step calls; a block must be called, because its parameters are gathered then.
+    A module that shares a parameter with the outside (tied embeddings) is no block: it cannot be moved alone.
+    """
+    if hint is not None:
+        return _checked(model, hint)
+    candidates = _repeating(model) or _large_layers(model)
+    free = [name for name in candidates if called is None or name in called]
+    return tuple(name for name in free if not _shares_outside(model, model.get_submodule(name)))
+
+
+def _repeating(model: nn.Module) -> list[str]:
+    """Children of one parent that are of one class and have inner structure, outermost first."""
+    found: list[str] = []
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        kinds = Counter(type(child) for child in module.children() if _has_structure(child))
+        for name, child in module.named_children():
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            path = f"{prefix}{name}"
+            if kinds[type(child)] > 1 and not isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+                found.append(path)
+            else:
+                visit(child, f"{path}.")
+
+    visit(model, "")
+    return found
+
+
+def _has_structure(module: nn.Module) -> bool:
+    """Made of other modules, with parameters in at least two of them: a layer on its own is too small a unit."""
+    owners = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
+    return len(owners) > 1 and any(True for _ in module.children())
+
+
+def _large_layers(model: nn.Module) -> list[str]:
+    total = sum(p.numel() for p in model.parameters())
+    return [
+        name
+        for name, module in model.named_modules()
+        if name and sum(p.numel() for p in module.parameters(recurse=False)) >= LARGE * total
+    ]
+
+
+def _shares_outside(model: nn.Module, block: nn.Module) -> bool:
+    inside = {id(module) for module in block.modules()}
+    outside = {id(p) for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)}
+    return any(id(parameter) in outside for parameter in block.parameters())
+
+
+def _checked(model: nn.Module, hint: Sequence[str]) -> tuple[str, ...]:
+    modules = dict(model.named_modules())
+    unknown = [name for name in hint if name not in modules or not name]
+    if unknown:
+        known = ", ".join(list(modules)[1:9])
+        raise JobError(f"Job(blocks=...) names {unknown[0]!r}, which the model does not have; it has {known}, ...")
+    shared = [name for name in hint if _shares_outside(model, modules[name])]
+    if shared:
+        raise JobError(f"Job(blocks=...) names {shared[0]!r}, which shares a parameter with a module outside of it.")
+    return tuple(hint)

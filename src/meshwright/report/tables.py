@@ -1,0 +1,50 @@
+"""Tables for the terminal. Everything shown was computed before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from meshwright.units import show_bytes
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    """What a training run came to."""
+    table = Table(title=f"{summary['strategy']} on {summary['ranks']} {summary['device']} rank(s)", title_justify="left")
+    table.add_column("", style="bold")
+    table.add_column("", justify="right")
+    table.add_row("steps", str(summary["steps"]))
+    table.add_row("samples", f"{summary['samples']:,}")
+    table.add_row("time", f"{summary['seconds']:.1f} s")
+    table.add_row("step (median)", f"{summary['step_ms']:.1f} ms")
+    table.add_row("speed", f"{summary['samples_per_s']:.1f} samples/s")
+    for rank, peak in enumerate(summary["peak_bytes"]):
+        table.add_row(f"peak memory, rank {rank}", show_bytes(peak))
+    table.add_row("loss, first step", f"{summary['first_loss']:.4f}")
+    table.add_row("loss, last step", f"{summary['last_loss']:.4f}")
+    return table
+
+
+def verdict_table(results: Sequence[dict[str, Any]]) -> Table:
+    """How strategies compare with one process."""
+    table = Table(title="against one process", title_justify="left")
+    for column in ("strategy", "equal", "loss", "grad norm", "parameters", "first difference"):
+        table.add_column(column, justify="right" if column in ("loss", "grad norm", "parameters") else "left")
+    for result in results:
+        equal = "[green]yes[/]" if result["equal"] else "[red]NO[/]"
+        table.add_row(
+            result["strategy"],
+            equal,
+            _number(result["loss_max_rel"]),
+            _number(result["grad_norm_max_rel"]),
+            _number(result["param_max_abs"]),
+            result["first_difference"] or "",
+        )
+    table.caption = "largest differences: loss and gradient norm relative, parameters absolute"
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"

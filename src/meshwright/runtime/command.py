@@ -1,0 +1,147 @@
+"""What the command line asks for: checked here, before any process starts, then done by ranks."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.build.check import check
+from meshwright.describe.jobfile import load_job
+from meshwright.describe.model import describe
+from meshwright.errors import BadInput, MeshwrightError, RankFailed, Refused
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.runtime.environment import launched
+from meshwright.runtime.launch import launch
+from meshwright.runtime.place import choose_device, place_for
+from meshwright.runtime.record import prepare_output, require_tensorboard
+from meshwright.runtime.worker import run_train, run_verify
+
+DEFAULT_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op", "fsdp:no-shard")
+
+
+def train_command(
+    *, job: str, strategy: str, ranks: int | None, out: Path | None, tensorboard: bool, **rest: Any
+) -> dict[str, Any] | None:
+    """Train; returns the summary, or None on a rank that has nothing to print."""
+    parsed = Strategy.parse(strategy)
+    rest["device"] = choose_device(_known_device(rest["device"]))
+    count = _count_ranks(ranks, default=parsed.data_size or 1)
+    loaded, facts = _look(job)
+    check(_with_norm(loaded, rest["max_norm"]), facts, parsed, _place(rest["device"], count))
+    loaded.dataset()
+    if tensorboard:
+        require_tensorboard()
+        if out is None:
+            raise BadInput("--tensorboard writes into the run's folder; give --out a folder.")
+    if out is not None:
+        prepare_output(out)
+    request = {
+        **{"verb": "train", "job": job, "strategy": strategy, "out": None if out is None else str(out.resolve())},
+        **{"tensorboard": tensorboard, "facts": facts.to_json()},
+        **rest,
+    }
+    place = launched()
+    if place is not None or count == 1 or parsed.data == "dp":
+        with redirect_stdout(sys.stderr):
+            summary = run_train(request)
+        return summary if place is None or place.rank == 0 else None
+    results: list[Any] = []
+    launch(request, count, results=results)
+    return results[0]  # type: ignore[no-any-return]
+
+
+def verify_command(
+    *, job: str, strategies: list[str], ranks: int | None, device: str | None, steps: int, seed: int
+) -> dict[str, Any] | None:
+    """Verify; returns the JSON document, or None on a rank that has nothing to print."""
+    chosen = choose_device(_known_device(device))
+    count = _count_ranks(ranks, default=2)
+    loaded, facts = _look(job)
+    place = _place(chosen, count)
+    names = strategies or _fitting(loaded, facts, place)
+    for name in names:
+        check(loaded, facts, Strategy.parse(name), place)
+    request = {
+        **{"verb": "verify", "job": job, "strategies": names, "steps": steps, "seed": seed, "device": chosen},
+        **{"facts": facts.to_json()},
+    }
+    place_given = launched()
+    if place_given is not None:
+        with redirect_stdout(sys.stderr):
+            results = run_verify(request)
+        return _document(results) if place_given.rank == 0 else None
+    return _document(_verify_all(request, count))
+
+
+def _verify_all(request: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
+    """All verdicts. A strategy whose ranks fail is a verdict, too, and the rest go on in new ranks."""
+    results: list[dict[str, Any]] = []
+    names = request["strategies"]
+    while len(results) < len(names):
+        try:
+            launch({**request, "strategies": names[len(results) :]}, ranks, results=results)
+        except RankFailed as failure:
+            print(f"{failure.traceback.rstrip()}\n{failure}", file=sys.stderr)
+            results.append(_failed(names[len(results)], failure))
+    return results
+
+
+def _failed(strategy: str, failure: MeshwrightError) -> dict[str, Any]:
+    numbers = dict.fromkeys(("loss_max_rel", "grad_norm_max_rel", "param_max_abs"))
+    return {"strategy": strategy, "reference": None, "equal": False, **numbers, "first_difference": str(failure)}
+
+
+def _document(results: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"reference": "single", "results": results}
+
+
+def _fitting(job: Job, facts: ModelFacts, place: Any) -> list[str]:
+    """Every data strategy that this job and these ranks can take."""
+    names = [*DEFAULT_STRATEGIES]
+    if place.ranks % 2 == 0 and place.ranks > 2:
+        names.append(f"hsdp=2x{place.ranks // 2}")
+    found = []
+    for name in names:
+        try:
+            check(job, facts, Strategy.parse(name), place)
+            found.append(name)
+        except Refused as reason:
+            print(f"left out: {name}: {reason}", file=sys.stderr)
+    if not found:
+        raise Refused("No strategy fits this job and these ranks; see the reasons above.")
+    return found
+
+
+def _look(job: str) -> tuple[Job, ModelFacts]:
+    with redirect_stdout(sys.stderr):
+        loaded = load_job(job)
+        return loaded, describe(loaded)
+
+
+def _with_norm(job: Job, max_norm: float | None) -> Job:
+    return job if max_norm is None else replace(job, max_norm=max_norm)
+
+
+def _count_ranks(asked: int | None, *, default: int) -> int:
+    place = launched()
+    if place is None:
+        return asked or default
+    if asked is not None and asked != place.ranks:
+        raise BadInput(f"--ranks {asked} was asked for, but the launcher started {place.ranks} ranks; leave it out.")
+    return place.ranks
+
+
+def _place(device: str, ranks: int) -> Any:
+    place = launched()
+    return place_for(device, ranks, local_ranks=place.local_ranks if place else ranks)
+
+
+def _known_device(device: str | None) -> str | None:
+    if device not in (None, "cpu", "cuda"):
+        raise BadInput(f"--device must be cpu or cuda, not {device!r}.")
+    return device

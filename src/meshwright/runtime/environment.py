@@ -1,0 +1,91 @@
+"""The one place that reads and sets environment variables: who started this process, and which rank it is."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_FOLDER = "MESHWRIGHT_FOLDER"  # set for the ranks that Meshwright starts: where request, result and failures lie
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """A place among ranks that torchrun, Slurm or Kubernetes has given to this process."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int
+    meeting_point: tuple[str, int] | None = None
+    """Address and port, where the launcher does not set torch's own variables."""
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
+    """The place that a launcher gave to this process, or None: then Meshwright starts the ranks itself."""
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        return Launched(
+            rank=int(environment["RANK"]),
+            ranks=int(environment["WORLD_SIZE"]),
+            # Kubernetes' PyTorchJob sets no local rank: it runs one process a pod.
+            local_rank=int(environment.get("LOCAL_RANK", "0")),
+            local_ranks=int(environment.get("LOCAL_WORLD_SIZE", "1")),
+        )
+    if {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST"} <= environment.keys():
+        return _from_slurm(environment)
+    return None
+
+
+def announce(place: Launched) -> None:
+    """Tell torch.distributed where to meet, where the launcher did not speak its language."""
+    if place.meeting_point is not None:
+        os.environ.setdefault("MASTER_ADDR", place.meeting_point[0])
+        os.environ.setdefault("MASTER_PORT", str(place.meeting_point[1]))
+
+
+def own_folder() -> Path | None:
+    """Where a rank that Meshwright started finds its request and leaves its words."""
+    return Path(os.environ[_FOLDER]) if _FOLDER in os.environ else None
+
+
+def own_rank() -> int:
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+
+
+@contextmanager
+def environment_for_ranks(ranks: int, folder: str) -> Iterator[None]:
+    """What the launcher hands on to the ranks: their folder, and an equal share of the CPU's threads."""
+    values = {_FOLDER: folder, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads(ranks)))}
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key) if value is None else os.environ.__setitem__(key, value)
+
+
+def _threads(ranks: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def _from_slurm(environment: Mapping[str, str]) -> Launched:
+    per_node = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", environment["SLURM_NTASKS"]))
+    address = environment.get("MASTER_ADDR", first_host(environment["SLURM_STEP_NODELIST"]))
+    port = int(environment.get("MASTER_PORT", 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 10000))
+    return Launched(
+        rank=int(environment["SLURM_PROCID"]),
+        ranks=int(environment["SLURM_NTASKS"]),
+        local_rank=int(environment["SLURM_LOCALID"]),
+        local_ranks=int(per_node.group()) if per_node else 1,
+        meeting_point=(address, port),
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of Slurm's short form: of `node[03-07,12],other` it is `node03`."""
+    match = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
+    return match.group(1) + (match.group(2) or "") if match else nodes

@@ -1,0 +1,96 @@
+"""For those who keep their own loop: a model laid out under a strategy, and the few calls that a loop must make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.build.build import lay_out
+from meshwright.build.check import check_strategy
+from meshwright.build.norm import global_norm, scale_
+from meshwright.build.world import World
+from meshwright.describe.blocks import find_blocks
+from meshwright.describe.blueprint import adopt, record
+from meshwright.describe.model import batch_norm_names, parameter_facts
+from meshwright.errors import Refused
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.named import NamedParameters
+from meshwright.facts.strategy import Strategy
+from meshwright.runtime.place import place_of
+from meshwright.runtime.run import enter_world
+
+
+class Parallel:
+    """Made by `parallelize`. Call it like the model; losses are means over this rank's own samples."""
+
+    def __init__(self, engine: Any, strategy: Strategy, world: World) -> None:
+        self._engine, self.strategy, self.world = engine, strategy, world
+        self.device = world.device
+        self.data_ranks = strategy.data_ranks
+        self.data_rank = world.rank
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine(*args, **kwargs)
+
+    def parameters(self) -> NamedParameters:
+        """What the optimizer is given: this rank's parameters or its shards of them."""
+        return self._engine.parameters()  # type: ignore[no-any-return]
+
+    def micro_batch(self, *, last: bool = True) -> AbstractContextManager[Any]:
+        """Around forward and backward of one micro-batch; gradients cross the ranks in the last one only."""
+        return self._engine.accumulating(last)  # type: ignore[no-any-return]
+
+    def backward(self, loss: torch.Tensor, *, last: bool = True) -> None:
+        """Differentiate this rank's mean loss; after the last one, gradients are those of the mean over ranks."""
+        (loss * (self._engine.gradient_scale / self.data_ranks)).backward()
+        if last:
+            self._engine.finish()
+
+    def clip_(self, max_norm: float) -> torch.Tensor:
+        """Clip by the true global norm, which is returned."""
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = global_norm(gradients)
+        scale_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def updated(self) -> None:
+        """After `optimizer.step()`: bring what other ranks updated, and forget the gradients."""
+        self._engine.updated()
+        self._engine.forget_gradients()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer as one process would hold it. All ranks must call it."""
+        return {name: tensor.detach().cpu() for name, tensor in self._engine.state()}
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self.world.leave()
+
+
+def parallelize(
+    model: Callable[[], nn.Module] | nn.Module,
+    strategy: Strategy | str,
+    *,
+    seed: int = 0,
+    device: str | None = None,
+    blocks: list[str] | None = None,
+) -> Parallel:
+    """Lay a model out over the ranks of this process. A builder is better than a model: each rank then holds its part
+    only, and its weights follow from the seed alone."""
+    chosen = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+    if chosen.micro_batch is not None or chosen.offload == "optimizer" or chosen.precision == "fp16":
+        raise Refused(f"{chosen}: mb, offload=optimizer and fp16 need our loop; use mw.setup(job, ...).")
+    blueprint = adopt(model) if isinstance(model, nn.Module) else record(model, seed)
+    facts = ModelFacts(
+        parameters=parameter_facts(blueprint.model, None),
+        blocks=find_blocks(blueprint.model, hint=blocks),
+        batch_norms=batch_norm_names(blueprint.model),
+        unseen="no step was run on fake tensors",
+    )
+    world = enter_world(device)
+    resolved = check_strategy(facts, chosen, place_of(world, chosen))
+    return Parallel(lay_out(blueprint, facts, resolved, world), resolved, world)

@@ -1,0 +1,32 @@
+"""What this machine has, as strategies want to know it."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from meshwright.build.world import World
+from meshwright.errors import Refused
+from meshwright.facts.strategy import Strategy
+from meshwright.strategies import Place
+
+
+def choose_device(asked: str | None) -> str:
+    """`cuda` where there is one, else `cpu`, unless the user says which."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise Refused("--device cuda was asked for, but PyTorch finds no GPU here; use --device cpu.")
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def place_for(device: str, ranks: int, *, local_ranks: int | None = None) -> Place:
+    devices = torch.cuda.device_count() if device == "cuda" else os.cpu_count() or 1
+    return Place(device=device, devices=devices, ranks=ranks, local_ranks=ranks if local_ranks is None else local_ranks)
+
+
+def place_of(world: World, strategy: Strategy | None = None) -> Place:
+    """The place of a world. One process under `dp` counts as a rank for each of its devices."""
+    if strategy is not None and strategy.data == "dp" and world.ranks == 1:
+        devices = torch.cuda.device_count() if world.device.type == "cuda" else 1
+        return place_for(world.device.type, strategy.data_size or devices)
+    return place_for(world.device.type, world.ranks, local_ranks=world.local_ranks)

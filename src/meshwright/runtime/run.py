@@ -1,0 +1,135 @@
+"""A run: a job being trained under a strategy, from a user's point of view."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from meshwright.build.batch import Batch
+from meshwright.build.check import check, refuse_missing_gpus
+from meshwright.build.step import StepResult, Trainer
+from meshwright.build.world import World, alone, join
+from meshwright.describe.model import describe
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.runtime.data import Loader, Order
+from meshwright.runtime.environment import announce, launched
+from meshwright.runtime.place import choose_device, place_for, place_of
+
+
+class Run:
+    """Made by `setup`. `batches` and `step` are all that a loop needs."""
+
+    def __init__(self, trainer: Trainer, *, workers: int = 0, position: int = 0) -> None:
+        self.trainer = trainer
+        self.strategy, self.world, self.facts = trainer.strategy, trainer.world, trainer.facts
+        self._workers = workers
+        self._position = position
+        self._loader: Loader | None = None
+
+    @property
+    def position(self) -> int:
+        """The global sample index after the last batch that was handed out."""
+        return self._position if self._loader is None else self._loader.position
+
+    @property
+    def is_main(self) -> bool:
+        return self.world.is_main
+
+    def batches(self, *, steps: int | None = None) -> Iterator[Batch]:
+        """This rank's part of one global batch after another, epoch after epoch; `steps` of them, or without end."""
+        if self._loader is None:
+            self._loader = self._make_loader()
+        for count, batch in enumerate(self._loader, start=1):
+            yield batch
+            if count == steps:
+                return
+
+    def step(self, batch: Any) -> StepResult:
+        """One optimizer step: forward and backward over all micro-batches, normalise, clip, update.
+
+        A batch of `batches()` is this rank's part. Anything else is a whole global batch, the same on every rank.
+        """
+        return self.trainer.step(batch)
+
+    def forward_backward(self, batch: Any) -> None:
+        """The first half of `step`, for loops that look at gradients."""
+        self.trainer.forward_backward(batch)
+
+    def update(self) -> StepResult:
+        """The second half of `step`."""
+        return self.trainer.update()
+
+    def evaluate(self, batches: Iterable[Any]) -> float:
+        """The mean loss over batches; nothing is changed."""
+        return self.trainer.evaluate(batches)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer as one process would hold it, on the CPU of every rank. All ranks must call it."""
+        return {name: tensor.detach().cpu() for name, tensor in self.trainer.engine.state()}
+
+    def close(self) -> None:
+        """Leave the other ranks. Also done at the end of a `with` block."""
+        self.world.leave()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:  # else peers may be stuck in a collective, and a farewell would wait for them
+            self.close()
+
+    def _make_loader(self) -> Loader:
+        job, trainer = self.trainer.job, self.trainer
+        order = Order(
+            samples=len(job.dataset()),  # type: ignore[arg-type]  # checked to have a length
+            global_batch=job.global_batch,
+            seed=trainer.seed,
+            ranks=trainer.data_ranks,
+            rank=trainer.data_rank,
+            micro_batch=self.strategy.micro_batch,
+            drop_ragged=bool(self.facts.batch_norms),
+        )
+        return Loader(job, order, device=self.world.device, workers=self._workers, position=self._position)
+
+
+def setup(
+    job: Job,
+    strategy: Strategy | str = "auto",
+    *,
+    seed: int = 0,
+    device: str | None = None,
+    workers: int = 0,
+    facts: ModelFacts | None = None,
+    world: World | None = None,
+) -> Run:
+    """Lay a job out under a strategy over the ranks that this process was launched among; alone if it was not."""
+    chosen = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+    facts = facts or describe(job)
+    world = world or enter_world(device)
+    resolved = check(job, facts, chosen, place_of(world, chosen))
+    return Run(Trainer(job, facts, resolved, world, seed=seed), workers=workers)
+
+
+def enter_world(device: str | None) -> World:
+    """The ranks that torchrun, Slurm or Kubernetes gave, or this process alone."""
+    kind = choose_device(device)
+    place = launched()
+    if place is None or place.ranks == 1:
+        return alone(torch.device(kind, 0) if kind == "cuda" else torch.device(kind))
+    announce(place)
+    if kind == "cuda":
+        refuse_missing_gpus(place_for(kind, place.ranks, local_ranks=place.local_ranks))
+    return join(
+        rank=place.rank,
+        ranks=place.ranks,
+        local_rank=place.local_rank,
+        local_ranks=place.local_ranks,
+        device=torch.device(kind, place.local_rank) if kind == "cuda" else torch.device(kind),
+    )

@@ -1,0 +1,277 @@
+"""Prove that a strategy trains as one process does, or name the first thing that differs.
+
+Each strategy takes a few optimizer steps from one seed on the same global batches as one process does, with dropout
+off. Losses, gradient norms, parameters and buffers are compared.
+
+How far may they be apart? Strategies add the same numbers in another order, and training can blow the rounding up:
+Adam turns a gradient that is zero but for rounding (the bias of an attention's keys, say) into a full step, and a
+large learning rate makes the third loss of a ResNet differ by 1e-4 if its weights were moved by 1e-7. So the bound is
+measured: the reference is run once more from weights moved by one unit of rounding, and a strategy may be a few times
+as far from the reference as that run is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.build.batch import micro_steps
+from meshwright.build.check import check
+from meshwright.build.step import Trainer
+from meshwright.build.world import World
+from meshwright.describe.model import make_batch
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.runtime.place import place_of
+
+ROUNDING = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12}
+"""Unit roundoff: the largest relative error of one rounding."""
+MARGIN = 16.0
+"""How many times the measured effect of one rounding anything may differ by: a step rounds more than once."""
+LOSS_BOUND = {"fp32": 1e-5, "bf16": 2.0**-7, "fp16": 2.0**-9}
+"""Relative, per step. fp32 is the contract; bf16 and fp16 are 4 and 8 roundings of a number that is a mean of many."""
+NORM_BOUND = {"fp32": 1e-4, "bf16": 2.0**-5, "fp16": 2.0**-6}
+"""Relative, per step: gradients go through the whole model twice, so they carry more roundings than the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What a few steps left behind."""
+
+    losses: list[float]
+    norms: list[float]
+    first: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parameters and buffers after the first step: where the cause of a difference is still to be seen."""
+    last: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How one strategy compares with one process."""
+
+    strategy: str
+    reference: str
+    equal: bool
+    loss_max_rel: float
+    grad_norm_max_rel: float
+    param_max_abs: float
+    first_difference: str | None
+    bounds: dict[str, float]
+
+
+Plant = Callable[[Trainer], None]
+"""Spoils a trainer on purpose; tests use it to see that a defect is found."""
+
+
+def verify(
+    job: Job,
+    facts: ModelFacts,
+    strategies: Sequence[str],
+    world: World,
+    *,
+    steps: int = 3,
+    seed: int = 0,
+    plant: Plant | None = None,
+) -> Iterator[Verdict]:
+    """One verdict a strategy, on every rank alike. Rank 0 also runs the references."""
+    references: dict[str, tuple[Trace, Trace]] = {}
+    for text in strategies:
+        resolved = check(job, facts, Strategy.parse(text), place_of(world))
+        reference = reference_of(resolved, facts, job.global_batch)
+        if world.is_main and str(reference) not in references:
+            one = World(device=world.device)
+            exact = run_steps(job, facts, reference, one, steps=steps, seed=seed)
+            moved = run_steps(job, facts, reference, one, steps=steps, seed=seed, plant=_move_by_rounding)
+            references[str(reference)] = exact, moved
+        world.gather(None)  # meet here: the references may take longer than a collective may wait
+        trace = run_steps(job, facts, resolved, world, steps=steps, seed=seed, plant=plant)
+        verdict = _judge(text, reference, trace, *references[str(reference)]) if world.is_main else None
+        yield world.gather(verdict)[0]
+
+
+def reference_of(strategy: Strategy, facts: ModelFacts, global_batch: int) -> Strategy:
+    """One process with the same precision. Where there is BatchNorm, also with the same samples in each statistic."""
+    ranks = strategy.data_ranks
+    count = micro_steps(global_batch, ranks, strategy.micro_batch)
+    size = -(-global_batch // count) if facts.batch_norms and count > 1 else None
+    return Strategy(data="single", precision=strategy.precision, pure=strategy.pure, micro_batch=size)
+
+
+def run_steps(
+    job: Job,
+    facts: ModelFacts,
+    strategy: Strategy,
+    world: World,
+    *,
+    steps: int,
+    seed: int,
+    plant: Plant | None = None,
+) -> Trace:
+    """Take a few steps on made-up batches and keep what is compared."""
+    trainer = Trainer(job, facts, strategy, world, seed=seed)
+    _switch_dropout_off(trainer.engine.model)
+    if plant is not None:
+        plant(trainer)
+    trace = Trace(losses=[], norms=[])
+    for index in range(steps):
+        with NoDropout():
+            result = trainer.step(seeded_batch(job, seed + index))
+        trace.losses.append(result.loss)
+        trace.norms.append(result.grad_norm)
+        if index == 0:
+            trace.first.update(_state(trainer))
+    trace.last.update(_state(trainer))
+    return trace
+
+
+def seeded_batch(job: Job, seed: int) -> Any:
+    """A global batch of made-up samples that every rank makes alike."""
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return make_batch(job, job.global_batch)
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+
+
+class NoDropout(TorchFunctionMode):
+    """Dropout functions pass their input through, and attention drops nothing."""
+
+    FUNCTIONS = (
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+        *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self.FUNCTIONS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            elif "dropout_p" in kwargs:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+
+def _switch_dropout_off(model: nn.Module) -> None:
+    """Also on the modules: backward may recompute in a thread of its own, where the mode is not active."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+
+
+def _move_by_rounding(trainer: Trainer) -> None:
+    generator = torch.Generator().manual_seed(1)
+    unit = ROUNDING[trainer.strategy.precision]
+    with torch.no_grad():
+        for parameter in trainer.engine.parameters():
+            noise = torch.rand(parameter.shape, generator=generator).to(parameter.device) * 2 - 1
+            parameter.mul_(1 + unit * noise)
+
+
+def _state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Whole tensors on rank 0; the other ranks take part and keep nothing."""
+    state = {}
+    for name, tensor in trainer.engine.state():
+        if trainer.world.is_main:
+            state[name] = tensor.detach().to("cpu", copy=True)
+    return state
+
+
+def _judge(text: str, reference: Strategy, trace: Trace, exact: Trace, moved: Trace) -> Verdict:
+    precision = reference.precision
+    unit = ROUNDING[precision] if reference.pure else ROUNDING["fp32"]
+    losses = Numbers("loss", trace.losses, exact.losses, moved.losses, LOSS_BOUND[precision])
+    norms = Numbers("grad_norm", trace.norms, exact.norms, moved.norms, NORM_BOUND[precision])
+    found = (
+        _first_state(trace.first, exact.first, moved.first, unit, "after step 1")
+        or losses.first_difference()
+        or norms.first_difference()
+        or _first_state(trace.last, exact.last, moved.last, unit, f"after step {len(trace.losses)}")
+    )
+    return Verdict(
+        strategy=text,
+        reference=str(reference),
+        equal=found is None,
+        loss_max_rel=max(losses.distances),
+        grad_norm_max_rel=max(norms.distances),
+        param_max_abs=max(_distance(trace.last[name], exact.last[name]) for name in exact.last if name in trace.last),
+        first_difference=found,
+        bounds={
+            "loss_rel": max(losses.bounds),
+            "grad_norm_rel": max(norms.bounds),
+            "param_abs": max(_bound(exact.last[n], moved.last[n], unit) for n in exact.last),
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """One number a step, beside what one process has and what rounding could make of it."""
+
+    what: str
+    found: list[float]
+    exact: list[float]
+    moved: list[float]
+    least_bound: float
+
+    @property
+    def distances(self) -> list[float]:
+        return _relative(self.found, self.exact)
+
+    @property
+    def bounds(self) -> list[float]:
+        return [max(self.least_bound, MARGIN * distance) for distance in _relative(self.moved, self.exact)]
+
+    def first_difference(self) -> str | None:
+        for index, (distance, bound) in enumerate(zip(self.distances, self.bounds, strict=True)):
+            if not distance <= bound:  # so that "not a number" counts as a difference
+                values = f"{self.found[index]:.8g} where one process has {self.exact[index]:.8g}"
+                return f"{self.what} at step {index + 1}: {values}"
+        return None
+
+
+def _first_state(
+    found: dict[str, torch.Tensor],
+    exact: dict[str, torch.Tensor],
+    moved: dict[str, torch.Tensor],
+    unit: float,
+    when: str,
+) -> str | None:
+    if missing := [name for name in exact if name not in found]:
+        return f"{missing[0]}: is missing {when}"
+    for name, expected in exact.items():
+        bound, distance = _bound(expected, moved[name], unit), _distance(found[name], expected)
+        if not distance <= bound:
+            return f"{name}: differs by {distance:.3g} {when}, where {bound:.3g} could be rounding"
+    return None
+
+
+def _bound(exact: torch.Tensor, moved: torch.Tensor, unit: float) -> float:
+    """What rounding explains: a few units of the largest element, or a few times what one rounding was seen to do."""
+    largest = float(exact.detach().double().abs().max()) if exact.numel() else 0.0
+    return MARGIN * max(unit * max(largest, 1e-2), _distance(moved, exact))
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    if one.shape != other.shape:
+        return float("inf")
+    return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
+
+
+def _relative(found: list[float], expected: list[float]) -> list[float]:
+    return [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found, expected, strict=True)]

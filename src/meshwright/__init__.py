@@ -1,8 +1,8 @@
 """One job, one loop and one checkpoint for every way to train a PyTorch model on more than one device.
 
-    run = mw.setup(job, "fsdp,bf16")
-    for batch in run.batches(steps=1000):
-        result = run.step(batch)
+run = mw.setup(job, "fsdp,bf16")
+for batch in run.batches(steps=1000):
+    result = run.step(batch)
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class MicroBatch:
 
 def micro_steps(samples: int, ranks: int, micro_batch: int | None) -> int:
     """How many micro-steps a global batch of `samples` takes, so that no rank has more than `micro_batch` in one."""
-    return 1 if micro_batch is None else max(1, -(-(-(-samples // ranks)) // micro_batch))
+    return 1 if micro_batch is None else max(1, ceil(ceil(samples / ranks) / micro_batch))
 
 
 def has_stand_ins(samples: int, ranks: int, micro_batch: int | None) -> bool:

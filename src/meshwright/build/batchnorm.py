@@ -19,7 +19,8 @@ def synchronise_batch_norms(model: nn.Module, device: torch.device, group: dist.
     PyTorch's SyncBatchNorm where there is a GPU; it refuses CPU tensors, so on CPU ranks the same in plain operators.
     """
     if device.type == "cuda":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
+        return converted
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             wrap_forward(module, _normalise_over(group))
@@ -34,7 +35,7 @@ def _normalise_over(group: dist.ProcessGroup) -> Callable[..., Any]:
     return normalise
 
 
-def _synchronised(module: Any, batch: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _synchronised(module: Any, batch: torch.Tensor, group: dist.ProcessGroup) -> Any:
     """Mean first, then squares around it: two small sums over ranks, and no cancellation between large numbers."""
     x = batch.float()
     dims = [0, *range(2, x.dim())]

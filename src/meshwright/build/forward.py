@@ -21,11 +21,11 @@ def wrap_forward(module: nn.Module, around: Around) -> None:
     cls = type(module)
     if own is not None:
         cls = _subclass(cls, _unbound(own))
-    module.__class__ = _wrapped(cls, around)
+    module.__class__ = _wrapped(cls, around)  # type: ignore[arg-type]  # classes are hashable
 
 
 @functools.cache
-def _wrapped(cls: type[nn.Module], around: Around) -> type[nn.Module]:
+def _wrapped(cls: Any, around: Around) -> type[nn.Module]:
     """One class for all modules that are wrapped alike: torch.compile compiles them once, not once per block."""
     inner = cls.forward
 

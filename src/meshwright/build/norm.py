@@ -19,9 +19,8 @@ def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """
     groups: dict[tuple[DeviceMesh | None, tuple[Any, ...]], list[torch.Tensor]] = {}
     for gradient in gradients:
-        sharded = isinstance(gradient, DTensor)
-        key = (gradient.device_mesh, gradient.placements) if sharded else (None, ())
-        groups.setdefault(key, []).append(local(gradient))
+        placed = isinstance(gradient, DTensor) and (gradient.device_mesh, gradient.placements)
+        groups.setdefault(placed or (None, ()), []).append(local(gradient))
     squares = [_reduce(_squares(tensors), *key) for key, tensors in groups.items()]
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 @cache
 def _lowering(names: tuple[str, ...], dtype: torch.dtype) -> Around:
     def lowered(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        copies = {f"module.{name}": module.get_parameter(name).to(dtype) for name in names}
+        copies = {f"module.{name}": attrgetter(name)(module).to(dtype) for name in names}
         return functional_call(_Call(module, forward), copies, args, kwargs, tie_weights=True)
 
     return lowered

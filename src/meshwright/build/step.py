@@ -70,7 +70,7 @@ class Trainer:
         return 0 if self.strategy.data == "dp" else self.world.rank
 
     def step(self, batch: Any) -> StepResult:
-        """One optimizer step. A `Batch` is this rank's part; anything else is the whole global batch, the same on all ranks."""
+        """One optimizer step. A `Batch` is this rank's part; anything else is the whole global batch, on all ranks."""
         self.forward_backward(batch)
         return self.update()
 
@@ -80,7 +80,7 @@ class Trainer:
         expected = self.facts.weight_per_sample
         # Where the weight depends on the data it is not known yet: divide by the samples now and put it right below.
         divisor = own.samples * (expected if expected is not None else 1.0)
-        factor = self.engine.gradient_scale / divisor * (self.loss_scale.value if self.loss_scale else 1.0)
+        factor = self._scale_up() / divisor
         pieces = list(micro_batches(own))
         totals = torch.zeros(2, device=self.world.device, dtype=torch.float32)
         for index, piece in enumerate(pieces):
@@ -101,10 +101,9 @@ class Trainer:
             raise JobError("update() was called without a forward_backward(batch) before it.")
         loss, local, samples = self._pending
         self._pending = None
-        norm = global_norm(self._gradients())
-        finite = self._unscale_and_clip(norm)
+        norm = global_norm(self._gradients()) * self._scale_down()
+        finite = self._scale_down_and_clip(norm)
         if self.loss_scale:
-            norm = norm / self.loss_scale.value
             self.loss_scale.after(finite)
         lr = float(self.optimizer.param_groups[0]["lr"])
         if finite:
@@ -167,14 +166,21 @@ class Trainer:
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._own if p.grad is not None]
 
-    def _unscale_and_clip(self, norm: torch.Tensor) -> bool:
-        """Undo the loss scale and clip, in one pass over the gradients. False if they overflowed."""
-        scale = self.loss_scale.value if self.loss_scale else 1.0
+    def _scale_up(self) -> float:
+        """What the loss is multiplied by. fp16 overflows, so there the ranks that are averaged over come later."""
+        return self.loss_scale.value if self.loss_scale else self.engine.gradient_scale
+
+    def _scale_down(self) -> float:
+        """What gradients are multiplied by to undo it."""
+        return self.engine.gradient_scale / self.loss_scale.value if self.loss_scale else 1.0
+
+    def _scale_down_and_clip(self, norm: torch.Tensor) -> bool:
+        """In one pass over the gradients. False if fp16 overflowed, which all ranks see: they have the same norm."""
         if self.loss_scale and not isfinite(float(norm)):
             return False
-        factor: torch.Tensor | float = 1.0 / scale
+        factor: torch.Tensor | float = self._scale_down()
         if self.job.max_norm is not None:
-            factor = factor * torch.clamp(self.job.max_norm / (norm / scale + 1e-6), max=1.0)
+            factor = factor * torch.clamp(self.job.max_norm / (norm + 1e-6), max=1.0)
         if self.loss_scale or self.job.max_norm is not None:
             scale_(self._gradients(), factor)
         return True

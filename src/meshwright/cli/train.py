@@ -17,7 +17,7 @@ ranks are those of the launcher."""
 def train(
     job: Annotated[str, typer.Argument(help="A Python file with a variable `job`, or file.py:name.")],
     strategy: Annotated[str, typer.Option(help="How the job lies over the ranks, as in fsdp,bf16.")] = "ddp",
-    ranks: Annotated[int | None, typer.Option(min=1, help="Processes to start on this machine; one per device.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Processes to start here, one per device.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
     out: Annotated[Path | None, typer.Option(help="Folder for records and the trained weights.")] = None,
     seed: Annotated[int, typer.Option(help="For initial weights, data order and dropout.")] = 0,

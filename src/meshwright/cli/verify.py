@@ -12,7 +12,6 @@ from meshwright.cli.outcome import print_result
 NOTES = """Equal means: no further from one process than rounding takes it. The bounds are part of the JSON."""
 
 
-
 def verify(
     job: Annotated[str, typer.Argument(help="A Python file with a variable `job`, or file.py:name.")],
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes to start on this machine.")] = None,

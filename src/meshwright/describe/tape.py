@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshwright.errors import JobError
 
 META = torch.device("meta")
+_IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
+_DEVICE: Any = vars(torch._C.TensorBase)["device"].__get__
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Slot:
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The real tensor, once its storage is real."""
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
 
     def scratch(self) -> torch.Tensor:
         """A tensor of the same layout with arbitrary content."""
@@ -105,7 +107,7 @@ class Tape(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._kept[key] = storage
-        return Slot(key, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return Slot(key, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def play(self, hand_over: Callable[[int, torch.UntypedStorage], None]) -> None:
         """Run all operators in order; `hand_over` gets each storage once, when it is final."""
@@ -124,12 +126,17 @@ class Tape(TorchDispatchMode):
         kwargs.pop("pin_memory", None)
         args, kwargs = tree_map(self._to_meta, (args, kwargs))
         result = func(*args, **kwargs)
-        slotted = tree_map(lambda leaf: self.slot(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+        args, kwargs = tree_map(
+            lambda leaf: self.slot(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
+        )
         if "device" in names:
-            slotted[1]["device"] = torch.device("cpu")
+            kwargs["device"] = torch.device("cpu")
         outputs = tuple(self.slot(tensor) for tensor in _tensors(result))
-        self.operations.append(Operation(func, *slotted, outputs))
+        self.operations.append(Operation(func, args, kwargs, outputs))
         return result
+
+    def _slot_if_tensor(self, leaf: Any) -> Any:
+        return self.slot(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
     def _recorded(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._kept
@@ -175,10 +182,10 @@ class Disguise(TorchFunctionMode):
     """Lets a builder believe that its tensors are on the CPU: `trunc_normal_`, for one, skips meta tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.Tensor.is_meta.__get__:
+        if func == _IS_META:
             return False
         result = func(*args, **(kwargs or {}))
-        return torch.device("cpu") if func == torch.Tensor.device.__get__ and result == META else result
+        return torch.device("cpu") if func == _DEVICE and result == META else result
 
 
 @contextmanager

@@ -61,10 +61,11 @@ class Job:
         """The training data, built if the job gives a builder."""
         if self.data is None:
             raise JobError("This job has no data to train on; give Job(data=...) a map-style dataset.")
-        dataset = self.data() if callable(self.data) and not hasattr(self.data, "__getitem__") else self.data
+        built = callable(self.data) and not hasattr(self.data, "__getitem__")
+        dataset: Any = self.data() if built else self.data  # type: ignore[operator]  # told apart by what it can do
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise JobError(
                 f"Job(data=...) gave {type(dataset).__name__}, which has no length or no items; "
                 "give a map-style dataset, so that a run can be continued at any sample."
             )
-        return dataset  # type: ignore[no-any-return]  # a Dataset by its two methods, checked above
+        return dataset  # type: ignore[no-any-return]  # a Dataset by its two methods

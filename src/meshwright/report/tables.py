@@ -12,7 +12,8 @@ from meshwright.units import show_bytes
 
 def summary_table(summary: dict[str, Any]) -> Table:
     """What a training run came to."""
-    table = Table(title=f"{summary['strategy']} on {summary['ranks']} {summary['device']} rank(s)", title_justify="left")
+    ranks = f"{summary['ranks']} {summary['device']} rank{'s' * (summary['ranks'] > 1)}"
+    table = Table(title=f"{summary['strategy']} on {ranks}", title_justify="left", show_header=False)
     table.add_column("", style="bold")
     table.add_column("", justify="right")
     table.add_row("steps", str(summary["steps"]))

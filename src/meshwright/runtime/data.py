@@ -46,7 +46,7 @@ class Order:
 
     def _permutation(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        return torch.randperm(self.samples, generator=generator).tolist()  # type: ignore[no-any-return]
+        return torch.randperm(self.samples, generator=generator).tolist()
 
     def _part(self, batch: list[int], position: int) -> Part:
         own = spans(len(batch), self.ranks, self.rank, self.micro_batch)
@@ -85,7 +85,7 @@ class Loader:
         start = self.position
         loader: DataLoader[Any] = DataLoader(
             self._dataset,
-            batch_sampler=_Indices(self.order, start),  # type: ignore[arg-type]  # any iterable of index lists will do
+            batch_sampler=_Indices(self.order, start),
             num_workers=self._workers,
             collate_fn=self._job.collate,
             pin_memory=self._device.type == "cuda",

@@ -65,7 +65,7 @@ def shard(model: nn.Module, setting: Setting, *, reshard: bool) -> FsdpEngine:
     """FSDP2 on every block and on what is left; `reshard` frees a block's parameters between forward and backward."""
     for block in setting.blocks(model):
         _fully_shard(block, setting, reshard=reshard)
-    # The root's parameters are needed first in backward (head) and last in forward (embedding): PyTorch's default keeps them.
+    # The root's parameters end the forward pass and begin the backward pass (the head): PyTorch's default keeps them.
     root = _fully_shard(model, setting, reshard=None if reshard else False)
     setting.fill()
     return FsdpEngine(model, root, setting.strategy.data_ranks, keep_gathered=not reshard)

@@ -30,8 +30,8 @@ class Piece:
 
     name: str
     parameter: nn.Parameter
-    shard: nn.Parameter
-    """A DTensor over the data axis; what the optimizer updates."""
+    shard: Any
+    """An nn.Parameter that is a DTensor over the data axis; what the optimizer updates."""
     rows: int
     """Rows of dim 0 in a full chunk; the last ranks may have fewer or none."""
     gradient: torch.Tensor | None = None

@@ -1,0 +1,19 @@
+from collections.abc import Iterator
+
+import pytest
+
+from rank_pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankPool]:
+    pool = RankPool(4)
+    yield pool
+    pool.close()

@@ -1,0 +1,104 @@
+"""Real gloo ranks that live for the whole test run: starting four processes that import torch costs seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LIMIT_SECONDS = 300  # for one call; a hang ends here instead of in CI's own limit
+
+
+class RankPool:
+    """`pool(function, *args)` runs `function(world, *args)` on every rank and returns what each gave.
+
+    A function must be importable (a module-level one in tests/rank_programs.py). If a rank raises, the pool ends all
+    of its ranks, because the others may wait for that one, and starts new ones for the next call.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        answers: dict[int, Any] = {}
+        while len(answers) < self.ranks:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
+            ready = wait(waiting, timeout=LIMIT_SECONDS)
+            if not ready:
+                self.close()
+                raise TimeoutError(f"ranks {sorted(set(range(self.ranks)) - set(answers))} did not answer")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                answers[rank] = self._receive(rank)
+        return [answers[rank] for rank in range(self.ranks)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _receive(self, rank: int) -> Any:
+        try:
+            failed, value = self._pipes[rank].recv()
+        except EOFError:
+            self.close()
+            raise RuntimeError(f"rank {rank} ended") from None
+        if failed:
+            self.close()
+            raise RankError(rank, *value)
+        return value
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        meeting = Path(tempfile.mkdtemp(prefix="meshwright-test-")) / "store"
+        for rank in range(self.ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.ranks, str(meeting), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+
+class RankError(Exception):
+    """What a rank raised, with its kind's name and traceback."""
+
+    def __init__(self, rank: int, kind: str, message: str, trace: str) -> None:
+        super().__init__(f"rank {rank}: {kind}: {message}\n{trace}")
+        self.kind, self.message = kind, message
+
+
+def _serve(rank: int, ranks: int, meeting: str, pipe: Connection) -> None:
+    import warnings
+
+    import torch.distributed as dist
+
+    from meshwright.build.world import join
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    store = dist.FileStore(meeting, ranks)
+    device = torch.device("cpu")
+    world = join(rank=rank, ranks=ranks, local_rank=rank, local_ranks=ranks, device=device, store=store)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((False, function(world, *args)))
+        except Exception as error:
+            pipe.send((True, (type(error).__name__, str(error), traceback.format_exc())))

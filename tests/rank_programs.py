@@ -1,0 +1,97 @@
+"""What tests run on real ranks: functions of (world, ...) that `RankPool` can send."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import tiny_jobs
+from meshwright.build.check import check
+from meshwright.build.step import Trainer
+from meshwright.build.world import World
+from meshwright.describe.model import describe
+from meshwright.facts.job import Job
+from meshwright.facts.strategy import Strategy
+from meshwright.runtime.measure import held_states
+from meshwright.runtime.place import place_of
+from meshwright.runtime.verify import Verdict, seeded_batch, verify
+from meshwright.strategies import DATA_STRATEGIES
+
+
+def verdicts(world: World, job: str, strategies: list[str], plant: str | None = None) -> list[Verdict]:
+    """Verify one of the tiny jobs, perhaps with a planted defect."""
+    chosen = getattr(tiny_jobs, job)
+    return list(verify(chosen, describe(chosen), strategies, world, plant=PLANTS[plant] if plant else None))
+
+
+def trainer(world: World, job: Job, strategy: str, seed: int = 0) -> Trainer:
+    facts = describe(job)
+    return Trainer(job, facts, check(job, facts, Strategy.parse(strategy), place_of(world)), world, seed=seed)
+
+
+def initial_weights(world: World, job: str, strategy: str, seed: int) -> dict[str, torch.Tensor]:
+    made = trainer(world, getattr(tiny_jobs, job), strategy, seed)
+    return {name: tensor.clone() for name, tensor in made.engine.state()}
+
+
+def states(world: World, strategy: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that this rank holds after a backward pass and a first update, and what the strategy promised."""
+    job = replace(tiny_jobs.transformer, model=Wide)
+    made = trainer(world, job, strategy)
+    made.step(seeded_batch(job, 0))
+    made.forward_backward(seeded_batch(job, 1))
+    promised = DATA_STRATEGIES[str(made.strategy.data)].account(made.facts, made.strategy)
+    return dict(held_states(made).memory), dict(promised.memory)
+
+
+class Wide(nn.Module):
+    """Large enough for Adam's step counters and the like not to matter; one embedding dominates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(4096, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(4))
+        self.head = nn.Linear(64, tiny_jobs.VOCABULARY)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.token(x)
+        for block in self.blocks:
+            y = y + block(y)
+        return self.head(y)
+
+
+def dropout_losses(world: World, strategy: str) -> list[float]:
+    made = trainer(world, replace(tiny_jobs.transformer, schedule=None), strategy)
+    return [made.step(seeded_batch(made.job, step)).loss for step in range(3)]
+
+
+def sums_over_ranks(world: World, strategy: str) -> int:
+    """How many sums over ranks one step takes: gradients, and the loss and the norm, which are one each."""
+    made = trainer(world, tiny_jobs.transformer, strategy)
+    made.step(seeded_batch(made.job, 0))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        made.step(seeded_batch(made.job, 1))
+    return sum(event.name.startswith("gloo:") and "reduce" in event.name for event in profile.events())
+
+
+def double_the_gradient(made: Trainer) -> None:
+    made.engine.gradient_scale *= 2
+
+
+def forget_to_synchronise(made: Trainer) -> None:
+    """Every micro-batch is treated as if another followed."""
+    accumulate = made.engine.accumulating
+    made.engine.accumulating = lambda last: accumulate(False)  # type: ignore[method-assign]
+    made.engine.finish = lambda: None  # type: ignore[method-assign]
+
+
+def untie(made: Trainer) -> None:
+    """The head gets a weight of its own, as if initialisation had copied the tied one."""
+    if made.world.ranks > 1:
+        made.engine.model.head.weight = nn.Parameter(made.engine.model.token.weight.detach().clone())
+
+
+PLANTS: dict[str, Any] = {"scale": double_the_gradient, "synchronise": forget_to_synchronise, "untie": untie}

@@ -1,0 +1,48 @@
+"""The heart: every strategy, under every policy, trains as one process does."""
+
+import pytest
+
+import rank_programs
+from rank_pool import RankPool
+
+pytestmark = pytest.mark.slow
+
+FOUR = ["ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op", "fsdp:no-shard", "hsdp=2x2"]
+POLICIES = ["", ",mb=1", ",ac=full", ",ac=selective", ",offload=optimizer", ",bf16", ",fp16", ",bf16:pure"]
+JOBS = ["transformer", "convolutions", "hf_gpt2"]
+
+
+def check(pool: RankPool, job: str, strategies: list[str]) -> None:
+    for verdict in pool(rank_programs.verdicts, job, strategies)[0]:
+        assert verdict.equal, f"{verdict.strategy}: {verdict.first_difference}"
+        if "bf16" not in verdict.strategy and "fp16" not in verdict.strategy:
+            assert verdict.loss_max_rel <= 1e-5, verdict
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("job", JOBS)
+def test_every_strategy_under_every_policy(four_ranks: RankPool, job: str, policy: str) -> None:
+    check(four_ranks, job, [strategy + policy for strategy in FOUR])
+
+
+@pytest.mark.parametrize("job", ["masked", "partial", "uneven"])
+def test_what_strategies_get_wrong(four_ranks: RankPool, job: str) -> None:
+    """Weights that depend on data; frozen, unused and tied parameters; a batch that does not divide."""
+    check(four_ranks, job, [*FOUR, "ddp,mb=1", "zero2,mb=1", "fsdp,mb=1", "zero1,bf16", "fsdp,bf16"])
+
+
+def test_parameter_without_dims(four_ranks: RankPool) -> None:
+    check(four_ranks, "plain", ["ddp", "zero1", "zero2", "zero1,bf16", "zero2,offload=optimizer"])
+
+
+def test_policies_together(two_ranks: RankPool) -> None:
+    check(two_ranks, "transformer", ["fsdp,bf16,ac=full,mb=2", "zero2,bf16,ac=selective,mb=1,offload=optimizer"])
+    check(two_ranks, "convolutions", ["ddp,bf16,ac=full,mb=2", "hsdp=1x2,ac=full,mb=1,offload=optimizer"])
+
+
+def test_parameters_in_host_memory(two_ranks: RankPool) -> None:
+    check(two_ranks, "transformer", ["fsdp,offload=params", "hsdp=2x1,offload=params,mb=1", "fsdp,bf16,offload=params"])
+
+
+def test_compiled(two_ranks: RankPool) -> None:
+    check(two_ranks, "transformer", ["ddp,compile", "fsdp,compile", "zero2,compile,ac=full"])

@@ -1,0 +1,39 @@
+"""The same seed gives the same initial weights and the same dropout under every strategy and world size."""
+
+import pytest
+import torch
+
+import rank_programs
+import tiny_jobs
+from meshwright.build.world import World
+from rank_pool import RankPool
+
+pytestmark = pytest.mark.slow
+ONE = World(device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("job", ["transformer", "convolutions", "hf_gpt2"])
+def test_initial_weights(two_ranks: RankPool, four_ranks: RankPool, job: str) -> None:
+    torch.manual_seed(11)
+    plain = getattr(tiny_jobs, job).model().state_dict()
+    cases = [
+        (two_ranks, "ddp"),
+        (two_ranks, "fsdp"),
+        (four_ranks, "zero1"),
+        (four_ranks, "fsdp"),
+        (four_ranks, "hsdp=2x2"),
+    ]
+    for pool, strategy in cases:
+        for state in pool(rank_programs.initial_weights, job, strategy, 11):
+            assert state.keys() == plain.keys()
+            for name, value in plain.items():
+                assert torch.equal(state[name], value), (strategy, name)
+
+
+def test_dropout_follows_the_place_in_the_batch(two_ranks: RankPool, four_ranks: RankPool) -> None:
+    """Strategies that cut the global batch into the same micro-batches draw the same masks."""
+    expected = rank_programs.dropout_losses(ONE, "single,mb=2")
+    for pool, strategy in [(two_ranks, "ddp,mb=2"), (four_ranks, "fsdp,mb=2"), (four_ranks, "zero2,mb=2")]:
+        for losses in pool(rank_programs.dropout_losses, strategy):
+            assert losses == pytest.approx(expected, rel=1e-5)
+    assert rank_programs.dropout_losses(ONE, "single") != pytest.approx(expected, rel=1e-5)

@@ -74,3 +74,9 @@ class RankFailed(MeshwrightError):
         super().__init__(message)
         self.rank = rank
         self.traceback = traceback
+
+
+def one_line(error: BaseException) -> str:
+    """Somebody else's error as part of our sentence: its kind and first line, closed by one full stop."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}{': ' * bool(first)}{first}".rstrip(".") + "."

@@ -81,7 +81,9 @@ def nested(samples: int) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize(("samples", "ranks", "limit"), [(1, 1, None), (8, 2, 2), (7, 3, 1), (10, 4, 2), (2, 4, None), (5, 3, 2)])
+@pytest.mark.parametrize(
+    ("samples", "ranks", "limit"), [(1, 1, None), (8, 2, 2), (7, 3, 1), (10, 4, 2), (2, 4, None), (5, 3, 2)]
+)
 def test_parts_give_back_the_samples(samples: int, ranks: int, limit: int | None) -> None:
     data = nested(samples)
     seen: list[tuple[int, int]] = []

@@ -136,7 +136,9 @@ def test_what_enters_a_block_is_cast() -> None:
 
 
 def test_cast_keeps_what_is_not_floating() -> None:
-    tree = cast({"x": torch.ones(1), "ids": torch.ones(1, dtype=torch.long), "mask": torch.ones(1).bool(), "n": 1}, BF16)
+    tree = cast(
+        {"x": torch.ones(1), "ids": torch.ones(1, dtype=torch.long), "mask": torch.ones(1).bool(), "n": 1}, BF16
+    )
     assert [tree[key].dtype for key in ("x", "ids", "mask")] == [BF16, torch.int64, torch.bool]
     assert tree["n"] == 1
 

@@ -45,8 +45,14 @@ class TiedGPT(Blocks):
         (TiedGPT, ("blocks.0", "blocks.1")),
         (TinyResNet, ("layer1.0", "layer1.1", "layer2.0", "layer2.1")),
         (lambda: nn.Sequential(Block(), nn.ReLU(), Block()), ("0", "2")),
-        (lambda: nn.ModuleDict({"encoder": Blocks(), "head": nn.Linear(2, 2)}), ("encoder.blocks.0", "encoder.blocks.1")),
-        (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 2), ("layers.0", "layers.1")),
+        (
+            lambda: nn.ModuleDict({"encoder": Blocks(), "head": nn.Linear(2, 2)}),
+            ("encoder.blocks.0", "encoder.blocks.1"),
+        ),
+        (
+            lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 2),
+            ("layers.0", "layers.1"),
+        ),
     ],
 )
 def test_what_repeats(build: type[nn.Module], blocks: tuple[str, ...]) -> None:

@@ -225,7 +225,9 @@ def test_storages_are_handed_over_once_and_when_final(monkeypatch: pytest.Monkey
     assert max(most) <= 12 < len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("change", [lambda t: t.normal_(), lambda t: t.add_(torch.ones(2)), lambda t: t.copy_(torch.randn(2))])
+@pytest.mark.parametrize(
+    "change", [lambda t: t.normal_(), lambda t: t.add_(torch.ones(2)), lambda t: t.copy_(torch.randn(2))]
+)
 def test_changing_data_with_what_is_not_there_yet_is_refused(change: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(JobError, match=r"changes a tensor made from data.*torch\.empty"), recording(SEED):
         change(torch.tensor([1.0, 2.0]))

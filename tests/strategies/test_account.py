@@ -5,7 +5,6 @@ from math import prod
 from typing import get_args
 
 import pytest
-from minimal import make_job
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -14,6 +13,7 @@ from meshwright.facts.grammar import DataKind
 from meshwright.facts.model import ModelFacts, ParameterFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies import DATA_STRATEGIES, Layout
+from minimal import make_job
 
 P = 64 * 32 + 32 * 64 + 64  # divides by 8 in every first dim
 FACTS = ModelFacts(

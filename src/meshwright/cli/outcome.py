@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import typer
-from click.exceptions import ClickException, Exit
 from rich.console import Console
 from rich.table import Table
 
@@ -20,18 +17,15 @@ from meshwright.errors import MeshwrightError, RankFailed
 def main_with_exit_codes(app: typer.Typer) -> int:
     """Run the application; every error becomes a message on stderr and an exit code."""
     try:
-        result = app(standalone_mode=False)
-        return result if isinstance(result, int) else 0
-    except Exit as done:
-        return done.exit_code
-    except ClickException as error:
-        error.show()
-        return error.exit_code
+        app()
+    except SystemExit as done:  # typer's own way to end, also for a wrong option
+        return done.code if isinstance(done.code, int) else 1
     except MeshwrightError as error:
         return _tell(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    return 0
 
 
 def print_result(document: Any, table: Table, *, as_json: bool) -> None:
@@ -40,13 +34,6 @@ def print_result(document: Any, table: Table, *, as_json: bool) -> None:
         print(json.dumps(document, indent=2))
     else:
         Console().print(table)
-
-
-@contextmanager
-def job_prints_to_stderr() -> Iterator[None]:
-    """stdout carries the result only, also when a job's file prints."""
-    with redirect_stdout(sys.stderr):
-        yield
 
 
 def _tell(error: MeshwrightError) -> int:

@@ -24,7 +24,7 @@ def verify(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU is taken where there is one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
-) -> int:
+) -> None:
     """Prove that strategies train as one process does, or name the first thing that differs.
 
     [bold]meshwright verify examples/gpt.py --ranks 4[/]
@@ -37,9 +37,9 @@ def verify(
     asked = [*(strategies or []), *(more or [])]
     document = verify_command(job=job, strategies=asked, ranks=ranks, steps=steps, seed=seed, device=device)
     if document is None:
-        return 0
+        return
     print_result(document, verdict_table(document["results"]), as_json=as_json)
     different = [result["strategy"] for result in document["results"] if not result["equal"]]
     if different:
         print(f"error: not equal to one process: {', '.join(different)}", file=sys.stderr)
-    return 1 if different else 0
+        raise typer.Exit(1)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwright.describe.tape import Slot, Tape, recording
-from meshwright.errors import JobError, MeshwrightError
+from meshwright.errors import JobError, MeshwrightError, one_line
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def record(build: Callable[[], nn.Module], seed: int) -> Blueprint:
         raise
     except Exception as error:
         raise JobError(
-            f"The job's model cannot be built on the meta device: {type(error).__name__}: {error}. "
+            f"The job's model cannot be built on the meta device: {one_line(error)} "
             "Its builder must not look at the values of weights."
         ) from error
     if not isinstance(model, nn.Module):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from meshwright.errors import JobError, MeshwrightError
+from meshwright.errors import JobError, MeshwrightError, one_line
 from meshwright.facts.job import Job
 
 
@@ -45,5 +45,5 @@ def _load(path: Path) -> ModuleType:
     except MeshwrightError:
         raise
     except (Exception, SystemExit) as error:
-        raise JobError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise JobError(f"{path} cannot be imported: {one_line(error)}") from error
     return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch.utils.data import default_collate
 
 from meshwright.describe.blocks import find_blocks
 from meshwright.describe.blueprint import record
-from meshwright.errors import JobError
+from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts, ParameterFacts
 from meshwright.facts.named import NamedParameters
@@ -80,7 +81,7 @@ def make_batch(job: Job, samples: int) -> Any:
         raise
     except Exception as error:
         source = "sample" if job.sample is not None else "data"
-        raise JobError(f"Job({source}=...) raised {type(error).__name__}: {error}") from error
+        raise JobError(f"Job({source}=...) raised {one_line(error)}") from error
 
 
 def call_model(job: Job, model: Any, batch: Any) -> Any:
@@ -111,6 +112,7 @@ def call_loss(job: Job, output: Any, batch: Any) -> tuple[torch.Tensor, float | 
 
 def _observe(job: Job, model: nn.Module) -> tuple[Observed | None, str]:
     batch = make_batch(job, SAMPLES)
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fake = tree_map(lambda leaf: mode.from_tensor(leaf) if torch.is_tensor(leaf) else leaf, batch)
@@ -133,7 +135,7 @@ def _observe(job: Job, model: nn.Module) -> tuple[Observed | None, str]:
 
 def _misfit(error: Exception) -> JobError:
     return JobError(
-        f"The job's sample, inputs, model and loss do not fit each other: {type(error).__name__}: {error}. "
+        f"The job's sample, inputs, model and loss do not fit each other: {one_line(error)} "
         "Check that model(*inputs(sample(2))) runs and that loss takes its output."
     )
 
@@ -211,7 +213,7 @@ def _check_optimizer(job: Job, model: nn.Module) -> None:
         if job.schedule is not None:
             job.schedule(optimizer)
     except Exception as error:
-        raise JobError(f"Job(optimizer=..., schedule=...) raised {type(error).__name__}: {error}") from error
+        raise JobError(f"Job(optimizer=..., schedule=...) raised {one_line(error)}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise JobError(f"Job(optimizer=...) must give a torch optimizer, but it gave {type(optimizer).__name__}.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -45,6 +46,9 @@ def launch(request: dict[str, Any], ranks: int, *, results: list[Any]) -> None:
             shutdown_timeout=SHUTDOWN_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=_only_rank_0_speaks(ranks)),
         )
+        logging.getLogger("torch.distributed.elastic").setLevel(
+            logging.CRITICAL
+        )  # we say it ourselves, in one sentence
         try:
             with environment_for_ranks(ranks, folder):
                 elastic_launch(config, sys.executable)("-u", "-m", WORKER)
@@ -101,8 +105,10 @@ def _leave_words(error: BaseException) -> None:
 
 def _first_failure(folder: Path, failed: ChildFailedError) -> errors.MeshwrightError:
     words = sorted((json.loads(path.read_text()) for path in folder.glob("failure-*.json")), key=lambda w: w["time"])
-    if not words:
-        rank, failure = failed.get_first_failure()
+    # A rank that a signal ended could say nothing, and what its peers say is only that they lost it.
+    ended = {rank: f for rank, f in failed.failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM}
+    if ended or not words:
+        rank, failure = next(iter(ended.items()), failed.get_first_failure())
         return errors.RankFailed(_ended(rank, failure.exitcode), rank=rank, traceback=_last_lines(folder, rank))
     first = words[0]
     kind = getattr(errors, first["kind"], None)

@@ -74,6 +74,7 @@ class Verdict:
     grad_norm_max_rel: float
     param_max_abs: float
     first_difference: str | None
+    """The first parameter that differs, then the first loss and the first gradient norm that do."""
     bounds: dict[str, float]
 
 
@@ -211,20 +212,22 @@ def _judge(text: str, reference: Strategy, trace: Trace, exact: Trace, moved: Tr
     losses = Numbers("loss", trace.losses, exact.losses, moved.losses, LOSS_BOUND[precision])
     norms = Numbers("grad_norm", trace.norms, exact.norms, moved.norms, NORM_BOUND[precision])
     differs = _differs_in_fp32 if precision == "fp32" else _differs_in_low_precision
-    found = (
+    at_end = f"after step {len(trace.losses)}"
+    found = [
         _first_state(differs, exact.start, trace.first, exact.first, moved.first, "after step 1")
-        or losses.first_difference()
-        or norms.first_difference()
-        or _first_state(differs, exact.start, trace.last, exact.last, moved.last, f"after step {len(trace.losses)}")
-    )
+        or _first_state(differs, exact.start, trace.last, exact.last, moved.last, at_end),
+        losses.first_difference(),
+        norms.first_difference(),
+    ]
+    differences = [difference for difference in found if difference is not None]
     return Verdict(
         strategy=text,
         reference=str(reference),
-        equal=found is None,
+        equal=not differences,
         loss_max_rel=max(losses.distances),
         grad_norm_max_rel=max(norms.distances),
         param_max_abs=max(_distance(trace.last[name], exact.last[name]) for name in exact.last if name in trace.last),
-        first_difference=found,
+        first_difference="; ".join(differences) or None,
         bounds={"loss_rel": max(losses.bounds), "grad_norm_rel": max(norms.bounds)},
     )
 

@@ -25,21 +25,22 @@ def main() -> None:
     batches = DataLoader(data, BATCH // parallel.data_ranks // MICRO_BATCHES, sampler=sampler, drop_last=True)
 
     for number, batch in enumerate(batches, start=1):
-        logits = parallel(batch["x"].to(parallel.device))
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten().to(parallel.device))
         last = number % MICRO_BATCHES == 0  # gradients cross the ranks once a step
-        parallel.backward(loss / MICRO_BATCHES, last=last)
+        with parallel.micro_batch(last=last):
+            logits = parallel(batch["x"].to(parallel.device))
+            loss = F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten().to(parallel.device))
+            parallel.backward(loss / MICRO_BATCHES, last=last)
         if not last:
             continue
         parallel.clip_(1.0)
         optimizer.step()
         parallel.updated()
-        optimizer.zero_grad()
         step = number // MICRO_BATCHES
         if parallel.data_rank == 0 and step % 10 == 0:
             print(f"step {step}: loss {loss.item():.3f} on this rank")
         if step == STEPS:
             break
+    parallel.close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,111 @@
+"""Bad input: one clear sentence, exit 2, nothing written. Refused before any process starts, so these are quick."""
+
+from pathlib import Path
+
+import pytest
+
+from job_text import JOB
+from meshwright.cli.main import app
+from meshwright.cli.outcome import main_with_exit_codes
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs the command line in a folder with `job.py`; gives exit code and the last line on stderr."""
+    monkeypatch.chdir(tmp_path)
+    Path("job.py").write_text(JOB)
+
+    def call(*words: str, job: str = "") -> tuple[int, str]:
+        if job:
+            Path("job.py").write_text(JOB + job)
+        monkeypatch.setattr("sys.argv", ["meshwright", *words])
+        code = main_with_exit_codes(app)
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "Traceback" not in captured.err
+        assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["job.py"]
+        return code, captured.err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "says"),
+    [
+        ("fsdpp", 2, "did you mean 'fsdp'"),
+        ("ddp,fsdp", 2, "'ddp' and 'fsdp' exclude each other"),
+        ("fsdp,tp=2", 2, "tp=2 is a strategy term, but no engine here runs it yet"),
+        ("pp=2:zb", 2, "pp=2:zb is a strategy term"),
+        ("zero2,engine=deepspeed", 2, "engine=deepspeed"),
+        ("auto", 2, "auto is a strategy term"),
+        ("bf16,fp8", 2, "exclude each other"),
+        ("hsdp=2x2", 6, "hsdp=2x2 needs 4 ranks, but 6 were given"),
+        ("single", 2, "ddp is the simplest"),
+        ("ddp", 9, "global batch of 8 is smaller than the 9 data ranks"),
+        ("ddp,mb=5", 2, "use mb=4 or less"),
+        ("dp", 2, "use ddp"),
+        ("ddp,offload=params", 2, "needs fsdp or hsdp"),
+    ],
+)
+def test_strategies(run, strategy: str, ranks: int, says: str) -> None:
+    code, message = run("train", "job.py", "--strategy", strategy, "--ranks", str(ranks))
+    assert code == 2
+    assert says in message
+    assert message.startswith("error: ") and message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        ("del job", "has no variable 'job'"),
+        ("other = job; del job", "it has other: write job.py:other"),
+        ("job = 3", "is int; it must be a meshwright.Job"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("parts['model'] = lambda: nn.Linear(int(torch.ones(1).numpy()[0]), 2)", "cannot be built on the meta device"),
+        ("parts['model'] = lambda: 3", "must give an nn.Module"),
+        ("parts['sample'] = lambda n: {'x': torch.randn(n, 5), 'y': torch.randn(n, 2)}", "do not fit each other"),
+        ("parts['inputs'] = lambda batch: batch['x']", "must give a tuple"),
+        ("parts['loss'] = lambda output, batch: output.mean()", "must give (sum, weight)"),
+        ("parts['optimizer'] = lambda params: torch.optim.SGD(params, lr=-1)", "Invalid learning rate"),
+        ("parts['data'] = None", "has no data to train on"),
+    ],
+)
+def test_jobs(run, job: str, says: str) -> None:
+    rebuilt = job if "parts" not in job else f"{job}\njob = Job(**parts, global_batch=8)"
+    code, message = run("train", "job.py", job=rebuilt)
+    assert code == 2
+    assert says in message
+    assert message.startswith("error: ") and message.count("\n") == 1
+
+
+def test_missing_file(run) -> None:
+    assert run("train", "nowhere.py") == (
+        2,
+        "error: There is no job file nowhere.py; give the path of a Python file with a variable `job`.\n",
+    )
+
+
+def test_output_that_cannot_be_written(run) -> None:
+    code, message = run("train", "job.py", "--out", "job.py/below")
+    assert code == 2
+    assert "cannot be written" in message
+
+
+def test_more_ranks_than_gpus(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    code, message = run("train", "job.py", "--ranks", "2", "--device", "cuda")
+    assert code == 2
+    assert "2 ranks need as many GPUs, but this machine has 1" in message
+
+
+def test_wrong_option(run) -> None:
+    code, message = run("train", "job.py", "--steps", "0")
+    assert code == 2
+    assert "--steps" in message
+
+
+def test_wrong_device(run) -> None:
+    code, message = run("train", "job.py", "--device", "tpu")
+    assert code == 2
+    assert "must be cpu or cuda" in message

@@ -1,0 +1,134 @@
+"""The verbs as a user starts them: processes, exit codes, the one document on stdout."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from job_text import JOB
+
+pytestmark = pytest.mark.slow
+
+LIMIT_SECONDS = 240
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+
+
+def meshwright(*words: str, folder: Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *(launcher or ("-m",)), "meshwright", *words]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_SECONDS, env=ENVIRONMENT, check=False
+    )
+
+
+def ranks_left() -> list[str]:
+    """Command lines of ranks that are still there."""
+    lines = [
+        path.read_bytes().replace(b"\0", b" ").decode()
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if _readable(path)
+    ]
+    return [line for line in lines if "meshwright.runtime.worker" in line]
+
+
+def _readable(path: Path) -> bool:
+    try:
+        path.read_bytes()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "job.py").write_text(JOB + "print('a job may print')\n")
+    return tmp_path
+
+
+def test_train_writes_records_and_weights(folder: Path) -> None:
+    words = ("train", "job.py", "--strategy", "fsdp,mb=1", "--ranks", "2", "--steps", "7", "--out", "runs/a", "--json")
+    done = meshwright(*words, "--tensorboard", folder=folder)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["steps"] == 7 and summary["ranks"] == 2 and summary["samples"] == 7 * 8
+    assert summary["last_loss"] < summary["first_loss"]
+    assert len(summary["peak_bytes"]) == 2
+    records = [json.loads(line) for line in (folder / "runs/a/records.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 8))
+    expected = {"loss", "grad_norm", "lr", "step_ms", "samples_per_s", "memory_mib"}
+    assert all(expected <= record.keys() for record in records)
+    assert (folder / "runs/a/weights.safetensors").exists()
+    assert list((folder / "runs/a/tensorboard").iterdir())
+    again = meshwright(*words, folder=folder)
+    assert again.returncode == 2
+    assert "already holds the records of a run" in again.stderr
+
+
+def test_torchrun_starts_the_ranks(folder: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
+    done = meshwright(
+        "train", "job.py", "--strategy", "zero2", "--steps", "3", "--json", folder=folder, launcher=launcher
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ranks"] == 2
+
+
+def test_verify_prints_one_document(folder: Path) -> None:
+    done = meshwright(
+        "verify", "job.py", "--ranks", "2", "--strategies", "ddp", "fsdp,ac=full", "--json", folder=folder
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["reference"] == "single"
+    assert [result["strategy"] for result in document["results"]] == ["ddp", "fsdp,ac=full"]
+    assert all(result["equal"] and result["loss_max_rel"] <= 1e-5 for result in document["results"])
+    assert {"grad_norm_max_rel", "param_max_abs", "first_difference"} <= document["results"][0].keys()
+
+
+def test_verify_exits_1_where_a_strategy_differs(folder: Path) -> None:
+    """A loss that looks at its rank is not the same training."""
+    spoiled = (
+        "import os\nparts['loss'] = lambda o, b: (loss(o, b)[0] * (1 + int(os.environ.get('WORLD_SIZE', 1))), len(o))"
+    )
+    (folder / "job.py").write_text(
+        JOB + spoiled.replace("WORLD_SIZE", "RANK") + "\njob = Job(**parts, global_batch=8)\n"
+    )
+    done = meshwright("verify", "job.py", "--ranks", "2", "--strategies", "ddp", "--json", folder=folder)
+    assert done.returncode == 1, done.stderr
+    assert not json.loads(done.stdout)["results"][0]["equal"]
+
+
+FAILURES = {
+    "raise ValueError('bad sample')": (1, "Rank 1 failed: ValueError: bad sample"),
+    "os.kill(os.getpid(), 9)": (1, "Rank 1 was ended by SIGKILL"),
+    "return {'x': torch.full((4,), float('nan')), 'y': torch.ones(2)}": (
+        2,
+        "The loss became nan at step 1, first on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_failing_rank_ends_the_run(folder: Path, what: str, strategy: str) -> None:
+    class_body = f"""
+import os
+class Bad(Data):
+    def __getitem__(self, index):
+        if os.environ.get("RANK") == "1":
+            {what}
+        return super().__getitem__(index)
+parts["data"] = Bad()
+job = Job(**parts, global_batch=8)
+"""
+    (folder / "job.py").write_text(JOB + class_body)
+    done = meshwright("train", "job.py", "--strategy", strategy, "--ranks", "2", "--steps", "5", folder=folder)
+    code, message = FAILURES[what]
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr.splitlines()[-1]
+    if code == 1 and "raise" in what:
+        first = done.stderr.index("--- rank 1 ---")
+        assert "bad sample" in done.stderr[first:]
+    assert ranks_left() == []

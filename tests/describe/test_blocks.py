@@ -98,6 +98,12 @@ def test_two_shared_blocks_in_turn() -> None:
     assert find_blocks(model) == ("layers.0", "layers.1")
 
 
+def test_blocks_that_two_parents_share() -> None:
+    shared = [Block(), Block()]
+    model = nn.ModuleDict({"encoder": nn.ModuleList(shared), "decoder": nn.ModuleList(shared)})
+    assert find_blocks(model) == ("encoder.0", "encoder.1")
+
+
 def test_a_block_that_shares_a_parameter_with_its_neighbour_is_none() -> None:
     model = Blocks()
     model.blocks.append(Block())

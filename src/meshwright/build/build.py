@@ -26,6 +26,7 @@ def lay_out(blueprint: Blueprint, facts: ModelFacts, strategy: Strategy, world: 
         device=world.device,
         mesh=_mesh(technique.axes(strategy), world),
         fill=lambda: _fill(blueprint, world, strategy),
+        fake=world.fake,
         devices=tuple(range(strategy.data_ranks)) if strategy.data == "dp" else (),
     )
     model = blueprint.model

@@ -22,7 +22,6 @@ from meshwright import errors
 from meshwright.runtime.environment import environment_for_ranks, own_folder, own_rank
 
 WORKER = "meshwright.runtime.worker"
-SHUTDOWN_SECONDS = 5  # ranks that wait for a dead one cannot say goodbye; do not wait long for them
 
 
 def launch(request: dict[str, Any], ranks: int, *, results: list[Any]) -> None:
@@ -43,12 +42,10 @@ def launch(request: dict[str, Any], ranks: int, *, results: list[Any]) -> None:
             local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=0.1,
-            shutdown_timeout=SHUTDOWN_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=_only_rank_0_speaks(ranks)),
         )
-        logging.getLogger("torch.distributed.elastic").setLevel(
-            logging.CRITICAL
-        )  # we say it ourselves, in one sentence
+        # We say ourselves what failed, in one sentence.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         try:
             with environment_for_ranks(ranks, folder):
                 elastic_launch(config, sys.executable)("-u", "-m", WORKER)

@@ -6,6 +6,8 @@ import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,4 +50,15 @@ class Ddp(DataStrategy):
             find_unused_parameters=bool(setting.unused or setting.facts.unseen),
             **_NO_BUFFER_SYNC,
         )
+        if setting.fake:
+            module.register_comm_hook(None, lambda state, bucket: _sum_in_a_fake_world(bucket))
         return DdpEngine(model, module, setting.strategy.data_ranks)
+
+
+def _sum_in_a_fake_world(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's own reduction waits for a result that the fake process group never has."""
+    buffer = bucket.buffer()
+    dist.all_reduce(buffer)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(buffer.div_(dist.get_world_size()))
+    return done

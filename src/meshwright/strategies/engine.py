@@ -30,6 +30,8 @@ class Setting:
     """The data axes; None for one process."""
     fill: Callable[[], None]
     """Gives the model its memory and initial weights. `apply` calls it once, when parameters lie as they will."""
+    fake: bool = False
+    """Whether the other ranks are made up."""
     devices: tuple[int, ...] = field(default=())
     """All CUDA devices of this process; only DataParallel has more than one."""
 

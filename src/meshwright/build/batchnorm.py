@@ -13,12 +13,13 @@ from torch import nn
 from meshwright.build.forward import wrap_forward
 
 
-def synchronise_batch_norms(model: nn.Module, device: torch.device, group: dist.ProcessGroup) -> nn.Module:
+def synchronise_batch_norms(model: nn.Module, group: dist.ProcessGroup, *, in_plain_operators: bool) -> nn.Module:
     """Make every BatchNorm see the whole micro-batch of all ranks of `group`.
 
-    PyTorch's SyncBatchNorm where there is a GPU; it refuses CPU tensors, so on CPU ranks the same in plain operators.
+    PyTorch's SyncBatchNorm where it can be used. It refuses CPU tensors and stumbles over the fake process group, so
+    there the same is computed in plain operators.
     """
-    if device.type == "cuda":
+    if not in_plain_operators:
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
         return converted
     for module in model.modules():

@@ -31,7 +31,8 @@ def lay_out(blueprint: Blueprint, facts: ModelFacts, strategy: Strategy, world: 
     )
     model = blueprint.model
     if facts.batch_norms and strategy.data_ranks > 1 and world.group is not None:
-        model = synchronise_batch_norms(model, world.device, world.group)
+        plain = world.device.type == "cpu" or world.fake
+        model = synchronise_batch_norms(model, world.group, in_plain_operators=plain)
     blocks = setting.blocks(model)
     _apply_precision(model, blocks, setting, casts_itself=technique.lowers)
     if strategy.recompute != "none":

@@ -19,14 +19,21 @@ class HostCopies:
     def __init__(self, parameters: NamedParameters) -> None:
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
         self._pairs = [(p, nn.Parameter(self._copy(p.detach()))) for p in parameters]
+        self._gradients: dict[int, torch.Tensor] = {}  # made once: pinned memory is dear to make
         names = [name for name, _ in parameters.named()]
         self.parameters = NamedParameters(zip(names, (host for _, host in self._pairs), strict=True))
 
     @torch.no_grad()
     def take_gradients(self) -> None:
         """Bring gradients to the host."""
-        for device, host in self._pairs:
-            host.grad = None if device.grad is None else self._copy(device.grad)
+        for index, (device, host) in enumerate(self._pairs):
+            if device.grad is None:
+                continue
+            if index in self._gradients:
+                local(self._gradients[index]).copy_(local(device.grad), non_blocking=True)
+            else:
+                self._gradients[index] = self._copy(device.grad)
+            host.grad = self._gradients[index]
         _wait(self._pairs)
 
     @torch.no_grad()

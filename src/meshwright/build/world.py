@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+PATIENCE = timedelta(minutes=10)
+"""How long a collective waits for a rank before it gives up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,14 @@ class World:
 
 
 def join(
-    *, rank: int, ranks: int, local_rank: int, local_ranks: int, device: torch.device, store: dist.Store | None = None
+    *,
+    rank: int,
+    ranks: int,
+    local_rank: int,
+    local_ranks: int,
+    device: torch.device,
+    store: dist.Store | None = None,
+    patience: timedelta = PATIENCE,
 ) -> World:
     """Meet the other ranks: at `store`, or where torchrun's environment says."""
     if device.type == "cuda":
@@ -64,7 +72,7 @@ def join(
             rank=rank,
             world_size=ranks,
             store=store,
-            timeout=COLLECTIVE_TIMEOUT,
+            timeout=patience,
             device_id=device if device.type == "cuda" else None,
         )
     return World(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=local_ranks, device=device)

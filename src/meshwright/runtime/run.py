@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from meshwright.build.batch import Batch
 from meshwright.build.check import check, refuse_missing_gpus
 from meshwright.build.step import StepResult, Trainer
-from meshwright.build.world import World, alone, join
+from meshwright.build.world import PATIENCE, World, alone, join
 from meshwright.describe.model import describe
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
@@ -117,7 +118,7 @@ def setup(
     return Run(Trainer(job, facts, resolved, world, seed=seed), workers=workers)
 
 
-def enter_world(device: str | None) -> World:
+def enter_world(device: str | None, patience: timedelta = PATIENCE) -> World:
     """The ranks that torchrun, Slurm or Kubernetes gave, or this process alone."""
     kind = choose_device(device)
     place = launched()
@@ -132,4 +133,5 @@ def enter_world(device: str | None) -> World:
         local_rank=place.local_rank,
         local_ranks=place.local_ranks,
         device=torch.device(kind, place.local_rank) if kind == "cuda" else torch.device(kind),
+        patience=patience,
     )

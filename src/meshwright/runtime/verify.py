@@ -6,9 +6,9 @@ off. Losses, gradient norms, parameters and buffers are compared.
 How far may they be apart? Strategies add the same numbers in another order, and training can blow the rounding up:
 Adam turns a gradient that is zero but for rounding (the bias of an attention's keys, say) into a full step, and a
 large learning rate makes the third loss of a ResNet differ by 1e-4 if its weights were moved by 1e-7. So the bound is
-measured: the reference is run once more from weights moved by one unit of rounding, and a strategy may be a few times
-as far from the reference as that run is. Under bf16 and fp16 rounding decides the sign of whole steps, so there a
-parameter's movement is compared as a whole.
+measured: the reference is run twice more with weights moved by one unit of rounding before every step, and a strategy
+may be a few times as far from the reference as those runs are. Under bf16 and fp16 rounding decides the sign of whole
+steps, so there a parameter's movement is compared as a whole.
 """
 
 from __future__ import annotations
@@ -93,16 +93,14 @@ def verify(
     plant: Plant | None = None,
 ) -> Iterator[Verdict]:
     """One verdict a strategy, on every rank alike. Rank 0 also runs the references."""
-    references: dict[str, tuple[Trace, Trace]] = {}
+    references: dict[str, tuple[Trace, list[Trace]]] = {}
     for text in strategies:
         resolved = check(job, facts, Strategy.parse(text), place_of(world))
         reference = reference_of(resolved, facts, job.global_batch)
         if world.is_main and str(reference) not in references:
             one = World(device=world.device)
-            exact = run_steps(job, facts, reference, one, steps=steps, seed=seed)
-            moved = run_steps(job, facts, reference, one, steps=steps, seed=seed, plant=_move_by_rounding)
-            references[str(reference)] = exact, moved
-        world.gather(None)  # meet here: the references may take longer than a collective may wait
+            runs = [run_steps(job, facts, reference, one, steps=steps, seed=seed, moved_by=n) for n in range(3)]
+            references[str(reference)] = runs[0], runs[1:]
         trace = run_steps(job, facts, resolved, world, steps=steps, seed=seed, plant=plant)
         verdict = _judge(text, reference, trace, *references[str(reference)]) if world.is_main else None
         yield world.gather(verdict)[0]
@@ -125,8 +123,9 @@ def run_steps(
     steps: int,
     seed: int,
     plant: Plant | None = None,
+    moved_by: int = 0,
 ) -> Trace:
-    """Take a few steps on made-up batches and keep what is compared."""
+    """Take a few steps on made-up batches and keep what is compared; `moved_by` numbers a disturbance by rounding."""
     trainer = Trainer(job, facts, strategy, world, seed=seed)
     _switch_dropout_off(trainer.engine.model)
     if plant is not None:
@@ -136,6 +135,8 @@ def run_steps(
     trace = Trace(losses=[], norms=[])
     trace.start.update(_state(trainer))
     for index in range(steps):
+        if moved_by:
+            _move_by_rounding(trainer, seed=moved_by * steps + index)
         with NoDropout():
             result = trainer.step(seeded_batch(job, seed + index))
         trace.losses.append(result.loss)
@@ -189,8 +190,8 @@ def _switch_dropout_off(model: nn.Module) -> None:
             module.dropout = 0.0
 
 
-def _move_by_rounding(trainer: Trainer) -> None:
-    generator = torch.Generator().manual_seed(1)
+def _move_by_rounding(trainer: Trainer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
     unit = ROUNDING[trainer.strategy.precision]
     with torch.no_grad():
         for parameter in trainer.engine.parameters():
@@ -207,15 +208,15 @@ def _state(trainer: Trainer) -> dict[str, torch.Tensor]:
     return state
 
 
-def _judge(text: str, reference: Strategy, trace: Trace, exact: Trace, moved: Trace) -> Verdict:
+def _judge(text: str, reference: Strategy, trace: Trace, exact: Trace, moved: list[Trace]) -> Verdict:
     precision = reference.precision
-    losses = Numbers("loss", trace.losses, exact.losses, moved.losses, LOSS_BOUND[precision])
-    norms = Numbers("grad_norm", trace.norms, exact.norms, moved.norms, NORM_BOUND[precision])
+    losses = Numbers("loss", trace.losses, exact.losses, [m.losses for m in moved], LOSS_BOUND[precision])
+    norms = Numbers("grad_norm", trace.norms, exact.norms, [m.norms for m in moved], NORM_BOUND[precision])
     differs = _differs_in_fp32 if precision == "fp32" else _differs_in_low_precision
     at_end = f"after step {len(trace.losses)}"
     found = [
-        _first_state(differs, exact.start, trace.first, exact.first, moved.first, "after step 1")
-        or _first_state(differs, exact.start, trace.last, exact.last, moved.last, at_end),
+        _first_state(differs, exact.start, trace.first, exact.first, [m.first for m in moved], "after step 1")
+        or _first_state(differs, exact.start, trace.last, exact.last, [m.last for m in moved], at_end),
         losses.first_difference(),
         norms.first_difference(),
     ]
@@ -239,7 +240,7 @@ class Numbers:
     what: str
     found: list[float]
     exact: list[float]
-    moved: list[float]
+    moved: list[list[float]]
     least_bound: float
 
     @property
@@ -248,7 +249,8 @@ class Numbers:
 
     @property
     def bounds(self) -> list[float]:
-        return [max(self.least_bound, MARGIN * distance) for distance in _relative(self.moved, self.exact)]
+        disturbed = zip(*(_relative(moved, self.exact) for moved in self.moved), strict=True)
+        return [max(self.least_bound, MARGIN * max(distances)) for distances in disturbed]
 
     def first_difference(self) -> str | None:
         for index, (distance, bound) in enumerate(zip(self.distances, self.bounds, strict=True)):
@@ -262,21 +264,23 @@ State = dict[str, torch.Tensor]
 
 
 def _first_state(
-    differs: Callable[..., str | None], start: State, found: State, exact: State, moved: State, when: str
+    differs: Callable[..., str | None], start: State, found: State, exact: State, moved: list[State], when: str
 ) -> str | None:
     for name in exact:
         if name not in found:
             return f"{name}: is missing {when}"
         if found[name].shape != exact[name].shape:
             return f"{name}: has shape {tuple(found[name].shape)} where one process has {tuple(exact[name].shape)}"
-        if exact[name].numel() and (how := differs(*(s[name].double() for s in (start, found, exact, moved)))):
+        one, disturbed = (start, found, exact), [state[name].double() for state in moved]
+        if exact[name].numel() and (how := differs(*(state[name].double() for state in one), disturbed)):
             return f"{name}: {how} {when}"
     return None
 
 
 def _differs_in_fp32(start: Any, found: Any, exact: Any, moved: Any) -> str | None:
     """More than a few units of the largest element, and than a few times what one rounding was seen to do."""
-    bound = MARGIN * max(ROUNDING["fp32"] * max(float(exact.abs().max()), 1e-2), _distance(moved, exact))
+    disturbed = max(_distance(m, exact) for m in moved)
+    bound = MARGIN * max(ROUNDING["fp32"] * max(float(exact.abs().max()), 1e-2), disturbed)
     distance = _distance(found, exact)
     return None if distance <= bound else f"differs by {distance:.3g} where {bound:.3g} could be rounding"
 
@@ -286,7 +290,8 @@ def _differs_in_low_precision(start: Any, found: Any, exact: Any, moved: Any) ->
     # A small tensor may be unlucky: three standard deviations of the share. A wrong sign is off by twice a step.
     unlucky = 3 * math.sqrt(WRONG_SIGNS * (1 - WRONG_SIGNS) / exact.numel())
     turn = 2 * math.sqrt(WRONG_SIGNS + unlucky) * float((exact - start).norm())
-    bound = max(turn, MARGIN * float((moved - exact).norm()), MARGIN * ROUNDING["fp32"] * float(exact.norm()))
+    disturbed = max(float((m - exact).norm()) for m in moved)
+    bound = max(turn, MARGIN * disturbed, MARGIN * ROUNDING["fp32"] * float(exact.norm()))
     distance = float((found - exact).norm())
     return None if distance <= bound else f"is {distance:.3g} away where {bound:.3g} could be rounding (2-norms)"
 

@@ -176,6 +176,7 @@ class ShardedUpdateEngine(Engine):
 
         return micro_batch()
 
+    @torch.no_grad()
     def finish(self) -> None:
         for bucket in self._buckets:
             if bucket.waiting:  # a parameter had no gradient in this batch
@@ -191,6 +192,7 @@ class ShardedUpdateEngine(Engine):
     def parameters(self) -> NamedParameters:
         return NamedParameters((n, piece.shard) for n, piece in self._pieces.items() if piece.parameter.requires_grad)
 
+    @torch.no_grad()
     def updated(self) -> None:
         for piece in self._scalars:
             piece.parameter.data.copy_(piece.shard.to_local())
@@ -245,6 +247,7 @@ class ShardedUpdateEngine(Engine):
 
         return gradient_is_there
 
+    @torch.no_grad()
     def _reduce(self, bucket: Bucket) -> None:
         bucket.reduce()
         bucket.waiting = 0

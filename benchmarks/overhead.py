@@ -1,6 +1,6 @@
 """What a step costs in Meshwright, Accelerate and Lightning Fabric, beside a hand-written PyTorch loop.
 
-    python benchmarks/overhead.py --rounds 20 --steps 5 --json overhead.json      # ddp and fsdp on two CPU ranks
+    python benchmarks/overhead.py --rounds 25 --steps 4 --json overhead.json      # ddp and fsdp on two CPU ranks
     python benchmarks/overhead.py --device cuda --json overhead.json              # one GPU, bf16, torch.compile
 
 All variants live in the same processes and take turns: in each round every one of them takes a few steps, and the order
@@ -21,6 +21,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle
@@ -32,7 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from gpt_model import GPT, Shape, make_up_batch
-from peers import VARIANTS, CannotRun, HandWritten, HandWrittenAgain, Meshwright, Variant, Workload
+from peers import VARIANTS, Batch, CannotRun, HandWritten, HandWrittenAgain, Meshwright, Variant, Workload
 
 # About 10M parameters; a step takes a few hundred milliseconds on one core.
 CPU_SHAPE = Shape(layers=6, width=368, heads=8, length=128, vocabulary=512)
@@ -51,7 +52,7 @@ class Turn:
     """One variant among the others: what it is given and what it has shown."""
 
     variant: Variant
-    batches: Any
+    batches: Iterator[Batch]
     """Without end."""
     rounds: list[list[float]] = field(default_factory=list)
     """Seconds of each step, per round."""
@@ -71,8 +72,8 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="times that every variant has its turn")
-    parser.add_argument("--steps", type=int, default=5, help="steps in one turn")
+    parser.add_argument("--rounds", type=int, default=25, help="times that every variant has its turn")
+    parser.add_argument("--steps", type=int, default=4, help="steps in one turn")
     parser.add_argument("--ranks", type=int, default=2, help="CPU ranks; a GPU is used by one process")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--strategies", default="ddp,fsdp", help="for CPU ranks")
@@ -125,6 +126,8 @@ def run_cuda(options: argparse.Namespace) -> dict[str, Any]:
         compile=True,
     )
     add_results(document, measure(workload, options, quiet=False))
+    if dist.is_initialized():  # Meshwright makes a world even of one process
+        dist.destroy_process_group()
     return document
 
 
@@ -177,7 +180,9 @@ def measure(workload: Workload, options: argparse.Namespace, *, quiet: bool) -> 
     return {"results": results + refused, "failures": failures}
 
 
-def build_variants(workload: Workload, kinds: list[type[Variant]], say: Any) -> tuple[list[Turn], list[dict[str, Any]]]:
+def build_variants(
+    workload: Workload, kinds: list[type[Variant]], say: Callable[[str], None]
+) -> tuple[list[Turn], list[dict[str, Any]]]:
     """Those that run, and the reasons of those that do not."""
     generator = torch.Generator().manual_seed(1)
     batches = [make_up_batch(workload.shape, workload.global_batch, generator) for _ in range(BATCHES)]
@@ -324,7 +329,7 @@ def show(document: dict[str, Any]) -> None:
         f"{model['parameters'] / 1e6:.1f}M GPT, {document['precision']}{', compile' * document['compile']}, "
         f"{document['global_batch']} x {model['length']} tokens, {document['ranks']} rank(s), {document['device']}"
     )
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 110)
     table = Table(title=title, title_justify="left")
     for column in ("strategy", "variant"):
         table.add_column(column, no_wrap=True)

@@ -70,6 +70,8 @@ class Variant(ABC):
     model: nn.Module
     sees_global_loss = False
     """Whether `step` gives the mean loss of all ranks rather than this rank's."""
+    why = "cause unknown"
+    """What explains that a strategy was not followed."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -93,8 +95,6 @@ class Variant(ABC):
         whole = [n for n, p in self.model.named_parameters() if not isinstance(p, DTensor) or not _is_cut(p)]
         if whole:
             raise CannotRun(f"it was asked to shard, but {len(whole)} parameters are whole on every rank: {self.why}")
-
-    why = "cause unknown"
 
 
 def _is_cut(parameter: DTensor) -> bool:

@@ -1,9 +1,9 @@
 """A fake world: one rank of many, with real memory and real compute."""
 
 import pytest
-import tiny_jobs
 import torch
 
+import tiny_jobs
 from meshwright.build.check import check
 from meshwright.build.step import Trainer
 from meshwright.build.world import pretend

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as collectives
 from torch import nn
 
 from meshwright.build.forward import wrap_forward
@@ -42,17 +41,34 @@ def _synchronised(module: Any, batch: torch.Tensor, group: dist.ProcessGroup) ->
     dims = [0, *range(2, x.dim())]
     shape = [1, -1, *[1] * (x.dim() - 2)]
     totals = torch.cat([x.sum(dims), x.new_tensor([x.numel() / x.shape[1]])])
-    totals = collectives.all_reduce(totals, group=group)
+    totals = _Sum.apply(totals, group)
     count = totals[-1].detach()
     mean = totals[:-1] / count
     centred = x - mean.view(shape)
-    variance = collectives.all_reduce(centred.square().sum(dims), group=group) / count
+    variance = _Sum.apply(centred.square().sum(dims), group) / count
     if module.training and module.track_running_stats:
         _track(module, mean.detach(), variance.detach() * count / (count - 1))
     y = centred * torch.rsqrt(variance + module.eps).view(shape)
     if module.affine:
         y = y * module.weight.float().view(shape) + module.bias.float().view(shape)
     return y.to(batch.dtype)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks; every rank's output depends on every rank's input, so gradients are summed, too."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradients[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ def wrap_forward(module: nn.Module, around: Around) -> None:
     module.__class__ = _wrapped(cls, around)  # type: ignore[arg-type]  # classes are hashable
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)  # bounded: it keeps what the wrappers close over
 def _wrapped(cls: Any, around: Around) -> type[nn.Module]:
     """One class for all modules that are wrapped alike: torch.compile compiles them once, not once per block."""
     inner = cls.forward

@@ -11,7 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+PART = 65536
+"""Elements whose squares a CPU may add one after another."""
 
+
+@torch.no_grad()
 def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """The 2-norm over all gradients as one process would see them. All ranks get the same number.
 
@@ -28,14 +32,18 @@ def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
     if tensors[0].is_cuda:
         return get_total_norm(tensors).float().square()
-    # On CPUs `norm` adds one number after another, which loses 4e-5 over a million; `dot` adds in blocks.
-    flat = [tensor.reshape(-1).float() for tensor in tensors]
-    return torch.stack([torch.dot(tensor, tensor) for tensor in flat]).sum()
+    # On CPUs a norm adds one number after another, which loses up to 1e-3 over a million. `dot` is better at the same
+    # cost, and over parts it loses 1e-5 at most.
+    parts = [part for tensor in tensors for part in tensor.reshape(-1).float().split(PART)]
+    return torch.stack([torch.dot(part, part) for part in parts]).sum()
 
 
+@torch.no_grad()
 def scale_(gradients: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply gradients in place, wherever they lie."""
     tensors = [local(gradient) for gradient in gradients]
+    if tensors and torch.is_tensor(factor):
+        factor = factor.to(tensors[0].device)  # gradients of parameters in host memory are there, too
     if tensors:
         torch._foreach_mul_(tensors, factor)
 

@@ -26,17 +26,10 @@ from meshwright.build.forward import Around, wrap_forward
 
 def cast_borders(model: nn.Module, blocks: list[nn.Module], dtype: torch.dtype) -> None:
     """Cast what enters the model and each block to `dtype`, and what leaves the model to fp32."""
-
-    def enter(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        args, kwargs = cast((args, kwargs), dtype)
-        return forward(*args, **kwargs)
-
-    def enter_and_leave(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return cast(enter(module, forward, args, kwargs), torch.float32)
-
     for block in blocks:
-        wrap_forward(block, enter)
-    wrap_forward(model, enter_and_leave)
+        wrap_forward(block, _entering(dtype))
+    wrap_forward(model, _entering(dtype))
+    wrap_forward(model, _leave)
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype, *, without: list[nn.Module]) -> None:
@@ -61,6 +54,19 @@ def batch_norm_in_fp32(model: nn.Module) -> None:
 def cast(tree: Any, dtype: torch.dtype) -> Any:
     """Floating tensors of a tree in another dtype."""
     return tree_map(lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, tree)
+
+
+@cache
+def _entering(dtype: torch.dtype) -> Around:
+    def enter(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        args, kwargs = cast((args, kwargs), dtype)
+        return forward(*args, **kwargs)
+
+    return enter
+
+
+def _leave(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return cast(forward(*args, **kwargs), torch.float32)
 
 
 @cache

@@ -68,15 +68,18 @@ def _batch_norms(block: nn.Module) -> list[Any]:
 @contextmanager
 def _with_still_statistics(norms: list[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
     """The second run of a block must not count its batch into the running statistics again."""
-    tracking = [module.track_running_stats for module in norms]
+    before = [(module.momentum, module.num_batches_tracked) for module in norms]
     for module in norms:
-        module.track_running_stats = False
+        # Not by switching tracking off: BatchNorm would then save other tensors than in the first run.
+        module.momentum = 0.0
+        if module.num_batches_tracked is not None:
+            module.num_batches_tracked = module.num_batches_tracked.clone()
     try:
         with inner:
             yield
     finally:
-        for module, value in zip(norms, tracking, strict=True):
-            module.track_running_stats = value
+        for module, (momentum, count) in zip(norms, before, strict=True):
+            module.momentum, module.num_batches_tracked = momentum, count
 
 
 def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import isfinite
+from math import isclose, isfinite
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class Trainer:
         return self.update()
 
     def forward_backward(self, batch: Any) -> None:
-        """Leave the gradient of the global batch's mean loss on the parameters."""
+        """Leave the gradient of the global batch's mean loss on the parameters (under fp16, times the loss scale)."""
         own = self._part(batch)
         expected = self.facts.weight_per_sample
         # Where the weight depends on the data it is not known yet: divide by the samples now and put it right below.
@@ -108,6 +108,8 @@ class Trainer:
         lr = float(self.optimizer.param_groups[0]["lr"])
         if finite:
             self._apply()
+        for parameter in self._own:
+            parameter.grad = None
         self.engine.forget_gradients()
         self.steps += 1
         return StepResult(
@@ -148,7 +150,7 @@ class Trainer:
         """Forward and backward of one micro-batch; returns its sum and weight."""
         # Dropout depends on the seed, the step and the place in the global batch, never on ranks: two strategies that
         # cut the batch into the same micro-batches draw the same masks.
-        torch.manual_seed((self.seed * 1_000_003 + self.steps) * 1_000_003 + piece.span.first)
+        self._seed_dropout((self.seed * 1_000_003 + self.steps) * 1_000_003 + piece.span.first)
         output = call_model(self.job, self.engine, piece.data)
         total, weight = call_loss(self.job, output, piece.data)
         counts = 1.0 if piece.span.length else 0.0
@@ -156,12 +158,17 @@ class Trainer:
         if expected is None:
             value = torch.as_tensor(weight, dtype=torch.float32, device=total.device) * counts
             return torch.stack([total.detach().float() * counts, value])
-        if piece.span.length and float(weight) != expected * piece.span.length:
+        if piece.span.length and not isclose(float(weight), expected * piece.span.length, rel_tol=1e-9):
             raise JobError(
                 f"Job(loss=...) gave the weight {weight} for {piece.span.length} samples, where {expected:g} a sample "
                 "was seen at first; give a weight that depends on the data as a tensor."
             )
         return torch.stack([total.detach().float() * counts, total.new_zeros(()).float()])
+
+    def _seed_dropout(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        if self.world.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._own if p.grad is not None]

@@ -84,18 +84,19 @@ class Tape(TorchDispatchMode):
         self.operations: list[Operation] = []
         self._constants: dict[int, torch.UntypedStorage] = {}
         self._kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no identity is used twice
-        self._random_states: dict[int, torch.Tensor] = {}
-        self._random_end: tuple[int, torch.Tensor] | None = None
+        self._generators: dict[torch.Generator, torch.Tensor] = {}  # the builder's own, with their first states
+        self._states_before: dict[int, dict[torch.Generator, torch.Tensor]] = {}
+        self._states_at_end: tuple[int, dict[torch.Generator, torch.Tensor]] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = _tensors((args, kwargs))
-        recorded = not tensors or any(self._recorded(tensor) for tensor in tensors)
+        recorded = not tensors or any(self.has(tensor) for tensor in tensors)
         if not recorded and torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
-            return self._value(self.slot(args[0]))
-        if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and not self._recorded(args[0]):
+            return self.real(args[0]).item()
+        if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and not self.has(args[0]):
             raise JobError(
                 f"The model's builder changes a tensor made from data in place ({func}); it cannot be built on the "
                 "meta device that way. Make the tensor with torch.empty and fill that."
@@ -113,7 +114,7 @@ class Tape(TorchDispatchMode):
         """Run all operators in order; `hand_over` gets each storage once, when it is final."""
         last = {slot.storage: index for index, op in enumerate(self.operations) for slot in op.slots}
         live = {key: storage.clone() for key, storage in self._constants.items()}
-        with _random_state(self.seed), torch.no_grad():
+        with self._from_the_seed(), torch.no_grad():
             for index, operation in enumerate(self.operations):
                 operation.play(live)
                 for key in {slot.storage for slot in operation.slots if last[slot.storage] == index}:
@@ -121,37 +122,41 @@ class Tape(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         names = {argument.name for argument in func._schema.arguments}
-        if "device" in names:
-            kwargs["device"] = META
         kwargs.pop("pin_memory", None)
         args, kwargs = tree_map(self._to_meta, (args, kwargs))
-        result = func(*args, **kwargs)
-        args, kwargs = tree_map(
-            lambda leaf: self.slot(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
-        )
+        # Slots are taken before the operator runs: it may change a tensor's shape in place.
+        slotted_args, slotted_kwargs = tree_map(self._to_slot, (args, kwargs))
         if "device" in names:
-            kwargs["device"] = torch.device("cpu")
+            kwargs["device"], slotted_kwargs["device"] = META, torch.device("cpu")
+        try:
+            result = func(*args, **kwargs)
+        except NotImplementedError as error:
+            # Torch's parametrizations would swallow it and go on with other weights.
+            raise JobError(f"The model's builder uses {func}, which cannot be recorded on the meta device.") from error
         outputs = tuple(self.slot(tensor) for tensor in _tensors(result))
-        self.operations.append(Operation(func, args, kwargs, outputs))
+        self._generators |= {g: g.get_state() for g in _generators(kwargs) if g not in self._generators}
+        self.operations.append(Operation(func, slotted_args, slotted_kwargs, outputs))
         return result
 
-    def _slot_if_tensor(self, leaf: Any) -> Any:
+    def _to_slot(self, leaf: Any) -> Any:
         return self.slot(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-    def _recorded(self, tensor: torch.Tensor) -> bool:
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of the recording's."""
         return tensor.untyped_storage()._cdata in self._kept
 
     def _to_meta(self, leaf: Any) -> Any:
         """A real tensor that meets a recorded one becomes a constant of the tape."""
-        if not isinstance(leaf, torch.Tensor) or self._recorded(leaf):
+        if not isinstance(leaf, torch.Tensor) or self.has(leaf):
             return leaf
         copy = leaf.detach().clone()
         meta = torch.empty_strided(copy.size(), copy.stride(), dtype=copy.dtype, device=META)
         self._constants[self.slot(meta).storage] = copy.untyped_storage()
         return meta
 
-    def _value(self, wanted: Slot) -> Any:
-        """A number that the builder asks for, such as `linspace(...).item()` or a rejection loop's `any()`."""
+    def real(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a recorded tensor holds now: for `linspace(...).item()`, or a rejection loop's `any()`."""
+        wanted = self.slot(tensor)
         needed, chosen = {wanted.storage}, []
         for index in reversed(range(len(self.operations))):
             keys = {slot.storage for slot in self.operations[index].slots}
@@ -159,31 +164,80 @@ class Tape(TorchDispatchMode):
                 needed |= keys
                 chosen.append(index)
         live = {key: storage.clone() for key, storage in self._constants.items() if key in needed}
-        with _random_state(self.seed), torch.no_grad():
+        with self._from_the_seed(), torch.no_grad():
             self._find_random_states()
             for index in reversed(chosen):
                 if self.operations[index].random:
-                    torch.set_rng_state(self._random_states[index])
+                    self._set_states(self._states_before[index])
                 self.operations[index].play(live)
-            return wanted.on(live[wanted.storage]).item()
+            return wanted.on(live[wanted.storage]).clone()
+
+    def random_state(self) -> torch.Tensor:
+        """The state that torch's generator would have at this point of a plain build."""
+        with self._from_the_seed():
+            self._find_random_states()
+            return torch.default_generator.get_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """The builder sets torch's generator."""
+        self.operations.append(Operation(_SetState(state.clone()), (), {}, ()))
 
     def _find_random_states(self) -> None:
-        """The generator's state before each random operator; how far one moves it depends on layout alone."""
-        start, state = self._random_end or (0, torch.get_rng_state())
-        torch.set_rng_state(state)
+        """The generators' states before each random operator; how far one moves them depends on layout alone."""
+        start, states = self._states_at_end or (0, self._get_states())
+        self._set_states(states)
         for index in range(start, len(self.operations)):
             if self.operations[index].random:
-                self._random_states[index] = torch.get_rng_state()
+                self._states_before[index] = self._get_states()
                 self.operations[index].call(Slot.scratch)
-        self._random_end = len(self.operations), torch.get_rng_state()
+        self._states_at_end = len(self.operations), self._get_states()
+
+    def _get_states(self) -> dict[torch.Generator, torch.Tensor]:
+        return {generator: generator.get_state() for generator in (torch.default_generator, *self._generators)}
+
+    def _set_states(self, states: dict[torch.Generator, torch.Tensor]) -> None:
+        for generator, first in self._generators.items():
+            generator.set_state(states.get(generator, first))
+        torch.default_generator.set_state(states[torch.default_generator])
+
+    @contextmanager
+    def _from_the_seed(self) -> Iterator[None]:
+        """Real tensors on the CPU and generators at their start; all is put back afterwards."""
+        before = self._get_states()
+        with torch.device("cpu"), torch.utils._python_dispatch._disable_current_modes():
+            try:
+                torch.default_generator.manual_seed(self.seed)
+                for generator, first in self._generators.items():
+                    generator.set_state(first)
+                yield
+            finally:
+                for generator, state in before.items():
+                    generator.set_state(state)
+
+
+@dataclass(frozen=True)
+class _SetState:
+    """An operator that sets torch's generator."""
+
+    state: torch.Tensor
+    tags = (torch.Tag.nondeterministic_seeded,)
+
+    def __call__(self) -> None:
+        torch.default_generator.set_state(self.state)
 
 
 class Disguise(TorchFunctionMode):
     """Lets a builder believe that its tensors are on the CPU: `trunc_normal_`, for one, skips meta tensors."""
 
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _IS_META:
             return False
+        if func is torch.Tensor.tolist and self._tape.has(args[0]):
+            return self._tape.real(args[0]).tolist()
         result = func(*args, **(kwargs or {}))
         return torch.device("cpu") if func == _DEVICE and result == META else result
 
@@ -194,8 +248,9 @@ def recording(seed: int) -> Iterator[Tape]:
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
+    tape = Tape(seed)
     try:
-        with Disguise(), Tape(seed) as tape:
+        with _builder_may_seed(tape), Disguise(tape), tape:
             yield tape
     finally:
         random.setstate(python_state)
@@ -203,10 +258,31 @@ def recording(seed: int) -> Iterator[Tape]:
 
 
 @contextmanager
-def _random_state(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.utils._python_dispatch._disable_current_modes():
-        torch.default_generator.manual_seed(seed)
+def _builder_may_seed(tape: Tape) -> Iterator[None]:
+    """`torch.manual_seed`, `fork_rng` and the like act on the recording instead of the generator."""
+
+    def manual_seed(seed: int) -> torch.Generator:
+        tape.set_random_state(torch.Generator().manual_seed(int(seed)).get_state())
+        return torch.default_generator
+
+    replaced = {
+        "manual_seed": manual_seed,
+        "get_rng_state": tape.random_state,
+        "set_rng_state": tape.set_random_state,
+    }
+    places = [(module, name) for module in (torch, torch.random) for name in replaced]
+    before = [getattr(module, name) for module, name in places]
+    for module, name in places:
+        setattr(module, name, replaced[name])
+    try:
         yield
+    finally:
+        for (module, name), value in zip(places, before, strict=True):
+            setattr(module, name, value)
+
+
+def _generators(kwargs: dict[str, Any]) -> list[torch.Generator]:
+    return [value for value in kwargs.values() if isinstance(value, torch.Generator)]
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

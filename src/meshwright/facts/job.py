@@ -61,7 +61,7 @@ class Job:
         """The training data, built if the job gives a builder."""
         if self.data is None:
             raise JobError("This job has no data to train on; give Job(data=...) a map-style dataset.")
-        built = callable(self.data) and not hasattr(self.data, "__getitem__")
+        built = isinstance(self.data, type) or (callable(self.data) and not hasattr(self.data, "__getitem__"))
         dataset: Any = self.data() if built else self.data  # type: ignore[operator]  # told apart by what it can do
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise JobError(

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from meshwright.build.batch import Batch, Span, has_stand_ins, spans
+from meshwright.errors import JobError
 from meshwright.facts.job import Job
 
 
@@ -32,6 +33,15 @@ class Order:
     micro_batch: int | None = None
     drop_ragged: bool = False
     """Whether to leave out a last batch in which some rank would have nothing of its own (BatchNorm sees stand-ins)."""
+
+    def __post_init__(self) -> None:
+        if self.samples == 0:
+            raise JobError("Job(data=...) has no samples.")
+        if self.drop_ragged and has_stand_ins(min(self.samples, self.global_batch), self.ranks, self.micro_batch):
+            raise JobError(
+                f"Job(data=...) has {self.samples} samples, which is less than one for each of {self.ranks} ranks in "
+                "every micro-step, and BatchNorm must not see stand-ins; use fewer ranks."
+            )
 
     def parts(self, position: int) -> Iterator[Part]:
         """This rank's parts from `position` on, epoch after epoch, without end."""
@@ -68,10 +78,19 @@ class Part:
 class Loader:
     """Batches of one rank from a position on. `position` moves as batches are handed out."""
 
-    def __init__(self, job: Job, order: Order, *, device: torch.device, workers: int = 0, position: int = 0) -> None:
+    def __init__(
+        self,
+        job: Job,
+        dataset: Dataset[Any],
+        order: Order,
+        *,
+        device: torch.device,
+        workers: int = 0,
+        position: int = 0,
+    ) -> None:
         self.order, self.position = order, position
-        self._job, self._device, self._workers = job, device, workers
-        self._dataset = job.dataset()
+        self._collate, self._device, self._workers = job.collate, device, workers
+        self._dataset = dataset
 
     def __iter__(self) -> Iterator[Batch]:
         batches = self._batches()
@@ -87,7 +106,7 @@ class Loader:
             self._dataset,
             batch_sampler=_Indices(self.order, start),
             num_workers=self._workers,
-            collate_fn=self._job.collate,
+            collate_fn=self._collate,
             pin_memory=self._device.type == "cuda",
             persistent_workers=self._workers > 0,
             generator=torch.Generator().manual_seed(self.order.seed),

@@ -86,6 +86,6 @@ def _from_slurm(environment: Mapping[str, str]) -> Launched:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of Slurm's short form: of `node[03-07,12],other` it is `node03`."""
-    match = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
-    return match.group(1) + (match.group(2) or "") if match else nodes
+    """The first host of Slurm's short form: of `node[03-07,12]-ib,other` it is `node03-ib`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else nodes)

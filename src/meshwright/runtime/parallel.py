@@ -60,6 +60,8 @@ class Parallel:
     def updated(self) -> None:
         """After `optimizer.step()`: bring what other ranks updated, and forget the gradients."""
         self._engine.updated()
+        for parameter in self._engine.parameters():
+            parameter.grad = None
         self._engine.forget_gradients()
 
     def state(self) -> dict[str, torch.Tensor]:

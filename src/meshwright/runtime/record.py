@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -14,19 +15,19 @@ RECORDS = "records.jsonl"
 
 
 def prepare_output(folder: Path) -> None:
-    """Make a run's folder; refused where it cannot be written or holds a run already."""
-    if (folder / RECORDS).exists():
-        raise OutputError(f"{folder} already holds the records of a run; choose another folder for --out.")
-    made = not folder.exists()
+    """See that a run's folder can be written and holds no run yet. Nothing is left behind: the run makes it."""
     try:
+        if (folder / RECORDS).exists():
+            raise OutputError(f"{folder} already holds the records of a run; choose another folder for --out.")
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
+        for path in missing:
+            path.rmdir()
     except OSError as error:
         raise OutputError(f"The output folder {folder} cannot be written: {error.strerror}.") from error
-    if made:
-        folder.rmdir()  # nothing is left behind if the run is refused later
 
 
 class Recorder:
@@ -42,7 +43,7 @@ class Recorder:
 
     def write(self, record: Mapping[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
+            self._file.write(json.dumps({key: _json(value) for key, value in record.items()}) + "\n")
         if self._board is not None:
             for key, value in record.items():
                 if key != "step" and isinstance(value, int | float):
@@ -60,6 +61,11 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _json(value: Any) -> Any:
+    """JSON knows no infinity: the norm of a step that fp16 overflowed in is null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def require_tensorboard() -> None:

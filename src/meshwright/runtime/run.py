@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -45,10 +46,7 @@ class Run:
         """This rank's part of one global batch after another, epoch after epoch; `steps` of them, or without end."""
         if self._loader is None:
             self._loader = self._make_loader()
-        for count, batch in enumerate(self._loader, start=1):
-            yield batch
-            if count == steps:
-                return
+        yield from islice(self._loader, steps)
 
     def step(self, batch: Any) -> StepResult:
         """One optimizer step: forward and backward over all micro-batches, normalise, clip, update.
@@ -88,8 +86,9 @@ class Run:
 
     def _make_loader(self) -> Loader:
         job, trainer = self.trainer.job, self.trainer
+        dataset = job.dataset()
         order = Order(
-            samples=len(job.dataset()),  # type: ignore[arg-type]  # checked to have a length
+            samples=len(dataset),  # type: ignore[arg-type]  # checked to have a length
             global_batch=job.global_batch,
             seed=trainer.seed,
             ranks=trainer.data_ranks,
@@ -97,7 +96,7 @@ class Run:
             micro_batch=self.strategy.micro_batch,
             drop_ragged=bool(self.facts.batch_norms),
         )
-        return Loader(job, order, device=self.world.device, workers=self._workers, position=self._position)
+        return Loader(job, dataset, order, device=self.world.device, workers=self._workers, position=self._position)
 
 
 def setup(

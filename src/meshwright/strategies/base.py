@@ -68,26 +68,29 @@ class DataStrategy(ABC):
 
     def account(self, facts: ModelFacts, strategy: Strategy) -> Forecast:
         """Bytes of states on the fullest rank at the end of a backward pass."""
-        layout, trainable = self.layout(strategy), facts.trainable
-        master = DTYPES[strategy.precision].itemsize if strategy.pure else 4
-        resting = DTYPES[strategy.precision].itemsize if layout.lowered_copy and not strategy.pure else master
-        used = [p for p in trainable if p.used]
-        optimizer = elements(used, layout.optimizer) * master * facts.optimizer_slots
-        if resting != master:
-            optimizer += elements(trainable, layout.optimizer) * master
+        layout, low = self.layout(strategy), DTYPES[strategy.precision].itemsize
+        master = low if strategy.pure else None
+        has_masters = layout.lowered_copy and strategy.precision != "fp32" and not strategy.pure
+        used = [p for p in facts.trainable if p.used]
+        optimizer = shard_bytes(used, layout.optimizer, master) * facts.optimizer_slots
+        if has_masters:
+            optimizer += shard_bytes(facts.parameters, layout.optimizer, None)
         return Forecast(
             memory={
-                "parameters": elements(facts.parameters, layout.parameters) * resting,
-                "gradients": elements(used, layout.gradients) * master,
+                "parameters": shard_bytes(facts.parameters, layout.parameters, low if has_masters else master),
+                "gradients": shard_bytes(used, layout.gradients, master),
                 "optimizer": round(optimizer),
             },
             time={},
         )
 
 
-def elements(parameters: Iterable[ParameterFacts], ranks: int) -> int:
-    """Elements on rank 0 when each parameter is cut along its first dim, as FSDP2 and our ZeRO do."""
-    return sum(shard_elements(p.shape, ranks) for p in parameters)
+def shard_bytes(parameters: Iterable[ParameterFacts], ranks: int, itemsize: int | None) -> int:
+    """Bytes on rank 0 when each parameter is cut along its first dim, as FSDP2 and our ZeRO do.
+
+    `itemsize` is that of a dtype they are cast to; None keeps each in its own.
+    """
+    return sum(shard_elements(p.shape, ranks) * (itemsize or p.itemsize) for p in parameters)
 
 
 def shard_elements(shape: tuple[int, ...], ranks: int) -> int:

@@ -80,8 +80,7 @@ class Engine:
         """After the optimizer's step: bring parameters that other ranks updated."""
 
     def forget_gradients(self) -> None:
-        for parameter in self.parameters():
-            parameter.grad = None
+        """Let go of gradients beside those on `parameters()`, which the caller forgets."""
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter and buffer, whole, in the unsplit model's names. All ranks must take part."""

@@ -206,7 +206,6 @@ class ShardedUpdateEngine(Engine):
 
     def forget_gradients(self) -> None:
         for piece in self._pieces.values():
-            piece.shard.grad = None
             piece.forget_whole()
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,7 +19,8 @@ LAYERS = (
     ("planner", "tracing", "runtime"),
     ("api", "__init__"),
     ("report",),
-    ("cli", "__main__"),
+    ("cli",),
+    ("__main__",),
 )
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
 ROOT_FILES = {"errors", "units", "api", "__init__"}

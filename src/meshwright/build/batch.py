@@ -8,7 +8,7 @@ batch of an epoch is small. A rank left without samples in a micro-step runs a s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -36,9 +36,11 @@ class Batch:
     """Samples of the whole global batch."""
     spans: tuple[Span, ...]
     """What this rank has of each micro-step."""
+    of_samples: tuple[bool, ...] | None = None
+    """Which leaves of the data have a row for each sample; None: those of as many rows as this rank has samples."""
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(data=to_device(self.data, device), samples=self.samples, spans=self.spans)
+        return replace(self, data=to_device(self.data, device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,47 +84,47 @@ def count_samples(data: Any) -> int:
     raise JobError("A batch must hold at least one tensor whose first dim counts the samples.")
 
 
-def take(data: Any, start: int, length: int) -> Any:
-    """Some samples of a batch: every tensor whose first dim counts the samples is cut, all else is kept whole."""
+def find_leaves_of_samples(data: Any) -> tuple[bool, ...]:
+    """Which leaves have a row for each sample: tensors of as many rows as the first."""
     samples = count_samples(data)
+    return tuple(torch.is_tensor(x) and x.dim() > 0 and x.shape[0] == samples for x in tree_leaves(data))
+
+
+def take(data: Any, start: int, length: int, of_samples: tuple[bool, ...]) -> Any:
+    """Some samples of a batch; what has no row for each sample is kept whole."""
     leaves, tree = tree_flatten(data)
-    cut = [
-        leaf[start : start + length] if torch.is_tensor(leaf) and leaf.dim() > 0 and leaf.shape[0] == samples else leaf
-        for leaf in leaves
-    ]
+    cut = [leaf[start : start + length] if yes else leaf for leaf, yes in zip(leaves, of_samples, strict=True)]
     return tree_unflatten(cut, tree)
 
 
 def part(data: Any, ranks: int, rank: int, micro_batch: int | None) -> Batch:
     """The part of `rank` in a global batch that every rank has whole."""
-    samples = count_samples(data)
+    samples, of_samples = count_samples(data), find_leaves_of_samples(data)
     own = spans(samples, ranks, rank, micro_batch)
-    pieces = [take(data, span.first, span.length) for span in own if span.length]
-    joined = pieces[0] if len(pieces) == 1 else _join(pieces) if pieces else take(data, 0, 1)
-    return Batch(data=joined, samples=samples, spans=own)
+    pieces = [take(data, span.first, span.length, of_samples) for span in own if span.length]
+    pieces = pieces or [take(data, 0, 1, of_samples)]
+    return Batch(data=_join(pieces, of_samples), samples=samples, spans=own, of_samples=of_samples)
 
 
 def micro_batches(batch: Batch) -> Iterator[MicroBatch]:
     """What each forward pass of this rank takes."""
+    of_samples = batch.of_samples or find_leaves_of_samples(batch.data)
     start = 0
     for span in batch.spans:
         whole = len(batch.spans) == 1
-        data = batch.data if whole else take(batch.data, start if span.length else 0, span.length or 1)
+        data = batch.data if whole else take(batch.data, start if span.length else 0, span.length or 1, of_samples)
         yield MicroBatch(data=data, span=span)
         start += span.length
 
 
-def _join(pieces: list[Any]) -> Any:
+def _join(pieces: list[Any], of_samples: tuple[bool, ...]) -> Any:
     """Batches one after another: the inverse of `take`."""
-    counts = [count_samples(piece) for piece in pieces]
+    if len(pieces) == 1:
+        return pieces[0]
     flat = [tree_flatten(piece) for piece in pieces]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    joined = [torch.cat(column) if _counts(column, counts) else column[0] for column in columns]
+    joined = [torch.cat(column) if yes else column[0] for column, yes in zip(columns, of_samples, strict=True)]
     return tree_unflatten(joined, flat[0][1])
-
-
-def _counts(column: tuple[Any, ...], counts: list[int]) -> bool:
-    return all(torch.is_tensor(x) and x.dim() > 0 and x.shape[0] == n for x, n in zip(column, counts, strict=True))
 
 
 def to_device(data: Any, device: torch.device) -> Any:

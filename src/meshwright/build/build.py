@@ -34,7 +34,7 @@ def lay_out(blueprint: Blueprint, facts: ModelFacts, strategy: Strategy, world: 
         plain = world.device.type == "cpu" or world.fake
         model = synchronise_batch_norms(model, world.group, in_plain_operators=plain)
     blocks = setting.blocks(model)
-    _apply_precision(model, blocks, setting, casts_itself=technique.lowers)
+    apply_precision(model, blocks, setting.compute_dtype, pure=strategy.pure, casts_itself=technique.lowers)
     if strategy.recompute != "none":
         recompute_blocks(blocks or [model], strategy.recompute)
     if strategy.compile:
@@ -43,19 +43,22 @@ def lay_out(blueprint: Blueprint, facts: ModelFacts, strategy: Strategy, world: 
     return technique.apply(model, setting)
 
 
-def _apply_precision(model: nn.Module, blocks: list[nn.Module], setting: Setting, *, casts_itself: bool) -> None:
-    if setting.compute_dtype == torch.float32:
+def apply_precision(
+    model: nn.Module, blocks: list[nn.Module], dtype: torch.dtype, *, pure: bool, casts_itself: bool
+) -> None:
+    """Compute in `dtype`. Parameters are cast for good if `pure`, and left to the data axis if it `casts_itself`."""
+    if dtype == torch.float32:
         return
     batch_norm_in_fp32(model)
-    if setting.strategy.pure:
+    if pure:
         for parameter in model.parameters():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(setting.compute_dtype)
+                parameter.data = parameter.data.to(dtype)
     elif not casts_itself:
         for block in blocks:
-            cast_parameters(block, setting.compute_dtype, without=[])
-        cast_parameters(model, setting.compute_dtype, without=blocks)
-    cast_borders(model, blocks, setting.compute_dtype)
+            cast_parameters(block, dtype, without=[])
+        cast_parameters(model, dtype, without=blocks)
+    cast_borders(model, blocks, dtype)
 
 
 def _mesh(axes: dict[str, int], world: World) -> DeviceMesh | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.build.batch import has_stand_ins
 from meshwright.errors import NotBuiltYet, Refused
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
@@ -12,7 +13,7 @@ from meshwright.strategies import DATA_STRATEGIES, Place
 def check(job: Job, facts: ModelFacts, strategy: Strategy, place: Place) -> Strategy:
     """The strategy with its data axis sized for the place's ranks, or an error that says why not."""
     resolved = check_strategy(facts, strategy, place)
-    if reason := _refuse_batch(job, resolved):
+    if reason := _refuse_batch(job, facts, resolved):
         raise Refused(reason)
     return resolved
 
@@ -62,7 +63,7 @@ def _refuse_offload(strategy: Strategy) -> str | None:
     return None
 
 
-def _refuse_batch(job: Job, strategy: Strategy) -> str | None:
+def _refuse_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None:
     ranks = strategy.data_ranks
     if job.global_batch < ranks:
         return (
@@ -74,5 +75,10 @@ def _refuse_batch(job: Job, strategy: Strategy) -> str | None:
         return (
             f"mb={strategy.micro_batch} is more than the {largest} samples that each of {ranks} data ranks has of "
             f"a global batch of {job.global_batch}; use mb={largest} or less."
+        )
+    if facts.batch_norms and has_stand_ins(job.global_batch, ranks, strategy.micro_batch):
+        return (
+            f"A global batch of {job.global_batch} leaves one of {ranks} ranks without samples in some micro-step, "
+            f"which BatchNorm ({facts.batch_norms[0]}) would see; use a global batch that {ranks} divides."
         )
     return None

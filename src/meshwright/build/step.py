@@ -166,6 +166,7 @@ class Trainer:
         return torch.stack([total.detach().float() * counts, total.new_zeros(()).float()])
 
     def _seed_dropout(self, seed: int) -> None:
+        seed %= 2**63
         torch.default_generator.manual_seed(seed)
         if self.world.device.type == "cuda":
             torch.cuda.manual_seed(seed)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from meshwright.errors import JobError
 
@@ -60,7 +61,9 @@ def _large_layers(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if name and sum(p.numel() for p in module.parameters(recurse=False)) >= LARGE * total
+        if name
+        and not isinstance(module, ParametrizationList)
+        and sum(p.numel() for p in module.parameters(recurse=False)) >= LARGE * total
     ]
 
 
@@ -76,6 +79,12 @@ def _checked(model: nn.Module, hint: Sequence[str]) -> tuple[str, ...]:
     if unknown:
         known = ", ".join(list(modules)[1:9])
         raise JobError(f"Job(blocks=...) names {unknown[0]!r}, which the model does not have; it has {known}, ...")
+    if twice := [name for name in hint if list(hint).count(name) > 1]:
+        raise JobError(f"Job(blocks=...) names {twice[0]!r} twice.")
+    if inner := [name for name in hint if any(name.startswith(f"{other}.") for other in hint)]:
+        raise JobError(f"Job(blocks=...) names {inner[0]!r}, which lies inside another of the blocks.")
+    if lists := [name for name in hint if isinstance(modules[name], nn.ModuleList | nn.ModuleDict)]:
+        raise JobError(f"Job(blocks=...) names {lists[0]!r}, a list that is never called; name what is in it.")
     shared = [name for name in hint if _shares_outside(model, modules[name])]
     if shared:
         raise JobError(f"Job(blocks=...) names {shared[0]!r}, which shares a parameter with a module outside of it.")

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.describe.tape import Slot, Tape, recording
 from meshwright.errors import JobError, MeshwrightError, one_line
@@ -29,8 +31,8 @@ class Blueprint:
     """Recorded parameters and buffers by name; tied ones once per name."""
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parameters and buffers that the builder made from data, so they are real already."""
-    attributes: dict[tuple[str, str], Slot] = field(default_factory=dict)
-    """Recorded tensors that are plain attributes: (module, attribute)."""
+    attributes: dict[tuple[str, str], Any] = field(default_factory=dict)
+    """Plain attributes with recorded tensors in them, by (module, attribute); slots stand for the tensors."""
 
     def fill(self, device: torch.device) -> str:
         """Give every parameter and buffer memory on `device` and its initial value; returns a digest of the values."""
@@ -39,9 +41,7 @@ class Blueprint:
         waiting: dict[int, list[str]] = defaultdict(list)
         for name, slot in self.slots.items():
             waiting[slot.storage].append(name)
-        loose = defaultdict(list)
-        for place, slot in self.attributes.items():
-            loose[slot.storage].append((place, slot))
+        loose = {slot: torch.empty(0) for value in self.attributes.values() for slot in _slots(value)}
 
         digest = hashlib.sha256()
 
@@ -52,14 +52,16 @@ class Blueprint:
         def hand_over(key: int, storage: torch.UntypedStorage) -> None:
             for name in waiting.pop(key, ()):
                 put(name, self.slots[name].on(storage))
-            for (module, attribute), slot in loose.pop(key, ()):
-                # A plain attribute stays on the CPU, as it does under `module.to(device)`.
-                setattr(self.model.get_submodule(module), attribute, slot.on(storage).clone())
+            for slot in loose:
+                if slot.storage == key:
+                    loose[slot] = slot.on(storage).clone()
 
         self.tape.play(hand_over)
         for name, value in self.constants.items():
             put(name, value)
-        if waiting or loose:
+        # A plain attribute stays on the CPU, as it does under `module.to(device)`.
+        set_attributes(self.model, self.attributes, loose.__getitem__)
+        if waiting:
             missing = sorted(name for names in waiting.values() for name in names)
             raise JobError(f"The model's builder never made {', '.join(missing)}; its initial value is unknown.")
         return digest.hexdigest()
@@ -72,13 +74,15 @@ def record(build: Callable[[], nn.Module], seed: int) -> Blueprint:
             model = build()
     except MeshwrightError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise JobError(
             f"The job's model cannot be built on the meta device: {one_line(error)} "
             "Its builder must not look at the values of weights."
         ) from error
     if not isinstance(model, nn.Module):
         raise JobError(f"Job(model=...) must give an nn.Module, but it gave {type(model).__name__}.")
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+        raise JobError(f"The model's parameter {lazy[0]} has no shape yet; give its module all its sizes.")
     return _blueprint(model, tape)
 
 
@@ -91,13 +95,33 @@ def _blueprint(model: nn.Module, tape: Tape) -> Blueprint:
     named = dict(_tensors(model))
     slots = {name: tape.slot(tensor) for name, tensor in named.items() if tensor.is_meta}
     constants = {name: tensor.detach().clone() for name, tensor in named.items() if not tensor.is_meta}
-    attributes = {
-        (name, attribute): tape.slot(value)
-        for name, module in model.named_modules()
-        for attribute, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and value.is_meta
-    }
-    return Blueprint(model, tape, slots, constants, attributes)
+    return Blueprint(model, tape, slots, constants, _plain_attributes(model, tape))
+
+
+def set_attributes(
+    model: nn.Module, attributes: dict[tuple[str, str], Any], tensor: Callable[[Slot], torch.Tensor]
+) -> None:
+    """Put tensors in the place of slots."""
+    for (module, attribute), value in attributes.items():
+        filled = tree_map(lambda leaf: tensor(leaf) if isinstance(leaf, Slot) else leaf, value)
+        setattr(model.get_submodule(module), attribute, filled)
+
+
+def _plain_attributes(model: nn.Module, tape: Tape) -> dict[tuple[str, str], Any]:
+    """Attributes that are recorded tensors, or lists, tuples and dicts of them, beside parameters and buffers."""
+    found = {}
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute in ("_parameters", "_buffers", "_modules"):
+                continue
+            slotted = tree_map(lambda leaf: tape.slot(leaf) if torch.is_tensor(leaf) and leaf.is_meta else leaf, value)
+            if _slots(slotted):
+                found[name, attribute] = slotted
+    return found
+
+
+def _slots(value: Any) -> list[Slot]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Slot)]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from meshwright.describe.blocks import find_blocks
-from meshwright.describe.blueprint import record
+from meshwright.describe.blueprint import Blueprint, record, set_attributes
+from meshwright.describe.tape import Slot
 from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts, ParameterFacts
@@ -52,9 +53,12 @@ class Observed:
 
 def describe(job: Job) -> ModelFacts:
     """The facts of a job's model. Raises JobError where the job's parts do not fit each other."""
-    model = record(job.model, seed=0).model
+    blueprint = record(job.model, seed=0)
+    model = blueprint.model
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise JobError("The model has no trainable parameter; nothing could be trained.")
     _check_optimizer(job, model)
-    observed, unseen = _observe(job, model)
+    observed, unseen = observe(job, blueprint)
     blocks = find_blocks(model, hint=job.blocks, called=observed.called if observed else None)
     return ModelFacts(
         parameters=parameter_facts(model, observed),
@@ -92,7 +96,7 @@ def call_model(job: Job, model: Any, batch: Any) -> Any:
     if isinstance(inputs, tuple | list):
         return model(*inputs)
     raise JobError(
-        f"Job(inputs=...) must give a tuple of positional or a dict of keyword arguments, not {type(inputs).__name__}; "
+        f"Job(inputs=...) must give a tuple of positional or a dict of keyword arguments, not {_kind(inputs)}; "
         'write `lambda batch: (batch["x"],)`.'
     )
 
@@ -102,31 +106,39 @@ def call_loss(job: Job, output: Any, batch: Any) -> tuple[torch.Tensor, float | 
     result = job.loss(output, batch)
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
         raise JobError(
-            f"Job(loss=...) must give (sum, weight), but it gave {type(result).__name__}; "
+            f"Job(loss=...) must give (sum, weight), but it gave {_kind(result)}; "
             "for a mean over samples, return the sum and the number of samples."
         )
-    if result[0].numel() != 1:
-        raise JobError(f"Job(loss=...) must give one number as its sum, but it has shape {tuple(result[0].shape)}.")
-    return result
+    total, weight = result
+    if total.numel() != 1:
+        raise JobError(f"Job(loss=...) must give one number as its sum, but it has shape {tuple(total.shape)}.")
+    if not isinstance(weight, int | float | torch.Tensor):
+        raise JobError(f"Job(loss=...) must give a number or a tensor as its weight, but it gave {_kind(weight)}.")
+    return total.reshape(()), weight
 
 
-def _observe(job: Job, model: nn.Module) -> tuple[Observed | None, str]:
+def _kind(value: Any) -> str:
+    return "Tensor" if torch.is_tensor(value) else type(value).__name__
+
+
+def observe(job: Job, blueprint: Blueprint) -> tuple[Observed | None, str]:
+    """One step on fake tensors; on real ones where the model looks at values and is small; else the reason why not."""
     batch = make_batch(job, SAMPLES)
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fake = tree_map(lambda leaf: mode.from_tensor(leaf) if torch.is_tensor(leaf) else leaf, batch)
-        return _step(job, model, fake, mode), ""
+        return _step(job, blueprint, fake, mode), ""
     except _DEPENDS_ON_DATA as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     except JobError:
         raise
     except Exception as error:
         raise _misfit(error) from error
-    if sum(p.numel() for p in model.parameters()) > SMALL:
+    if sum(p.numel() for p in blueprint.model.parameters()) > SMALL:
         return None, reason
     try:
-        return _step(job, model, batch, nullcontext()), ""
+        return _step(job, blueprint, batch, nullcontext()), ""
     except JobError:
         raise
     except Exception as error:
@@ -140,22 +152,26 @@ def _misfit(error: Exception) -> JobError:
     )
 
 
-def _step(job: Job, model: nn.Module, batch: Any, mode: AbstractContextManager[Any]) -> Observed:
-    """Forward and backward with stand-ins for all parameters and buffers."""
+def _step(job: Job, blueprint: Blueprint, batch: Any, mode: AbstractContextManager[Any]) -> Observed:
+    """Forward and backward with stand-ins for all parameters, buffers and plain tensors."""
+    model = blueprint.model
     with mode:
+        set_attributes(model, blueprint.attributes, _attribute)
         tensors = {name: _stand_in(p).requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
         tensors |= {name: _stand_in(b) for name, b in model.named_buffers()}
         with _calls(model) as called:
             output = call_model(job, lambda *a, **k: functional_call(model, tensors, a, k, tie_weights=True), batch)
             total, weight = call_loss(job, output, batch)
         wanted = {name: tensors[name] for name, p in model.named_parameters() if p.requires_grad}
-        if not wanted:
-            raise JobError("The model has no trainable parameter; nothing could be trained.")
         if not total.requires_grad:
             raise JobError("The loss does not depend on any trainable parameter; nothing could be trained.")
         gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
     used = frozenset(name for name, gradient in zip(wanted, gradients, strict=True) if gradient is not None)
     return Observed(used, frozenset(called), None if torch.is_tensor(weight) else float(weight) / SAMPLES)
+
+
+def _attribute(slot: Slot) -> torch.Tensor:
+    return _stand_in(torch.empty_strided(slot.size, slot.stride, dtype=slot.dtype, device="meta"))
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -210,12 +226,13 @@ def _small_parameters(model: nn.Module) -> NamedParameters:
 def _check_optimizer(job: Job, model: nn.Module) -> None:
     try:
         optimizer = job.optimizer(_small_parameters(model))
-        if job.schedule is not None:
-            job.schedule(optimizer)
+        schedule = job.schedule(optimizer) if job.schedule is not None else None
     except Exception as error:
         raise JobError(f"Job(optimizer=..., schedule=...) raised {one_line(error)}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise JobError(f"Job(optimizer=...) must give a torch optimizer, but it gave {type(optimizer).__name__}.")
+        raise JobError(f"Job(optimizer=...) must give a torch optimizer, but it gave {_kind(optimizer)}.")
+    if schedule is not None and not callable(getattr(schedule, "step", None)):
+        raise JobError(f"Job(schedule=...) must give something with a step(), but it gave {_kind(schedule)}.")
 
 
 def _optimizer_slots(job: Job, model: nn.Module) -> float:

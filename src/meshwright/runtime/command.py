@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.build.check import check
+from meshwright.build.rehearsal import check_precision
 from meshwright.describe.jobfile import load_job
 from meshwright.describe.model import describe
 from meshwright.errors import BadInput, MeshwrightError, RankFailed, Refused
@@ -33,19 +34,22 @@ def train_command(
     count = _count_ranks(ranks, default=parsed.data_size or 1)
     loaded, facts = _look(job)
     check(_with_norm(loaded, rest["max_norm"]), facts, parsed, _place(rest["device"], count))
+    check_precision(loaded, facts, parsed)
+    if parsed.data == "dp":
+        strategy = str(replace(parsed, data_size=count))
     loaded.dataset()
     if tensorboard:
         require_tensorboard()
         if out is None:
             raise BadInput("--tensorboard writes into the run's folder; give --out a folder.")
-    if out is not None:
+    place = launched()
+    if out is not None and (place is None or place.rank == 0):
         prepare_output(out)
     request = {
         **{"verb": "train", "job": job, "strategy": strategy, "out": None if out is None else str(out.resolve())},
         **{"tensorboard": tensorboard, "facts": facts.to_json()},
         **rest,
     }
-    place = launched()
     if place is not None or count == 1 or parsed.data == "dp":
         with redirect_stdout(sys.stderr):
             summary = run_train(request)
@@ -65,7 +69,11 @@ def verify_command(
     place = _place(chosen, count)
     names = strategies or _fitting(loaded, facts, place)
     for name in names:
-        check(loaded, facts, Strategy.parse(name), place)
+        parsed = Strategy.parse(name)
+        if parsed.data == "dp":
+            raise Refused("dp runs in one process and verify among ranks; verify ddp, which trains alike.")
+        check(loaded, facts, parsed, place)
+        check_precision(loaded, facts, parsed)
     request = {
         **{"verb": "verify", "job": job, "strategies": names, "steps": steps, "seed": seed, "device": chosen},
         **{"facts": facts.to_json()},

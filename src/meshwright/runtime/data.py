@@ -39,8 +39,8 @@ class Order:
             raise JobError("Job(data=...) has no samples.")
         if self.drop_ragged and has_stand_ins(min(self.samples, self.global_batch), self.ranks, self.micro_batch):
             raise JobError(
-                f"Job(data=...) has {self.samples} samples, which is less than one for each of {self.ranks} ranks in "
-                "every micro-step, and BatchNorm must not see stand-ins; use fewer ranks."
+                f"A batch of {min(self.samples, self.global_batch)} leaves one of {self.ranks} ranks without samples "
+                "in some micro-step, and BatchNorm must not see stand-ins; use fewer ranks, or more samples in a batch."
             )
 
     def parts(self, position: int) -> Iterator[Part]:
@@ -55,7 +55,7 @@ class Order:
             epoch, start = epoch + 1, 0
 
     def _permutation(self, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
         return torch.randperm(self.samples, generator=generator).tolist()
 
     def _part(self, batch: list[int], position: int) -> Part:
@@ -81,16 +81,16 @@ class Loader:
     def __init__(
         self,
         job: Job,
-        dataset: Dataset[Any],
         order: Order,
         *,
         device: torch.device,
+        dataset: Dataset[Any] | None = None,
         workers: int = 0,
         position: int = 0,
     ) -> None:
         self.order, self.position = order, position
         self._collate, self._device, self._workers = job.collate, device, workers
-        self._dataset = dataset
+        self._dataset = job.dataset() if dataset is None else dataset
 
     def __iter__(self) -> Iterator[Batch]:
         batches = self._batches()
@@ -109,7 +109,7 @@ class Loader:
             collate_fn=self._collate,
             pin_memory=self._device.type == "cuda",
             persistent_workers=self._workers > 0,
-            generator=torch.Generator().manual_seed(self.order.seed),
+            generator=torch.Generator().manual_seed((self.order.seed * 1_000_003 + self.order.rank) % 2**63),
         )
         for part, data in zip(self.order.parts(start), loader, strict=False):
             yield Batch(data=data, samples=part.samples, spans=part.spans), part.end

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -51,6 +52,8 @@ def launch(request: dict[str, Any], ranks: int, *, results: list[Any]) -> None:
                 elastic_launch(config, sys.executable)("-u", "-m", WORKER)
         except ChildFailedError as error:
             raise _first_failure(path, error) from None
+        except SignalException as signalled:
+            raise KeyboardInterrupt(signalled.sigval.name) from None
         finally:
             results += read_results(path)
 

@@ -30,7 +30,7 @@ class Parallel:
     def __init__(self, engine: Any, strategy: Strategy, world: World) -> None:
         self._engine, self.strategy, self.world = engine, strategy, world
         self.device = world.device
-        self.data_ranks = strategy.data_ranks
+        self.data_ranks = 1 if strategy.data == "dp" else strategy.data_ranks
         self.data_rank = world.rank
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from meshwright.build.check import check, refuse_missing_gpus
 from meshwright.build.step import StepResult, Trainer
 from meshwright.build.world import PATIENCE, World, alone, join
 from meshwright.describe.model import describe
+from meshwright.errors import Refused
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
@@ -96,12 +97,14 @@ class Run:
             micro_batch=self.strategy.micro_batch,
             drop_ragged=bool(self.facts.batch_norms),
         )
-        return Loader(job, dataset, order, device=self.world.device, workers=self._workers, position=self._position)
+        return Loader(
+            job, order, device=self.world.device, dataset=dataset, workers=self._workers, position=self._position
+        )
 
 
 def setup(
     job: Job,
-    strategy: Strategy | str = "auto",
+    strategy: Strategy | str = "ddp",
     *,
     seed: int = 0,
     device: str | None = None,
@@ -114,6 +117,8 @@ def setup(
     facts = facts or describe(job)
     world = world or enter_world(device)
     resolved = check(job, facts, chosen, place_of(world, chosen))
+    if resolved.data == "dp" and world.ranks > 1:
+        raise Refused(f"dp runs in one process, but {world.ranks} were launched; use ddp, or launch one.")
     return Run(Trainer(job, facts, resolved, world, seed=seed), workers=workers)
 
 

@@ -46,7 +46,7 @@ class Summary:
 
 
 class Watch:
-    """Turns step results into records, one step late: reading a number waits for the device to have it."""
+    """Turns step results into records; on a GPU one step late, because reading a number waits for the device."""
 
     def __init__(self, run: Run, recorder: Recorder) -> None:
         self._run, self._recorder = run, recorder
@@ -56,27 +56,30 @@ class Watch:
         self.times: list[float] = []
 
     def saw(self, result: StepResult | None) -> None:
-        """Take in a new result (None at the end) and write down the one before it."""
-        before, self._waiting = self._waiting, result
-        if before is None:
-            return
-        loss = before.loss
+        """Take in a new result (None at the end) and write down what is finished."""
+        if self._run.world.device.type == "cuda":
+            result, self._waiting = self._waiting, result
+        if result is not None:
+            self._write(result)
+
+    def _write(self, result: StepResult) -> None:
+        loss = result.loss
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         self.losses.append(loss)
         self.times.append(seconds)
-        refuse_non_finite(self._run, before)
+        refuse_non_finite(self._run, result)
         self._recorder.write(
             {
-                "step": before.step,
+                "step": result.step,
                 "loss": loss,
-                "grad_norm": before.grad_norm,
-                "lr": before.lr,
+                "grad_norm": result.grad_norm,
+                "lr": result.lr,
                 "step_ms": seconds * 1e3,
-                "samples_per_s": before.samples / seconds,
+                "samples_per_s": result.samples / seconds,
                 "memory_mib": peak_bytes(self._run.world.device) / 2**20,
-                "samples": before.samples,
-                "skipped": before.skipped,
+                "samples": result.samples,
+                "skipped": result.skipped,
             }
         )
 

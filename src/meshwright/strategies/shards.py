@@ -95,18 +95,22 @@ class Bucket:
         self._sent, self._reduced = matrix, matrix.new_empty(self.width)
         self._work = _reduce_scatter(self._reduced, matrix.view(-1), group=self.group, async_op=True)
 
-    def finish(self, keep_whole: bool) -> None:
-        """Wait for the sum and give each shard its gradient."""
+    def settle(self) -> None:
+        """Wait for what is under way and let go of what was sent."""
         if self._work is not None:
             self._work.wait()
+        self._work, self._sent = None, torch.empty(0)
+
+    def finish(self, keep_whole: bool) -> None:
+        """Wait for the sum and give each shard its gradient."""
+        self.settle()
         for piece, columns in self._columns():
             local = piece.chunk(piece.parameter, self.rank)
             reduced = self._reduced[columns][: local.numel()].view(local.shape)
             if keep_whole and (kept := piece.whole_gradient()) is not None:
                 reduced = piece.chunk(kept, self.rank).copy_(reduced)
             piece.shard.grad = piece.as_shard(reduced)
-        self.waiting, self._work = len(self.pieces), None
-        self._sent = self._reduced = torch.empty(0)
+        self.waiting, self._reduced = len(self.pieces), torch.empty(0)
 
     def start_gather(self) -> None:
         """Start to send this rank's updated rows to all."""
@@ -119,11 +123,10 @@ class Bucket:
         self._work = _all_gather(self._gathered.view(-1), mine, group=self.group, async_op=True)
 
     def finish_gather(self) -> None:
-        if self._work is not None:
-            self._work.wait()
+        self.settle()
         for piece, columns in self._columns():
             self._unpack(piece, self._gathered[:, columns])
-        self._work, self._sent, self._gathered = None, torch.empty(0), torch.empty(0)
+        self._gathered = torch.empty(0)
 
     def _columns(self) -> Iterator[tuple[Piece, slice]]:
         start = 0
@@ -156,6 +159,7 @@ class ShardedUpdateEngine(Engine):
         super().__init__(model)
         assert setting.mesh is not None
         self._mesh, self._keep_whole, self._last = setting.mesh, keep_whole, True
+        self._under_way: Bucket | None = None
         self._masters = _masters(model, setting)
         # Frozen parameters have no update, but their masters are kept where computing has its own copy.
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad or n in self._masters]
@@ -248,8 +252,11 @@ class ShardedUpdateEngine(Engine):
 
     @torch.no_grad()
     def _reduce(self, bucket: Bucket) -> None:
+        # One sum is under way at a time, so that no more than two buckets' gradients exist twice.
+        if self._under_way is not None:
+            self._under_way.settle()
         bucket.reduce()
-        bucket.waiting = 0
+        bucket.waiting, self._under_way = 0, bucket
         if not self._keep_whole:
             for piece in bucket.pieces:
                 piece.forget_whole()

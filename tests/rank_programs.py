@@ -94,4 +94,13 @@ def untie(made: Trainer) -> None:
         made.engine.model.head.weight = nn.Parameter(made.engine.model.token.weight.detach().clone())
 
 
-PLANTS: dict[str, Any] = {"scale": double_the_gradient, "synchronise": forget_to_synchronise, "untie": untie}
+def do_not_update(made: Trainer) -> None:
+    made.optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
+
+
+PLANTS: dict[str, Any] = {
+    "scale": double_the_gradient,
+    "synchronise": forget_to_synchronise,
+    "untie": untie,
+    "update": do_not_update,
+}

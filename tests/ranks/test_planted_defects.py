@@ -25,6 +25,14 @@ def test_missing_synchronisation(two_ranks: RankPool, strategy: str) -> None:
     assert verdict.first_difference.startswith(("token.weight", "blocks.0."))
 
 
+@pytest.mark.parametrize("defect", ["synchronise", "update"])
+@pytest.mark.parametrize("job", ["transformer", "convolutions"])
+def test_defects_show_in_low_precision(four_ranks: RankPool, job: str, defect: str) -> None:
+    (verdict,) = four_ranks(rank_programs.verdicts, job, ["ddp,bf16"], defect)[0]
+    assert not verdict.equal
+    assert "after step 1" in verdict.first_difference
+
+
 def test_untied_weight(two_ranks: RankPool) -> None:
     (verdict,) = two_ranks(rank_programs.verdicts, "transformer", ["ddp"], "untie")[0]
     assert not verdict.equal

@@ -49,15 +49,13 @@ def apply_precision(
     """Compute in `dtype`. Parameters are cast for good if `pure`, and left to the data axis if it `casts_itself`."""
     if dtype == torch.float32:
         return
-    batch_norm_in_fp32(model)
     if pure:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
     elif not casts_itself:
-        for block in blocks:
-            cast_parameters(block, dtype, without=[])
-        cast_parameters(model, dtype, without=blocks)
+        cast_parameters(model, dtype)
+    batch_norm_in_fp32(model)
     cast_borders(model, blocks, dtype)
 
 

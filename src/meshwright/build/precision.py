@@ -3,7 +3,7 @@
 Under `bf16` and `fp16` a model computes with parameters cast to that dtype; the model's and each block's floating
 inputs are cast to it; buffers stay as they are; outputs come back in fp32. Gradients are cast to fp32 before they are
 summed over micro-batches or ranks, and the optimizer updates fp32 masters. FSDP2 and our ZeRO cast parameters
-themselves, because then they can send and keep the small ones; for the rest each block casts its own as it runs.
+themselves, because then they can send and keep the small ones; for the rest a parameter is cast where it is read.
 (`torch.autocast` would mean something else: it picks a dtype per operator, so that the residual stream of a transformer
 is fp32 under DDP and bf16 under FSDP2.)
 """
@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from operator import attrgetter
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from meshwright.build.forward import Around, wrap_forward
@@ -32,23 +30,23 @@ def cast_borders(model: nn.Module, blocks: list[nn.Module], dtype: torch.dtype) 
     wrap_forward(model, _leave)
 
 
-def cast_parameters(module: nn.Module, dtype: torch.dtype, *, without: list[nn.Module]) -> None:
-    """While `module` runs, its parameters are copies in `dtype`; gradients flow on to the originals.
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Whoever reads a parameter of the model gets a copy in `dtype`; gradients flow on to the original.
 
-    `without` are modules inside that see to their own. The cast is inside of what activation checkpointing repeats,
-    so the copies need not outlive the forward pass.
+    Each module gets a subclass of its own class on which its parameters are properties. So the copy is made where the
+    parameter is used: inside of what activation checkpointing repeats and of what torch.compile sees.
     """
-    inside = {id(p) for part in without for p in part.parameters()} - _outside(module, without)
-    names = tuple(n for n, p in module.named_parameters() if p.is_floating_point() and id(p) not in inside)
-    if names:
-        wrap_forward(module, _lowering(names, dtype))
+    for module in model.modules():
+        names = tuple(n for n, p in module.named_parameters(recurse=False) if p.is_floating_point())
+        if names:
+            module.__class__ = _reading_in(type(module), names, dtype)  # type: ignore[arg-type]  # hashable
 
 
 def batch_norm_in_fp32(model: nn.Module) -> None:
     """BatchNorm's kernels want weights in the dtype of the running statistics, which stay fp32."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            cast_parameters(module, torch.float32, without=[])
+            cast_parameters(module, torch.float32)
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
@@ -69,31 +67,23 @@ def _leave(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: An
     return cast(forward(*args, **kwargs), torch.float32)
 
 
-@cache
-def _lowering(names: tuple[str, ...], dtype: torch.dtype) -> Around:
-    def lowered(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        copies = {f"module.{name}": attrgetter(name)(module).to(dtype) for name in names}
-        return functional_call(_Call(module, forward), copies, args, kwargs, tie_weights=True)
-
-    return lowered
-
-
-class _Call(nn.Module):
-    """Lets `functional_call` swap a module's parameters around a `forward` that is not the module's own any more."""
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.module = module
-        self._inner = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner(*args, **kwargs)
+@lru_cache(maxsize=256)
+def _reading_in(cls: Any, names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
+    """A subclass of `cls` on which reading one of `names` gives a copy in `dtype`. One for all modules alike."""
+    members: dict[str, Any] = {name: property(_reader(cls, name, dtype)) for name in names}
+    if issubclass(cls, nn.RNNBase):
+        # It keeps a list of its parameters beside them; made from the properties instead.
+        members["_flat_weights"] = property(lambda self: [getattr(self, name) for name in self._flat_weights_names])
+    members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), members)
 
 
-def _outside(module: nn.Module, parts: list[nn.Module]) -> set[int]:
-    """Parameters that modules outside of `parts` hold, too."""
-    inner = {id(m) for part in parts for m in part.modules()}
-    return {id(p) for m in module.modules() if id(m) not in inner for p in m.parameters(recurse=False)}
+def _reader(cls: Any, name: str, dtype: torch.dtype) -> Callable[[nn.Module], torch.Tensor]:
+    inherited = getattr(cls, name, None)
+    if isinstance(inherited, property):  # cast before: BatchNorm reads the rounded weight in fp32
+        before = inherited.fget
+        return lambda self: before(self).to(dtype)  # type: ignore[misc]  # our own property, which has a getter
+    return lambda self: self._parameters[name].to(dtype)  # type: ignore[union-attr]  # it is there, else not in names
 
 
 @dataclass

@@ -8,6 +8,7 @@ from math import isclose, isfinite
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from meshwright.build.batch import Batch, MicroBatch, count_samples, micro_batches, part
 from meshwright.build.build import lay_out
@@ -24,22 +25,51 @@ from meshwright.facts.strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
+class Totals:
+    """A rank's sum and weight of the loss, on their way to being all ranks'."""
+
+    local: torch.Tensor
+    """This rank's own sum, to find out who went wrong."""
+    summed: torch.Tensor
+    """Sum and weight; all ranks' once the work is done."""
+    work: dist.Work | None
+    known_weight: float | None
+    """The global weight, where it follows from shapes."""
+
+    @property
+    def weight(self) -> float | torch.Tensor:
+        self.wait()
+        return self.summed[1] if self.known_weight is None else self.known_weight
+
+    @property
+    def mean(self) -> torch.Tensor:
+        self.wait()
+        return self.summed[0] / self.weight
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one step gave, the same on every rank. Numbers stay on the device until they are read."""
+    """What one step gave, the same on every rank. Numbers stay on the device and on their way until they are read."""
 
     step: int
     samples: int
     lr: float
-    loss_tensor: torch.Tensor
+    totals: Totals
     norm_tensor: torch.Tensor
-    local_loss: torch.Tensor
-    """This rank's own sum, to find out who went wrong."""
     skipped: bool = False
     """Whether fp16 gradients overflowed, so that nothing was updated."""
 
     @property
+    def loss_tensor(self) -> torch.Tensor:
+        return self.totals.mean
+
+    @property
     def loss(self) -> float:
-        return float(self.loss_tensor)
+        return float(self.totals.mean)
 
     @property
     def grad_norm(self) -> float:
@@ -59,7 +89,7 @@ class Trainer:
         self.schedule = job.schedule(self.optimizer) if job.schedule else None
         self.loss_scale = LossScale() if strategy.precision == "fp16" else None
         self.steps = 0
-        self._pending: tuple[torch.Tensor, torch.Tensor, int] | None = None
+        self._pending: tuple[Totals, int] | None = None
 
     @property
     def data_ranks(self) -> int:
@@ -88,19 +118,18 @@ class Trainer:
                 totals += self._one(piece, factor, expected)
         self.engine.finish()
         local = totals[0].clone()
-        if self.data_ranks > 1:
-            self.world.sum(totals)
-        loss = totals[0] / (divisor if expected is not None else totals[1])
-        if expected is None:
-            scale_(self._gradients(), divisor / totals[1])
-        self._pending = loss, local, own.samples
+        work = self.world.start_sum(totals) if self.data_ranks > 1 else None
+        known = divisor if expected is not None else None
+        sums = Totals(local=local, summed=totals, work=work, known_weight=known)
+        if known is None:
+            scale_(self._gradients(), divisor / sums.weight)
+        self._pending = sums, own.samples
 
     def update(self) -> StepResult:
         """Clip by the global norm and step the optimizer and its schedule."""
         if self._pending is None:
             raise JobError("update() was called without a forward_backward(batch) before it.")
-        loss, local, samples = self._pending
-        self._pending = None
+        (totals, samples), self._pending = self._pending, None
         norm = global_norm(self._gradients()) * self._scale_down()
         finite = self._scale_down_and_clip(norm)
         if self.loss_scale:
@@ -116,9 +145,8 @@ class Trainer:
             step=self.steps,
             samples=samples,
             lr=lr,
-            loss_tensor=loss,
+            totals=totals,
             norm_tensor=norm,
-            local_loss=local,
             skipped=not finite,
         )
 
@@ -135,9 +163,8 @@ class Trainer:
                     piece.span.length > 0
                 )
         self.engine.model.train()
-        if self.data_ranks > 1:
-            self.world.sum(totals)
-        return float(totals[0] / totals[1])
+        work = self.world.start_sum(totals) if self.data_ranks > 1 else None
+        return float(Totals(local=totals, summed=totals, work=work, known_weight=None).mean)
 
     def _part(self, batch: Any) -> Batch:
         if isinstance(batch, Batch):
@@ -189,7 +216,10 @@ class Trainer:
         factor: torch.Tensor | float = self._scale_down()
         if self.job.max_norm is not None:
             factor = factor * torch.clamp(self.job.max_norm / (norm + 1e-6), max=1.0)
-        if self.loss_scale or self.job.max_norm is not None:
+        # On a CPU the factor is known at once, and most steps of most trainings are not clipped.
+        if torch.is_tensor(factor) and not factor.is_cuda:
+            factor = float(factor)
+        if torch.is_tensor(factor) or factor != 1.0:
             scale_(self._gradients(), factor)
         return True
 

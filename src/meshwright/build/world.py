@@ -33,11 +33,9 @@ class World:
     def group(self) -> dist.ProcessGroup | None:
         return dist.group.WORLD if dist.is_initialized() else None
 
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks, in place."""
-        if self.ranks > 1:
-            dist.all_reduce(value, group=self.group)
-        return value
+    def start_sum(self, value: torch.Tensor) -> dist.Work | None:
+        """Start to sum over all ranks, in place; `wait()` on what is returned before the value is read."""
+        return dist.all_reduce(value, group=self.group, async_op=True) if self.ranks > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
         """A small picklable value of every rank, on every rank."""

@@ -110,7 +110,7 @@ def refuse_non_finite(run: Run, result: StepResult) -> None:
     """All ranks see the same loss, so all of them stop here together."""
     if math.isfinite(result.loss):
         return
-    parts = run.world.gather(float(result.local_loss))
+    parts = run.world.gather(float(result.totals.local))
     culprits = [rank for rank, value in enumerate(parts) if not math.isfinite(value)] or [0]
     raise NonFiniteLoss(
         f"The loss became {result.loss} at step {result.step}, first on rank {culprits[0]}; "

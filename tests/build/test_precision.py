@@ -152,9 +152,9 @@ def test_batch_norm_runs_with_fp32_weights(training: bool) -> None:
     x = torch.randn(6, WIDTH).to(BF16)
     expected = nn.BatchNorm1d(WIDTH).train(training)(x)
     norm = nn.BatchNorm1d(WIDTH).train(training)
-    batch_norm_in_fp32(norm)
     model = nn.Sequential(norm)
     cast_parameters(model, BF16)
+    batch_norm_in_fp32(model)
     assert torch.equal(model(x), expected)
     assert norm.running_mean.dtype == torch.float32
 

@@ -72,10 +72,14 @@ def _reading_in(cls: Any, names: tuple[str, ...], dtype: torch.dtype) -> type[nn
     """A subclass of `cls` on which reading one of `names` gives a copy in `dtype`. One for all modules alike."""
     members: dict[str, Any] = {name: property(_reader(cls, name, dtype)) for name in names}
     if issubclass(cls, nn.RNNBase):
-        # It keeps a list of its parameters beside them; made from the properties instead.
-        members["_flat_weights"] = property(lambda self: [getattr(self, name) for name in self._flat_weights_names])
+        # It keeps a list of its parameters beside them; made from the properties instead, and never set.
+        members["_flat_weights"] = property(_flat_weights, lambda self, value: None)
     members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), members)
+
+
+def _flat_weights(self: Any) -> list[torch.Tensor]:
+    return [getattr(self, name) for name in self._flat_weights_names]
 
 
 def _reader(cls: Any, name: str, dtype: torch.dtype) -> Callable[[nn.Module], torch.Tensor]:

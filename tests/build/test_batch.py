@@ -132,7 +132,11 @@ def test_stand_in() -> None:
 
 
 def test_take() -> None:
-    assert take((torch.arange(6), [torch.arange(6) * 2]), 2, 3)[1][0].tolist() == [4, 6, 8]
+    data = (torch.arange(6), [torch.arange(6) * 2], torch.arange(6))
+    first, (second,), whole = take(data, 2, 3, (True, True, False))
+    assert first.tolist() == [2, 3, 4]
+    assert second.tolist() == [4, 6, 8]
+    assert whole.tolist() == list(range(6))
 
 
 def test_to_device_moves_tensors_only() -> None:

@@ -4,8 +4,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.build.precision import LossScale, batch_norm_in_fp32, cast, cast_borders, cast_parameters
-from minimal import WIDTH, Block, Blocks
+from meshwright.build.precision import (
+    LossScale,
+    batch_norm_in_fp32,
+    cast,
+    cast_borders,
+    cast_parameters,
+    loss_under,
+)
+from minimal import WIDTH, Block, Blocks, make_job
 
 BF16 = torch.bfloat16
 
@@ -125,7 +132,7 @@ def test_borders() -> None:
     cast_borders(model, [], BF16)
     output = model(torch.randn(2, WIDTH), number=3)
     assert model.seen["input"] == BF16
-    assert output["y"].dtype == torch.float32
+    assert output["y"].dtype == BF16
     assert output["class"].dtype == torch.int64
 
 
@@ -134,8 +141,23 @@ def test_what_enters_a_block_is_cast() -> None:
     cast_borders(model, [model[1]], torch.float64)
     model[1].double()
     model[0].double()
-    assert model(torch.randn(2, WIDTH))["y"].dtype == torch.float32
+    assert model(torch.randn(2, WIDTH))["y"].dtype == torch.float64
     assert model[1].seen["input"] == torch.float64
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_sees_fp32(compiled: bool) -> None:
+    seen: list[torch.dtype] = []
+
+    def loss(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+        seen.append(output.dtype)
+        return (output - batch).square().sum(), len(batch)
+
+    output, batch = torch.randn(4, 2).to(BF16), torch.randn(4, 2)
+    total, weight = loss_under("bf16", make_job(loss=loss), compiled=compiled)(output, batch)
+    assert seen[0] == torch.float32
+    assert weight == 4
+    torch.testing.assert_close(total, (output.float() - batch).square().sum())
 
 
 def test_cast_keeps_what_is_not_floating() -> None:

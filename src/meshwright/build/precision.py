@@ -1,8 +1,8 @@
 """Precision with one meaning under every strategy.
 
 Under `bf16` and `fp16` a model computes with parameters cast to that dtype; the model's and each block's floating
-inputs are cast to it; buffers stay as they are; outputs come back in fp32. Gradients are cast to fp32 before they are
-summed over micro-batches or ranks, and the optimizer updates fp32 masters. FSDP2 and our ZeRO cast parameters
+inputs are cast to it; buffers stay as they are; the loss sees outputs in fp32. Gradients are cast to fp32 before they
+are summed over micro-batches or ranks, and the optimizer updates fp32 masters. FSDP2 and our ZeRO cast parameters
 themselves, because then they can send and keep the small ones; for the rest a parameter is cast where it is read.
 (`torch.autocast` would mean something else: it picks a dtype per operator, so that the residual stream of a transformer
 is fp32 under DDP and bf16 under FSDP2.)
@@ -20,14 +20,15 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from meshwright.build.forward import Around, wrap_forward
+from meshwright.describe.model import call_loss
+from meshwright.facts.job import Job
 
 
 def cast_borders(model: nn.Module, blocks: list[nn.Module], dtype: torch.dtype) -> None:
-    """Cast what enters the model and each block to `dtype`, and what leaves the model to fp32."""
+    """Cast what enters the model and each block to `dtype`. What leaves the model is cast by whoever calls it."""
     for block in blocks:
         wrap_forward(block, _entering(dtype))
     wrap_forward(model, _entering(dtype))
-    wrap_forward(model, _leave)
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
@@ -49,6 +50,21 @@ def batch_norm_in_fp32(model: nn.Module) -> None:
             cast_parameters(module, torch.float32)
 
 
+def loss_under(
+    precision: str, job: Job, *, compiled: bool = False
+) -> Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]:
+    """The job's loss, on outputs in fp32 where the model computes in less.
+
+    The cast belongs to the loss and not to the model, so that compiling them together never writes the outputs in fp32:
+    with a vocabulary of 50,000 they are the largest tensor of a step.
+    """
+
+    def loss(output: Any, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
+        return call_loss(job, output if precision == "fp32" else cast(output, torch.float32), batch)
+
+    return torch.compile(loss) if compiled else loss
+
+
 def cast(tree: Any, dtype: torch.dtype) -> Any:
     """Floating tensors of a tree in another dtype."""
     return tree_map(lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, tree)
@@ -61,10 +77,6 @@ def _entering(dtype: torch.dtype) -> Around:
         return forward(*args, **kwargs)
 
     return enter
-
-
-def _leave(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return cast(forward(*args, **kwargs), torch.float32)
 
 
 @lru_cache(maxsize=256)

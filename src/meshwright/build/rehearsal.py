@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from meshwright.build.build import apply_precision
+from meshwright.build.precision import loss_under
 from meshwright.describe.blueprint import record
 from meshwright.describe.model import observe
 from meshwright.errors import JobError, Refused, one_line
@@ -23,7 +26,7 @@ def check_precision(job: Job, facts: ModelFacts, strategy: Strategy) -> None:
     blocks = [blueprint.model.get_submodule(name) for name in facts.blocks]
     apply_precision(blueprint.model, blocks, dtype, pure=strategy.pure, casts_itself=False)
     try:
-        observe(job, blueprint)
+        observe(replace(job, loss=loss_under(strategy.precision, job)), blueprint)
     except JobError as error:
         cause = error.__cause__ or error
         raise Refused(

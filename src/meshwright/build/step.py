@@ -14,10 +14,10 @@ from meshwright.build.batch import Batch, MicroBatch, count_samples, micro_batch
 from meshwright.build.build import lay_out
 from meshwright.build.host import HostCopies
 from meshwright.build.norm import global_norm, scale_
-from meshwright.build.precision import LossScale
+from meshwright.build.precision import LossScale, loss_under
 from meshwright.build.world import World
 from meshwright.describe.blueprint import record
-from meshwright.describe.model import call_loss, call_model
+from meshwright.describe.model import call_model
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
@@ -83,6 +83,7 @@ class Trainer:
         self.job, self.facts, self.strategy, self.world, self.seed = job, facts, strategy, world, seed
         self.engine = lay_out(record(job.model, seed), facts, strategy, world)
         self.engine.model.train()
+        self._loss = loss_under(strategy.precision, job, compiled=strategy.compile)
         self._own = self.engine.parameters()
         self.host = HostCopies(self._own) if strategy.offload == "optimizer" else None
         self.optimizer = job.optimizer(self.host.parameters if self.host else self._own)
@@ -157,8 +158,7 @@ class Trainer:
         totals = torch.zeros(2, device=self.world.device, dtype=torch.float64)
         for batch in batches:
             for piece in micro_batches(self._part(batch)):
-                output = call_model(self.job, self.engine, piece.data)
-                total, weight = call_loss(self.job, output, piece.data)
+                total, weight = self._loss(call_model(self.job, self.engine, piece.data), piece.data)
                 totals += torch.stack([total.double(), torch.as_tensor(weight, device=total.device).double()]) * (
                     piece.span.length > 0
                 )
@@ -178,8 +178,7 @@ class Trainer:
         # Dropout depends on the seed, the step and the place in the global batch, never on ranks: two strategies that
         # cut the batch into the same micro-batches draw the same masks.
         self._seed_dropout((self.seed * 1_000_003 + self.steps) * 1_000_003 + piece.span.first)
-        output = call_model(self.job, self.engine, piece.data)
-        total, weight = call_loss(self.job, output, piece.data)
+        total, weight = self._loss(call_model(self.job, self.engine, piece.data), piece.data)
         counts = 1.0 if piece.span.length else 0.0
         (total * (factor * counts)).backward()
         if expected is None:

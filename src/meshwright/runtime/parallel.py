@@ -12,6 +12,7 @@ from torch import nn
 from meshwright.build.build import lay_out
 from meshwright.build.check import check_strategy
 from meshwright.build.norm import global_norm, scale_
+from meshwright.build.precision import cast
 from meshwright.build.world import World
 from meshwright.describe.blocks import find_blocks
 from meshwright.describe.blueprint import adopt, record
@@ -32,9 +33,10 @@ class Parallel:
         self.device = world.device
         self.data_ranks = 1 if strategy.data == "dp" else strategy.data_ranks
         self.data_rank = world.rank
+        self._lowered = strategy.precision != "fp32"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._engine(*args, **kwargs)
+        return cast(self._engine(*args, **kwargs), torch.float32) if self._lowered else self._engine(*args, **kwargs)
 
     def parameters(self) -> NamedParameters:
         """What the optimizer is given: this rank's parameters or its shards of them."""

@@ -78,6 +78,28 @@ def test_jobs(run, job: str, says: str) -> None:
     assert message.startswith("error: ") and message.count("\n") == 1
 
 
+MIXED = """
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.register_buffer("table", torch.ones(8))
+        self.second = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.second(self.first(x) + self.table)
+
+parts["model"] = Mixed
+job = Job(**parts, global_batch=8)
+"""
+
+
+def test_a_precision_that_does_not_run(run) -> None:
+    code, message = run("train", "job.py", "--strategy", "ddp,bf16", "--ranks", "2", job=MIXED)
+    assert code == 2
+    assert "does not run in bf16" in message and "Buffers stay in their own dtype" in message
+
+
 def test_missing_file(run) -> None:
     assert run("train", "nowhere.py") == (
         2,

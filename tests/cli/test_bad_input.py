@@ -84,12 +84,12 @@ class Mixed(nn.Module):
         super().__init__()
         self.first = nn.Linear(4, 8)
         self.register_buffer("table", torch.ones(8))
-        self.second = nn.Linear(8, 2)
+        self.second = nn.Linear(8, 4)
 
     def forward(self, x):
         return self.second(self.first(x) + self.table)
 
-parts["model"] = Mixed
+parts["model"] = lambda: nn.Sequential(Mixed(), Mixed(), nn.Linear(4, 2))
 job = Job(**parts, global_batch=8)
 """
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshwright.build.build import apply_precision
 from meshwright.build.precision import loss_under
@@ -17,6 +20,20 @@ from meshwright.facts.strategy import Strategy
 from meshwright.strategies.engine import DTYPES
 
 
+class OneDtype(TorchDispatchMode):
+    """Products of tensors of two dtypes are errors, as they are on real tensors; fake ones let them pass."""
+
+    PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in self.PRODUCTS:
+            dtypes = {leaf.dtype for leaf in tree_leaves(args) if torch.is_tensor(leaf) and leaf.is_floating_point()}
+            if len(dtypes) > 1:
+                names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+                raise TypeError(f"{names} meet in a product ({func.overloadpacket.__name__})")
+        return func(*args, **(kwargs or {}))
+
+
 def check_precision(job: Job, facts: ModelFacts, strategy: Strategy) -> None:
     """Refuse a precision under which tensors of two dtypes meet: an fp32 buffer and bf16 activations, say."""
     dtype = DTYPES[strategy.precision]
@@ -26,7 +43,7 @@ def check_precision(job: Job, facts: ModelFacts, strategy: Strategy) -> None:
     blocks = [blueprint.model.get_submodule(name) for name in facts.blocks]
     apply_precision(blueprint.model, blocks, dtype, pure=strategy.pure, casts_itself=False)
     try:
-        observe(replace(job, loss=loss_under(strategy.precision, job)), blueprint)
+        observe(replace(job, loss=loss_under(strategy.precision, job)), blueprint, OneDtype())
     except JobError as error:
         cause = error.__cause__ or error
         raise Refused(

@@ -121,14 +121,20 @@ def _kind(value: Any) -> str:
     return "Tensor" if torch.is_tensor(value) else type(value).__name__
 
 
-def observe(job: Job, blueprint: Blueprint) -> tuple[Observed | None, str]:
-    """One step on fake tensors; on real ones where the model looks at values and is small; else the reason why not."""
+def observe(
+    job: Job, blueprint: Blueprint, watch: AbstractContextManager[Any] | None = None
+) -> tuple[Observed | None, str]:
+    """One step on fake tensors; on real ones where the model looks at values and is small; else the reason why not.
+
+    `watch` is active meanwhile, closer to the model than the fake tensors are.
+    """
+    watch = watch or nullcontext()
     batch = make_batch(job, SAMPLES)
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fake = tree_map(lambda leaf: mode.from_tensor(leaf) if torch.is_tensor(leaf) else leaf, batch)
-        return _step(job, blueprint, fake, mode), ""
+        return _step(job, blueprint, fake, mode, watch), ""
     except _DEPENDS_ON_DATA as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     except JobError:
@@ -138,7 +144,7 @@ def observe(job: Job, blueprint: Blueprint) -> tuple[Observed | None, str]:
     if sum(p.numel() for p in blueprint.model.parameters()) > SMALL:
         return None, reason
     try:
-        return _step(job, blueprint, batch, nullcontext()), ""
+        return _step(job, blueprint, batch, nullcontext(), watch), ""
     except JobError:
         raise
     except Exception as error:
@@ -152,14 +158,20 @@ def _misfit(error: Exception) -> JobError:
     )
 
 
-def _step(job: Job, blueprint: Blueprint, batch: Any, mode: AbstractContextManager[Any]) -> Observed:
+def _step(
+    job: Job,
+    blueprint: Blueprint,
+    batch: Any,
+    mode: AbstractContextManager[Any],
+    watch: AbstractContextManager[Any],
+) -> Observed:
     """Forward and backward with stand-ins for all parameters, buffers and plain tensors."""
     model = blueprint.model
     with mode:
         set_attributes(model, blueprint.attributes, _attribute)
         tensors = {name: _stand_in(p).requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
         tensors |= {name: _stand_in(b) for name, b in model.named_buffers()}
-        with _calls(model) as called:
+        with watch, _calls(model) as called:
             output = call_model(job, lambda *a, **k: functional_call(model, tensors, a, k, tie_weights=True), batch)
             total, weight = call_loss(job, output, batch)
         wanted = {name: tensors[name] for name, p in model.named_parameters() if p.requires_grad}

@@ -17,7 +17,8 @@ from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_of
-from meshwright.runtime.verify import Verdict, seeded_batch, verify
+from meshwright.runtime.verdict import Verdict
+from meshwright.runtime.verify import seeded_batch, verify
 from meshwright.strategies import DATA_STRATEGIES
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def run_verify(request: dict[str, Any]) -> list[dict[str, Any]]:
         if world.is_main:
             word = "equal" if verdict.equal else "DIFFERS"
             print(f"[{number}/{len(strategies)}] {verdict.strategy}: {word}", file=sys.stderr, flush=True)
-        verdicts.append(asdict(verdict))
+        verdicts.append(verdict.to_json())
         report(verdicts[-1])
     world.leave()
     return verdicts

@@ -176,7 +176,7 @@ def test_batch_norm_runs_with_fp32_weights(training: bool) -> None:
     norm = nn.BatchNorm1d(WIDTH).train(training)
     model = nn.Sequential(norm)
     cast_parameters(model, BF16)
-    batch_norm_in_fp32(model)
+    batch_norm_in_fp32(model, BF16)
     assert torch.equal(model(x), expected)
     assert norm.running_mean.dtype == torch.float32
 

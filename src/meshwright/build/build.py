@@ -55,7 +55,7 @@ def apply_precision(
                 parameter.data = parameter.data.to(dtype)
     elif not casts_itself:
         cast_parameters(model, dtype)
-    batch_norm_in_fp32(model)
+    batch_norm_in_fp32(model, dtype)
     cast_borders(model, blocks, dtype)
 
 

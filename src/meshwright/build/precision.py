@@ -39,15 +39,18 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """
     for module in model.modules():
         names = tuple(n for n, p in module.named_parameters(recurse=False) if p.is_floating_point())
-        if names:
+        if names and not isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.__class__ = _reading_in(type(module), names, dtype)  # type: ignore[arg-type]  # hashable
 
 
-def batch_norm_in_fp32(model: nn.Module) -> None:
-    """BatchNorm's kernels want weights in the dtype of the running statistics, which stay fp32."""
+def batch_norm_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
+    """BatchNorm computes with its weights rounded to `dtype`, but held in fp32 as the running statistics are.
+
+    Its kernels want both alike. Not by properties: FSDP2 reads parameters off the module and must find its own.
+    """
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            cast_parameters(module, torch.float32)
+            wrap_forward(module, _with_fp32_weights(dtype))
 
 
 def loss_under(
@@ -79,10 +82,24 @@ def _entering(dtype: torch.dtype) -> Around:
     return enter
 
 
+@cache
+def _with_fp32_weights(dtype: torch.dtype) -> Around:
+    def normalise(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        originals = {name: p for name, p in module._parameters.items() if p is not None}
+        for name, parameter in originals.items():
+            module._parameters[name] = parameter.to(dtype).float()  # type: ignore[assignment]  # for this call
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(originals)
+
+    return normalise
+
+
 @lru_cache(maxsize=256)
 def _reading_in(cls: Any, names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
     """A subclass of `cls` on which reading one of `names` gives a copy in `dtype`. One for all modules alike."""
-    members: dict[str, Any] = {name: property(_reader(cls, name, dtype)) for name in names}
+    members: dict[str, Any] = {name: property(_reader(name, dtype)) for name in names}
     if issubclass(cls, nn.RNNBase):
         # It keeps a list of its parameters beside them; made from the properties instead, and never set.
         members["_flat_weights"] = property(_flat_weights, lambda self, value: None)
@@ -94,11 +111,7 @@ def _flat_weights(self: Any) -> list[torch.Tensor]:
     return [getattr(self, name) for name in self._flat_weights_names]
 
 
-def _reader(cls: Any, name: str, dtype: torch.dtype) -> Callable[[nn.Module], torch.Tensor]:
-    inherited = getattr(cls, name, None)
-    if isinstance(inherited, property):  # cast before: BatchNorm reads the rounded weight in fp32
-        before = inherited.fget
-        return lambda self: before(self).to(dtype)  # type: ignore[misc]  # our own property, which has a getter
+def _reader(name: str, dtype: torch.dtype) -> Callable[[nn.Module], torch.Tensor]:
     return lambda self: self._parameters[name].to(dtype)  # type: ignore[union-attr]  # it is there, else not in names
 
 

@@ -7,8 +7,9 @@ All variants live in the same processes and take turns: in each round every one 
 rotates from round to round, so that whatever else the machine does falls on all alike. A ratio is the median over
 rounds of (median step of the variant in that round / median step of the hand-written loop in that round).
 
-The numbers count only if all variants train: their losses must fall, agree after the last step, and leave the same
-parameters on every rank. Otherwise the script says so and exits with 1.
+The numbers count only if all variants train: their losses must agree in every step of the first pass over the batches,
+fall, and leave the same parameters on every rank. Otherwise the script says so and exits with 1. (Later steps do not
+tell anything: Adam amplifies rounding, and a second copy of the same loop ends elsewhere, too.)
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ CUDA_SHAPE = Shape(layers=12, width=768, heads=12, length=1024, vocabulary=50304
 CUDA_SAMPLES = 16
 BATCHES = 8
 WARMUP_STEPS = 3
-AGREEMENT = {"fp32": 1e-3, "bf16": 5e-2}
+AGREEMENT = {"fp32": 1e-3, "bf16": 2e-2}
 """How far losses may be apart. In bf16 the variants differ by design: autocast keeps the residual stream in fp32."""
 
 
@@ -245,6 +246,7 @@ def summarise(turn: Turn, reference: Turn, workload: Workload) -> dict[str, Any]
         "ratio_quartiles": [low, high],
         "first_loss": losses[0],
         "last_loss": losses[-1],
+        "first_losses": losses[:BATCHES],
         "round_ms": [median(steps) * 1e3 for steps in own],
     }
 
@@ -268,7 +270,7 @@ def mean_losses(turn: Turn, workload: Workload) -> list[float]:
 def find_failures(turns: list[Turn], results: list[dict[str, Any]], workload: Workload) -> list[str]:
     """Why these numbers are not those of training, if they are not."""
     found = []
-    expected = results[0]["last_loss"]
+    expected = results[0]["first_losses"]
     bound = AGREEMENT["bf16" if workload.bf16 else "fp32"]
     built = {type(turn.variant) for turn in turns}
     for kind in (HandWritten, Meshwright):
@@ -276,8 +278,10 @@ def find_failures(turns: list[Turn], results: list[dict[str, Any]], workload: Wo
             found.append(f"{workload.strategy}: {kind.name} did not run")
     for turn, result in zip(turns, results, strict=True):
         where, last = f"{workload.strategy}, {turn.variant.name}", result["last_loss"]
-        if not abs(last - expected) <= bound:
-            found.append(f"{where}: last loss {last:.5f}, where the hand-written loop has {expected:.5f}")
+        for step, (own, wanted) in enumerate(zip(result["first_losses"], expected, strict=True), 1):
+            if not abs(own - wanted) <= bound:
+                found.append(f"{where}: loss {own:.5f} in step {step}, where the hand-written loop has {wanted:.5f}")
+                break
         if not last < result["first_loss"]:
             found.append(f"{where}: the loss did not fall ({result['first_loss']:.5f} to {last:.5f})")
         if workload.strategy == "ddp" and not same_on_all_ranks(turn.variant, workload):

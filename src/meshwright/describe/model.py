@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from torch.utils.data import default_collate
 
 from meshwright.describe.blocks import find_blocks
 from meshwright.describe.blueprint import Blueprint, record, set_attributes
+from meshwright.describe.flow import Flow, Watcher
 from meshwright.describe.tape import Slot
 from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
@@ -128,13 +129,38 @@ def observe(
 
     `watch` is active meanwhile, closer to the model than the fake tensors are.
     """
-    watch = watch or nullcontext()
-    batch = make_batch(job, SAMPLES)
+    return _on_fake_tensors(job, blueprint, make_batch(job, SAMPLES), lambda batch: _step(job, blueprint, batch, watch))
+
+
+def trace(job: Job, blueprint: Blueprint, watcher: Watcher, batch: Any = None) -> tuple[Flow | None, str]:
+    """The flow of one forward pass and loss between the modules that `watcher` watches, as `observe` sees it."""
+    batch = make_batch(job, SAMPLES) if batch is None else batch
+
+    def run(data: Any) -> Flow:
+        watcher.forget()
+        tensors = _stand_ins(blueprint)
+        parameters = {name: tensors[name] for name, _ in blueprint.model.named_parameters()}
+        with watcher.watching(blueprint.model, parameters):
+            total, _ = _forward(job, blueprint.model, tensors, data)
+        return watcher.flow(total)
+
+    return _on_fake_tensors(job, blueprint, batch, run)
+
+
+Result = TypeVar("Result")
+
+
+def _on_fake_tensors(
+    job: Job, blueprint: Blueprint, batch: Any, run: Callable[[Any], Result]
+) -> tuple[Result | None, str]:
+    """What `run` gives on a fake copy of the batch, or on the batch itself, or the reason why neither can be."""
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fake = tree_map(lambda leaf: mode.from_tensor(leaf) if torch.is_tensor(leaf) else leaf, batch)
-        return _step(job, blueprint, fake, mode, watch), ""
+        # A batch may lie on a GPU; what is asked here is asked of a CPU.
+        fake = tree_map(lambda leaf: mode.from_tensor(leaf.cpu()) if torch.is_tensor(leaf) else leaf, batch)
+        with mode:
+            return run(fake), ""
     except _DEPENDS_ON_DATA as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     except JobError:
@@ -144,7 +170,7 @@ def observe(
     if sum(p.numel() for p in blueprint.model.parameters()) > SMALL:
         return None, reason
     try:
-        return _step(job, blueprint, batch, nullcontext(), watch), ""
+        return run(tree_map(lambda leaf: leaf.cpu() if torch.is_tensor(leaf) else leaf, batch)), ""
     except JobError:
         raise
     except Exception as error:
@@ -158,28 +184,33 @@ def _misfit(error: Exception) -> JobError:
     )
 
 
-def _step(
-    job: Job,
-    blueprint: Blueprint,
-    batch: Any,
-    mode: AbstractContextManager[Any],
-    watch: AbstractContextManager[Any],
-) -> Observed:
+def _step(job: Job, blueprint: Blueprint, batch: Any, watch: AbstractContextManager[Any] | None) -> Observed:
     """Forward and backward with stand-ins for all parameters, buffers and plain tensors."""
     model = blueprint.model
-    with mode:
-        set_attributes(model, blueprint.attributes, _attribute)
-        tensors = {name: _stand_in(p).requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
-        tensors |= {name: _stand_in(b) for name, b in model.named_buffers()}
-        with watch, _calls(model) as called:
-            output = call_model(job, lambda *a, **k: functional_call(model, tensors, a, k, tie_weights=True), batch)
-            total, weight = call_loss(job, output, batch)
-        wanted = {name: tensors[name] for name, p in model.named_parameters() if p.requires_grad}
-        if not total.requires_grad:
-            raise JobError("The loss does not depend on any trainable parameter; nothing could be trained.")
-        gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
+    tensors = _stand_ins(blueprint)
+    with watch or nullcontext(), _calls(model) as called:
+        total, weight = _forward(job, model, tensors, batch)
+    wanted = {name: tensors[name] for name, p in model.named_parameters() if p.requires_grad}
+    if not total.requires_grad:
+        raise JobError("The loss does not depend on any trainable parameter; nothing could be trained.")
+    gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
     used = frozenset(name for name, gradient in zip(wanted, gradients, strict=True) if gradient is not None)
     return Observed(used, frozenset(called), None if torch.is_tensor(weight) else float(weight) / SAMPLES)
+
+
+def _stand_ins(blueprint: Blueprint) -> dict[str, torch.Tensor]:
+    """Tensors for all parameters and buffers by name, and for plain attributes in their places."""
+    model = blueprint.model
+    set_attributes(model, blueprint.attributes, _attribute)
+    tensors = {name: _stand_in(p).requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
+    return tensors | {name: _stand_in(b) for name, b in model.named_buffers()}
+
+
+def _forward(
+    job: Job, model: nn.Module, tensors: dict[str, torch.Tensor], batch: Any
+) -> tuple[torch.Tensor, float | torch.Tensor]:
+    output = call_model(job, lambda *a, **k: functional_call(model, tensors, a, k, tie_weights=True), batch)
+    return call_loss(job, output, batch)
 
 
 def _attribute(slot: Slot) -> torch.Tensor:

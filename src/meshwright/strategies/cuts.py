@@ -1,0 +1,64 @@
+"""How parameters lie over the ranks of a model axis: each rank holds plain tensors, and a cut says which part they are.
+
+Parameters stay plain tensors of the local size, so every data strategy lays itself over them as over any model; the
+cut puts initial weights in their place and brings the whole back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """One parameter, divided evenly along a dim over the ranks of a one-dimensional mesh."""
+
+    dim: int
+    mesh: DeviceMesh
+    pieces: int = 1
+    """A fused parameter (query, key and value in one) is so many pieces one after another, each divided by itself."""
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh.size()
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(size // self.ranks if dim == self.dim else size for dim, size in enumerate(shape))
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part, as a tensor of its own."""
+        pieces = whole.chunk(self.pieces, self.dim)
+        own = [piece.chunk(self.ranks, self.dim)[self.mesh.get_local_rank()] for piece in pieces]
+        return torch.cat(own, self.dim) if self.pieces > 1 else own[0].clone()
+
+    def join(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole, on every rank of the axis; all of them must take part."""
+        gathered = local.new_empty(self.ranks, *local.shape)
+        _all_gather(gathered.view(-1), local.contiguous().view(-1), group=self.mesh.get_group())
+        by_rank = [part.chunk(self.pieces, self.dim) for part in gathered]
+        return torch.cat([part[piece] for piece in range(self.pieces) for part in by_rank], self.dim)
+
+
+Cuts = dict[str, Cut]
+"""By the parameter's name in the unsplit model; every name of a tied one. Parameters that are not named are whole."""
+
+
+def narrow(module: nn.Module, name: str, cut: Cut, narrowed: dict[int, nn.Parameter]) -> None:
+    """Put a parameter of the local size, on the meta device, in a module's place for the whole one.
+
+    `narrowed` remembers what stands for which whole parameter, so that tied ones stay tied.
+    """
+    whole = module._parameters[name]
+    assert whole is not None and whole.is_meta
+    if id(whole) not in narrowed:
+        empty = torch.empty(cut.local_shape(tuple(whole.shape)), dtype=whole.dtype, device="meta")
+        narrowed[id(whole)] = nn.Parameter(empty, requires_grad=whole.requires_grad)
+    module._parameters[name] = narrowed[id(whole)]

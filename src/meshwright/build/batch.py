@@ -117,6 +117,29 @@ def micro_batches(batch: Batch) -> Iterator[MicroBatch]:
         start += span.length
 
 
+def rounds(batch: Batch, ranks: int, count: int) -> list[list[MicroBatch]]:
+    """What a pipeline takes: `count` micro-batches of one size, and where that does not divide as many single samples.
+
+    The sizes follow from the global batch alone, so all data ranks take the same rounds; one that has no sample left
+    for a place in the second round runs a stand-in.
+    """
+    of_samples = batch.of_samples or find_leaves_of_samples(batch.data)
+    first, own = batch.spans[0].first, batch.spans[0].length
+    size = batch.samples // ranks // count
+    found = []
+    if size:
+        found.append([_piece(batch.data, first, index * size, size, of_samples) for index in range(count)])
+    if ceil(batch.samples / ranks) > size * count:
+        left = range(size * count, size * count + count)
+        found.append([_piece(batch.data, first, index, int(index < own), of_samples) for index in left])
+    return found
+
+
+def _piece(data: Any, first: int, start: int, length: int, of_samples: tuple[bool, ...]) -> MicroBatch:
+    taken = take(data, start if length else 0, length or 1, of_samples)
+    return MicroBatch(data=taken, span=Span(first + start, length))
+
+
 def _join(pieces: list[Any], of_samples: tuple[bool, ...]) -> Any:
     """Batches one after another: the inverse of `take`."""
     if len(pieces) == 1:

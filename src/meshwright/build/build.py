@@ -2,37 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshwright.build.axes import Axes
 from meshwright.build.batchnorm import synchronise_batch_norms
+from meshwright.build.hollow import Hollow
 from meshwright.build.precision import batch_norm_in_fp32, cast_borders, cast_parameters
 from meshwright.build.recompute import recompute_blocks
 from meshwright.build.world import World
 from meshwright.describe.blueprint import Blueprint
+from meshwright.describe.flow import Flow
 from meshwright.errors import JobError
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies import DATA_STRATEGIES, Engine, Setting
+from meshwright.strategies import Engine, Setting, data_strategy
+from meshwright.strategies.cuts import Cuts
+from meshwright.strategies.operator import plan_operators, split_operators
+from meshwright.strategies.tensor import split_tensors, tensor_region
 
 
-def lay_out(blueprint: Blueprint, facts: ModelFacts, strategy: Strategy, world: World) -> Engine:
-    """Apply a resolved strategy: BatchNorm and precision, recompute, compile, data axis."""
-    technique = DATA_STRATEGIES[str(strategy.data)]
+def lay_out(
+    blueprint: Blueprint,
+    facts: ModelFacts,
+    strategy: Strategy,
+    axes: Axes,
+    world: World,
+    *,
+    hollow: Hollow | None = None,
+    flow: Flow | None = None,
+) -> tuple[Engine, Cuts]:
+    """Apply a resolved strategy to a model, or to a stage of one (which has given up what it does not hold).
+
+    Tensor or operator axis, BatchNorm and precision, recompute, compile, the stage's calls, data axis.
+    """
+    technique = data_strategy(strategy)
+    model = blueprint.model
+    cuts = _cut(model, facts, strategy, axes)
     setting = Setting(
         strategy=strategy,
         facts=facts,
         device=world.device,
-        mesh=_mesh(technique.axes(strategy), world),
-        fill=lambda: _fill(blueprint, world, strategy),
+        mesh=axes.data,
+        fill=lambda: _fill(blueprint, world, strategy, cuts),
         fake=world.fake,
+        pipelined=hollow is not None,
         devices=tuple(range(strategy.data_ranks)) if strategy.data == "dp" else (),
     )
-    model = blueprint.model
-    if facts.batch_norms and strategy.data_ranks > 1 and world.group is not None:
+    if facts.batch_norms and (group := axes.batch_group(world)) is not None:
         plain = world.device.type == "cpu" or world.fake
-        model = synchronise_batch_norms(model, world.group, in_plain_operators=plain)
+        model = synchronise_batch_norms(model, group, in_plain_operators=plain)
     blocks = setting.blocks(model)
     apply_precision(model, blocks, setting.compute_dtype, pure=strategy.pure, casts_itself=technique.lowers)
     if strategy.recompute != "none":
@@ -40,7 +64,25 @@ def lay_out(blueprint: Blueprint, facts: ModelFacts, strategy: Strategy, world: 
     if strategy.compile:
         for module in blocks if technique.overlaps and blocks else [model]:
             module.compile()
-    return technique.apply(model, setting)
+    if hollow is not None and flow is not None:
+        hollow.watch_calls(flow)
+    return technique.apply(model, setting), cuts
+
+
+def model_region(strategy: Strategy, axes: Axes) -> Callable[[], AbstractContextManager[Any]]:
+    """What must be around forward, loss and backward under a strategy."""
+    if strategy.tp == 1 or axes.tensor is None:
+        return nullcontext
+    return partial(tensor_region, axes.tensor)
+
+
+def _cut(model: nn.Module, facts: ModelFacts, strategy: Strategy, axes: Axes) -> Cuts:
+    if axes.tensor is None:
+        return {}
+    if strategy.op > 1:
+        return split_operators(model, plan_operators(model, strategy.op), axes.tensor)
+    assert facts.tensor_plan is not None
+    return split_tensors(model, facts.tensor_plan, axes.tensor, facts.blocks)
 
 
 def apply_precision(
@@ -59,16 +101,10 @@ def apply_precision(
     cast_borders(model, blocks, dtype)
 
 
-def _mesh(axes: dict[str, int], world: World) -> DeviceMesh | None:
-    if not axes:
-        return None
-    return init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
-def _fill(blueprint: Blueprint, world: World, strategy: Strategy) -> None:
+def _fill(blueprint: Blueprint, world: World, strategy: Strategy, cuts: Cuts) -> None:
     """Initial weights, and proof that every rank has the same."""
     device = torch.device("cpu") if strategy.offload == "params" else world.device
-    digest = blueprint.fill(device)
+    digest = blueprint.fill(device, lambda name, value: cuts[name].take(value) if name in cuts else value)
     if strategy.offload == "params":
         for buffer in blueprint.model.buffers():
             buffer.data = buffer.data.to(world.device)

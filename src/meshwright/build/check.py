@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from meshwright.build.batch import has_stand_ins
+from meshwright.describe.blueprint import record
 from meshwright.errors import NotBuiltYet, Refused
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies import DATA_STRATEGIES, Place
+from meshwright.strategies import DATA_STRATEGIES, Place, data_strategy
+from meshwright.strategies.operator import plan_operators
+from meshwright.strategies.pipeline import count_stages, is_pipelined, refuse_pipeline
+from meshwright.strategies.stages import cut_stages
 
 
 def check(job: Job, facts: ModelFacts, strategy: Strategy, place: Place) -> Strategy:
     """The strategy with its data axis sized for the place's ranks, or an error that says why not."""
     resolved = check_strategy(facts, strategy, place)
-    if reason := _refuse_batch(job, facts, resolved):
+    if reason := _refuse_batch(job, facts, resolved) or _refuse_model_axes(job, facts, resolved):
         raise Refused(reason)
     return resolved
 
@@ -23,7 +27,7 @@ def check_strategy(facts: ModelFacts, strategy: Strategy, place: Place) -> Strat
     refuse_unbuilt(strategy)
     resolved = strategy.resolve(place.ranks)
     refuse_missing_gpus(place)
-    reason = DATA_STRATEGIES[str(resolved.data)].refuse(resolved, facts, place) or _refuse_offload(resolved)
+    reason = data_strategy(resolved).refuse(resolved, facts, place) or _refuse_offload(resolved)
     if reason:
         raise Refused(reason)
     return resolved
@@ -41,10 +45,6 @@ def refuse_unbuilt(strategy: Strategy) -> None:
     """Terms that are in the grammar, but that no engine here runs."""
     unbuilt = {
         "auto": strategy.auto,
-        f"tp={strategy.tp}": strategy.tp > 1,
-        f"op={strategy.op}": strategy.op > 1,
-        f"pp={strategy.pp}:{strategy.schedule}": strategy.pp > 1,
-        f"layers={strategy.layers}": strategy.layers > 1,
         "fp8": strategy.precision == "fp8",
         f"offload=nvme:{strategy.nvme}": strategy.offload == "nvme",
         f"engine={strategy.engine}": strategy.engine != "torch",
@@ -52,14 +52,29 @@ def refuse_unbuilt(strategy: Strategy) -> None:
     for term, asked in unbuilt.items():
         if asked:
             raise NotBuiltYet(
-                f"{term} is a strategy term, but no engine here runs it yet; these run: {', '.join(DATA_STRATEGIES)} "
-                "with fp32, bf16, fp16, ac, offload=optimizer|params, mb and compile."
+                f"{term} is a strategy term, but no engine here runs it yet; these run: {', '.join(DATA_STRATEGIES)}, "
+                "tp, op, pp and layers, with fp32, bf16, fp16, ac, offload=optimizer|params, mb and compile."
             )
 
 
 def _refuse_offload(strategy: Strategy) -> str | None:
     if strategy.offload == "params" and strategy.data not in ("fsdp", "hsdp"):
         return f"offload=params streams sharded parameters, so it needs fsdp or hsdp; {strategy.data} keeps them whole."
+    return None
+
+
+def _refuse_model_axes(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None:
+    if strategy.compile and strategy.model_ranks > 1:
+        return f"compile is not built for tp, op, pp and layers; drop it from {strategy}."
+    if strategy.tp > 1:
+        assert facts.tensor_plan is not None
+        if reason := facts.tensor_plan.refuse(strategy.tp):
+            return reason
+    if strategy.op > 1:
+        plan_operators(record(job.model, seed=0).model, strategy.op)
+    if is_pipelined(strategy):
+        cut_stages(facts, count_stages(strategy), job.stages)
+        return refuse_pipeline(strategy, facts, job.global_batch)
     return None
 
 
@@ -71,6 +86,8 @@ def _refuse_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None
             f"use at most {job.global_batch} ranks or a larger global batch."
         )
     largest = -(-job.global_batch // ranks)
+    if is_pipelined(strategy):
+        return None
     if strategy.micro_batch is not None and strategy.micro_batch > largest:
         return (
             f"mb={strategy.micro_batch} is more than the {largest} samples that each of {ranks} data ranks has of "

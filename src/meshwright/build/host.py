@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.build.norm import local
 from meshwright.facts.named import NamedParameters
+from meshwright.strategies.norm import local
 
 
 class HostCopies:

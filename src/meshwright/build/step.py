@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import isclose, isfinite
+from math import isfinite
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshwright.build.batch import Batch, MicroBatch, count_samples, micro_batches, part
-from meshwright.build.build import lay_out
+from meshwright.build.assembly import Assembly
+from meshwright.build.axes import lay_axes
+from meshwright.build.batch import Batch, count_samples, part
+from meshwright.build.build import lay_out, model_region
 from meshwright.build.host import HostCopies
-from meshwright.build.norm import global_norm, scale_
+from meshwright.build.passes import Dropout, Losses, Passes, PlainPasses
 from meshwright.build.precision import LossScale, loss_under
+from meshwright.build.staging import lay_pipeline
 from meshwright.build.world import World
 from meshwright.describe.blueprint import record
-from meshwright.describe.model import call_model
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
+from meshwright.strategies.norm import scale_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +84,10 @@ class Trainer:
 
     def __init__(self, job: Job, facts: ModelFacts, strategy: Strategy, world: World, *, seed: int) -> None:
         self.job, self.facts, self.strategy, self.world, self.seed = job, facts, strategy, world, seed
-        self.engine = lay_out(record(job.model, seed), facts, strategy, world)
+        self.axes = lay_axes(strategy, world)
+        self.passes = self._lay_passes()
+        self.engine = self.passes.engine
         self.engine.model.train()
-        self._loss = loss_under(strategy.precision, job, compiled=strategy.compile)
         self._own = self.engine.parameters()
         self.host = HostCopies(self._own) if strategy.offload == "optimizer" else None
         self.optimizer = job.optimizer(self.host.parameters if self.host else self._own)
@@ -92,13 +96,31 @@ class Trainer:
         self.steps = 0
         self._pending: tuple[Totals, int] | None = None
 
+    def _lay_passes(self) -> Passes:
+        job, facts, strategy, world, axes = self.job, self.facts, self.strategy, self.world, self.axes
+        loss = loss_under(strategy.precision, job, compiled=strategy.compile)
+        losses = Losses(job=job, loss=loss, weight_per_sample=facts.weight_per_sample)
+        dropout = Dropout(run_seed=self.seed, device=world.device)
+        if axes.pipeline is not None:
+            return lay_pipeline(job, facts, strategy, axes, world, losses, dropout, seed=self.seed)
+        blueprint = record(job.model, self.seed)
+        engine, cuts = lay_out(blueprint, facts, strategy, axes, world)
+        if axes.tensor is not None:
+            engine = Assembly([engine], axes, cuts=cuts, region=model_region(strategy, axes))
+        return PlainPasses(engine, losses, dropout, counts=axes.tensor_rank == 0)
+
     @property
     def data_ranks(self) -> int:
-        return 1 if self.strategy.data == "dp" else self.strategy.data_ranks
+        return self.axes.data_ranks
 
     @property
     def data_rank(self) -> int:
-        return 0 if self.strategy.data == "dp" else self.world.rank
+        return self.axes.data_rank
+
+    @property
+    def micro_batch(self) -> int | None:
+        """How large the pieces are that a rank's part of a batch is made of; a pipeline cuts its part itself."""
+        return None if self.axes.pipeline is not None else self.strategy.micro_batch
 
     def step(self, batch: Any) -> StepResult:
         """One optimizer step. A `Batch` is this rank's part; anything else is the whole global batch, on all ranks."""
@@ -111,18 +133,15 @@ class Trainer:
         expected = self.facts.weight_per_sample
         # Where the weight depends on the data it is not known yet: divide by the samples now and put it right below.
         divisor = own.samples * (expected if expected is not None else 1.0)
-        factor = self._scale_up() / divisor
-        pieces = list(micro_batches(own))
-        totals = torch.zeros(2, device=self.world.device, dtype=torch.float32)
-        for index, piece in enumerate(pieces):
-            with self.engine.accumulating(last=index == len(pieces) - 1):
-                totals += self._one(piece, factor, expected)
-        self.engine.finish()
+        totals = self.passes.backward(own, self._scale_up() / divisor, self.steps)
         local = totals[0].clone()
-        work = self.world.start_sum(totals) if self.data_ranks > 1 else None
-        known = divisor if expected is not None else None
-        sums = Totals(local=local, summed=totals, work=work, known_weight=known)
-        if known is None:
+        sums = Totals(
+            local=local,
+            summed=totals,
+            work=self.world.start_sum(totals),
+            known_weight=divisor if expected is not None else None,
+        )
+        if expected is None:
             scale_(self._gradients(), divisor / sums.weight)
         self._pending = sums, own.samples
 
@@ -131,7 +150,7 @@ class Trainer:
         if self._pending is None:
             raise JobError("update() was called without a forward_backward(batch) before it.")
         (totals, samples), self._pending = self._pending, None
-        norm = global_norm(self._gradients()) * self._scale_down()
+        norm = self.engine.norm() * self._scale_down()
         finite = self._scale_down_and_clip(norm)
         if self.loss_scale:
             self.loss_scale.after(finite)
@@ -157,45 +176,16 @@ class Trainer:
         self.engine.model.eval()
         totals = torch.zeros(2, device=self.world.device, dtype=torch.float64)
         for batch in batches:
-            for piece in micro_batches(self._part(batch)):
-                total, weight = self._loss(call_model(self.job, self.engine, piece.data), piece.data)
-                totals += torch.stack([total.double(), torch.as_tensor(weight, device=total.device).double()]) * (
-                    piece.span.length > 0
-                )
+            totals += self.passes.forward(self._part(batch))
         self.engine.model.train()
-        work = self.world.start_sum(totals) if self.data_ranks > 1 else None
-        return float(Totals(local=totals, summed=totals, work=work, known_weight=None).mean)
+        return float(Totals(local=totals, summed=totals, work=self.world.start_sum(totals), known_weight=None).mean)
 
     def _part(self, batch: Any) -> Batch:
         if isinstance(batch, Batch):
             return batch.to(self.world.device)
         if count_samples(batch) == 0:
             raise JobError("A batch without samples was given to step().")
-        return part(batch, self.data_ranks, self.data_rank, self.strategy.micro_batch).to(self.world.device)
-
-    def _one(self, piece: MicroBatch, factor: float, expected: float | None) -> torch.Tensor:
-        """Forward and backward of one micro-batch; returns its sum and weight."""
-        # Dropout depends on the seed, the step and the place in the global batch, never on ranks: two strategies that
-        # cut the batch into the same micro-batches draw the same masks.
-        self._seed_dropout((self.seed * 1_000_003 + self.steps) * 1_000_003 + piece.span.first)
-        total, weight = self._loss(call_model(self.job, self.engine, piece.data), piece.data)
-        counts = 1.0 if piece.span.length else 0.0
-        (total * (factor * counts)).backward()
-        if expected is None:
-            value = torch.as_tensor(weight, dtype=torch.float32, device=total.device) * counts
-            return torch.stack([total.detach().float() * counts, value])
-        if piece.span.length and not isclose(float(weight), expected * piece.span.length, rel_tol=1e-9):
-            raise JobError(
-                f"Job(loss=...) gave the weight {weight} for {piece.span.length} samples, where {expected:g} a sample "
-                "was seen at first; give a weight that depends on the data as a tensor."
-            )
-        return torch.stack([total.detach().float() * counts, total.new_zeros(()).float()])
-
-    def _seed_dropout(self, seed: int) -> None:
-        seed %= 2**63
-        torch.default_generator.manual_seed(seed)
-        if self.world.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        return part(batch, self.data_ranks, self.data_rank, self.micro_batch).to(self.world.device)
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._own if p.grad is not None]

@@ -34,8 +34,12 @@ class Blueprint:
     attributes: dict[tuple[str, str], Any] = field(default_factory=dict)
     """Plain attributes with recorded tensors in them, by (module, attribute); slots stand for the tensors."""
 
-    def fill(self, device: torch.device) -> str:
-        """Give every parameter and buffer memory on `device` and its initial value; returns a digest of the values."""
+    def fill(self, device: torch.device, part: Callable[[str, torch.Tensor], torch.Tensor] | None = None) -> str:
+        """Give every parameter and buffer memory on `device` and its initial value; returns a digest of the values.
+
+        `part(name, value)` is what the model holds of a value, where that is not all. A parameter that was taken out
+        of the model (a stage of a pipeline holds only some) is passed over.
+        """
         _allocate(self.model, device)
         targets = dict(_tensors(self.model))
         waiting: dict[int, list[str]] = defaultdict(list)
@@ -47,7 +51,8 @@ class Blueprint:
 
         def put(name: str, value: torch.Tensor) -> None:
             digest.update(f"{name}{tuple(value.shape)}{value.flatten()[:8].tolist()}".encode())
-            _copy(value, targets[name])
+            if name in targets:
+                _copy(part(name, value) if part else value, targets[name])
 
         def hand_over(key: int, storage: torch.UntypedStorage) -> None:
             for name in waiting.pop(key, ()):

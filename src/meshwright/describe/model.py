@@ -26,9 +26,10 @@ from meshwright.describe.blocks import find_blocks
 from meshwright.describe.blueprint import Blueprint, record, set_attributes
 from meshwright.describe.flow import Flow, Watcher
 from meshwright.describe.tape import Slot
+from meshwright.describe.units import find_units
 from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
-from meshwright.facts.model import ModelFacts, ParameterFacts
+from meshwright.facts.model import CallFacts, ModelFacts, ParameterFacts
 from meshwright.facts.named import NamedParameters
 
 # What a step on fake tensors raises when the model looks at values, which fake tensors do not have.
@@ -61,14 +62,20 @@ def describe(job: Job) -> ModelFacts:
     _check_optimizer(job, model)
     observed, unseen = observe(job, blueprint)
     blocks = find_blocks(model, hint=job.blocks, called=observed.called if observed else None)
+    flow, _ = trace(job, blueprint, Watcher(find_units(model, blocks, observed.called))) if observed else (None, "")
     return ModelFacts(
         parameters=parameter_facts(model, observed),
         blocks=blocks,
+        calls=call_facts(flow) if flow else (),
         optimizer_slots=_optimizer_slots(job, model),
         batch_norms=batch_norm_names(model),
         weight_per_sample=observed.weight_per_sample if observed else None,
         unseen=unseen,
     )
+
+
+def call_facts(flow: Flow) -> tuple[CallFacts, ...]:
+    return tuple(CallFacts(name=c.name, flops=c.flops, reads=tuple(sorted(c.reads))) for c in flow.calls)
 
 
 def batch_norm_names(model: nn.Module) -> tuple[str, ...]:

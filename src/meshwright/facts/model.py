@@ -29,12 +29,25 @@ class ParameterFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CallFacts:
+    """One call of a block, or of a module with parameters outside of blocks, in the forward pass."""
+
+    name: str
+    flops: float
+    """Of its forward pass, for two samples."""
+    reads: tuple[str, ...]
+    """Parameters that it reads, by their first names."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """What strategies ask of a model. Found on fake tensors, so it costs no memory."""
 
     parameters: tuple[ParameterFacts, ...]
     blocks: tuple[str, ...]
     """Names of the modules that are sharded, recomputed and compiled as one."""
+    calls: tuple[CallFacts, ...] = ()
+    """Where a pipeline may cut: the calls of blocks and of modules around them, in order."""
     optimizer_slots: float = 2.0
     """Bytes of optimizer state per byte of parameter: 2 for Adam, 1 for momentum, 0 for plain SGD."""
     batch_norms: tuple[str, ...] = ()
@@ -61,5 +74,6 @@ class ModelFacts:
             ParameterFacts(**{**p, "names": tuple(p["names"]), "shape": tuple(p["shape"])})
             for p in document["parameters"]
         )
+        calls = tuple(CallFacts(**{**call, "reads": tuple(call["reads"])}) for call in document.get("calls", ()))
         lists = {key: tuple(document[key]) for key in ("blocks", "batch_norms")}
-        return cls(**{**document, "parameters": parameters, **lists})
+        return cls(**{**document, "parameters": parameters, "calls": calls, **lists})

@@ -45,6 +45,8 @@ def clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
         yield from ((strategy.data, axis, why) for axis in axes)
     if strategy.pp > 1 and strategy.layers > 1:
         yield f"pp={strategy.pp}", f"layers={strategy.layers}", "both place the layers; pp also keeps the stages busy"
+    if strategy.tp > 1 and strategy.op > 1:
+        yield f"tp={strategy.tp}", f"op={strategy.op}", "both split the operators; tp pairs them, op splits each alone"
     if strategy.pure and strategy.precision == "fp32":
         yield "fp32", "pure", "pure leaves out the fp32 master weights, and fp32 has no others; name bf16 or fp16"
     if strategy.variant and strategy.data != "fsdp":

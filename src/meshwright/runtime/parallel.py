@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.build.axes import lay_axes
 from meshwright.build.build import lay_out
 from meshwright.build.check import check_strategy
-from meshwright.build.norm import global_norm, scale_
 from meshwright.build.precision import cast
 from meshwright.build.world import World
 from meshwright.describe.blocks import find_blocks
@@ -23,6 +23,7 @@ from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.place import place_of
 from meshwright.runtime.run import enter_world
+from meshwright.strategies.norm import global_norm, scale_
 
 
 class Parallel:
@@ -88,6 +89,8 @@ def parallelize(
     chosen = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     if chosen.micro_batch is not None or chosen.offload == "optimizer" or chosen.precision == "fp16":
         raise Refused(f"{chosen}: mb, offload=optimizer and fp16 need our loop; use mw.setup(job, ...).")
+    if chosen.model_ranks > 1:
+        raise Refused(f"{chosen}: tp, op, pp and layers need our loop; use mw.setup(job, ...).")
     blueprint = adopt(model) if isinstance(model, nn.Module) else record(model, seed)
     facts = ModelFacts(
         parameters=parameter_facts(blueprint.model, None),
@@ -97,4 +100,5 @@ def parallelize(
     )
     world = enter_world(device)
     resolved = check_strategy(facts, chosen, place_of(world, chosen))
-    return Parallel(lay_out(blueprint, facts, resolved, world), resolved, world)
+    engine, _ = lay_out(blueprint, facts, resolved, lay_axes(resolved, world), world)
+    return Parallel(engine, resolved, world)

@@ -94,7 +94,7 @@ class Run:
             seed=trainer.seed,
             ranks=trainer.data_ranks,
             rank=trainer.data_rank,
-            micro_batch=self.strategy.micro_batch,
+            micro_batch=trainer.micro_batch,
             drop_ragged=bool(self.facts.batch_norms),
         )
         return Loader(

@@ -26,6 +26,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.place import place_of
 from meshwright.runtime.verdict import ROUNDING, Trace, Verdict, judge
+from meshwright.strategies.pipeline import is_pipelined
 
 LOSS_SCALE = 2.0**8
 """fp16's, held low: at the usual 2**16 one process overflows where the smaller parts of its ranks do not, and skips."""
@@ -60,7 +61,8 @@ def verify(
 def reference_of(strategy: Strategy, facts: ModelFacts, global_batch: int) -> Strategy:
     """One process with the same precision. Where there is BatchNorm, also with the same samples in each statistic."""
     ranks = strategy.data_ranks
-    count = micro_steps(global_batch, ranks, strategy.micro_batch)
+    # A pipeline with BatchNorm is one of a single micro-batch: others were refused.
+    count = 1 if is_pipelined(strategy) else micro_steps(global_batch, ranks, strategy.micro_batch)
     size = -(-global_batch // count) if facts.batch_norms and count > 1 else None
     return Strategy(data="single", precision=strategy.precision, pure=strategy.pure, micro_batch=size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.facts.strategy import Strategy
 from meshwright.strategies.base import DataStrategy, Layout, Place
 from meshwright.strategies.ddp import Ddp
 from meshwright.strategies.dp import Dp
@@ -22,4 +23,10 @@ DATA_STRATEGIES: dict[str, DataStrategy] = {
     "hsdp": Hsdp(),
 }
 
-__all__ = ["DATA_STRATEGIES", "DataStrategy", "Engine", "Layout", "Place", "Setting"]
+
+def data_strategy(strategy: Strategy) -> DataStrategy:
+    """What lays the data axis; where the model's axes took every rank there is none to lay."""
+    return DATA_STRATEGIES[strategy.data or "single"]
+
+
+__all__ = ["DATA_STRATEGIES", "DataStrategy", "Engine", "Layout", "Place", "Setting", "data_strategy"]

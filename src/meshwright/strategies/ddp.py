@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.facts.strategy import Strategy
@@ -31,6 +33,45 @@ class DdpEngine(Engine):
         return nullcontext() if last else self._ddp.no_sync()
 
 
+class SummedAfterwardsEngine(Engine):
+    """Gradients are summed over ranks once, after all backward passes.
+
+    Under a pipeline there is no one backward pass that DDP could communicate in, and zero-bubble schedules set
+    gradients without the hooks that DDP listens to.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__(model)
+        self._group = mesh.get_group()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter in self.parameters():
+            if parameter.grad is None:  # it must take part: another rank may have a gradient for it
+                parameter.grad = torch.zeros_like(parameter)
+            by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
+        for gradients in by_dtype.values():
+            for bucket in _buckets(gradients):
+                flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+                dist.all_reduce(flat, group=self._group)
+                parts = flat.split([gradient.numel() for gradient in bucket])
+                for gradient, part in zip(bucket, parts, strict=True):
+                    gradient.copy_(part.view_as(gradient))
+
+
+def _buckets(gradients: list[torch.Tensor], elements: int = 1 << 24) -> Iterator[list[torch.Tensor]]:
+    """Consecutive gradients of about so many elements, so that the copy of one bucket is all that is held twice."""
+    bucket: list[torch.Tensor] = []
+    for gradient in gradients:
+        bucket.append(gradient)
+        if sum(g.numel() for g in bucket) >= elements:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
 class Ddp(DataStrategy):
     summary = "DistributedDataParallel: a whole copy on every rank, gradients averaged"
 
@@ -41,24 +82,28 @@ class Ddp(DataStrategy):
         setting.fill()
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return Engine(model)
+        assert setting.mesh is not None
+        if setting.pipelined:
+            return SummedAfterwardsEngine(model, setting.mesh)
         module = DistributedDataParallel(
             model,
             device_ids=[setting.device] if setting.device.type == "cuda" else None,
-            device_mesh=setting.mesh,
+            process_group=setting.mesh.get_group(),
             init_sync=False,  # every rank played the same tape
             gradient_as_bucket_view=True,
             find_unused_parameters=bool(setting.unused or setting.facts.unseen),
             **_NO_BUFFER_SYNC,
         )
         if setting.fake:
-            module.register_comm_hook(None, lambda state, bucket: _sum_in_a_fake_world(bucket))
+            ranks = setting.strategy.data_ranks
+            module.register_comm_hook(None, lambda state, bucket: _sum_in_a_fake_world(bucket, ranks))
         return DdpEngine(model, module, setting.strategy.data_ranks)
 
 
-def _sum_in_a_fake_world(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sum_in_a_fake_world(bucket: dist.GradBucket, ranks: int) -> torch.futures.Future[torch.Tensor]:
     """DDP's own reduction waits for a result that the fake process group never has."""
     buffer = bucket.buffer()
     dist.all_reduce(buffer)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(buffer.div_(dist.get_world_size()))
+    done.set_result(buffer.div_(ranks))
     return done

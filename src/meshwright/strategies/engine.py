@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
+from meshwright.strategies.norm import global_norm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,6 +33,8 @@ class Setting:
     """Gives the model its memory and initial weights. `apply` calls it once, when parameters lie as they will."""
     fake: bool = False
     """Whether the other ranks are made up."""
+    pipelined: bool = False
+    """Whether a pipeline runs the model: many backward passes, and gradients are communicated once, after all."""
     devices: tuple[int, ...] = field(default=())
     """All CUDA devices of this process; only DataParallel has more than one."""
 
@@ -49,7 +52,9 @@ class Setting:
         return frozenset(self.facts.unused)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        return [model.get_submodule(name) for name in self.facts.blocks]
+        """The model's blocks; on a stage of a pipeline, those whose parameters it holds."""
+        blocks = [model.get_submodule(name) for name in self.facts.blocks]
+        return [block for block in blocks if any(True for _ in block.parameters())] if self.pipelined else blocks
 
 
 class Engine:
@@ -69,8 +74,16 @@ class Engine:
         """Around forward and backward of one micro-batch; gradients are communicated in the last one only."""
         return nullcontext()
 
+    def region(self) -> AbstractContextManager[Any]:
+        """Around forward, loss and backward."""
+        return nullcontext()
+
     def finish(self) -> None:
         """After the last backward: wait until every gradient is the whole batch's."""
+
+    def norm(self) -> torch.Tensor:
+        """The 2-norm of all gradients as one process would see them; the same number on every rank."""
+        return global_norm([p.grad for p in self.parameters() if p.grad is not None])
 
     def parameters(self) -> NamedParameters:
         """What this rank's optimizer updates."""

@@ -62,7 +62,11 @@ class Fsdp(DataStrategy):
 
 
 def shard(model: nn.Module, setting: Setting, *, reshard: bool) -> FsdpEngine:
-    """FSDP2 on every block and on what is left; `reshard` frees a block's parameters between forward and backward."""
+    """FSDP2 on every block and on what is left; `reshard` frees a block's parameters between forward and backward.
+
+    Under a pipeline they stay for all micro-batches of a step: what is gathered is gathered once.
+    """
+    reshard = reshard and not setting.pipelined
     for block in setting.blocks(model):
         _fully_shard(block, setting, reshard=reshard)
     # The root's parameters end the forward pass and begin the backward pass (the head): PyTorch's default keeps them.

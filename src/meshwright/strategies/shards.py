@@ -183,7 +183,9 @@ class ShardedUpdateEngine(Engine):
     @torch.no_grad()
     def finish(self) -> None:
         for bucket in self._buckets:
-            if bucket.waiting:  # a parameter had no gradient in this batch
+            if bucket.waiting:  # a parameter had no gradient in this batch, or none was reduced in backward
+                for piece in bucket.pieces:
+                    piece.take_gradient()
                 self._reduce(bucket)
             bucket.finish(self._keep_whole)
         for piece in self._scalars:

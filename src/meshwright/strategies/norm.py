@@ -15,9 +15,14 @@ PART = 1 << 16
 """Elements whose squares a CPU may add one after another."""
 
 
-@torch.no_grad()
 def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm over all gradients as one process would see them. All ranks get the same number.
+    """The 2-norm over all gradients as one process would see them. All ranks get the same number."""
+    return global_square(gradients).sqrt()
+
+
+@torch.no_grad()
+def global_square(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The sum of squares over all gradients.
 
     Each rank sums the squares of what it holds; a sum travels only over the axes on which its gradients are cut.
     """
@@ -26,7 +31,7 @@ def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
         placed = isinstance(gradient, DTensor) and (gradient.device_mesh, gradient.placements)
         groups.setdefault(placed or (None, ()), []).append(local(gradient))
     squares = [_reduce(_squares(tensors), *key) for key, tensors in groups.items()]
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+    return torch.stack(squares).sum() if squares else torch.zeros(())
 
 
 def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshwright.build.norm import global_norm, local, scale_
+from meshwright.strategies.norm import global_norm, local, scale_
 from meshwright.build.world import pretend
 from minimal import CPU
 

@@ -1,0 +1,196 @@
+"""What one rank holds under the model's axes as one engine: its stages of a pipeline, its cuts of the parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.build.axes import Axes
+from meshwright.facts.named import NamedParameters
+from meshwright.strategies.cuts import Cuts
+from meshwright.strategies.engine import Engine
+from meshwright.strategies.norm import global_square, local
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holders:
+    """Which stages hold which parameters, and where the stages lie on the pipeline axis."""
+
+    held: tuple[frozenset[str], ...]
+    """By stage: names of parameters, the first of each tied group."""
+    ranks: tuple[int, ...]
+    """By stage: its place on the pipeline axis."""
+    own: tuple[int, ...]
+    """The stages of this rank, in the order of its engines."""
+
+    def owner(self, name: str) -> int:
+        """The first stage that holds a parameter: where it is counted and read off."""
+        return next(stage for stage, names in enumerate(self.held) if name in names)
+
+    def shared(self) -> list[str]:
+        """Parameters that several stages hold, in an order that all ranks share."""
+        counts = Counter(name for names in self.held for name in names)
+        return sorted(name for name, count in counts.items() if count > 1)
+
+    def stages_of(self, name: str) -> list[int]:
+        return [stage for stage, names in enumerate(self.held) if name in names]
+
+
+class Assembly(Engine):
+    """Engines of this rank's stages, one where there is no pipeline, over parameters that may be cut."""
+
+    def __init__(
+        self,
+        engines: list[Engine],
+        axes: Axes,
+        *,
+        cuts: Cuts,
+        pristine: nn.Module | None = None,
+        holders: Holders | None = None,
+        region: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        models = [engine.model for engine in engines]
+        super().__init__(models[0] if len(models) == 1 else nn.ModuleList(models), engines[0].module)
+        self.engines, self.axes, self.cuts, self.holders = engines, axes, cuts, holders
+        self.gradient_scale = engines[0].gradient_scale
+        self._pristine, self._region = pristine, region
+        self._groups = self._meet() if holders else {}
+
+    def _meet(self) -> dict[str, dist.ProcessGroup | None]:
+        """For each shared parameter, the ranks that hold it; None if this rank alone does, or does not."""
+        assert self.holders is not None
+        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        found = {}
+        for name in self.holders.shared():
+            members = tuple(sorted({self.holders.ranks[stage] for stage in self.holders.stages_of(name)}))
+            if members not in groups:
+                groups[members] = self.axes.pipeline_group(members) if len(members) > 1 else None
+            found[name] = groups[members]
+        return found
+
+    def region(self) -> AbstractContextManager[Any]:
+        return self._region()
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        @contextmanager
+        def all_of_them() -> Iterator[None]:
+            with ExitStack() as stack:
+                for engine in self.engines:
+                    stack.enter_context(engine.accumulating(last))
+                yield
+
+        return all_of_them()
+
+    def finish(self) -> None:
+        for engine in self.engines:
+            engine.finish()
+        for name, group in self._groups.items():
+            self._sum_shared(name, group)
+
+    def parameters(self) -> NamedParameters:
+        return NamedParameters(pair for engine in self.engines for pair in engine.parameters().named())
+
+    @torch.no_grad()
+    def norm(self) -> torch.Tensor:
+        whole, cut = [], []
+        for engine, stage in zip(self.engines, self.holders.own if self.holders else [0], strict=True):
+            for name, parameter in engine.parameters().named():
+                if parameter.grad is not None and (self.holders is None or self.holders.owner(name) == stage):
+                    (cut if name in self.cuts else whole).append(parameter.grad)
+        device = next(self.model.parameters()).device
+        square = global_square(cut).to(device)
+        if self.axes.tensor is not None:
+            dist.all_reduce(square, group=self.axes.tensor.get_group())
+        square = square + global_square(whole).to(device)
+        if self.axes.pipeline is not None:
+            dist.all_reduce(square, group=self.axes.pipeline.get_group())
+        return square.sqrt()
+
+    def updated(self) -> None:
+        for engine in self.engines:
+            engine.updated()
+
+    def forget_gradients(self) -> None:
+        for engine in self.engines:
+            engine.forget_gradients()
+
+    def resident(self) -> dict[str, list[torch.Tensor]]:
+        found: dict[str, list[torch.Tensor]] = {}
+        for engine in self.engines:
+            for kind, tensors in engine.resident().items():
+                found.setdefault(kind, []).extend(tensors)
+        return found
+
+    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.holders is None or self._pristine is None:
+            for name, tensor in self.engines[0].state():
+                yield name, self._join(name, tensor)
+            return
+        owners = self._owners(self._pristine, self.holders)
+        for stage in range(len(self.holders.held)):
+            names = [name for name, owner in owners.items() if owner == stage]
+            yield from self._from(stage, names)
+
+    def _owners(self, pristine: nn.Module, holders: Holders) -> dict[str, int]:
+        """For every name of the unsplit model's state, the stage to read it off."""
+        first = {id(p): name for name, p in pristine.named_parameters()}
+        owners = {}
+        for name, tensor in pristine.state_dict(keep_vars=True).items():
+            if id(tensor) in first:
+                owners[name] = holders.owner(first[id(tensor)])
+            elif isinstance(tensor, torch.Tensor):
+                # A buffer is read off where its module's parameters are.
+                beside = pristine.get_submodule(name.rpartition(".")[0]).parameters()
+                owners[name] = next((holders.owner(first[id(p)]) for p in beside), 0)
+        return owners
+
+    def _from(self, stage: int, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """A stage's tensors on all ranks of the pipeline."""
+        assert self.holders is not None and self.axes.pipeline is not None and self._pristine is not None
+        group, source = self.axes.pipeline.get_group(), self.holders.ranks[stage]
+        device = next(self.model.parameters()).device
+        if stage in self.holders.own:
+            engine = self.engines[self.holders.own.index(stage)]
+            for name, part in engine.state():
+                tensor = self._join(name, part).contiguous()
+                if name in names:
+                    dist.broadcast(tensor, group_src=source, group=group)
+                    yield name, tensor
+            return
+        like = self._pristine.state_dict(keep_vars=True)
+        lowest = next(iter(self.parameters())).dtype  # of all masters: what `pure` made of them
+        for name in names:
+            is_master = isinstance(like[name], nn.Parameter) and like[name].is_floating_point()
+            dtype = lowest if is_master else like[name].dtype
+            tensor = torch.empty(like[name].shape, dtype=dtype, device=device)
+            dist.broadcast(tensor, group_src=source, group=group)
+            yield name, tensor
+
+    def _join(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return self.cuts[name].join(tensor) if name in self.cuts else tensor
+
+    @torch.no_grad()
+    def _sum_shared(self, name: str, group: dist.ProcessGroup | None) -> None:
+        """Give every holder of a shared parameter the sum of all holders' gradients."""
+        assert self.holders is not None
+        own = [e for e, stage in zip(self.engines, self.holders.own, strict=True) if name in self.holders.held[stage]]
+        parameters = [p for e in own for n, p in e.parameters().named() if n == name]
+        if not parameters:
+            return
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        total = torch.stack(gradients).sum(0) if len(gradients) > 1 else gradients[0]
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        for gradient in gradients:
+            if gradient is not total:
+                gradient.copy_(total)

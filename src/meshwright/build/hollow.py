@@ -1,0 +1,131 @@
+"""One stage of a model that keeps its own `forward`: calls that belong to other stages are stood in for.
+
+The author's code runs on every stage: masks, positions and whatever else lies between the blocks come out right. A call
+that another stage owns returns tensors of the right shape that take no memory, or, where its output crosses the cut,
+what was received. As soon as the stage's own calls are done it leaves the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from meshwright.build.forward import Around, wrap_forward
+from meshwright.describe.flow import Call, ConstantLeaf, Flow, InputLeaf, TensorLeaf, Value
+from meshwright.errors import JobError
+from meshwright.strategies.stages import Crossings, Stages
+
+
+class Left(BaseException):
+    """The stage is done. No `Exception`, so that no author's handler takes it for one."""
+
+
+@dataclass
+class Passage:
+    """One forward pass of a stage."""
+
+    flow: Flow
+    crossings: Crossings
+    values: dict[Value, torch.Tensor]
+    """What was received, and what the stage's own calls gave."""
+    calls: int = 0
+    """So far."""
+
+
+class Hollow:
+    """A model of which only one stage's calls run."""
+
+    def __init__(self, model: nn.Module, stages: Stages, stage: int, device: torch.device) -> None:
+        self.model, self.stages, self.stage = model, stages, stage
+        self._own, self._device = stages.calls_of(stage), device
+        self._passage: Passage | None = None
+
+    def give_up(self, held: frozenset[str], dtype: torch.dtype) -> None:
+        """Take all parameters but the held ones out of the model; what reads one finds a tensor without memory."""
+        first = {id(p): name for name, p in self.model.named_parameters()}
+        for module in self.model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and first[id(parameter)] not in held:
+                    del module._parameters[name]
+                    kind = dtype if parameter.is_floating_point() else parameter.dtype
+                    # Not by setattr, which would have it be a parameter or buffer again.
+                    module.__dict__[name] = self._nothing(tuple(parameter.shape), kind)
+
+    def watch_calls(self, flow: Flow) -> None:
+        """From now on the calls of the flow's modules are counted, and run only if they are this stage's."""
+        for name in dict.fromkeys(call.name for call in flow.calls):
+            wrap_forward(self.model.get_submodule(name), self._around(name))
+
+    def run(
+        self, flow: Flow, crossings: Crossings, received: tuple[torch.Tensor, ...], forward: Callable[[], Any]
+    ) -> Any:
+        """What `forward` returns on the last stage; on others, what crosses the cut behind this stage."""
+        values = dict(zip(crossings.values[self.stage], received, strict=True))
+        passage = self._passage = Passage(flow, crossings, values)
+        try:
+            return forward()
+        except Left:
+            leaving = crossings.values[self.stage + 1]
+            return tuple(self._to_send(passage.values[value], value) for value in leaving)
+        finally:
+            self._passage = None
+
+    def _to_send(self, tensor: torch.Tensor, value: Value) -> torch.Tensor:
+        # What only passes through needs a node of its own in the graph: it is an input of the stage as well.
+        return tensor.contiguous() if value.call in self._own else tensor.view_as(tensor)
+
+    def _around(self, name: str) -> Around:
+        def call(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            passage = self._passage
+            if passage is None:
+                return forward(*args, **kwargs)
+            index, passage.calls = passage.calls, passage.calls + 1
+            expected = passage.flow.calls[index].name if index < len(passage.flow.calls) else "nothing"
+            if expected != name:
+                raise JobError(
+                    f"The model calls {name} where it called {expected} before; a pipeline needs a model that calls its "
+                    "modules in the same order for every batch."
+                )
+            if index in self._own:
+                output = forward(*args, **kwargs)
+                self._keep(passage, index, output)
+                return output
+            if index >= self._own.stop:
+                raise Left
+            return self._stand_in(passage, index, args, kwargs)
+
+        return call
+
+    def _keep(self, passage: Passage, index: int, output: Any) -> None:
+        if self.stages.is_last(self.stage):
+            return
+        leaves = tree_leaves(output)
+        for value in passage.crossings.values[self.stage + 1]:
+            if value.call == index:
+                passage.values[value] = leaves[value.leaf]
+
+    def _stand_in(self, passage: Passage, index: int, args: Any, kwargs: Any) -> Any:
+        call = passage.flow.calls[index]
+        inputs = tree_leaves((args, kwargs))
+        leaves = [self._leaf(passage, call, Value(index, number), inputs) for number in range(len(call.leaves))]
+        return tree_unflatten(leaves, call.tree)
+
+    def _leaf(self, passage: Passage, call: Call, value: Value, inputs: list[Any]) -> Any:
+        leaf = call.leaves[value.leaf]
+        if value in passage.values:
+            return passage.values[value]
+        if isinstance(leaf, TensorLeaf):
+            return self._nothing(leaf.shape, leaf.dtype)
+        if isinstance(leaf, InputLeaf):
+            return inputs[leaf.place]
+        assert isinstance(leaf, ConstantLeaf), "refused before: a strange leaf of a call that is stood in for"
+        return leaf.value
+
+    def _nothing(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeros of any shape that take the memory of one."""
+        return torch.zeros((), dtype=dtype, device=self._device).expand(shape)

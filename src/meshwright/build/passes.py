@@ -1,0 +1,104 @@
+"""Forward and backward over one rank's part of a global batch, micro-batch after micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isclose
+from typing import Any, Protocol
+
+import torch
+
+from meshwright.build.batch import Batch, MicroBatch, micro_batches
+from meshwright.describe.model import call_model
+from meshwright.errors import JobError
+from meshwright.facts.job import Job
+from meshwright.strategies import Engine
+from meshwright.strategies.tensor import to_plain
+
+Loss = Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
+
+
+class Passes(Protocol):
+    """How a strategy gets through a batch. Both return this rank's sum and weight of the loss."""
+
+    engine: Engine
+
+    def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
+        """Leave the gradients of `factor` times the summed loss, of this rank's share of it."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Compute the loss and nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """What becomes of one micro-batch's output: a number to differentiate, and two to add up."""
+
+    job: Job
+    loss: Loss
+    weight_per_sample: float | None
+    """Where it follows from shapes; then it is checked instead of added up."""
+
+    def of_output(self, output: Any, piece: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss as a number to differentiate, and its (sum, weight). A stand-in counts nothing."""
+        total, weight = self.loss(output, piece.data)
+        total = to_plain(total)
+        counts = 1.0 if piece.span.length else 0.0
+        expected = self.weight_per_sample
+        if expected is None:
+            value = torch.as_tensor(to_plain(weight), dtype=torch.float32, device=total.device) * counts
+            return total * counts, torch.stack([total.detach().float() * counts, value])
+        if piece.span.length and not isclose(float(weight), expected * piece.span.length, rel_tol=1e-9):
+            raise JobError(
+                f"Job(loss=...) gave the weight {weight} for {piece.span.length} samples, where {expected:g} a sample "
+                "was seen at first; give a weight that depends on the data as a tensor."
+            )
+        value = total.new_full((), float(weight) * counts, dtype=torch.float32)
+        return total * counts, torch.stack([total.detach().float() * counts, value])
+
+
+class PlainPasses:
+    """Every rank runs the whole model, or its part of every layer."""
+
+    def __init__(self, engine: Engine, losses: Losses, dropout: Dropout, *, counts: bool) -> None:
+        self.engine, self._losses, self._dropout = engine, losses, dropout
+        self._counts = 1.0 if counts else 0.0
+
+    def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
+        pieces = list(micro_batches(batch))
+        totals = torch.zeros(2, device=self._dropout.device, dtype=torch.float32)
+        for index, piece in enumerate(pieces):
+            with self.engine.accumulating(last=index == len(pieces) - 1), self.engine.region():
+                self._dropout.seed(step, piece.span.first)
+                loss, sums = self._losses.of_output(call_model(self._losses.job, self.engine, piece.data), piece)
+                (loss * factor).backward()
+            totals += sums
+        self.engine.finish()
+        return totals * self._counts
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        totals = torch.zeros(2, device=self._dropout.device, dtype=torch.float64)
+        for piece in micro_batches(batch):
+            with self.engine.region():
+                output = call_model(self._losses.job, self.engine, piece.data)
+                totals += self._losses.of_output(output, piece)[1]
+        return totals * self._counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropout:
+    """Where dropout's randomness comes from: the seed, the step and the place in the global batch, never from ranks.
+
+    So two strategies that cut the batch into the same micro-batches draw the same masks.
+    """
+
+    run_seed: int
+    device: torch.device
+
+    def seed(self, step: int, first: int, stage: int = 0) -> None:
+        seed = ((self.run_seed * 1_000_003 + step) * 1_000_003 + first) * 1_003 + stage
+        seed %= 2**63
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)

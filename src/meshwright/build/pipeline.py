@@ -1,0 +1,229 @@
+"""A pipeline of stages over ranks, on the runtime of `torch.distributed.pipelining`.
+
+Every stage is the user's whole model with all but its own calls hollow (`hollow.py`), so nothing is traced or rewritten.
+PyTorch runs the schedule: receives, forwards, backwards, sends. All micro-batches of one round have the same shapes;
+what does not divide follows in a second round of single samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.utils._pytree import tree_leaves
+
+from meshwright.build.assembly import Assembly
+from meshwright.build.batch import Batch, MicroBatch, rounds
+from meshwright.build.forward import wrap_forward
+from meshwright.build.hollow import Hollow
+from meshwright.build.passes import Dropout, Losses
+from meshwright.describe.flow import Flow, TensorLeaf
+from meshwright.describe.model import call_model
+from meshwright.errors import JobError
+from meshwright.strategies.engine import Engine
+from meshwright.strategies.stages import Crossings, Stages, find_crossings
+from meshwright.strategies.tensor import to_plain
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "layers": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zb": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+    "dualpipev": pipelining.ScheduleDualPipeV,
+}
+
+
+@dataclass(frozen=True)
+class Route:
+    """How micro-batches of one shape go through the stages."""
+
+    flow: Flow
+    crossings: Crossings
+
+
+@dataclass(frozen=True)
+class OwnStage:
+    """A stage that this rank runs."""
+
+    index: int
+    hollow: Hollow
+    engine: Engine
+
+
+class PipelinePasses:
+    """One rank of a pipeline."""
+
+    def __init__(
+        self,
+        engine: Assembly,
+        own: list[OwnStage],
+        stages: Stages,
+        losses: Losses,
+        dropout: Dropout,
+        *,
+        schedule: str,
+        micro_batches: int,
+        trace: Callable[[Any], Flow],
+        counts: bool,
+    ) -> None:
+        self.engine, self._own, self._stages = engine, own, stages
+        self._losses, self._dropout, self._trace = losses, dropout, trace
+        self._schedule, self._micro_batches = schedule, micro_batches
+        self._counts = 1.0 if counts else 0.0
+        self._routes: dict[Any, Route] = {}
+        self._schedules: dict[Any, Any] = {}
+        self._pieces: Sequence[MicroBatch] = ()
+        self._route: Route | None = None
+        self._next = [0] * len(own)
+        self._factor, self._step = 1.0, 0
+        self._totals = torch.zeros(2, device=dropout.device)
+        for place, stage in enumerate(own):
+            wrap_forward(stage.hollow.model, self._stage_forward(place, stage))
+
+    def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
+        self._factor, self._step = factor, step
+        self._totals = torch.zeros(2, device=self._dropout.device, dtype=torch.float32)
+        with self.engine.accumulating(last=False):
+            for pieces in rounds(batch, self.engine.axes.data_ranks, self._micro_batches):
+                for some in self._in_flight(pieces):
+                    self._start(some)
+                    schedule = self._prepared()
+                    with self.engine.region():
+                        schedule.step(target=torch.zeros(len(some)), return_outputs=False)
+        self.engine.finish()
+        return self._totals * self._counts
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """One micro-batch after another, each stage as soon as it has its input."""
+        self._totals = torch.zeros(2, device=self._dropout.device, dtype=torch.float64)
+        for pieces in rounds(batch, self.engine.axes.data_ranks, self._micro_batches):
+            self._start(pieces)
+            for _ in pieces:
+                sent: tuple[torch.Tensor, ...] = ()
+                for stage in self._own:
+                    with self.engine.region():
+                        sent = self._run_alone(stage, sent)
+        return self._totals * self._counts
+
+    def _in_flight(self, pieces: list[MicroBatch]) -> list[list[MicroBatch]]:
+        """Micro-batches that are under way together: all, or one at a time under plain layer-wise placement."""
+        return [[piece] for piece in pieces] if self._schedule == "layers" else [pieces]
+
+    def _start(self, pieces: Sequence[MicroBatch]) -> None:
+        self._pieces, self._next = pieces, [0] * len(self._own)
+        self._route = self._find_route(pieces[0].data)
+
+    def _find_route(self, data: Any) -> Route:
+        key = _shapes(data)
+        if key not in self._routes:
+            flow = self._trace(data)
+            if len(flow.calls) != self._stages.calls:
+                raise JobError(
+                    f"The model makes {len(flow.calls)} calls for a batch of these shapes and {self._stages.calls} for "
+                    "others; a pipeline needs a model that calls its modules in the same order for every batch."
+                )
+            self._routes[key] = Route(flow, find_crossings(flow, self._stages))
+        return self._routes[key]
+
+    def _prepared(self) -> Any:
+        """PyTorch's schedule for the shapes at hand, with stages whose receive buffers have them."""
+        key = (_shapes(self._pieces[0].data), len(self._pieces))
+        if key not in self._schedules:
+            kind = SCHEDULES[self._schedule]
+            stages = [self._torch_stage(stage) for stage in self._own]
+            single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
+            self._schedules[key] = kind(
+                stages[0] if single else stages,
+                n_microbatches=len(self._pieces),
+                loss_fn=lambda output, target: output,  # the last stage returns its loss already
+                scale_grads=False,
+            )
+        return self._schedules[key]
+
+    def _torch_stage(self, stage: OwnStage) -> Any:
+        assert self._route is not None and self.engine.axes.pipeline is not None
+        leaving: tuple[torch.Tensor, ...] = (torch.empty((), device="meta", requires_grad=True),)
+        if not self._stages.is_last(stage.index):
+            leaving = self._examples(stage.index + 1)
+        return pipelining.PipelineStage(
+            stage.engine.module,  # type: ignore[arg-type]  # a module, but for DataParallel's and DDP's wrappers
+            stage.index,
+            len(self._stages),
+            self._dropout.device,
+            input_args=self._examples(stage.index),
+            output_args=leaving,
+            group=self.engine.axes.pipeline.get_group(),
+        )
+
+    def _examples(self, stage: int) -> tuple[torch.Tensor, ...]:
+        """Tensors without memory like those that cross the cut before a stage."""
+        return tuple(
+            torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=True) for leaf in self._leaves(stage)
+        )
+
+    def _leaves(self, stage: int) -> list[TensorLeaf]:
+        assert self._route is not None
+        calls, found = self._route.flow.calls, []
+        for value in self._route.crossings.values[stage]:
+            leaf = calls[value.call].leaves[value.leaf]
+            assert isinstance(leaf, TensorLeaf), "refused before: only tensors cross a cut"
+            found.append(leaf)
+        return found
+
+    def _stage_forward(self, place: int, stage: OwnStage) -> Callable[..., Any]:
+        """In the place of the model's forward: received tensors in, sent tensors or the loss out.
+
+        On every stage micro-batches are forwarded in their order, so counting tells which one it is.
+        """
+
+        def run(module: nn.Module, forward: Callable[..., Any], args: tuple[torch.Tensor, ...], kwargs: Any) -> Any:
+            assert self._route is not None
+            piece = self._pieces[self._next[place]]
+            self._next[place] += 1
+            self._dropout.seed(self._step, piece.span.first, stage.index)
+
+            def whole() -> torch.Tensor:
+                output = call_model(self._losses.job, forward, piece.data)
+                loss, sums = self._losses.of_output(output, piece)
+                self._totals += sums
+                return loss * self._factor
+
+            return to_plain(stage.hollow.run(self._route.flow, self._route.crossings, args, whole))
+
+        return run
+
+    def _run_alone(self, stage: OwnStage, from_last: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Forward one micro-batch through a stage, with its own receives and sends."""
+        mesh = self.engine.axes.pipeline
+        assert mesh is not None and self.engine.holders is not None
+        group, ranks = mesh.get_group(), self.engine.holders.ranks
+        here = ranks[stage.index]
+        received = from_last
+        if stage.index > 0 and ranks[stage.index - 1] != here:
+            received = tuple(
+                torch.empty(leaf.shape, dtype=leaf.dtype, device=self._dropout.device)
+                for leaf in self._leaves(stage.index)
+            )
+            for tensor in received:
+                dist.recv(tensor, group_src=ranks[stage.index - 1], group=group)
+        output = stage.engine.module(*received)
+        if self._stages.is_last(stage.index):
+            return ()
+        if ranks[stage.index + 1] == here:
+            return tuple(output)
+        for tensor in output:
+            dist.send(tensor.contiguous(), group_dst=ranks[stage.index + 1], group=group)
+        return ()
+
+
+def _shapes(data: Any) -> tuple[Any, ...]:
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in tree_leaves(data)
+    )

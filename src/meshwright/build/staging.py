@@ -1,0 +1,118 @@
+"""Cut a job's model into stages and lay out those that belong to this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from meshwright import schedules
+from meshwright.build.assembly import Assembly, Holders
+from meshwright.build.axes import Axes
+from meshwright.build.build import apply_precision, lay_out, model_region
+from meshwright.build.hollow import Hollow
+from meshwright.build.passes import Dropout, Losses
+from meshwright.build.pipeline import OwnStage, PipelinePasses
+from meshwright.build.precision import loss_under
+from meshwright.build.world import World
+from meshwright.describe.blueprint import Blueprint, record
+from meshwright.describe.flow import Flow, Watcher
+from meshwright.describe.model import make_batch, trace
+from meshwright.errors import Refused
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.strategies.cuts import Cuts
+from meshwright.strategies.engine import DTYPES
+from meshwright.strategies.pipeline import count_micro_batches, count_stages, pipeline_ranks, schedule_name
+from meshwright.strategies.stages import Stages, cut_stages, find_crossings, held_parameters
+
+
+def lay_pipeline(
+    job: Job,
+    facts: ModelFacts,
+    strategy: Strategy,
+    axes: Axes,
+    world: World,
+    losses: Losses,
+    dropout: Dropout,
+    *,
+    seed: int,
+) -> PipelinePasses:
+    """This rank's stages under a resolved strategy, and what runs them."""
+    count = count_micro_batches(strategy, job.global_batch)
+    stages = cut_stages(facts, count_stages(strategy), job.stages)
+    pristine, follow = tracer(job, facts, strategy, seed)
+    flow = follow(nominal_batch(job, strategy))
+    held = held_parameters(pristine.model, flow, stages, find_crossings(flow, stages))
+    schedule = schedules.make(schedule_name(strategy), pipeline_ranks(strategy), count)
+    holders = Holders(
+        held=tuple(held),
+        ranks=tuple(schedule.rank_of(stage) for stage in range(len(stages))),
+        own=schedule.stages_of(axes.pipeline_rank),
+    )
+    cuts: Cuts = {}
+    own = []
+    for index in holders.own:
+        blueprint = record(job.model, seed)
+        hollow = Hollow(blueprint.model, stages, index, world.device)
+        hollow.give_up(held[index], DTYPES[strategy.precision])
+        engine, cut = lay_out(blueprint, facts, strategy, axes, world, hollow=hollow, flow=flow)
+        cuts |= cut
+        own.append(OwnStage(index, hollow, engine))
+    assembly = Assembly(
+        [stage.engine for stage in own],
+        axes,
+        cuts=cuts,
+        pristine=pristine.model,
+        holders=holders,
+        region=model_region(strategy, axes),
+    )
+    return PipelinePasses(
+        assembly,
+        own,
+        stages,
+        losses,
+        dropout,
+        schedule=schedule_name(strategy),
+        micro_batches=count,
+        trace=follow,
+        counts=axes.tensor_rank == 0,
+    )
+
+
+def tracer(job: Job, facts: ModelFacts, strategy: Strategy, seed: int) -> tuple[Blueprint, Callable[[Any], Flow]]:
+    """The unsplit model without weights, and what follows a batch through it in the strategy's precision."""
+    pristine = record(job.model, seed)
+    blocks = [pristine.model.get_submodule(name) for name in facts.blocks]
+    dtype = DTYPES[strategy.precision]
+    apply_precision(pristine.model, blocks, dtype, pure=strategy.pure, casts_itself=False)
+    traced = replace(job, loss=loss_under(strategy.precision, job))
+    names = [call.name for call in facts.calls]
+
+    def follow(batch: Any) -> Flow:
+        flow, reason = trace(traced, pristine, Watcher(names), batch)
+        if flow is None:
+            raise Refused(
+                f"The model could not be followed on fake tensors, so it cannot be cut into stages: {reason}."
+            )
+        return flow
+
+    return pristine, follow
+
+
+def nominal_batch(job: Job, strategy: Strategy) -> Any:
+    """A micro-batch of the usual size."""
+    count = count_micro_batches(strategy, job.global_batch)
+    with torch.random.fork_rng(devices=[]):
+        return make_batch(job, max(1, job.global_batch // strategy.data_ranks // count))
+
+
+def check_stages(job: Job, facts: ModelFacts, strategy: Strategy) -> Stages:
+    """Refuse, before any process starts, a model whose stages could not be fed."""
+    stages = cut_stages(facts, count_stages(strategy), job.stages)
+    _, follow = tracer(job, facts, strategy, seed=0)
+    find_crossings(follow(nominal_batch(job, strategy)), stages)
+    return stages

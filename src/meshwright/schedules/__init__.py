@@ -1,0 +1,35 @@
+"""Pipeline schedules as data: made, printed, read back and simulated with no process and no torch."""
+
+from __future__ import annotations
+
+from meshwright.schedules.action import Action, Kind, Slot
+from meshwright.schedules.completeness import check_complete
+from meshwright.schedules.demands import least_micro_batches, micro_batches_near, refuse
+from meshwright.schedules.errors import ScheduleError
+from meshwright.schedules.families import FAMILIES, Family
+from meshwright.schedules.in_flight import InFlight, count_in_flight
+from meshwright.schedules.make import make
+from meshwright.schedules.schedule import Placement, Schedule, Shape
+from meshwright.schedules.simulate import Simulation, Span, simulate
+
+__all__ = [
+    "FAMILIES",
+    "Action",
+    "Family",
+    "InFlight",
+    "Kind",
+    "Placement",
+    "Schedule",
+    "ScheduleError",
+    "Shape",
+    "Simulation",
+    "Slot",
+    "Span",
+    "check_complete",
+    "count_in_flight",
+    "least_micro_batches",
+    "make",
+    "micro_batches_near",
+    "refuse",
+    "simulate",
+]

@@ -1,0 +1,65 @@
+"""The schedules that Meshwright knows, as a table. Adding one is an order of its own and a row here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from meshwright.errors import UnknownTerm
+from meshwright.facts.grammar import nearest
+from meshwright.schedules import folded, looped, plain
+from meshwright.schedules.action import Slot
+from meshwright.schedules.schedule import Placement, Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Schedules of one name, whatever their size."""
+
+    order: Callable[[int, Shape], tuple[Slot, ...]]
+    """What a rank does, in order."""
+    virtual: int = 1
+    """Stages on each rank, where nobody asks for another number."""
+    virtual_free: bool = False
+    """Whether somebody may."""
+    placement: Placement = "loop"
+    allows: Callable[[int, int], bool] = lambda ranks, micro_batches: True
+    """Whether so many ranks can run so many micro-batches: what PyTorch's class of that schedule demands."""
+    demand: str = "at least 1"
+    """The same in words: the micro-batches that it needs."""
+
+
+def _even_rounds(ranks: int, micro_batches: int) -> bool:
+    return looped.round_size(ranks, micro_batches) is not None
+
+
+_ROUNDS = "a multiple of its rounds, which are the micro-batches // ranks"
+
+FAMILIES: dict[str, Family] = {
+    "layers": Family(order=plain.layers),
+    "gpipe": Family(order=plain.gpipe),
+    "1f1b": Family(
+        order=plain.one_f_one_b,
+        allows=lambda ranks, micro_batches: micro_batches >= ranks,
+        demand="at least as many as ranks",
+    ),
+    "interleaved": Family(order=looped.interleaved, virtual=2, virtual_free=True, allows=_even_rounds, demand=_ROUNDS),
+    "zb": Family(order=looped.zero_bubble, virtual_free=True, allows=_even_rounds, demand=_ROUNDS),
+    "zbv": Family(order=folded.zero_bubble_v, virtual=2, placement="v"),
+    "dualpipev": Family(
+        order=folded.dual_pipe_v,
+        virtual=2,
+        placement="v",
+        allows=lambda ranks, micro_batches: micro_batches >= 2 * ranks,
+        demand="at least as many as stages, which are two on each rank",
+    ),
+}
+
+
+def find_family(name: str) -> Family:
+    """The family of a name; an error with a guess where there is none."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    near = nearest(name, FAMILIES)
+    hint = f"; did you mean {near!r}?" if near else "."
+    raise UnknownTerm(f"Unknown schedule {name!r}{hint} Valid: {', '.join(FAMILIES)}.")

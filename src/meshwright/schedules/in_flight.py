@@ -1,0 +1,41 @@
+"""How many micro-batches a rank has to keep activations for. It follows from the order alone, whatever things cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.schedules.action import Action, Kind
+from meshwright.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFlight:
+    """The most micro-batches at one time whose forward pass has begun and whose backward pass has not ended."""
+
+    stages: tuple[int, ...]
+    """For each stage."""
+    ranks: tuple[int, ...]
+    """For each rank, over its stages together: a micro-batch that is in two stages counts twice."""
+
+
+def count_in_flight(schedule: Schedule, *, until: Kind) -> InFlight:
+    """Activations are let go by the backward pass for inputs or for weights, as `until` says: I or W. A B is both."""
+    orders = [schedule.actions_of(rank) for rank in range(schedule.ranks)]
+    by_stage = (
+        [action for action in orders[schedule.rank_of(stage)] if action.stage == stage]
+        for stage in range(schedule.stages)
+    )
+    return InFlight(
+        stages=tuple(_peak(actions, until) for actions in by_stage),
+        ranks=tuple(_peak(order, until) for order in orders),
+    )
+
+
+def _peak(actions: Sequence[Action], until: Kind) -> int:
+    peak = held = 0
+    for action in actions:
+        held += action.kind is Kind.FORWARD
+        peak = max(peak, held)
+        held -= any(part.kind is until for part in action.parts)
+    return peak

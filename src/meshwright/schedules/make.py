@@ -1,0 +1,49 @@
+"""A schedule of a name and a size: `make("1f1b", 4, 8)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.errors import Refused
+from meshwright.schedules.action import Slot
+from meshwright.schedules.demands import refuse
+from meshwright.schedules.families import Family, find_family
+from meshwright.schedules.flow import Flow, start_times
+from meshwright.schedules.schedule import Schedule, Shape
+
+
+def make(name: str, ranks: int, micro_batches: int, *, virtual: int | None = None) -> Schedule:
+    """The schedule that PyTorch's class of that name runs; `virtual` is the stages on each rank, 2 for interleaved."""
+    family = find_family(name)
+    if reason := refuse(name, ranks, micro_batches):
+        raise Refused(reason)
+    shape = Shape(ranks=ranks, virtual=_stages_per_rank(name, family, virtual), micro_batches=micro_batches)
+    return Schedule(
+        name=name,
+        ranks=shape.ranks,
+        virtual=shape.virtual,
+        micro_batches=shape.micro_batches,
+        placement=family.placement,
+        rows=lay_out([family.order(rank, shape) for rank in range(ranks)], shape.stages),
+    )
+
+
+def lay_out(orders: Sequence[Sequence[Slot]], stages: int) -> tuple[tuple[Slot, ...], ...]:
+    """Rows of one length with each slot at its earliest step, where every slot takes one step."""
+    flow = Flow(stages=stages, duration=lambda slot: 1.0, travel=lambda source, target: 0.0)
+    steps = [[int(start) for start in starts] for starts in start_times(orders, flow)]
+    length = 1 + max(row[-1] for row in steps)
+    return tuple(_spread(order, row, length) for order, row in zip(orders, steps, strict=True))
+
+
+def _spread(order: Sequence[Slot], steps: Sequence[int], length: int) -> tuple[Slot, ...]:
+    placed = dict(zip(steps, order, strict=True))
+    return tuple(placed.get(step, ()) for step in range(length))
+
+
+def _stages_per_rank(name: str, family: Family, virtual: int | None) -> int:
+    if virtual is None or virtual == family.virtual:
+        return family.virtual
+    if not family.virtual_free:
+        raise Refused(f"{name} was asked for virtual={virtual}, but has always {family.virtual}; leave it out.")
+    return virtual

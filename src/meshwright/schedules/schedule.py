@@ -1,0 +1,132 @@
+"""A pipeline schedule as a value: which rank does what, in which order. It prints as a grid, and the grid reads back.
+
+    1f1b ranks=2 virtual=1 micro_batches=2 placement=loop
+    rank 0  0F0 0F1 .   0B0 .   0B1
+    rank 1  .   1F0 1B0 1F1 1B1 .
+
+Time runs to the right, one column a step; a dot is an idle step; `0F4;3B1` is a pair that may overlap.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from meshwright.schedules.action import Action, Slot
+from meshwright.schedules.errors import ScheduleError
+
+Placement = Literal["loop", "v"]
+
+_IDLE = "."
+_PAIR = ";"
+_HEADER = re.compile(
+    r"(?P<name>\S+) ranks=(?P<ranks>\d+) virtual=(?P<virtual>\d+) micro_batches=(?P<micro_batches>\d+)"
+    r" placement=(?P<placement>\w+)",
+    re.ASCII,
+)
+_EXAMPLE = "1f1b ranks=4 virtual=1 micro_batches=8 placement=loop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How large a schedule is."""
+
+    ranks: int
+    """Pipeline ranks."""
+    virtual: int = 1
+    """Stages on each rank."""
+    micro_batches: int
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "virtual", "micro_batches"):
+            number = getattr(self, name)
+            if type(number) is not int or number < 1:
+                raise ScheduleError(f"{name} is {number!r}, and has to be a whole number of at least 1.")
+
+    @property
+    def stages(self) -> int:
+        """Stages on all ranks together."""
+        return self.ranks * self.virtual
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Shape):
+    """`parse(str(schedule)) == schedule`. Its rows are as long as each other."""
+
+    name: str
+    placement: Placement = "loop"
+    """How stages lie on ranks: "loop" starts each round at rank 0 again, "v" turns back at the last rank."""
+    rows: tuple[tuple[Slot, ...], ...]
+    """For each rank, what it does at each step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not re.fullmatch(r"\S+", self.name):
+            raise ScheduleError(f"A schedule's name is one word, and {self.name!r} is not.")
+        if self.placement not in get_args(Placement):
+            raise ScheduleError(f"A schedule's placement is loop or v, and not {self.placement!r}.")
+        if len(self.rows) != self.ranks:
+            raise ScheduleError(f"{self.name} has {self.ranks} ranks, but {len(self.rows)} rows; give each rank a row.")
+        if len({len(row) for row in self.rows}) > 1:
+            lengths = ", ".join(str(len(row)) for row in self.rows)
+            raise ScheduleError(f"{self.name} has rows of {lengths} steps; fill the shorter ones with idle steps.")
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Reads the grid that `str` prints."""
+        lines = [line for line in text.splitlines() if line.strip()]
+        header = _HEADER.fullmatch(lines[0].strip()) if lines else None
+        if header is None:
+            found = repr(lines[0]) if lines else "nothing"
+            raise ScheduleError(f"A schedule starts with a line such as {_EXAMPLE!r}, and this one with {found}.")
+        return cls(
+            name=header["name"],
+            ranks=int(header["ranks"]),
+            virtual=int(header["virtual"]),
+            micro_batches=int(header["micro_batches"]),
+            placement=header["placement"],  # type: ignore[arg-type]  # __post_init__ checks the word
+            rows=tuple(_read_row(rank, line) for rank, line in enumerate(lines[1:])),
+        )
+
+    def __str__(self) -> str:
+        sizes = f"ranks={self.ranks} virtual={self.virtual} micro_batches={self.micro_batches}"
+        return "\n".join([f"{self.name} {sizes} placement={self.placement}", *_grid(self.rows)])
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that a stage lies on."""
+        turn, place = divmod(stage, self.ranks)
+        return self.ranks - 1 - place if self.placement == "v" and turn % 2 else place
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that lie on a rank, first to last."""
+        return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
+
+    def actions_of(self, rank: int) -> tuple[Action, ...]:
+        """What a rank does, in order, without its idle steps."""
+        return tuple(action for slot in self.rows[rank] for action in slot)
+
+
+def _grid(rows: tuple[tuple[Slot, ...], ...]) -> Iterator[str]:
+    cells = [[_show_slot(slot) for slot in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    margin = len(f"rank {len(rows) - 1}")
+    for rank, row in enumerate(cells):
+        line = " ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield f"{f'rank {rank}':{margin}}  {line}".rstrip()
+
+
+def _show_slot(slot: Slot) -> str:
+    return _PAIR.join(map(str, slot)) or _IDLE
+
+
+def _read_row(rank: int, line: str) -> tuple[Slot, ...]:
+    words = line.split()
+    if words[:2] != ["rank", str(rank)]:
+        raise ScheduleError(f"A schedule's next row starts with 'rank {rank}', and this one is {line.strip()!r}.")
+    return tuple(_read_slot(cell) for cell in words[2:])
+
+
+def _read_slot(cell: str) -> Slot:
+    return () if cell == _IDLE else tuple(Action.parse(text) for text in cell.split(_PAIR))

@@ -1,0 +1,131 @@
+"""A schedule played through with no process: when each action runs, and how much of the ranks' time is idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from meshwright.schedules.action import Action, Kind, Slot
+from meshwright.schedules.completeness import check_complete
+from meshwright.schedules.errors import ScheduleError
+from meshwright.schedules.flow import Flow, start_times
+from meshwright.schedules.in_flight import InFlight, count_in_flight
+from meshwright.schedules.schedule import Schedule
+
+Cost = float | Sequence[float]
+"""Seconds, of every stage alike or of each stage by its number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One action in time."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What a schedule comes to at given costs."""
+
+    spans: tuple[tuple[Span, ...], ...]
+    """For each rank, its actions in order."""
+    total: float
+    """From the first action's start to the last one's end."""
+    busy: tuple[float, ...]
+    """For each rank, the time that it computes."""
+    until_input: InFlight
+    """Micro-batches in flight where the backward pass for inputs frees the activations."""
+    until_weight: InFlight
+    """The same where the backward pass for weights does. They differ only for schedules that split the two."""
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of all ranks' time."""
+        return 1 - sum(self.busy) / (len(self.busy) * self.total) if self.total else 0.0
+
+
+def simulate(
+    schedule: Schedule,
+    *,
+    forward: Cost = 1.0,
+    backward_input: Cost = 1.0,
+    backward_weight: Cost = 1.0,
+    send: float = 0.0,
+) -> Simulation:
+    """Plays a schedule through; a whole backward pass costs its two parts, and a pair its two actions.
+
+    `send` is the time that a result is under way from rank to rank; ranks compute meanwhile. Idle steps in the rows say
+    nothing here: a rank starts each action as soon as it can.
+    """
+    check_complete(schedule)
+    _check_seconds("send", send)
+    costs = _Costs(
+        forward=_by_stage("forward", forward, schedule.stages),
+        backward_input=_by_stage("backward_input", backward_input, schedule.stages),
+        backward_weight=_by_stage("backward_weight", backward_weight, schedule.stages),
+    )
+    spans = _play(schedule, costs, send)
+    return Simulation(
+        spans=spans,
+        total=max(row[-1].end for row in spans),
+        busy=tuple(sum(costs.seconds(span.action) for span in row) for row in spans),
+        until_input=count_in_flight(schedule, until=Kind.BACKWARD_INPUT),
+        until_weight=count_in_flight(schedule, until=Kind.BACKWARD_WEIGHT),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Costs:
+    """Seconds by stage."""
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+
+    def seconds(self, action: Action) -> float:
+        by_kind = {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD_INPUT: self.backward_input,
+            Kind.BACKWARD_WEIGHT: self.backward_weight,
+        }
+        return sum(by_kind[part.kind][part.stage] for part in action.parts)
+
+
+def _play(schedule: Schedule, costs: _Costs, send: float) -> tuple[tuple[Span, ...], ...]:
+    def duration(slot: Slot) -> float:
+        return sum(costs.seconds(action) for action in slot)
+
+    def travel(source: int, target: int) -> float:
+        return 0.0 if schedule.rank_of(source) == schedule.rank_of(target) else send
+
+    orders = [[slot for slot in row if slot] for row in schedule.rows]
+    starts = start_times(orders, Flow(stages=schedule.stages, duration=duration, travel=travel))
+    return tuple(
+        tuple(span for slot, start in zip(order, times, strict=True) for span in _spans(rank, slot, start, costs))
+        for rank, (order, times) in enumerate(zip(orders, starts, strict=True))
+    )
+
+
+def _spans(rank: int, slot: Slot, start: float, costs: _Costs) -> Iterator[Span]:
+    for action in slot:
+        end = start + costs.seconds(action)
+        yield Span(rank=rank, action=action, start=start, end=end)
+        start = end
+
+
+def _by_stage(name: str, cost: Cost, stages: int) -> tuple[float, ...]:
+    seconds = tuple(cost) if isinstance(cost, Sequence) else (cost,) * stages
+    if len(seconds) != stages:
+        raise ScheduleError(f"{name} has {len(seconds)} costs for {stages} stages; give one for each, or one number.")
+    for number in seconds:
+        _check_seconds(name, number)
+    return seconds
+
+
+def _check_seconds(name: str, seconds: float) -> None:
+    if not (isfinite(seconds) and seconds >= 0):
+        raise ScheduleError(f"{name} is {seconds!r}, and has to be a time of 0 or more.")

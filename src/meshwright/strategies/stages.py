@@ -1,0 +1,193 @@
+"""Where a model is cut into stages, what crosses each cut, and which parameters each stage holds. Nothing runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+from torch import nn
+
+from meshwright.describe.flow import Flow, Inside, Source, StrangeLeaf, TensorLeaf, Value
+from meshwright.errors import Refused
+from meshwright.facts.model import ModelFacts
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Consecutive calls for each stage."""
+
+    starts: tuple[int, ...]
+    """The first call of each stage; the first of them is 0."""
+    calls: int
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def calls_of(self, stage: int) -> range:
+        return range(self.starts[stage], (*self.starts, self.calls)[stage + 1])
+
+    def is_last(self, stage: int) -> bool:
+        return stage == len(self) - 1
+
+
+def cut_stages(facts: ModelFacts, count: int, hint: Sequence[str] | None = None) -> Stages:
+    """Cut at the borders of blocks, so that the dearest stage is as cheap as can be; or where the hint says."""
+    if not facts.calls:
+        raise Refused(
+            "The model's modules could not be followed on fake tensors, so it cannot be cut into stages"
+            f" ({facts.unseen or 'no module with parameters was called'}); use fsdp, or tp with Job(tensor_plan=...)."
+        )
+    if hint is not None:
+        return Stages(_hinted(facts, count, hint), len(facts.calls))
+    borders = _borders(facts, count)
+    if len(borders) < count - 1:
+        raise Refused(
+            f"{count} stages were asked for, but the model has {len(borders) + 1} blocks to put into them "
+            f"({_listed([facts.calls[i].name for i in (0, *borders)])}); use at most {len(borders) + 1} stages, "
+            "or name the first module of each stage in Job(stages=[...])."
+        )
+    costs = _costs(facts)
+
+    @cache
+    def best(start: int, stages: int) -> tuple[float, tuple[int, ...]]:
+        """The cost of the dearest of so many stages over the calls from `start` on, and where the later ones begin."""
+        if stages == 1:
+            return sum(costs[start:]), ()
+        options = []
+        for border in (b for b in borders if b > start):
+            dearest, later = best(border, stages - 1)
+            options.append((max(sum(costs[start:border]), dearest), (border, *later)))
+        return min(options, default=(float("inf"), ()))
+
+    return Stages((0, *best(0, count)[1]), len(facts.calls))
+
+
+def _borders(facts: ModelFacts, count: int) -> list[int]:
+    """Calls that a stage may begin with: blocks, or anything with parameters where too few modules repeat."""
+    blocks = [index for index, call in enumerate(facts.calls) if call.name in facts.blocks]
+    if len(facts.blocks) > 1:
+        return blocks[1:]
+    return list(range(1, len(facts.calls)))
+
+
+def _costs(facts: ModelFacts) -> list[float]:
+    """Of each call: its share of the computation and its share of the parameters, alike."""
+    sizes = {p.name: p.count * p.itemsize for p in facts.parameters}
+    held = [sum(sizes[name] for name in call.reads if name in sizes) for call in facts.calls]
+    computed, total = sum(call.flops for call in facts.calls) or 1.0, sum(held) or 1
+    return [call.flops / computed + size / total for call, size in zip(facts.calls, held, strict=True)]
+
+
+def _hinted(facts: ModelFacts, count: int, hint: Sequence[str]) -> tuple[int, ...]:
+    names = [call.name for call in facts.calls]
+    starts = []
+    for wanted in hint:
+        found = next((i for i, name in enumerate(names) if name == wanted or name.startswith(f"{wanted}.")), None)
+        if found is None:
+            raise Refused(f"Job(stages=...) names {wanted!r}, where no stage can begin; these can: {_listed(names)}.")
+        starts.append(found)
+    if starts and starts[0] != 0:
+        starts.insert(0, 0)
+    if len(starts) != count or any(a >= b for a, b in pairwise(starts)):
+        raise Refused(
+            f"Job(stages=...) must name the first modules of {count} stages in the order of their calls, "
+            f"but it names {_listed(list(hint))}."
+        )
+    return tuple(starts)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+@dataclass(frozen=True)
+class Crossings:
+    """What a flow sends over each cut, and what each stage reads."""
+
+    values: tuple[tuple[Value, ...], ...]
+    """Over the cut before each stage; nothing before the first."""
+    parameters: tuple[frozenset[str], ...]
+    """Read by each stage: in its calls and in the glue that feeds them."""
+
+
+def find_crossings(flow: Flow, stages: Stages) -> Crossings:
+    """What must be sent along so that every stage can run its calls. Refused by name where that cannot be."""
+    needs = [_needs(flow, stages, stage) for stage in range(len(stages))]
+    for stage, sources in enumerate(needs):
+        _refuse_insides(flow, stages, stage, sources)
+    values = [_crossing(needs[stage:], stages.starts[stage]) for stage in range(len(stages))]
+    _refuse_hollow(flow, stages)
+    for value in {value for crossing in values for value in crossing}:
+        _refuse_value(flow, value)
+    read = [
+        frozenset(s for s in sources if isinstance(s, str)).union(
+            *(flow.calls[c].reads for c in stages.calls_of(stage))
+        )
+        for stage, sources in enumerate(needs)
+    ]
+    return Crossings(tuple(values), tuple(read))
+
+
+def _needs(flow: Flow, stages: Stages, stage: int) -> frozenset[Source]:
+    sources = frozenset[Source]().union(*(flow.calls[call].needs for call in stages.calls_of(stage)))
+    return sources | flow.needs if stages.is_last(stage) else sources
+
+
+def _crossing(later: list[frozenset[Source]], start: int) -> tuple[Value, ...]:
+    needed = {source for sources in later for source in sources if isinstance(source, Value)}
+    return tuple(sorted((v for v in needed if v.call < start), key=lambda v: (v.call, v.leaf)))
+
+
+def _refuse_insides(flow: Flow, stages: Stages, stage: int, sources: frozenset[Source]) -> None:
+    own = stages.calls_of(stage)
+    for source in sources:
+        if isinstance(source, Inside) and source.call not in own:
+            reader = next((flow.calls[c].name for c in own if source in flow.calls[c].needs), "the loss")
+            raise Refused(
+                f"{reader} reads a tensor that {flow.calls[source.call].name} keeps to itself (in a cache, say) instead "
+                "of returning it, so the two cannot lie on two stages; switch the cache off or give Job(stages=...)."
+            )
+
+
+def _refuse_hollow(flow: Flow, stages: Stages) -> None:
+    """Calls before the last stage are stood in for on a later one."""
+    for call in flow.calls[: stages.starts[-1]]:
+        strange = next((leaf.kind for leaf in call.leaves if isinstance(leaf, StrangeLeaf)), None)
+        if strange:
+            raise Refused(
+                f"{call.name} returns a {strange}, which cannot be made up on stages where it does not run; "
+                "return tensors, or give Job(stages=...) other borders."
+            )
+        if call.mutates:
+            raise Refused(
+                f"{call.name} changes its input in place, which other stages would miss; return a new tensor."
+            )
+
+
+def _refuse_value(flow: Flow, value: Value) -> None:
+    leaf, name = flow.calls[value.call].leaves[value.leaf], flow.calls[value.call].name
+    if not isinstance(leaf, TensorLeaf) or not leaf.dtype.is_floating_point:
+        kind = leaf.dtype if isinstance(leaf, TensorLeaf) else type(leaf).__name__
+        raise Refused(f"Output {value.leaf} of {name} ({kind}) would cross a cut; only floating tensors can be sent.")
+
+
+def held_parameters(model: nn.Module, flow: Flow, stages: Stages, crossings: Crossings) -> list[frozenset[str]]:
+    """Names (first of each tied group) that each stage holds: what it reads, and what nobody reads where it lies."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    held = [set(names) for names in crossings.parameters]
+    everywhere = set().union(*held)
+    for stage, unread in _unread(model, flow, stages, first):
+        if unread not in everywhere:
+            held[stage].add(unread)
+            everywhere.add(unread)
+    held[0] |= set(first.values()) - everywhere
+    return [frozenset(names) for names in held]
+
+
+def _unread(model: nn.Module, flow: Flow, stages: Stages, first: dict[int, str]) -> Iterator[tuple[int, str]]:
+    for stage in range(len(stages)):
+        for call in stages.calls_of(stage):
+            module = model.get_submodule(flow.calls[call].name)
+            yield from ((stage, first[id(parameter)]) for parameter in module.parameters())

@@ -27,9 +27,9 @@ MODEL: list[dict[str, Any]] = [
     {},
     {"tp": 2},
     {"op": 4},
-    {"tp": 2, "op": 2},
+    {"tp": 2, "layers": 2},
     {"layers": 3},
-    *({"pp": 4, "schedule": schedule} for schedule in ("gpipe", "1f1b", "interleaved", "zb", "zbv")),
+    *({"pp": 4, "schedule": schedule} for schedule in ("gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev")),
     {"tp": 2, "pp": 2},
 ]
 PRECISION: list[dict[str, Any]] = [{}, {"precision": "bf16"}, {"precision": "fp16", "pure": True}, {"precision": "fp8"}]
@@ -101,15 +101,12 @@ def test_canonical_text(text: str, canonical: str) -> None:
 
 
 def test_parse_sets_the_fields() -> None:
-    strategy = Strategy.parse(
-        "hsdp=2x4,tp=2,op=3,pp=5:zb,bf16:pure,ac=full,offload=params,mb=7,compile,engine=deepspeed"
-    )
+    strategy = Strategy.parse("hsdp=2x4,tp=2,pp=5:zb,bf16:pure,ac=full,offload=params,mb=7,compile,engine=deepspeed")
     assert strategy == Strategy(
         data="hsdp",
         data_size=8,
         hsdp_replicas=2,
         tp=2,
-        op=3,
         pp=5,
         schedule="zb",
         precision="bf16",
@@ -154,7 +151,7 @@ def test_a_schedule_comes_and_goes_with_the_stages() -> None:
         ("single=2", ["'single=2'", "takes no value"]),
         ("ddp:grad-op", ["'ddp:grad-op'", "takes no suffix"]),
         ("fsdp:full-shard", ["'fsdp:full-shard'", "grad-op, no-shard", "fsdp alone shards everything"]),
-        ("pp=2:gpip", ["'gpip'", "did you mean 'gpipe'?", "1f1b, interleaved, zb, zbv"]),
+        ("pp=2:gpip", ["'gpip'", "did you mean 'gpipe'?", "1f1b, interleaved, zb, zbv, dualpipev"]),
         ("pp:zb", ["'pp:zb'", "pp=4:1f1b"]),
         ("bf16:pur", ["'pur'", "did you mean 'pure'?"]),
         ("bf16=2", ["'bf16=2'", "takes no value"]),
@@ -186,6 +183,7 @@ def test_unknown_terms(text: str, parts: list[str]) -> None:
         ("ac=full,ac=none", "'ac=full'", "'ac=none'"),
         ("single,tp=2", "'single'", "'tp=2'"),
         ("dp,op=2", "'dp'", "'op=2'"),
+        ("tp=2,op=2", "'tp=2'", "'op=2'"),
         ("single,pp=2", "'single'", "'pp=2'"),
         ("dp,layers=2", "'dp'", "'layers=2'"),
         ("pp=2,layers=3", "'pp=2'", "'layers=3'"),
@@ -237,7 +235,7 @@ def test_a_strategy_built_in_python_is_checked_too(fields: dict[str, Any], part:
         ("fsdp=4,tp=2", 8, "fsdp=4,tp=2"),
         ("tp=2", 4, "ddp=2,tp=2"),
         ("tp=4", 4, "tp=4"),
-        ("tp=2,pp=2,op=2", 16, "ddp=2,tp=2,op=2,pp=2:1f1b"),
+        ("op=2,pp=2", 8, "ddp=2,op=2,pp=2:1f1b"),
         ("bf16", 4, "ddp=4,bf16"),
         ("bf16", 1, "single,bf16"),
         ("fp32", 1, "single"),
@@ -265,7 +263,7 @@ def test_resolve(text: str, ranks: int, resolved: str) -> None:
         ("tp=3", 4, "tp=3 needs a multiple of 3 ranks, but 4 were given; tp=2 or tp=4 would fit."),
         ("tp=4", 6, "tp=3, tp=2 or tp=6 would fit."),
         ("pp=4", 1, "pp=4:1f1b needs a multiple of 4 ranks, but 1 was given; pp=1 would fit."),
-        ("tp=3,op=3", 4, "give it a multiple of 9 ranks, or change more than one size."),
+        ("tp=3,layers=3", 4, "give it a multiple of 9 ranks, or change more than one size."),
         ("single", 4, "single runs on 1 rank, but 4 were given; ddp is the simplest strategy for 4."),
         ("ddp", 0, "at least 1"),
         ("auto,bf16", 4, "let the planner choose"),

@@ -88,8 +88,8 @@ class Hollow:
             expected = passage.flow.calls[index].name if index < len(passage.flow.calls) else "nothing"
             if expected != name:
                 raise JobError(
-                    f"The model calls {name} where it called {expected} before; a pipeline needs a model that calls its "
-                    "modules in the same order for every batch."
+                    f"The model calls {name} where it called {expected} before; a pipeline needs a model that calls "
+                    "its modules in the same order for every batch."
                 )
             if index in self._own:
                 output = forward(*args, **kwargs)

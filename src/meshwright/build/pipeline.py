@@ -1,6 +1,6 @@
 """A pipeline of stages over ranks, on the runtime of `torch.distributed.pipelining`.
 
-Every stage is the user's whole model with all but its own calls hollow (`hollow.py`), so nothing is traced or rewritten.
+Every stage is the user's whole model with all but its own calls hollow (`hollow.py`), so nothing of it is rewritten.
 PyTorch runs the schedule: receives, forwards, backwards, sends. All micro-batches of one round have the same shapes;
 what does not divide follows in a second round of single samples.
 """

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.build.build import apply_precision
 from meshwright.build.precision import loss_under
+from meshwright.build.staging import check_stages
 from meshwright.describe.blueprint import record
 from meshwright.describe.model import observe
 from meshwright.errors import JobError, Refused, one_line
@@ -18,6 +19,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.engine import DTYPES
+from meshwright.strategies.pipeline import is_pipelined
 
 
 class OneDtype(TorchDispatchMode):
@@ -32,6 +34,13 @@ class OneDtype(TorchDispatchMode):
                 names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
                 raise TypeError(f"{names} meet in a product ({func.overloadpacket.__name__})")
         return func(*args, **(kwargs or {}))
+
+
+def rehearse(job: Job, facts: ModelFacts, strategy: Strategy) -> None:
+    """Refuse what shows only when the model runs. Takes a resolved strategy."""
+    check_precision(job, facts, strategy)
+    if is_pipelined(strategy):
+        check_stages(job, facts, strategy)
 
 
 def check_precision(job: Job, facts: ModelFacts, strategy: Strategy) -> None:

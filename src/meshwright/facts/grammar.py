@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DataKind = Literal["single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 Variant = Literal["", "grad-op", "no-shard"]
-Schedule = Literal["", "gpipe", "1f1b", "interleaved", "zb", "zbv"]
+Schedule = Literal["", "gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["", "optimizer", "params", "nvme"]

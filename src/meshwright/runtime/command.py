@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.build.check import check
-from meshwright.build.rehearsal import check_precision
+from meshwright.build.rehearsal import rehearse
 from meshwright.describe.jobfile import load_job
 from meshwright.describe.model import describe
 from meshwright.errors import BadInput, MeshwrightError, RankFailed, Refused
@@ -33,8 +33,8 @@ def train_command(
     rest["device"] = choose_device(_known_device(rest["device"]))
     count = _count_ranks(ranks, default=parsed.data_size or 1)
     loaded, facts = _look(job)
-    check(_with_norm(loaded, rest["max_norm"]), facts, parsed, _place(rest["device"], count))
-    check_precision(loaded, facts, parsed)
+    resolved = check(_with_norm(loaded, rest["max_norm"]), facts, parsed, _place(rest["device"], count))
+    rehearse(loaded, facts, resolved)
     if parsed.data == "dp":
         strategy = str(replace(parsed, data_size=count))
     loaded.dataset()
@@ -72,8 +72,7 @@ def verify_command(
         parsed = Strategy.parse(name)
         if parsed.data == "dp":
             raise Refused("dp runs in one process and verify among ranks; verify ddp, which trains alike.")
-        check(loaded, facts, parsed, place)
-        check_precision(loaded, facts, parsed)
+        rehearse(loaded, facts, check(loaded, facts, parsed, place))
     request = {
         **{"verb": "verify", "job": job, "strategies": names, "steps": steps, "seed": seed, "device": chosen},
         **{"facts": facts.to_json()},

@@ -43,10 +43,10 @@ def cut_stages(facts: ModelFacts, count: int, hint: Sequence[str] | None = None)
         return Stages(_hinted(facts, count, hint), len(facts.calls))
     borders = _borders(facts, count)
     if len(borders) < count - 1:
+        known = _listed(list(facts.blocks) or [call.name for call in facts.calls])
         raise Refused(
-            f"{count} stages were asked for, but the model has {len(borders) + 1} blocks to put into them "
-            f"({_listed([facts.calls[i].name for i in (0, *borders)])}); use at most {len(borders) + 1} stages, "
-            "or name the first module of each stage in Job(stages=[...])."
+            f"{count} stages were asked for, but the model has {len(borders) + 1} blocks to put into them ({known}); "
+            f"use at most {len(borders) + 1} stages, or name the first module of each stage in Job(stages=[...])."
         )
     costs = _costs(facts)
 
@@ -121,18 +121,17 @@ def find_crossings(flow: Flow, stages: Stages) -> Crossings:
     _refuse_hollow(flow, stages)
     for value in {value for crossing in values for value in crossing}:
         _refuse_value(flow, value)
-    read = [
-        frozenset(s for s in sources if isinstance(s, str)).union(
-            *(flow.calls[c].reads for c in stages.calls_of(stage))
-        )
-        for stage, sources in enumerate(needs)
-    ]
-    return Crossings(tuple(values), tuple(read))
+    return Crossings(tuple(values), tuple(_reads(flow, stages, stage) for stage in range(len(stages))))
 
 
 def _needs(flow: Flow, stages: Stages, stage: int) -> frozenset[Source]:
     sources = frozenset[Source]().union(*(flow.calls[call].needs for call in stages.calls_of(stage)))
     return sources | flow.needs if stages.is_last(stage) else sources
+
+
+def _reads(flow: Flow, stages: Stages, stage: int) -> frozenset[str]:
+    glue = frozenset(source for source in _needs(flow, stages, stage) if isinstance(source, str))
+    return glue.union(*(flow.calls[call].reads for call in stages.calls_of(stage)))
 
 
 def _crossing(later: list[frozenset[Source]], start: int) -> tuple[Value, ...]:
@@ -146,8 +145,9 @@ def _refuse_insides(flow: Flow, stages: Stages, stage: int, sources: frozenset[S
         if isinstance(source, Inside) and source.call not in own:
             reader = next((flow.calls[c].name for c in own if source in flow.calls[c].needs), "the loss")
             raise Refused(
-                f"{reader} reads a tensor that {flow.calls[source.call].name} keeps to itself (in a cache, say) instead "
-                "of returning it, so the two cannot lie on two stages; switch the cache off or give Job(stages=...)."
+                f"{reader} reads a tensor that {flow.calls[source.call].name} keeps to itself (in a cache, say) "
+                "instead of returning it, so they cannot lie on two stages; switch it off, or give Job(stages=...) "
+                "other borders."
             )
 
 

@@ -99,7 +99,8 @@ class Assembly(Engine):
 
     @torch.no_grad()
     def norm(self) -> torch.Tensor:
-        whole, cut = [], []
+        whole: list[torch.Tensor] = []
+        cut: list[torch.Tensor] = []
         for engine, stage in zip(self.engines, self.holders.own if self.holders else [0], strict=True):
             for name, parameter in engine.parameters().named():
                 if parameter.grad is not None and (self.holders is None or self.holders.owner(name) == stage):

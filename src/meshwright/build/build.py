@@ -24,7 +24,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.strategies import Engine, Setting, data_strategy
 from meshwright.strategies.cuts import Cuts
 from meshwright.strategies.operator import plan_operators, split_operators
-from meshwright.strategies.tensor import split_tensors, tensor_region
+from meshwright.strategies.tensor import split_tensors, tensor_region, to_plain
 
 
 def lay_out(
@@ -74,6 +74,13 @@ def model_region(strategy: Strategy, axes: Axes) -> Callable[[], AbstractContext
     if strategy.tp == 1 or axes.tensor is None:
         return nullcontext
     return partial(tensor_region, axes.tensor)
+
+
+def plainly(strategy: Strategy, axes: Axes) -> Callable[[Any], Any]:
+    """What makes plain tensors of those that tensor parallelism divides."""
+    if strategy.tp == 1 or axes.tensor is None:
+        return lambda tree: tree
+    return partial(to_plain, mesh=axes.tensor)
 
 
 def _cut(model: nn.Module, facts: ModelFacts, strategy: Strategy, axes: Axes) -> Cuts:

@@ -14,7 +14,6 @@ from meshwright.describe.model import call_model
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.strategies import Engine
-from meshwright.strategies.tensor import to_plain
 
 Loss = Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
 
@@ -22,7 +21,8 @@ Loss = Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
 class Passes(Protocol):
     """How a strategy gets through a batch. Both return this rank's sum and weight of the loss."""
 
-    engine: Engine
+    @property
+    def engine(self) -> Engine: ...
 
     def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
         """Leave the gradients of `factor` times the summed loss, of this rank's share of it."""
@@ -39,15 +39,17 @@ class Losses:
     loss: Loss
     weight_per_sample: float | None
     """Where it follows from shapes; then it is checked instead of added up."""
+    plain: Callable[[Any], Any] = lambda tree: tree
+    """From what the model's axes made of a tensor to one that autograd and a send understand."""
 
     def of_output(self, output: Any, piece: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss as a number to differentiate, and its (sum, weight). A stand-in counts nothing."""
         total, weight = self.loss(output, piece.data)
-        total = to_plain(total)
+        total = self.plain(total)
         counts = 1.0 if piece.span.length else 0.0
         expected = self.weight_per_sample
         if expected is None:
-            value = torch.as_tensor(to_plain(weight), dtype=torch.float32, device=total.device) * counts
+            value = torch.as_tensor(self.plain(weight), dtype=torch.float32, device=total.device) * counts
             return total * counts, torch.stack([total.detach().float() * counts, value])
         if piece.span.length and not isclose(float(weight), expected * piece.span.length, rel_tol=1e-9):
             raise JobError(

@@ -27,7 +27,6 @@ from meshwright.describe.model import call_model
 from meshwright.errors import JobError
 from meshwright.strategies.engine import Engine
 from meshwright.strategies.stages import Crossings, Stages, find_crossings
-from meshwright.strategies.tensor import to_plain
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -195,7 +194,7 @@ class PipelinePasses:
                 self._totals += sums
                 return loss * self._factor
 
-            return to_plain(stage.hollow.run(self._route.flow, self._route.crossings, args, whole))
+            return self._losses.plain(stage.hollow.run(self._route.flow, self._route.crossings, args, whole))
 
         return run
 

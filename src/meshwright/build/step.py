@@ -13,7 +13,7 @@ import torch.distributed as dist
 from meshwright.build.assembly import Assembly
 from meshwright.build.axes import lay_axes
 from meshwright.build.batch import Batch, count_samples, part
-from meshwright.build.build import lay_out, model_region
+from meshwright.build.build import lay_out, model_region, plainly
 from meshwright.build.host import HostCopies
 from meshwright.build.passes import Dropout, Losses, Passes, PlainPasses
 from meshwright.build.precision import LossScale, loss_under
@@ -99,7 +99,7 @@ class Trainer:
     def _lay_passes(self) -> Passes:
         job, facts, strategy, world, axes = self.job, self.facts, self.strategy, self.world, self.axes
         loss = loss_under(strategy.precision, job, compiled=strategy.compile)
-        losses = Losses(job=job, loss=loss, weight_per_sample=facts.weight_per_sample)
+        losses = Losses(job=job, loss=loss, weight_per_sample=facts.weight_per_sample, plain=plainly(strategy, axes))
         dropout = Dropout(run_seed=self.seed, device=world.device)
         if axes.pipeline is not None:
             return lay_pipeline(job, facts, strategy, axes, world, losses, dropout, seed=self.seed)

@@ -152,7 +152,8 @@ class Watcher(TorchDispatchMode):
         return Flow(calls=tuple(self.calls), needs=self.sources(total))
 
     def sources(self, tensor: torch.Tensor) -> frozenset[Source]:
-        return self._sources.get(tensor, frozenset())
+        found: frozenset[Source] = self._sources.get(tensor, frozenset())
+        return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -13,6 +13,7 @@ from torch import nn
 from meshwright.build.axes import Axes
 from meshwright.build.batchnorm import synchronise_batch_norms
 from meshwright.build.hollow import Hollow
+from meshwright.build.placement import Devices, Follow, compute_in_place, place_parameters
 from meshwright.build.precision import batch_norm_in_fp32, cast_borders, cast_parameters
 from meshwright.build.recompute import recompute_blocks
 from meshwright.build.world import World
@@ -23,7 +24,9 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies import Engine, Setting, data_strategy
 from meshwright.strategies.cuts import Cuts
+from meshwright.strategies.engine import DTYPES
 from meshwright.strategies.operator import plan_operators, split_operators
+from meshwright.strategies.stages import Stages
 from meshwright.strategies.tensor import split_tensors, tensor_region, to_plain
 
 
@@ -67,6 +70,32 @@ def lay_out(
     if hollow is not None and flow is not None:
         hollow.watch_calls(flow)
     return technique.apply(model, setting), cuts
+
+
+def lay_on_devices(
+    blueprint: Blueprint, facts: ModelFacts, strategy: Strategy, stages: Stages, devices: Devices
+) -> Engine:
+    """`layers=N` in one process: each stage's calls and parameters on a device of their own."""
+    model = blueprint.model
+    blocks = [model.get_submodule(name) for name in facts.blocks]
+    places = place_parameters(model, facts, stages, devices)
+    apply_precision(model, blocks, DTYPES[strategy.precision], pure=strategy.pure, casts_itself=False)
+    if strategy.recompute != "none":
+        recompute_blocks(blocks or [model], strategy.recompute)
+    compute_in_place(model, facts, stages, devices)
+    blueprint.fill(places)
+    return PlacedEngine(model, devices)
+
+
+class PlacedEngine(Engine):
+    """One process whose model lies on several devices."""
+
+    def __init__(self, model: nn.Module, devices: Devices) -> None:
+        super().__init__(model)
+        self._devices = devices
+
+    def region(self) -> AbstractContextManager[Any]:
+        return Follow(self._devices)
 
 
 def model_region(strategy: Strategy, axes: Axes) -> Callable[[], AbstractContextManager[Any]]:

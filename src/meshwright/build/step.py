@@ -13,9 +13,10 @@ import torch.distributed as dist
 from meshwright.build.assembly import Assembly
 from meshwright.build.axes import lay_axes
 from meshwright.build.batch import Batch, count_samples, part
-from meshwright.build.build import lay_out, model_region, plainly
+from meshwright.build.build import lay_on_devices, lay_out, model_region, plainly
 from meshwright.build.host import HostCopies
 from meshwright.build.passes import Dropout, Losses, Passes, PlainPasses
+from meshwright.build.placement import Devices, devices_for
 from meshwright.build.precision import LossScale, loss_under
 from meshwright.build.staging import lay_pipeline
 from meshwright.build.world import World
@@ -25,6 +26,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.norm import scale_
+from meshwright.strategies.stages import cut_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +84,19 @@ class StepResult:
 class Trainer:
     """A job laid out under a strategy, with its optimizer: everything that a step needs."""
 
-    def __init__(self, job: Job, facts: ModelFacts, strategy: Strategy, world: World, *, seed: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        facts: ModelFacts,
+        strategy: Strategy,
+        world: World,
+        *,
+        seed: int,
+        devices: Devices | None = None,
+    ) -> None:
+        """`devices` are those of `layers=N` in one process; None takes the GPUs, and the CPU after them."""
         self.job, self.facts, self.strategy, self.world, self.seed = job, facts, strategy, world, seed
+        self.devices = devices
         self.axes = lay_axes(strategy, world)
         self.passes = self._lay_passes()
         self.engine = self.passes.engine
@@ -104,6 +117,11 @@ class Trainer:
         if axes.pipeline is not None:
             return lay_pipeline(job, facts, strategy, axes, world, losses, dropout, seed=self.seed)
         blueprint = record(job.model, self.seed)
+        if strategy.layers > 1:
+            stages = cut_stages(facts, strategy.layers, job.stages)
+            devices = self.devices or devices_for(strategy.layers, world.device)
+            engine = lay_on_devices(blueprint, facts, strategy, stages, devices)
+            return PlainPasses(engine, losses, dropout, counts=True)
         engine, cuts = lay_out(blueprint, facts, strategy, axes, world)
         if axes.tensor is not None:
             engine = Assembly([engine], axes, cuts=cuts, region=model_region(strategy, axes))

@@ -34,13 +34,20 @@ class Blueprint:
     attributes: dict[tuple[str, str], Any] = field(default_factory=dict)
     """Plain attributes with recorded tensors in them, by (module, attribute); slots stand for the tensors."""
 
-    def fill(self, device: torch.device, part: Callable[[str, torch.Tensor], torch.Tensor] | None = None) -> str:
+    def fill(
+        self,
+        device: torch.device | dict[str, torch.device],
+        part: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    ) -> str:
         """Give every parameter and buffer memory on `device` and its initial value; returns a digest of the values.
 
-        `part(name, value)` is what the model holds of a value, where that is not all. A parameter that was taken out
-        of the model (a stage of a pipeline holds only some) is passed over.
+        `device` may be one for each name. `part(name, value)` is what the model holds of a value, where that is not
+        all. A parameter that was taken out of the model (a stage of a pipeline holds only some) is passed over.
         """
-        _allocate(self.model, device)
+        if isinstance(device, dict):
+            _allocate_each(self.model, device)
+        else:
+            _allocate(self.model, device)
         targets = dict(_tensors(self.model))
         waiting: dict[int, list[str]] = defaultdict(list)
         for name, slot in self.slots.items():
@@ -142,6 +149,18 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
         model.to_empty(device=device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _allocate_each(model: nn.Module, devices: dict[str, torch.device]) -> None:
+    """Each tensor on the device of its name, of a tied one's first."""
+    done: set[int] = set()
+    for name, tensor in _tensors(model):
+        if id(tensor) in done:
+            continue
+        done.add(id(tensor))
+        empty = torch.empty_like(tensor, device=devices[name])
+        new = nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        torch.utils.swap_tensors(tensor, new)
 
 
 @torch.no_grad()

@@ -26,12 +26,12 @@ def global_square(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
     Each rank sums the squares of what it holds; a sum travels only over the axes on which its gradients are cut.
     """
-    groups: dict[tuple[DeviceMesh | None, tuple[Any, ...]], list[torch.Tensor]] = {}
+    groups: dict[tuple[torch.device, DeviceMesh | None, tuple[Any, ...]], list[torch.Tensor]] = {}
     for gradient in gradients:
-        placed = isinstance(gradient, DTensor) and (gradient.device_mesh, gradient.placements)
-        groups.setdefault(placed or (None, ()), []).append(local(gradient))
-    squares = [_reduce(_squares(tensors), *key) for key, tensors in groups.items()]
-    return torch.stack(squares).sum() if squares else torch.zeros(())
+        placed = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None, ())
+        groups.setdefault((gradient.device, *placed), []).append(local(gradient))
+    squares = [_reduce(_squares(tensors), *key[1:]) for key, tensors in groups.items()]
+    return torch.stack([square.to(squares[0].device) for square in squares]).sum() if squares else torch.zeros(())
 
 
 def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -50,11 +50,11 @@ def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
 @torch.no_grad()
 def scale_(gradients: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply gradients in place, wherever they lie."""
-    tensors = [local(gradient) for gradient in gradients]
-    if tensors and torch.is_tensor(factor):
-        factor = factor.to(tensors[0].device)  # gradients of parameters in host memory are there, too
-    if tensors:
-        torch._foreach_mul_(tensors, factor)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(local(gradient))
+    for device, tensors in by_device.items():
+        torch._foreach_mul_(tensors, factor.to(device) if torch.is_tensor(factor) else factor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

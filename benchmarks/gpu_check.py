@@ -40,7 +40,8 @@ from meshwright.build.step import Trainer
 from meshwright.build.world import pretend
 from meshwright.describe.blueprint import record
 from meshwright.describe.jobfile import load_job
-from meshwright.describe.model import call_loss, call_model, describe
+from meshwright.describe.model import describe
+from meshwright.describe.observe import call_loss, call_model
 from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_of
 from meshwright.runtime.verify import seeded_batch

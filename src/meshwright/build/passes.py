@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from meshwright.build.batch import Batch, MicroBatch, micro_batches
-from meshwright.describe.model import call_model
+from meshwright.describe.observe import call_model
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.strategies import Engine

@@ -23,7 +23,7 @@ from meshwright.build.forward import wrap_forward
 from meshwright.build.hollow import Hollow
 from meshwright.build.passes import Dropout, Losses
 from meshwright.describe.flow import Flow, TensorLeaf
-from meshwright.describe.model import call_model
+from meshwright.describe.observe import call_model
 from meshwright.errors import JobError
 from meshwright.strategies.engine import Engine
 from meshwright.strategies.stages import Crossings, Stages, find_crossings

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from meshwright.build.forward import Around, wrap_forward
-from meshwright.describe.model import call_loss
+from meshwright.describe.observe import call_loss
 from meshwright.facts.job import Job
 
 

@@ -13,7 +13,7 @@ from meshwright.build.build import apply_precision
 from meshwright.build.precision import loss_under
 from meshwright.build.staging import check_stages
 from meshwright.describe.blueprint import record
-from meshwright.describe.model import observe
+from meshwright.describe.observe import observe
 from meshwright.errors import JobError, Refused, one_line
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts

@@ -19,7 +19,7 @@ from meshwright.build.precision import loss_under
 from meshwright.build.world import World
 from meshwright.describe.blueprint import Blueprint, record
 from meshwright.describe.flow import Flow, Watcher
-from meshwright.describe.model import make_batch, trace
+from meshwright.describe.observe import make_batch, trace
 from meshwright.errors import Refused
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts

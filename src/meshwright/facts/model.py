@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
+from meshwright.facts.tensor import TensorPlan
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterFacts:
@@ -54,6 +56,10 @@ class ModelFacts:
     """Modules whose output depends on which samples share a batch."""
     weight_per_sample: float | None = None
     """The loss's weight of one sample where it follows from shapes; None where it depends on the data."""
+    tensor_plan: TensorPlan | None = None
+    """How tensor parallelism would divide it; None where no step could be seen."""
+    drops: bool = False
+    """Whether a training step draws random numbers, as dropout does."""
     unseen: str = ""
     """Why a step on fake tensors could not be run; empty if it was."""
 
@@ -75,5 +81,7 @@ class ModelFacts:
             for p in document["parameters"]
         )
         calls = tuple(CallFacts(**{**call, "reads": tuple(call["reads"])}) for call in document.get("calls", ()))
+        plan = document.get("tensor_plan")
+        tensor_plan = TensorPlan.from_json(plan) if plan else None
         lists = {key: tuple(document[key]) for key in ("blocks", "batch_norms")}
-        return cls(**{**document, "parameters": parameters, "calls": calls, **lists})
+        return cls(**{**document, "parameters": parameters, "calls": calls, "tensor_plan": tensor_plan, **lists})

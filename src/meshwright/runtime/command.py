@@ -18,7 +18,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.environment import launched
 from meshwright.runtime.launch import launch
-from meshwright.runtime.place import choose_device, place_for
+from meshwright.runtime.place import choose_device, place_for, place_of_layers
 from meshwright.runtime.record import prepare_output, require_tensorboard
 from meshwright.runtime.worker import run_train, run_verify
 
@@ -31,9 +31,11 @@ def train_command(
     """Train; returns the summary, or None on a rank that has nothing to print."""
     parsed = Strategy.parse(strategy)
     rest["device"] = choose_device(_known_device(rest["device"]))
-    count = _count_ranks(ranks, default=parsed.data_size or 1)
+    count = _count_ranks(ranks, default=_fewest_ranks(parsed, rest["device"]))
     loaded, facts = _look(job)
-    resolved = check(_with_norm(loaded, rest["max_norm"]), facts, parsed, _place(rest["device"], count))
+    in_one = count == 1 and parsed.layers > 1
+    place_checked = place_of_layers(rest["device"], parsed) if in_one else _place(rest["device"], count)
+    resolved = check(_with_norm(loaded, rest["max_norm"]), facts, parsed, place_checked)
     rehearse(loaded, facts, resolved)
     if parsed.data == "dp":
         strategy = str(replace(parsed, data_size=count))
@@ -108,14 +110,16 @@ def _document(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _fitting(job: Job, facts: ModelFacts, place: Any) -> list[str]:
-    """Every data strategy that this job and these ranks can take."""
+    """Every data strategy that this job and these ranks can take, and the plainest of the others."""
     names = [*DEFAULT_STRATEGIES]
     if place.ranks % 2 == 0 and place.ranks > 2:
         names.append(f"hsdp=2x{place.ranks // 2}")
+    if place.ranks % 2 == 0:
+        names += ["tp=2", "pp=2:1f1b"]
     found = []
     for name in names:
         try:
-            check(job, facts, Strategy.parse(name), place)
+            rehearse(job, facts, check(job, facts, Strategy.parse(name), place))
             found.append(name)
         except Refused as reason:
             print(f"left out: {name}: {reason}", file=sys.stderr)
@@ -141,6 +145,13 @@ def _count_ranks(asked: int | None, *, default: int) -> int:
     if asked is not None and asked != place.ranks:
         raise BadInput(f"--ranks {asked} was asked for, but the launcher started {place.ranks} ranks; leave it out.")
     return place.ranks
+
+
+def _fewest_ranks(strategy: Strategy, device: str) -> int:
+    """As many as the strategy's sizes ask for; layers over GPUs run in one process where nobody asks for ranks."""
+    if strategy.layers == strategy.model_ranks > 1 and strategy.data is None and device == "cuda":
+        return 1
+    return strategy.model_ranks * (strategy.data_size or 1)
 
 
 def _place(device: str, ranks: int) -> Any:

@@ -59,6 +59,8 @@ class Verdict:
     first_difference: str | None
     """The first parameter that differs, then the first loss and the first gradient norm that do."""
     bounds: dict[str, float]
+    note: str | None = None
+    """What the verdict does not speak of."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON knows no infinity: a number that is none is null."""

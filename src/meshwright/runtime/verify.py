@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -20,7 +21,7 @@ from meshwright.build.batch import micro_steps
 from meshwright.build.check import check
 from meshwright.build.step import Trainer
 from meshwright.build.world import World
-from meshwright.describe.model import make_batch
+from meshwright.describe.observe import make_batch
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
@@ -30,6 +31,9 @@ from meshwright.strategies.pipeline import is_pipelined
 
 LOSS_SCALE = 2.0**8
 """fp16's, held low: at the usual 2**16 one process overflows where the smaller parts of its ranks do not, and skips."""
+DROPOUT = (
+    "dropout was off; in training this strategy draws other masks than one process: equal in distribution, not in bits"
+)
 Plant = Callable[[Trainer], None]
 """Spoils a trainer on purpose; tests use it to see that a defect is found."""
 
@@ -55,6 +59,8 @@ def verify(
             references[str(reference)] = runs[0], runs[1:]
         trace = run_steps(job, facts, resolved, world, steps=steps, seed=seed, plant=plant)
         verdict = judge(text, reference, trace, *references[str(reference)]) if world.is_main else None
+        if verdict is not None and facts.drops and resolved.model_ranks > 1:
+            verdict = replace(verdict, note=DROPOUT)
         yield world.gather(verdict)[0]
 
 

@@ -5,8 +5,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshwright.strategies.norm import global_norm, local, scale_
 from meshwright.build.world import pretend
+from meshwright.strategies.norm import global_norm, local, scale_
 from minimal import CPU
 
 

@@ -62,6 +62,7 @@ class Assembly(Engine):
         self.gradient_scale = engines[0].gradient_scale
         self._pristine, self._region = pristine, region
         self._groups = self._meet() if holders else {}
+        self._whole, self._cut = self._count_once()
 
     def _meet(self) -> dict[str, dist.ProcessGroup | None]:
         """For each shared parameter, the ranks that hold it; None if this rank alone does, or does not."""
@@ -98,14 +99,9 @@ class Assembly(Engine):
         return NamedParameters(pair for engine in self.engines for pair in engine.parameters().named())
 
     @torch.no_grad()
-    def norm(self) -> torch.Tensor:
-        whole: list[torch.Tensor] = []
-        cut: list[torch.Tensor] = []
-        for engine, stage in zip(self.engines, self.holders.own if self.holders else [0], strict=True):
-            for name, parameter in engine.parameters().named():
-                if parameter.grad is not None and (self.holders is None or self.holders.owner(name) == stage):
-                    (cut if name in self.cuts else whole).append(parameter.grad)
-        device = next(self.model.parameters()).device
+    def norm(self, own: NamedParameters) -> torch.Tensor:
+        device = own[0].device
+        whole, cut = ([p.grad for p in kind if p.grad is not None] for kind in (self._whole, self._cut))
         square = global_square(cut).to(device)
         if self.axes.tensor is not None:
             dist.all_reduce(square, group=self.axes.tensor.get_group())
@@ -113,6 +109,16 @@ class Assembly(Engine):
         if self.axes.pipeline is not None:
             dist.all_reduce(square, group=self.axes.pipeline.get_group())
         return square.sqrt()
+
+    def _count_once(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Parameters whose squares this rank adds to the norm, whole ones and cut ones; shared ones count at one stage."""
+        whole: list[nn.Parameter] = []
+        cut: list[nn.Parameter] = []
+        for engine, stage in zip(self.engines, self.holders.own if self.holders else [0], strict=True):
+            for name, parameter in engine.parameters().named():
+                if self.holders is None or self.holders.owner(name) == stage:
+                    (cut if name in self.cuts else whole).append(parameter)
+        return whole, cut
 
     def updated(self) -> None:
         for engine in self.engines:
@@ -147,9 +153,7 @@ class Assembly(Engine):
             if id(tensor) in first:
                 owners[name] = holders.owner(first[id(tensor)])
             elif isinstance(tensor, torch.Tensor):
-                # A buffer is read off where its module's parameters are.
-                beside = pristine.get_submodule(name.rpartition(".")[0]).parameters()
-                owners[name] = next((holders.owner(first[id(p)]) for p in beside), 0)
+                owners[name] = next((holders.owner(first[id(p)]) for p in _beside(pristine, name)), 0)
         return owners
 
     def _from(self, stage: int, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -166,11 +170,9 @@ class Assembly(Engine):
                     yield name, tensor
             return
         like = self._pristine.state_dict(keep_vars=True)
-        lowest = next(iter(self.parameters())).dtype  # of all masters: what `pure` made of them
         for name in names:
-            is_master = isinstance(like[name], nn.Parameter) and like[name].is_floating_point()
-            dtype = lowest if is_master else like[name].dtype
-            tensor = torch.empty(like[name].shape, dtype=dtype, device=device)
+            # `pure` has made of the unsplit model's parameters what it makes of the masters.
+            tensor = torch.empty(like[name].shape, dtype=like[name].dtype, device=device)
             dist.broadcast(tensor, group_src=source, group=group)
             yield name, tensor
 
@@ -195,3 +197,10 @@ class Assembly(Engine):
         for gradient in gradients:
             if gradient is not total:
                 gradient.copy_(total)
+
+
+def _beside(model: nn.Module, name: str) -> Iterator[nn.Parameter]:
+    """Parameters that lie nearest to a buffer: of its own module, else of the modules around it, inner ones first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield from model.get_submodule(name).parameters()

@@ -121,8 +121,11 @@ def rounds(batch: Batch, ranks: int, count: int) -> list[list[MicroBatch]]:
     """What a pipeline takes: `count` micro-batches of one size, and where that does not divide as many single samples.
 
     The sizes follow from the global batch alone, so all data ranks take the same rounds; one that has no sample left
-    for a place in the second round runs a stand-in.
+    for a place in the second round runs a stand-in. A single micro-batch is all that the rank has, in one round: so
+    BatchNorm sees what it sees under a data strategy.
     """
+    if count == 1:
+        return [list(micro_batches(batch))]
     of_samples = batch.of_samples or find_leaves_of_samples(batch.data)
     first, own = batch.spans[0].first, batch.spans[0].length
     size = batch.samples // ranks // count

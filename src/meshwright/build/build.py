@@ -25,7 +25,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.strategies import Engine, Setting, data_strategy
 from meshwright.strategies.cuts import Cuts
 from meshwright.strategies.engine import DTYPES
-from meshwright.strategies.operator import plan_operators, split_operators
+from meshwright.strategies.operator import OperatorPlan, plan_operators, split_operators
 from meshwright.strategies.stages import Stages
 from meshwright.strategies.tensor import split_tensors, tensor_region, to_plain
 
@@ -39,14 +39,17 @@ def lay_out(
     *,
     hollow: Hollow | None = None,
     flow: Flow | None = None,
+    operators: OperatorPlan | None = None,
 ) -> tuple[Engine, Cuts]:
     """Apply a resolved strategy to a model, or to a stage of one (which has given up what it does not hold).
+
+    `operators` is the unsplit model's plan for an operator axis: a stage alone would be planned otherwise.
 
     Tensor or operator axis, BatchNorm and precision, recompute, compile, the stage's calls, data axis.
     """
     technique = data_strategy(strategy)
     model = blueprint.model
-    cuts = _cut(model, facts, strategy, axes)
+    cuts = _cut(model, facts, strategy, axes, operators)
     setting = Setting(
         strategy=strategy,
         facts=facts,
@@ -112,11 +115,12 @@ def plainly(strategy: Strategy, axes: Axes) -> Callable[[Any], Any]:
     return partial(to_plain, mesh=axes.tensor)
 
 
-def _cut(model: nn.Module, facts: ModelFacts, strategy: Strategy, axes: Axes) -> Cuts:
+def _cut(model: nn.Module, facts: ModelFacts, strategy: Strategy, axes: Axes, operators: OperatorPlan | None) -> Cuts:
     if axes.tensor is None:
         return {}
     if strategy.op > 1:
-        return split_operators(model, plan_operators(model, strategy.op), axes.tensor)
+        plan = operators or plan_operators(model, strategy.op, frozenset(facts.read_elsewhere))
+        return split_operators(model, plan, axes.tensor)
     assert facts.tensor_plan is not None
     return split_tensors(model, facts.tensor_plan, axes.tensor, facts.blocks)
 

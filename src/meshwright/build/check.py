@@ -71,7 +71,7 @@ def _refuse_model_axes(job: Job, facts: ModelFacts, strategy: Strategy) -> str |
         if reason := facts.tensor_plan.refuse(strategy.tp):
             return reason
     if strategy.op > 1:
-        plan_operators(record(job.model, seed=0).model, strategy.op)
+        plan_operators(record(job.model, seed=0).model, strategy.op, frozenset(facts.read_elsewhere))
     if is_pipelined(strategy):
         cut_stages(facts, count_stages(strategy), job.stages)
         return refuse_pipeline(strategy, facts, job.global_batch)

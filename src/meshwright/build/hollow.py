@@ -70,14 +70,9 @@ class Hollow:
         try:
             return forward()
         except Left:
-            leaving = crossings.values[self.stage + 1]
-            return tuple(self._to_send(passage.values[value], value) for value in leaving)
+            return tuple(passage.values[value] for value in crossings.values[self.stage + 1])
         finally:
             self._passage = None
-
-    def _to_send(self, tensor: torch.Tensor, value: Value) -> torch.Tensor:
-        # What only passes through needs a node of its own in the graph: it is an input of the stage as well.
-        return tensor.contiguous() if value.call in self._own else tensor.view_as(tensor)
 
     def _around(self, name: str) -> Around:
         def call(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

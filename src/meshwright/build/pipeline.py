@@ -22,6 +22,7 @@ from meshwright.build.batch import Batch, MicroBatch, rounds
 from meshwright.build.forward import wrap_forward
 from meshwright.build.hollow import Hollow
 from meshwright.build.passes import Dropout, Losses
+from meshwright.build.torch_stage import Event, make_stage
 from meshwright.describe.flow import Flow, TensorLeaf
 from meshwright.describe.observe import call_model
 from meshwright.errors import JobError
@@ -71,11 +72,14 @@ class PipelinePasses:
         micro_batches: int,
         trace: Callable[[Any], Flow],
         counts: bool,
+        fake: bool = False,
     ) -> None:
         self.engine, self._own, self._stages = engine, own, stages
         self._losses, self._dropout, self._trace = losses, dropout, trace
         self._schedule, self._micro_batches = schedule, micro_batches
-        self._counts = 1.0 if counts else 0.0
+        self._counts, self._fake = 1.0 if counts else 0.0, fake
+        self.events: list[Event] = []
+        """When this rank computed in the last step."""
         self._routes: dict[Any, Route] = {}
         self._schedules: dict[Any, Any] = {}
         self._pieces: Sequence[MicroBatch] = ()
@@ -88,6 +92,7 @@ class PipelinePasses:
 
     def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
         self._factor, self._step = factor, step
+        self.events.clear()
         self._totals = torch.zeros(2, device=self._dropout.device, dtype=torch.float32)
         with self.engine.accumulating(last=False):
             for pieces in rounds(batch, self.engine.axes.data_ranks, self._micro_batches):
@@ -151,14 +156,16 @@ class PipelinePasses:
         leaving: tuple[torch.Tensor, ...] = (torch.empty((), device="meta", requires_grad=True),)
         if not self._stages.is_last(stage.index):
             leaving = self._examples(stage.index + 1)
-        return pipelining.PipelineStage(
-            stage.engine.module,  # type: ignore[arg-type]  # a module, but for DataParallel's and DDP's wrappers
+        return make_stage(
+            stage.engine.module,
             stage.index,
             len(self._stages),
             self._dropout.device,
             input_args=self._examples(stage.index),
             output_args=leaving,
             group=self.engine.axes.pipeline.get_group(),
+            fake=self._fake,
+            events=self.events,
         )
 
     def _examples(self, stage: int) -> tuple[torch.Tensor, ...]:
@@ -194,7 +201,10 @@ class PipelinePasses:
                 self._totals += sums
                 return loss * self._factor
 
-            return self._losses.plain(stage.hollow.run(self._route.flow, self._route.crossings, args, whole))
+            output = self._losses.plain(stage.hollow.run(self._route.flow, self._route.crossings, args, whole))
+            if self._stages.is_last(stage.index):
+                return output
+            return tuple(_Leaving.apply(tensor.contiguous()) for tensor in output)
 
         return run
 
@@ -220,6 +230,22 @@ class PipelinePasses:
         for tensor in output:
             dist.send(tensor.contiguous(), group_dst=ranks[stage.index + 1], group=group)
         return ()
+
+
+class _Leaving(torch.autograd.Function):
+    """Gives a tensor that is sent a node of its own in the graph, without a copy.
+
+    What only passes through is an input of the stage as well. And PyTorch detaches in place what a stage gave, once its
+    inputs have their gradients: that fails on a view, and would freeze a parameter.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
 
 
 def _shapes(data: Any) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.cuts import Cuts
 from meshwright.strategies.engine import DTYPES
+from meshwright.strategies.operator import plan_operators
 from meshwright.strategies.pipeline import count_micro_batches, count_stages, pipeline_ranks, schedule_name
 from meshwright.strategies.stages import Stages, cut_stages, find_crossings, held_parameters
 
@@ -57,9 +58,12 @@ def lay_pipeline(
     own = []
     for index in holders.own:
         blueprint = record(job.model, seed)
+        operators = None
+        if strategy.op > 1:
+            operators = plan_operators(blueprint.model, strategy.op, frozenset(facts.read_elsewhere))
         hollow = Hollow(blueprint.model, stages, index, world.device)
         hollow.give_up(held[index], DTYPES[strategy.precision])
-        engine, cut = lay_out(blueprint, facts, strategy, axes, world, hollow=hollow, flow=flow)
+        engine, cut = lay_out(blueprint, facts, strategy, axes, world, hollow=hollow, flow=flow, operators=operators)
         cuts |= cut
         own.append(OwnStage(index, hollow, engine))
     assembly = Assembly(
@@ -80,6 +84,7 @@ def lay_pipeline(
         micro_batches=count,
         trace=follow,
         counts=axes.tensor_rank == 0,
+        fake=world.fake,
     )
 
 

@@ -24,6 +24,7 @@ from meshwright.describe.blueprint import record
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
+from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.norm import scale_
 from meshwright.strategies.stages import cut_stages
@@ -103,7 +104,7 @@ class Trainer:
         self.engine.model.train()
         self._own = self.engine.parameters()
         self.host = HostCopies(self._own) if strategy.offload == "optimizer" else None
-        self.optimizer = job.optimizer(self.host.parameters if self.host else self._own)
+        self.optimizer = job.optimizer((self.host.parameters if self.host else self._own) or _nothing_to_update())
         self.schedule = job.schedule(self.optimizer) if job.schedule else None
         self.loss_scale = LossScale() if strategy.precision == "fp16" else None
         self.steps = 0
@@ -168,7 +169,7 @@ class Trainer:
         if self._pending is None:
             raise JobError("update() was called without a forward_backward(batch) before it.")
         (totals, samples), self._pending = self._pending, None
-        norm = self.engine.norm() * self._scale_down()
+        norm = self.engine.norm(self._own) * self._scale_down()
         finite = self._scale_down_and_clip(norm)
         if self.loss_scale:
             self.loss_scale.after(finite)
@@ -239,3 +240,8 @@ class Trainer:
         if self.schedule is not None:
             self.schedule.step()
         self.engine.updated()
+
+
+def _nothing_to_update() -> NamedParameters:
+    """For a rank whose stages are frozen: optimizers refuse an empty list, and schedules want an optimizer."""
+    return NamedParameters([("", torch.nn.Parameter(torch.empty(0)))])

@@ -6,17 +6,18 @@ import sys
 
 import typer
 
-from meshwright.cli import train, verify
+from meshwright.cli import layout, train, verify
 from meshwright.cli.outcome import main_with_exit_codes
 
 app = typer.Typer(
     name="meshwright",
-    help="One job, one loop, every parallel strategy: verify that they train alike, then train.",
+    help="One job, one loop, every parallel strategy: see how it lies, verify that it trains alike, then train.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+app.command("layout", epilog=layout.NOTES)(layout.layout)
 app.command("train", epilog=train.NOTES)(train.train)
 app.command("verify", epilog=verify.NOTES)(verify.verify)
 

@@ -8,8 +8,7 @@ import traceback
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 
 from meshwright.errors import MeshwrightError, RankFailed
 
@@ -28,12 +27,12 @@ def main_with_exit_codes(app: typer.Typer) -> int:
     return 0
 
 
-def print_result(document: Any, table: Table, *, as_json: bool) -> None:
-    """The one document on stdout, or a table for people."""
+def print_result(document: Any, page: RenderableType, *, as_json: bool) -> None:
+    """The one document on stdout, or a page for people."""
     if as_json:
         print(json.dumps(document, indent=2))
     else:
-        Console().print(table)
+        Console().print(page)
 
 
 def _tell(error: MeshwrightError) -> int:

@@ -30,7 +30,10 @@ def find_blocks(
 
 
 def _repeating(model: nn.Module) -> list[str]:
-    """Children of one parent that are of one class and have inner structure, outermost first."""
+    """Children of one parent that are of one class and have inner structure, outermost first.
+
+    One that shares a parameter with the outside is looked into: an encoder and a decoder over one embedding, say.
+    """
     found: list[str] = []
     seen: set[int] = set()
 
@@ -41,7 +44,8 @@ def _repeating(model: nn.Module) -> list[str]:
                 continue
             seen.add(id(child))
             path = f"{prefix}{name}"
-            if kinds[type(child)] > 1 and not isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+            repeats = kinds[type(child)] > 1 and not isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+            if repeats and not _shares_outside(model, child):
                 found.append(path)
             else:
                 visit(child, f"{path}.")

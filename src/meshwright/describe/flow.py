@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,8 @@ class Call:
     """Of its forward pass."""
     mutates: bool = False
     """Whether it changes one of its inputs in place."""
+    changed: bool = False
+    """Whether one of its outputs is changed in place later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +130,8 @@ class Watcher(TorchDispatchMode):
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._open: _Open | None = None
         self._versions: list[int] = []
+        self._returned: list[list[tuple[Any, int]]] = []
+        """What each call returned, with its version then."""
         self.calls: list[Call] = []
 
     @contextmanager
@@ -149,7 +153,9 @@ class Watcher(TorchDispatchMode):
 
     def flow(self, total: torch.Tensor) -> Flow:
         """All that was seen, with the loss that came of it."""
-        return Flow(calls=tuple(self.calls), needs=self.sources(total))
+        changed = [any(_version(leaf) != version for leaf, version in leaves) for leaves in self._returned]
+        calls = (replace(call, changed=yes) for call, yes in zip(self.calls, changed, strict=True))
+        return Flow(calls=tuple(calls), needs=self.sources(total))
 
     def sources(self, tensor: torch.Tensor) -> frozenset[Source]:
         found: frozenset[Source] = self._sources.get(tensor, frozenset())
@@ -160,6 +166,8 @@ class Watcher(TorchDispatchMode):
         sources = self._union((args, kwargs))
         if self._open is not None:
             self._open.reads |= {source for source in sources if isinstance(source, str)}
+            # Also what no argument handed over: a call may find a tensor on an object that it shares with others.
+            self._open.needs |= {s for s in sources if not isinstance(s, str) and s != Inside(self._open.index)}
             self._open.flops += _flops(func, args, kwargs or {}, result)
             sources |= {Inside(self._open.index)}
         for leaf in tree_leaves(result):
@@ -193,9 +201,13 @@ class Watcher(TorchDispatchMode):
             leaves, tree = tree_flatten(output)
             places = {id(leaf): place for place, leaf in enumerate(inputs) if not isinstance(leaf, CONSTANTS)}
             described = tuple(_describe(leaf, places) for leaf in leaves)
+            made: dict[int, set[Source]] = {}  # a tensor that is returned in two places is read in either
             for number, (leaf, kind) in enumerate(zip(leaves, described, strict=True)):
                 if isinstance(kind, TensorLeaf):
-                    self._sources[leaf] = frozenset({Value(done.index, number)})
+                    made.setdefault(id(leaf), set()).add(Value(done.index, number))
+                    self._sources[leaf] = frozenset(made[id(leaf)])
+            returned = [leaf for leaf, kind in zip(leaves, described, strict=True) if isinstance(kind, TensorLeaf)]
+            self._returned.append([(leaf, _version(leaf)) for leaf in returned])
             self.calls.append(
                 Call(
                     name=name,

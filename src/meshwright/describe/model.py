@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from meshwright.describe.blocks import find_blocks
-from meshwright.describe.blueprint import record
-from meshwright.describe.flow import DropoutWatcher, Flow
+from meshwright.describe.blueprint import Blueprint, record
+from meshwright.describe.flow import DropoutWatcher, Flow, Watcher
 from meshwright.describe.observe import Observed, observe, trace
 from meshwright.describe.tensor import find_tensor_plan
 from meshwright.describe.units import find_units
@@ -36,6 +36,7 @@ def describe(job: Job) -> ModelFacts:
         batch_norms=batch_norm_names(model),
         weight_per_sample=observed.weight_per_sample if observed else None,
         tensor_plan=find_tensor_plan(job, blueprint, blocks) if observed else None,
+        read_elsewhere=read_elsewhere(job, blueprint) if observed else (),
         drops=watcher.drops,
         unseen=unseen,
     )
@@ -43,6 +44,23 @@ def describe(job: Job) -> ModelFacts:
 
 def call_facts(flow: Flow) -> tuple[CallFacts, ...]:
     return tuple(CallFacts(name=c.name, flops=c.flops, reads=tuple(sorted(c.reads))) for c in flow.calls)
+
+
+def read_elsewhere(job: Job, blueprint: Blueprint) -> tuple[str, ...]:
+    """Names of parameters that the model reads outside of the modules that hold them."""
+    owners = [name for name, module in blueprint.model.named_modules() if any(True for _ in module.parameters(False))]
+    flow, _ = trace(job, blueprint, Watcher([name for name in owners if name]))
+    if flow is None:
+        return ()
+    found = {source for sources in (flow.needs, *(call.needs for call in flow.calls)) for source in sources}
+    names = {source for source in found if isinstance(source, str)}
+    tied: dict[int, list[str]] = {}
+    for name, parameter in blueprint.model.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), []).append(name)
+    aliases = {group[0]: group for group in tied.values()}
+    for call in flow.calls:
+        names |= {n for n in call.reads if not any(alias.startswith(f"{call.name}.") for alias in aliases[n])}
+    return tuple(sorted(alias for name in names for alias in aliases[name]))
 
 
 def batch_norm_names(model: nn.Module) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from meshwright.describe.blueprint import Blueprint
 from meshwright.describe.flow import Call, Flow, TensorLeaf, Value, Watcher
-from meshwright.describe.model import trace
+from meshwright.describe.observe import trace
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.tensor import ROLES, TensorPlan, TensorRow
@@ -37,6 +37,8 @@ _WORDS = {
     "replicated": "whole",
     **{role: role for role in ROLES},
 }
+
+NEVER_CALLED = "never called by itself"
 
 aten = torch.ops.aten
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default}
@@ -112,8 +114,8 @@ def _from_model(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, 
 
 def _plans(model: nn.Module) -> Iterator[tuple[str, dict[str, str]]]:
     for name, module in model.named_modules():
-        plan = getattr(module, "_tp_plan", None)
-        if isinstance(plan, dict):
+        plans = getattr(getattr(module, "config", None), "base_model_tp_plan", None), getattr(module, "_tp_plan", None)
+        for plan in (plan for plan in plans if isinstance(plan, dict)):
             yield name, {str(key): value for key, value in plan.items() if isinstance(value, str)}
 
 
@@ -130,7 +132,7 @@ class _Outputs:
         self.pieces: dict[str, int] = {}
 
     def look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        if (func in _VIEWS or func in _SPLITS) and isinstance(args[0], torch.Tensor):
+        if (func in _VIEWS or func in _SPLITS) and args[0].dim() > 0:
             name = self._origin(args[0])
             if name is not None and is_linear(self._layers[name]):
                 self._note(name, args[0], result)
@@ -165,7 +167,7 @@ def _factors(x: torch.Tensor, result: torch.Tensor) -> tuple[int, ...]:
     for count in range(2, result.dim() + 1):
         tail = tuple(result.shape[-count:])
         if prod(tail) == x.shape[-1]:
-            return tail if tail[-1] != x.shape[-1] else ()
+            return tail if tail[-1] != x.shape[-1] or result.dim() > x.dim() else ()
     return ()
 
 
@@ -186,6 +188,24 @@ class _Finder:
     role: dict[str, str] = field(default_factory=dict)
     reason: dict[str, str] = field(default_factory=dict)
     feeds: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self._names = {
+            layer: [names[id(p)] for p in module._parameters.values() if p is not None]
+            for layer, module in self.layers.items()
+        }
+        """The model's own names of each layer's parameters; a tied one has the first of its names."""
+        self._readers: dict[str, set[str]] = {}
+        """The modules that read each parameter, in them or in the code before them; "" for the loss."""
+        for call in self.flow.calls if self.flow else ():
+            self._note_readers(call.name, call.reads | call.needs)
+        self._note_readers("", self.flow.needs if self.flow else frozenset())
+
+    def _note_readers(self, reader: str, sources: frozenset[Any]) -> None:
+        for source in sources:
+            if isinstance(source, str):
+                self._readers.setdefault(source, set()).add(reader)
 
     def rows(self, unseen: str) -> Iterator[TensorRow]:
         self.role |= {name: role for name, (role, _) in self.given.items()}
@@ -217,22 +237,11 @@ class _Finder:
         if self.flow is None:
             return ""
         if not any(call.name == name for call in self.flow.calls):
-            return "never called by itself"
-        names = self._names_of(module)
-        for parameter in names:
-            for reader in self.flow.readers(parameter):
-                caller = self.flow.calls[reader].name if reader < len(self.flow.calls) else ""
-                if caller not in self.layers or not self._holds(caller, parameter):
-                    return f"{parameter} is also read outside of it"
+            return NEVER_CALLED
+        for parameter in self._names[name]:
+            if any(parameter not in self._names.get(reader, ()) for reader in self._readers.get(parameter, ())):
+                return f"{parameter} is also read outside of it"
         return ""
-
-    def _names_of(self, module: nn.Module) -> list[str]:
-        """The model's own names of a module's parameters; a tied one has the first of its names."""
-        own = {id(p) for p in module._parameters.values() if p is not None}
-        return [name for name, parameter in self.model.named_parameters() if id(parameter) in own]
-
-    def _holds(self, layer: str, parameter: str) -> bool:
-        return parameter in self._names_of(self.layers[layer])
 
     def _divide_vocabulary(self) -> None:
         """The token embedding and a head of its width, whose output the loss needs."""
@@ -304,7 +313,7 @@ class _Finder:
         return all(p.dim() < 2 for p in self.model.get_submodule(name).parameters())
 
     def _block(self, name: str) -> str:
-        return next((block for block in self.blocks if name == block or name.startswith(f"{block}.")), "")
+        return next((block for block in self.blocks if name.startswith(f"{block}.")), "")
 
     def _agree_on_tied(self) -> None:
         """Layers that share a weight are divided alike, or none of them is."""
@@ -312,7 +321,8 @@ class _Finder:
         for name, module in self.layers.items():
             names.setdefault(id(module.weight), []).append(name)
         for tied in names.values():
-            roles = {self.role.get(name, "whole") for name in tied}
+            roles = {self.role.get(name, "whole") for name in tied if self.reason.get(name) != NEVER_CALLED}
+            self.role |= {name: role for name in tied for role in roles if self.reason.get(name) == NEVER_CALLED}
             if len(tied) > 1 and len(roles) > 1:
                 for name in tied:
                     others = ", ".join(other for other in tied if other != name)

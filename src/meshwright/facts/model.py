@@ -58,6 +58,8 @@ class ModelFacts:
     """The loss's weight of one sample where it follows from shapes; None where it depends on the data."""
     tensor_plan: TensorPlan | None = None
     """How tensor parallelism would divide it; None where no step could be seen."""
+    read_elsewhere: tuple[str, ...] = ()
+    """Parameters that are read outside of the module that holds them, as a tied weight in a function call is."""
     drops: bool = False
     """Whether a training step draws random numbers, as dropout does."""
     unseen: str = ""
@@ -83,5 +85,5 @@ class ModelFacts:
         calls = tuple(CallFacts(**{**call, "reads": tuple(call["reads"])}) for call in document.get("calls", ()))
         plan = document.get("tensor_plan")
         tensor_plan = TensorPlan.from_json(plan) if plan else None
-        lists = {key: tuple(document[key]) for key in ("blocks", "batch_norms")}
+        lists = {key: tuple(document[key]) for key in ("blocks", "batch_norms", "read_elsewhere")}
         return cls(**{**document, "parameters": parameters, "calls": calls, "tensor_plan": tensor_plan, **lists})

@@ -43,7 +43,8 @@ def verdict_table(results: Sequence[dict[str, Any]]) -> Table:
             _number(result["param_max_abs"]),
             result["first_difference"] or "",
         )
-    table.caption = "largest differences: loss and gradient norm relative, parameters absolute"
+    notes = dict.fromkeys(result["note"] for result in results if result.get("note"))
+    table.caption = "\n".join(("largest differences: loss and gradient norm relative, parameters absolute", *notes))
     return table
 
 

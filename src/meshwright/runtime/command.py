@@ -18,6 +18,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.environment import launched
 from meshwright.runtime.launch import launch
+from meshwright.runtime.layout import lay_out_on_paper
 from meshwright.runtime.place import choose_device, place_for, place_of_layers
 from meshwright.runtime.record import prepare_output, require_tensorboard
 from meshwright.runtime.worker import run_train, run_verify
@@ -85,6 +86,13 @@ def verify_command(
             results = run_verify(request)
         return _document(results) if place_given.rank == 0 else None
     return _document(_verify_all(request, count))
+
+
+def layout_command(*, job: str, strategy: str, ranks: int | None) -> dict[str, Any]:
+    """How a strategy would lie, on as few ranks as it needs where no number is given."""
+    parsed = Strategy.parse(strategy)
+    loaded, facts = _look(job)
+    return lay_out_on_paper(loaded, facts, parsed, ranks or parsed.model_ranks * (parsed.data_size or 1))
 
 
 def _verify_all(request: dict[str, Any], ranks: int) -> list[dict[str, Any]]:

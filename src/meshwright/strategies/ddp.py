@@ -40,14 +40,16 @@ class SummedAfterwardsEngine(Engine):
     gradients without the hooks that DDP listens to.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, unused: frozenset[str]) -> None:
         super().__init__(model)
-        self._group = mesh.get_group()
+        self._group, self._unused = mesh.get_group(), unused
 
     @torch.no_grad()
     def finish(self) -> None:
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter in self.parameters():
+        for name, parameter in self.parameters().named():
+            if name in self._unused and parameter.grad is None:  # an optimizer would decay what has a gradient of zeros
+                continue
             if parameter.grad is None:  # it must take part: another rank may have a gradient for it
                 parameter.grad = torch.zeros_like(parameter)
             by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
@@ -84,7 +86,7 @@ class Ddp(DataStrategy):
             return Engine(model)
         assert setting.mesh is not None
         if setting.pipelined:
-            return SummedAfterwardsEngine(model, setting.mesh)
+            return SummedAfterwardsEngine(model, setting.mesh, setting.unused)
         module = DistributedDataParallel(
             model,
             device_ids=[setting.device] if setting.device.type == "cuda" else None,

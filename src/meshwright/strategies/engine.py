@@ -81,9 +81,12 @@ class Engine:
     def finish(self) -> None:
         """After the last backward: wait until every gradient is the whole batch's."""
 
-    def norm(self) -> torch.Tensor:
-        """The 2-norm of all gradients as one process would see them; the same number on every rank."""
-        return global_norm([p.grad for p in self.parameters() if p.grad is not None])
+    def norm(self, own: NamedParameters) -> torch.Tensor:
+        """The 2-norm of all gradients as one process would see them; the same number on every rank.
+
+        `own` is what `parameters()` gave: finding them takes a walk over the model, which a step need not take again.
+        """
+        return global_norm([p.grad for p in own if p.grad is not None])
 
     def parameters(self) -> NamedParameters:
         """What this rank's optimizer updates."""

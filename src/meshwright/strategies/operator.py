@@ -119,6 +119,8 @@ def split_operators(model: nn.Module, plan: OperatorPlan, mesh: DeviceMesh) -> C
             cut = Cut(dim=dim, mesh=mesh, pieces=pieces)
             owner_path, _, name = path.rpartition(".")
             owner = module.get_submodule(owner_path)
+            if owner._parameters.get(name) is None:  # another stage of a pipeline holds it
+                continue
             cuts |= {known: cut for known in names[id(owner._parameters[name])]}
             narrow(owner, name, cut, narrowed)
         _swap_forward(module, way.forward, mesh, classes)

@@ -164,6 +164,11 @@ def _refuse_hollow(flow: Flow, stages: Stages) -> None:
             raise Refused(
                 f"{call.name} changes its input in place, which other stages would miss; return a new tensor."
             )
+        if call.changed:
+            raise Refused(
+                f"The model changes what {call.name} returned in place, which only one stage would see; "
+                "write x = x + y where it says x += y."
+            )
 
 
 def _refuse_value(flow: Flow, value: Value) -> None:

@@ -1,0 +1,25 @@
+"""The ResNet of resnet.py with GroupNorm in BatchNorm's place: no sample sees another, so a pipeline may cut the batch.
+
+meshwright train examples/resnet_groupnorm.py --strategy pp=2:1f1b --ranks 2 --steps 60
+meshwright train examples/resnet_groupnorm.py --strategy fsdp --ranks 2 --steps 60
+"""
+
+from dataclasses import replace
+
+from torch import nn
+
+import resnet
+
+GROUPS = 8
+
+
+def build() -> resnet.ResNet:
+    model = resnet.ResNet()
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.BatchNorm2d):
+                setattr(module, name, nn.GroupNorm(GROUPS, child.num_features))
+    return model
+
+
+job = replace(resnet.job, model=build)

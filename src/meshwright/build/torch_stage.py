@@ -1,0 +1,114 @@
+"""PyTorch's pipeline stage, with a clock, and with company made up where other ranks do not exist.
+
+The one place that knows its private methods: stages of torch 2.13 vote with their neighbours before the first step on
+whether shapes are known. In a fake world nobody answers, so there the vote is taken as passed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import _backward as split
+
+VOTES = ("_warmup_forward_vote", "_warmup_backward_result")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One action as it ran: `2F0` is the forward pass of micro-batch 0 on stage 2. Waiting is not part of it."""
+
+    action: str
+    start: float
+    end: float
+
+
+class CarefulStage(PipelineStage):
+    """Splits the backward pass into inputs and weights only where PyTorch does that right.
+
+    PyTorch takes a weight's gradient from the place where the weight meets what depends on the stage's inputs. It loses
+    the gradient of a branch that meets nothing (a second embedding, sent on as it is), and stumbles over a weight that
+    is read in several places. On such a stage the whole backward pass runs where that of the inputs would.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._splits: bool | None = None
+        self._whole: set[int] = set()
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if not full_backward and not self.is_first and not self._can_split(bwd_chunk_id, loss):
+            self._whole.add(bwd_chunk_id)
+            full_backward = True
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if bwd_chunk_id in self._whole:
+            self._whole.remove(bwd_chunk_id)
+        else:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def _can_split(self, chunk: int, loss: Any) -> bool:
+        """Whether each weight meets the inputs' graph in one place; seen on the first micro-batch, as all are alike."""
+        if self._splits is None:
+            outputs, inputs = self.fwd_cache[chunk]
+            edges = split.construct_reverse_graph(_nodes([loss] if self.is_last else outputs))
+            weights = [node for node in _nodes(self.submod.parameters()) if node in edges]
+            groups = split.get_param_groups(_nodes(inputs), weights, edges)
+            met = sum(len(group["params"]) for group in groups)
+            self._splits = met == len(weights) and all(len(group["intermediates"]) == 1 for group in groups)
+        return self._splits
+
+
+def _nodes(tensors: Any) -> list[Any]:
+    """Their nodes in autograd's graph."""
+    wanted = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
+    return [split._get_grad_fn_or_grad_acc(tensor) for tensor in wanted]
+
+
+class TimedStage(CarefulStage):
+    """Notes when it computes, if it is given a list to note it in. On a GPU these are the host's times."""
+
+    events: list[Event] | None = None
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._timed("F", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._timed("B" if kwargs.get("full_backward", True) else "I", bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._timed("W", bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    @contextmanager
+    def _timed(self, kind: str, chunk: int) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self.events is not None:
+            self.events.append(Event(f"{self.stage_index}{kind}{chunk}", start, time.perf_counter()))
+
+
+class LonelyStage(TimedStage):
+    """A stage that knows its shapes and asks nobody."""
+
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+    def _warmup_backward_result(self, received_result: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+
+def make_stage(*args: Any, fake: bool, events: list[Event] | None, **kwargs: Any) -> PipelineStage:
+    stage = (LonelyStage if fake else TimedStage)(*args, **kwargs)
+    stage.events = events
+    return stage

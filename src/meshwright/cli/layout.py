@@ -1,0 +1,32 @@
+"""`meshwright layout`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.outcome import print_result
+
+NOTES = """Starts no process and needs no device. The JSON's `tensor_plan` can be edited and given to
+Job(tensor_plan=...), the first modules of its stages to Job(stages=...)."""
+
+
+def layout(
+    job: Annotated[str, typer.Argument(help="A Python file with a variable `job`, or file.py:name.")],
+    strategy: Annotated[str, typer.Option(help="How the job lies over the ranks, as in tp=2,pp=2:1f1b.")],
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks; as few as the strategy needs if left out.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """Show how a strategy divides a job: layers, stages, what crosses the cuts, and the schedule.
+
+    [bold]meshwright layout examples/gpt.py --strategy tp=2,pp=2:1f1b[/]
+
+    [bold]meshwright layout examples/cnn.py --strategy op=2 --json[/]
+    """
+    from meshwright.report.layout import layout_page
+    from meshwright.runtime.command import layout_command
+
+    document = layout_command(job=job, strategy=strategy, ranks=ranks)
+    print_result(document, layout_page(document), as_json=as_json)

@@ -1,0 +1,114 @@
+"""How tensor parallelism divides a model's layers: found, or given, before any weight exists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from math import gcd
+from typing import Any
+
+ROLES = ("column", "row", "vocabulary", "whole")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRow:
+    """One layer and what becomes of it."""
+
+    module: str
+    role: str
+    """`column` divides its outputs, `row` its inputs, `vocabulary` the classes of an embedding or head; or `whole`."""
+    parts: int = 1
+    """What the ranks must divide."""
+    what: str = "width"
+    """What these parts are: heads, width or vocabulary."""
+    pieces: int = 1
+    """A fused layer (query, key and value in one) has so many outputs one after another, each divided by itself."""
+    feeds: str = ""
+    """For a column: the row layer that its outputs reach."""
+    source: str = "found"
+    """Who said so: the job, the model's own plan, or what a step on fake tensors showed."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """Every layer with a weight matrix, in the order of the model's modules."""
+
+    rows: tuple[TensorRow, ...]
+    sequence: bool = False
+    """Whether activations between blocks are (batch, sequence, width), so that they can be divided too."""
+
+    @property
+    def divided(self) -> tuple[TensorRow, ...]:
+        return tuple(row for row in self.rows if row.role != "whole")
+
+    def refuse(self, ranks: int) -> str | None:
+        """Why so many ranks cannot divide the model, in one sentence; None if they can."""
+        if not self.divided:
+            return (
+                f"tp={ranks} was asked, but no layer can be divided: in each block, linear layers that feed another "
+                f"linear layer were looked for, and a vocabulary; name layers in Job(tensor_plan=...), or use "
+                f"op={ranks}, which divides single operators."
+            )
+        needed = [row for row in self.divided if not self._may_be_whole(row)]
+        if bad := [row for row in needed if row.parts % ranks]:
+            return (
+                f"tp={ranks} was asked, but {_size(bad[0])}, which {ranks} ranks cannot divide; {self._advice(needed)}"
+            )
+        if not self.for_ranks(ranks).divided:
+            found = _size(self.divided[0])
+            return f"tp={ranks} was asked, but {found}, and nothing else could be divided; use op={ranks}."
+        return None
+
+    def for_ranks(self, ranks: int) -> TensorPlan:
+        """The plan for so many ranks: what they cannot divide, and need not, is whole."""
+        return replace(self, rows=tuple(self._for_ranks(row, ranks) for row in self.rows))
+
+    def as_mapping(self) -> dict[str, str]:
+        """What Job(tensor_plan=...) takes to get the same."""
+        return {row.module: row.role for row in self.rows}
+
+    def table(self) -> list[tuple[str, str, str, str]]:
+        """Layer, role, what is divided, and why, for printing."""
+        return [(row.module, row.role, _parts(row), row.reason or f"by the {row.source}") for row in self.rows]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> TensorPlan:
+        return cls(**{**document, "rows": tuple(TensorRow(**row) for row in document["rows"])})
+
+    def _for_ranks(self, row: TensorRow, ranks: int) -> TensorRow:
+        if row.role == "whole" or row.parts % ranks == 0 or not self._may_be_whole(row):
+            return row
+        unit = "key-value head" if row.what == "heads" else row.what
+        count = f"{row.parts} {unit}{'s' if unit == 'key-value head' and row.parts > 1 else ''}"
+        return replace(row, role="whole", reason=f"on every rank: {count} for {ranks} ranks")
+
+    def _may_be_whole(self, row: TensorRow) -> bool:
+        """Vocabularies, and keys and values, which have fewer heads than the queries that they meet."""
+        if row.role == "vocabulary":
+            return True
+        others = [other.parts for other in self.divided if row.feeds and other.feeds == row.feeds]
+        return row.what == "heads" and row.role == "column" and row.parts < max(others, default=0)
+
+    def _advice(self, needed: list[TensorRow]) -> str:
+        common = gcd(*(row.parts for row in needed))
+        sizes = [str(size) for size in range(2, common + 1) if common % size == 0]
+        return f"tp can be {_either(sizes)}." if sizes else "no tp divides all of its layers; use op=N instead."
+
+
+def _size(row: TensorRow) -> str:
+    unit = {"heads": f"{row.parts} heads", "vocabulary": f"a vocabulary of {row.parts}"}
+    return f"{row.module} has {unit.get(row.what, f'a width of {row.parts}')}"
+
+
+def _parts(row: TensorRow) -> str:
+    if row.role == "whole":
+        return ""
+    return f"{row.parts} {row.what}" if row.what == "heads" else f"{row.what} {row.parts}"
+
+
+def _either(sizes: list[str]) -> str:
+    return sizes[0] if len(sizes) == 1 else f"{', '.join(sizes[:-1])} or {sizes[-1]}"

@@ -1,0 +1,102 @@
+"""How a strategy would lie over a job, found with no process: who is split how, who holds what, who waits for whom."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from meshwright import schedules
+from meshwright.build.check import check
+from meshwright.build.staging import nominal_batch, tracer
+from meshwright.describe.blueprint import record
+from meshwright.describe.flow import TensorLeaf
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.strategies import Place, data_strategy
+from meshwright.strategies.operator import plan_operators
+from meshwright.strategies.pipeline import (
+    count_micro_batches,
+    count_stages,
+    is_pipelined,
+    pipeline_ranks,
+    schedule_name,
+)
+from meshwright.strategies.stages import Stages, cut_stages, find_crossings, held_parameters
+
+
+def lay_out_on_paper(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int) -> dict[str, Any]:
+    """One JSON document. Refused where the strategy would be."""
+    place = Place(device="cpu", devices=ranks, ranks=ranks, local_ranks=ranks)
+    resolved = check(job, facts, strategy, place)
+    axes = {"pipeline": pipeline_ranks(resolved), **data_strategy(resolved).axes(resolved)}
+    axes["tensor"] = resolved.tp * resolved.op
+    document: dict[str, Any] = {
+        "strategy": str(resolved),
+        "ranks": ranks,
+        "mesh": {name: size for name, size in axes.items() if size > 1},
+    }
+    if resolved.tp > 1 and facts.tensor_plan is not None:
+        plan = facts.tensor_plan.for_ranks(resolved.tp)
+        document["tensor_plan"] = plan.as_mapping()
+        document["tensor"] = [dict(zip(("module", "role", "divides", "why"), row, strict=True)) for row in plan.table()]
+    if resolved.op > 1:
+        operators = plan_operators(record(job.model, seed=0).model, resolved.op, frozenset(facts.read_elsewhere))
+        document["operators"] = [
+            {"module": one.name, "kind": one.kind, "divides": "" if one.why else one.along, "why": one.why}
+            for one in operators.operators
+        ]
+    if is_pipelined(resolved):
+        stages = cut_stages(facts, count_stages(resolved), job.stages)
+        schedule = schedules.make(
+            schedule_name(resolved), pipeline_ranks(resolved), count_micro_batches(resolved, job.global_batch)
+        )
+        document["stages"] = _stages(job, facts, resolved, stages, schedule)
+        document["schedule"] = _schedule(facts, stages, schedule)
+    return document
+
+
+def _stages(
+    job: Job, facts: ModelFacts, strategy: Strategy, stages: Stages, schedule: schedules.Schedule
+) -> list[dict[str, Any]]:
+    pristine, follow = tracer(job, facts, strategy, seed=0)
+    flow = follow(nominal_batch(job, strategy))
+    crossings = find_crossings(flow, stages)
+    held = held_parameters(pristine.model, flow, stages, crossings)
+    sizes = {p.name: p.count * p.itemsize for p in facts.parameters}
+    flops = sum(call.flops for call in flow.calls) or 1.0
+    rows = []
+    for index in range(len(stages)):
+        calls = [flow.calls[call] for call in stages.calls_of(index)]
+        received = [flow.calls[value.call].leaves[value.leaf] for value in crossings.values[index]]
+        rows.append(
+            {
+                "stage": index,
+                "rank": schedule.rank_of(index),
+                "first": calls[0].name,
+                "last": calls[-1].name,
+                "parameter_bytes": sum(sizes[name] for name in held[index]),
+                "flops_share": sum(call.flops for call in calls) / flops,
+                "receives": [
+                    {"shape": list(leaf.shape), "bytes": prod(leaf.shape) * leaf.dtype.itemsize}
+                    for leaf in received
+                    if isinstance(leaf, TensorLeaf)
+                ],
+            }
+        )
+    return rows
+
+
+def _schedule(facts: ModelFacts, stages: Stages, schedule: schedules.Schedule) -> dict[str, Any]:
+    """Simulated with each stage at its share of the computation, twice that for a whole backward pass."""
+    costs = [sum(facts.calls[call].flops for call in stages.calls_of(stage)) or 1.0 for stage in range(len(stages))]
+    played = schedules.simulate(schedule, forward=costs, backward_input=costs, backward_weight=costs)
+    ideal = schedules.simulate(schedule)
+    return {
+        "name": schedule.name,
+        "micro_batches": schedule.micro_batches,
+        "bubble": played.bubble,
+        "bubble_if_balanced": ideal.bubble,
+        "in_flight": list(played.until_weight.ranks),
+        "grid": str(schedule),
+    }

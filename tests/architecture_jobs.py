@@ -1,0 +1,213 @@
+"""Architectures of Hugging Face transformers as tiny jobs: built from configs, so nothing is downloaded.
+
+Every config keeps its class's own choices (caches, dropout, tied weights) but for sizes and what draws at random which
+layers or frames are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from meshwright import Job
+
+WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH = 32, 4, 4, 64, 16
+SIDE, CLASSES, MELS, FRAMES, SAMPLES = 16, 10, 8, 32, 400
+BATCH = 8
+
+TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+TRANSFORMER = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+TEXT = {**TOKENS, **TRANSFORMER, "max_position_embeddings": LENGTH}
+WIDE = {**TEXT, "intermediate_size": 2 * WIDTH}
+GROUPED = {**WIDE, "num_key_value_heads": HEADS // 2}
+"""Two query heads for each head of keys and values."""
+TWO_SIDED = {
+    **{"d_model": WIDTH, "encoder_layers": LAYERS, "decoder_layers": LAYERS, "max_position_embeddings": LENGTH},
+    **{"encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS, **TOKENS, "decoder_start_token_id": 0},
+    **{"encoder_ffn_dim": 2 * WIDTH, "decoder_ffn_dim": 2 * WIDTH},
+}
+IMAGE = {"image_size": SIDE, "patch_size": 4, "num_channels": 3, "num_labels": CLASSES}
+VISION = {**TRANSFORMER, **IMAGE, "intermediate_size": 2 * WIDTH}
+
+
+def build(name: str, sizes: dict[str, Any]) -> nn.Module:
+    import transformers
+
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**sizes))
+
+
+def token_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    y = batch["y"]
+    return F.cross_entropy(output.logits.flatten(0, 1), y.flatten(), reduction="sum"), y.numel()
+
+
+def masked_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Only masked places count, so the weight depends on the data."""
+    each = F.cross_entropy(output.logits.flatten(0, 1), batch["y"].flatten(), reduction="none")
+    counts = batch["masked"].flatten()
+    return (each * counts).sum(), counts.sum()
+
+
+def class_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return F.cross_entropy(output.logits, batch["y"], reduction="sum"), len(batch["y"])
+
+
+def sample_text(n: int) -> dict[str, Tensor]:
+    text = torch.randint(1, VOCABULARY, (n, LENGTH + 1))
+    return {"x": text[:, :-1], "y": text[:, 1:]}
+
+
+def sample_masked(n: int) -> dict[str, Tensor]:
+    """Texts of several lengths, of which some places are hidden behind token 1."""
+    y = torch.randint(2, VOCABULARY, (n, LENGTH))
+    real = torch.arange(LENGTH) < torch.randint(LENGTH // 2, LENGTH + 1, (n, 1))
+    masked = real & (torch.rand(n, LENGTH) < 0.3)
+    return {"x": torch.where(masked, 1, y), "y": y, "real": real.long(), "masked": masked}
+
+
+def sample_pairs(n: int) -> dict[str, Tensor]:
+    return {"source": torch.randint(1, VOCABULARY, (n, LENGTH)), **sample_text(n)}
+
+
+def sample_images(n: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(n, 3, SIDE, SIDE), "y": torch.randint(CLASSES, (n,))}
+
+
+def sample_speech(n: int) -> dict[str, Tensor]:
+    return {"source": torch.randn(n, MELS, FRAMES), **sample_text(n)}
+
+
+def sample_sound(n: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(n, SAMPLES), "y": torch.randint(CLASSES, (n,))}
+
+
+def job(
+    name: str,
+    head: str,
+    sizes: dict[str, Any],
+    sample: Callable[[int], dict[str, Tensor]],
+    loss: Callable[..., Any],
+    **arguments: str,
+) -> Job:
+    """`arguments` are the model's, each with the part of the batch that it is given."""
+    return Job(
+        model=lambda: build(f"{name}{head}", sizes),
+        inputs=lambda batch: {argument: batch[part] for argument, part in arguments.items()},
+        loss=loss,
+        optimizer=lambda params: AdamW(params, lr=1e-3),
+        max_norm=1.0,
+        sample=sample,
+        global_batch=BATCH,
+    )
+
+
+def language(name: str, sizes: dict[str, Any], head: str = "ForCausalLM") -> Job:
+    return job(name, head, sizes, sample_text, token_loss, input_ids="x")
+
+
+def masked(name: str, sizes: dict[str, Any]) -> Job:
+    return job(name, "ForMaskedLM", sizes, sample_masked, masked_loss, input_ids="x", attention_mask="real")
+
+
+def translation(name: str, sizes: dict[str, Any], head: str = "ForConditionalGeneration") -> Job:
+    return job(name, head, sizes, sample_pairs, token_loss, input_ids="source", decoder_input_ids="x")
+
+
+def images(name: str, sizes: dict[str, Any]) -> Job:
+    return job(name, "ForImageClassification", sizes, sample_images, class_loss, pixel_values="x")
+
+
+GPT2_SIZES = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "n_positions": LENGTH, **TOKENS}
+GPT_NEO_SIZES = {
+    **{"hidden_size": WIDTH, "num_layers": LAYERS, "num_heads": HEADS, "window_size": 8, **TOKENS},
+    **{"attention_types": [[["global", "local"], 2]], "max_position_embeddings": LENGTH},
+}
+FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": WIDTH}
+DISTILBERT_SIZES = {
+    **{"dim": WIDTH, "hidden_dim": 2 * WIDTH, "n_layers": LAYERS, "n_heads": HEADS, **TOKENS},
+    "max_position_embeddings": LENGTH,
+}
+DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "type_vocab_size": 0}
+T5_SIZES = {
+    **{"d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": 2 * WIDTH, "num_layers": LAYERS, "num_heads": HEADS},
+    **{**TOKENS, "decoder_start_token_id": 0},
+}
+WHISPER_SIZES = {
+    **{**TWO_SIDED, "num_mel_bins": MELS, "max_source_positions": FRAMES // 2, "max_target_positions": LENGTH},
+    **{"begin_suppress_tokens": None, "suppress_tokens": None},
+}
+SWIN_SIZES = {
+    **{**IMAGE, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4},
+    "drop_path_rate": 0.0,
+}
+CONVNEXT_SIZES = {"num_channels": 3, "hidden_sizes": [16, 32], "depths": [2, 2], "num_stages": 2, "num_labels": CLASSES}
+RESNET_SIZES = {
+    **{"num_channels": 3, "embedding_size": 16, "hidden_sizes": [16, 32], "depths": [2, 2], "layer_type": "basic"},
+    "num_labels": CLASSES,
+}
+WAV2VEC2_SIZES = {
+    **{**TRANSFORMER, "intermediate_size": 2 * WIDTH, "vocab_size": VOCABULARY, "num_labels": CLASSES},
+    **{"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_conv_pos_embeddings": 8},
+    **{"num_conv_pos_embedding_groups": 4, "classifier_proj_size": WIDTH},
+    **{"layerdrop": 0.0, "apply_spec_augment": False},
+}
+
+ARCHITECTURES: dict[str, Job] = {
+    "GPT-2": language("GPT2", GPT2_SIZES, "LMHeadModel"),
+    "GPT-Neo": language("GPTNeo", GPT_NEO_SIZES),
+    "GPT-J": language("GPTJ", {**GPT2_SIZES, "rotary_dim": 4}),
+    "GPT-NeoX": language("GPTNeoX", WIDE),
+    "OPT": language("OPT", {**TEXT, "ffn_dim": 2 * WIDTH, "word_embed_proj_dim": WIDTH}),
+    "BLOOM": language("Bloom", {"hidden_size": WIDTH, "n_layer": LAYERS, "n_head": HEADS, **TOKENS}),
+    "Falcon": language("Falcon", TEXT),
+    "MPT": language("Mpt", {"d_model": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": LENGTH, **TOKENS}),
+    "Llama": language("Llama", GROUPED),
+    "Mistral": language("Mistral", {**GROUPED, "sliding_window": 8}),
+    "Qwen2": language("Qwen2", GROUPED),
+    "Qwen3": language("Qwen3", {**GROUPED, "head_dim": 8}),
+    "Gemma 2": language("Gemma2", {**GROUPED, "head_dim": 8, "sliding_window": 8}),
+    "Gemma 3": language("Gemma3", {**GROUPED, "head_dim": 8, "sliding_window": 8}),
+    "Phi": language("Phi", WIDE),
+    "Phi-3": language("Phi3", GROUPED),
+    "OLMo 2": language("Olmo2", GROUPED),
+    "StableLM": language("StableLm", GROUPED),
+    "StarCoder 2": language("Starcoder2", GROUPED),
+    "Cohere": language("Cohere", GROUPED),
+    "Granite": language("Granite", GROUPED),
+    "Mixtral": language("Mixtral", {**GROUPED, "num_local_experts": 4}),
+    "Qwen3-MoE": language("Qwen3Moe", {**GROUPED, **FEW_EXPERTS, "head_dim": 8, "num_experts": 4}),
+    "Mamba": language("Mamba", {**TOKENS, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "state_size": 4}),
+    "BERT": masked("Bert", WIDE),
+    "RoBERTa": masked("Roberta", {**WIDE, "max_position_embeddings": LENGTH + 1}),
+    "DistilBERT": masked("DistilBert", DISTILBERT_SIZES),
+    "ALBERT": masked("Albert", {**WIDE, "embedding_size": WIDTH}),
+    "ELECTRA": masked("Electra", {**WIDE, "embedding_size": WIDTH}),
+    "DeBERTa": masked("Deberta", {**WIDE, **DISENTANGLED}),
+    "DeBERTa-v2": masked("DebertaV2", {**WIDE, **DISENTANGLED}),
+    "ModernBERT": masked("ModernBert", {**WIDE, "cls_token_id": 0, "sep_token_id": 0}),
+    "T5": translation("T5", T5_SIZES),
+    "BART": translation("Bart", TWO_SIDED),
+    "Marian": translation("Marian", TWO_SIDED, "MTModel"),
+    "Pegasus": translation("Pegasus", TWO_SIDED),
+    "Whisper": job(
+        *("Whisper", "ForConditionalGeneration", WHISPER_SIZES, sample_speech, token_loss),
+        input_features="source",
+        decoder_input_ids="x",
+    ),
+    "Wav2Vec2": job(
+        *("Wav2Vec2", "ForSequenceClassification", WAV2VEC2_SIZES, sample_sound, class_loss), input_values="x"
+    ),
+    "ViT": images("ViT", VISION),
+    "DeiT": images("DeiT", VISION),
+    "BEiT": images("Beit", {**VISION, "drop_path_rate": 0.0}),
+    "DINOv2": images("Dinov2", {**VISION, "mlp_ratio": 2}),
+    "Swin": images("Swin", SWIN_SIZES),
+    "ConvNeXt": images("ConvNext", CONVNEXT_SIZES),
+    "ResNet": images("ResNet", RESNET_SIZES),
+}

@@ -1,0 +1,143 @@
+"""What tests of pipelines run on real ranks: functions of (world, ...) that `RankPool` can send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import pipeline_jobs
+from meshwright.build.assembly import Assembly
+from meshwright.build.check import check
+from meshwright.build.hollow import Hollow
+from meshwright.build.step import Trainer
+from meshwright.build.world import World
+from meshwright.describe.model import describe
+from meshwright.facts.job import Job
+from meshwright.facts.strategy import Strategy
+from meshwright.runtime.measure import held_states
+from meshwright.runtime.place import place_of
+from meshwright.runtime.verdict import Verdict
+from meshwright.runtime.verify import seeded_batch, verify
+
+
+def verdicts(world: World, job: str, strategies: list[str], defect: str | None = None) -> list[Verdict]:
+    """Verify one of the small jobs, perhaps with a planted defect."""
+    chosen: Job = getattr(pipeline_jobs, job)
+    facts = describe(chosen)
+    if defect is None:
+        return list(verify(chosen, facts, strategies, world))
+    with DEFECTS[defect]():
+        return list(verify(chosen, facts, strategies, world))
+
+
+def trainer(world: World, job: Job, strategy: str) -> Trainer:
+    facts = describe(job)
+    return Trainer(job, facts, check(job, facts, Strategy.parse(strategy), place_of(world)), world, seed=0)
+
+
+def alone(job: Job) -> Trainer:
+    """What a strategy is compared with."""
+    world = World(device=torch.device("cpu"))
+    return Trainer(job, describe(job), Strategy.parse("single"), world, seed=0)
+
+
+Numbers = list[tuple[float, float]]
+"""Loss and gradient norm of each step."""
+
+
+def steps_of_sizes(world: World, job: str, strategy: str, sizes: list[int]) -> tuple[Numbers, Numbers]:
+    """Steps over batches of other sizes than the job's, under a strategy and in one process."""
+    chosen: Job = getattr(pipeline_jobs, job)
+    batches = [seeded_batch(replace(chosen, global_batch=size), seed) for seed, size in enumerate(sizes)]
+    return tuple(  # type: ignore[return-value]
+        [(result.loss, result.grad_norm) for result in map(made.step, batches)]
+        for made in (trainer(world, chosen, strategy), alone(chosen))
+    )
+
+
+def evaluations(world: World, job: str, strategy: str, sizes: list[int]) -> tuple[list[float], list[float]]:
+    """Mean losses before, between and after steps, under a strategy and in one process."""
+    chosen: Job = getattr(pipeline_jobs, job)
+    held_out = [seeded_batch(replace(chosen, global_batch=size), 100 + size) for size in sizes]
+    found = []
+    for made in (trainer(world, chosen, strategy), alone(chosen)):
+        losses = [made.evaluate(held_out)]
+        for seed in range(2):
+            made.step(seeded_batch(chosen, seed))
+            losses.append(made.evaluate(held_out))
+        found.append(losses)
+    return found[0], found[1]
+
+
+def results_and_state(world: World, job: str, strategy: str) -> tuple[Numbers, dict[str, torch.Tensor], list[str]]:
+    """What two steps gave, the state after them, and the names that the state of the unsplit model has."""
+    chosen: Job = getattr(pipeline_jobs, job)
+    made = trainer(world, chosen, strategy)
+    results = [made.step(seeded_batch(chosen, seed)) for seed in range(2)]
+    state = {name: tensor.clone() for name, tensor in made.engine.state()}
+    return [(r.loss, r.grad_norm) for r in results], state, list(chosen.model().state_dict())
+
+
+def held_parameters(world: World, job: str, strategy: str) -> int:
+    """Bytes of parameters on this rank."""
+    return held_states(trainer(world, getattr(pipeline_jobs, job), strategy)).memory["parameters"]
+
+
+def batch_statistics(world: World, job: str, strategy: str) -> float:
+    """How far running statistics are from those of one process after a step."""
+    chosen: Job = getattr(pipeline_jobs, job)
+    cut, whole = trainer(world, chosen, strategy), alone(chosen)
+    for made in (cut, whole):
+        made.step(seeded_batch(chosen, 0))
+    expected = dict(whole.engine.state())
+    found = {name: tensor.clone() for name, tensor in cut.engine.state()}
+    assert set(found) == set(expected)
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected if "running" in name)
+
+
+@contextmanager
+def unshared() -> Iterator[None]:
+    """Gradients of tied parameters stay on their stages."""
+    with patch.object(Assembly, "_sum_shared", lambda self, name, group: None):
+        yield
+
+
+@contextmanager
+def unlearned() -> Iterator[None]:
+    """What a stage receives does not get a true gradient: the stages before it learn nothing."""
+    run = Hollow.run
+
+    def deaf(self: Hollow, flow: Any, crossings: Any, received: Any, forward: Callable[[], Any]) -> Any:
+        silent = tuple(tensor.detach() + 0 * tensor for tensor in received)
+        return run(self, flow, crossings, silent, forward)
+
+    with patch.object(Hollow, "run", deaf):
+        yield
+
+
+@contextmanager
+def alone_in_the_norm() -> Iterator[None]:
+    """Each rank of the pipeline counts its own stages only."""
+    norm = Assembly.norm
+
+    def own(self: Assembly) -> torch.Tensor:
+        axes, self.axes = self.axes, replace(self.axes, pipeline_ranks=1)
+        try:
+            return norm(self)
+        finally:
+            self.axes = axes
+
+    with patch.object(Assembly, "norm", own):
+        yield
+
+
+DEFECTS: dict[str, Callable[[], Any]] = {
+    "unshared": unshared,
+    "unlearned": unlearned,
+    "norm": alone_in_the_norm,
+}

@@ -25,7 +25,14 @@ from meshwright.describe.tensor import find_tensor_plan
 from meshwright.facts.tensor import TensorPlan
 from meshwright.strategies.cuts import Cuts
 from meshwright.strategies.engine import whole
-from meshwright.strategies.tensor import gathered_functions, split_tensors, tensor_region, to_plain
+from meshwright.strategies.tensor import (
+    as_sequence_shard,
+    from_sequence_shard,
+    gathered_functions,
+    split_tensors,
+    tensor_region,
+    to_plain,
+)
 from meshwright.strategies.tensor_layout import divided, local, part
 from meshwright.strategies.tensor_memory import as_parameter
 from meshwright.strategies.tensor_mode import mode_of
@@ -485,7 +492,7 @@ def change_a_view(world: World, dim: int, then: str) -> None:
     mesh = init_device_mesh("cpu", (world.ranks,))
     with tensor_region(mesh):
         x = _divide(torch.ones(4, 8, 12), dim, mesh) * 2
-        view = x.view(4, 8, 3, 4)[:, 0]
+        view = x.view(4, 8, 4, 3)[:, 0]
         if then == "read the tensor":
             view.mul_(3.0)
             x.sum()
@@ -514,13 +521,37 @@ def dropped(world: World) -> tuple[Tensor, Tensor, float]:
     return first, second, float(torch.rand(()))
 
 
-def column_sums(world: World, name: str, options: Collection[str] = ()) -> int:
-    """How many collectives of activations one forward and backward of a model take."""
+def collectives(world: World, name: str) -> int:
+    """How many collectives one forward and backward of a model take."""
     job = job_of(name)
     plan, blocks = plan_of(job)
     mesh = init_device_mesh("cpu", (world.ranks,))
-    plan = replace(plan, sequence="sequence" in options)
-    model, _ = divided_model(job, plan, mesh, blocks, whole_model(job))
+    model, _ = divided_model(job, replace(plan, sequence=False), mesh, blocks, whole_model(job))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, tensor_region(mesh):
         to_plain(_loss(job, model, sample(2)), mesh).backward()
     return sum(event.name.startswith("gloo:") for event in profile.events())
+
+
+def divides_a_stage(world: World) -> list[str]:
+    """Divide a model of which only one block is there, as a pipeline's stage has it."""
+    job = job_of("example")
+    plan, blocks = plan_of(job)
+    model = record(job.model, seed=0).model
+    model.blocks[0] = nn.Identity()
+    model.blocks[1].attention = nn.Identity()
+    model.blocks[1].up._parameters["weight"] = None
+    model.blocks[1].down._parameters["bias"] = None
+    for name in ("token", "head"):
+        del model._modules[name]
+    return sorted(split_tensors(model, plan, init_device_mesh("cpu", (world.ranks,)), blocks))
+
+
+def wire(world: World) -> bool:
+    """A block's output as the part that a pipeline sends, and what it receives as a block's input."""
+    mesh = init_device_mesh("cpu", (world.ranks,))
+    x = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    sent = as_sequence_shard(x, mesh)
+    received = from_sequence_shard(sent.detach().requires_grad_(), mesh)
+    with tensor_region(mesh):
+        again = as_sequence_shard(received * 1, mesh)
+    return sent.shape == (2, 8 // world.ranks, 4) and again.equal(sent) and to_plain(received, mesh).equal(x)

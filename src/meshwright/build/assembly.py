@@ -111,7 +111,7 @@ class Assembly(Engine):
         return square.sqrt()
 
     def _count_once(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Parameters whose squares this rank adds to the norm, whole ones and cut ones; shared ones count at one stage."""
+        """Parameters whose squares this rank adds to the norm, whole and cut; shared ones count at one stage."""
         whole: list[nn.Parameter] = []
         cut: list[nn.Parameter] = []
         for engine, stage in zip(self.engines, self.holders.own if self.holders else [0], strict=True):

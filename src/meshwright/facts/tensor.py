@@ -8,6 +8,7 @@ from math import gcd
 from typing import Any
 
 ROLES = ("column", "row", "vocabulary", "whole")
+SOURCES = {"job": "Job(tensor_plan=...)", "model": "the model's own plan", "found": "found in a step on fake tensors"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class TensorPlan:
 
     def table(self) -> list[tuple[str, str, str, str]]:
         """Layer, role, what is divided, and why, for printing."""
-        return [(row.module, row.role, _parts(row), row.reason or f"by the {row.source}") for row in self.rows]
+        return [(row.module, row.role, _parts(row), row.reason or SOURCES[row.source]) for row in self.rows]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,4 +1,4 @@
-"""Verify architectures of Hugging Face transformers under strategies that divide the model, and write the verdicts down.
+"""Verify architectures of Hugging Face transformers under strategies that divide the model; write the verdicts down.
 
 python benchmarks/architectures.py --json docs/data/architectures.json
 python benchmarks/architectures.py --architectures Llama T5 --strategies pp=2:gpipe tp=2

@@ -129,15 +129,41 @@ GPT_NEO_SIZES = {
     **{"attention_types": [[["global", "local"], 2]], "max_position_embeddings": LENGTH},
 }
 FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": WIDTH}
+DEEPSEEK_SIZES = {
+    **{**WIDE, **FEW_EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2},
+    **{"num_key_value_heads": HEADS, "q_lora_rank": 8, "kv_lora_rank": 8},
+    **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+}
+JAMBA_SIZES = {
+    **{**GROUPED, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "num_experts": 2},
+    **{"mamba_d_state": 4, "use_mamba_kernels": False},
+}
+MAMBA_SIZES = {**TOKENS, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "state_size": 4}
+MAMBA2_SIZES = {**MAMBA_SIZES, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8}
+XLNET_SIZES = {"d_model": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "d_inner": 2 * WIDTH, **TOKENS}
 DISTILBERT_SIZES = {
     **{"dim": WIDTH, "hidden_dim": 2 * WIDTH, "n_layers": LAYERS, "n_heads": HEADS, **TOKENS},
     "max_position_embeddings": LENGTH,
+}
+PERCEIVER_SIZES = {
+    **{"d_model": WIDTH, "d_latents": WIDTH, "qk_channels": WIDTH, "v_channels": WIDTH, "num_latents": 8},
+    **{"num_self_attention_heads": HEADS, "num_cross_attention_heads": HEADS, "num_self_attends_per_block": LAYERS},
+    **{"num_blocks": 1, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH},
 }
 DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "type_vocab_size": 0}
 T5_SIZES = {
     **{"d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": 2 * WIDTH, "num_layers": LAYERS, "num_heads": HEADS},
     **{**TOKENS, "decoder_start_token_id": 0},
 }
+SWITCH_SIZES = {
+    **{**T5_SIZES, "num_decoder_layers": LAYERS, "num_experts": 4, "expert_capacity": 64, "router_jitter_noise": 0.0},
+    **{"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2},
+}
+PROPHETNET_SIZES = {
+    **{**TWO_SIDED, "hidden_size": WIDTH, "num_encoder_layers": LAYERS, "num_decoder_layers": LAYERS},
+    **{"num_encoder_attention_heads": HEADS, "num_decoder_attention_heads": HEADS},
+}
+PROPHETNET_SIZES.pop("d_model")
 WHISPER_SIZES = {
     **{**TWO_SIDED, "num_mel_bins": MELS, "max_source_positions": FRAMES // 2, "max_target_positions": LENGTH},
     **{"begin_suppress_tokens": None, "suppress_tokens": None},
@@ -145,6 +171,11 @@ WHISPER_SIZES = {
 SWIN_SIZES = {
     **{**IMAGE, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4},
     "drop_path_rate": 0.0,
+}
+SEGFORMER_SIZES = {
+    **{"num_channels": 3, "num_encoder_blocks": 2, "depths": [2, 2], "sr_ratios": [2, 1], "hidden_sizes": [16, 32]},
+    **{"patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]},
+    **{"drop_path_rate": 0.0, "num_labels": CLASSES},
 }
 CONVNEXT_SIZES = {"num_channels": 3, "hidden_sizes": [16, 32], "depths": [2, 2], "num_stages": 2, "num_labels": CLASSES}
 RESNET_SIZES = {
@@ -163,6 +194,7 @@ ARCHITECTURES: dict[str, Job] = {
     "GPT-Neo": language("GPTNeo", GPT_NEO_SIZES),
     "GPT-J": language("GPTJ", {**GPT2_SIZES, "rotary_dim": 4}),
     "GPT-NeoX": language("GPTNeoX", WIDE),
+    "GPT-BigCode": language("GPTBigCode", GPT2_SIZES),
     "OPT": language("OPT", {**TEXT, "ffn_dim": 2 * WIDTH, "word_embed_proj_dim": WIDTH}),
     "BLOOM": language("Bloom", {"hidden_size": WIDTH, "n_layer": LAYERS, "n_head": HEADS, **TOKENS}),
     "Falcon": language("Falcon", TEXT),
@@ -182,7 +214,13 @@ ARCHITECTURES: dict[str, Job] = {
     "Granite": language("Granite", GROUPED),
     "Mixtral": language("Mixtral", {**GROUPED, "num_local_experts": 4}),
     "Qwen3-MoE": language("Qwen3Moe", {**GROUPED, **FEW_EXPERTS, "head_dim": 8, "num_experts": 4}),
-    "Mamba": language("Mamba", {**TOKENS, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "state_size": 4}),
+    "GPT-OSS": language("GptOss", {**GROUPED, **FEW_EXPERTS, "head_dim": 8, "num_local_experts": 4, "sliding_window": 8}),
+    "DeepSeek-V3": language("DeepseekV3", DEEPSEEK_SIZES),
+    "Mamba": language("Mamba", MAMBA_SIZES),
+    "Mamba 2": language("Mamba2", MAMBA2_SIZES),
+    "Jamba": language("Jamba", JAMBA_SIZES),
+    "RecurrentGemma": language("RecurrentGemma", {**GROUPED, "lru_width": WIDTH, "attention_window_size": 8}),
+    "XLNet": language("XLNet", XLNET_SIZES, "LMHeadModel"),
     "BERT": masked("Bert", WIDE),
     "RoBERTa": masked("Roberta", {**WIDE, "max_position_embeddings": LENGTH + 1}),
     "DistilBERT": masked("DistilBert", DISTILBERT_SIZES),
@@ -191,7 +229,12 @@ ARCHITECTURES: dict[str, Job] = {
     "DeBERTa": masked("Deberta", {**WIDE, **DISENTANGLED}),
     "DeBERTa-v2": masked("DebertaV2", {**WIDE, **DISENTANGLED}),
     "ModernBERT": masked("ModernBert", {**WIDE, "cls_token_id": 0, "sep_token_id": 0}),
+    "Longformer": masked("Longformer", {**WIDE, "attention_window": 4, "max_position_embeddings": LENGTH + 2}),
+    "FNet": job("FNet", "ForMaskedLM", WIDE, sample_masked, masked_loss, input_ids="x"),
+    "Perceiver": masked("Perceiver", PERCEIVER_SIZES),
     "T5": translation("T5", T5_SIZES),
+    "Switch": translation("SwitchTransformers", SWITCH_SIZES),
+    "ProphetNet": translation("ProphetNet", PROPHETNET_SIZES),
     "BART": translation("Bart", TWO_SIDED),
     "Marian": translation("Marian", TWO_SIDED, "MTModel"),
     "Pegasus": translation("Pegasus", TWO_SIDED),
@@ -208,6 +251,7 @@ ARCHITECTURES: dict[str, Job] = {
     "BEiT": images("Beit", {**VISION, "drop_path_rate": 0.0}),
     "DINOv2": images("Dinov2", {**VISION, "mlp_ratio": 2}),
     "Swin": images("Swin", SWIN_SIZES),
+    "SegFormer": images("Segformer", SEGFORMER_SIZES),
     "ConvNeXt": images("ConvNext", CONVNEXT_SIZES),
     "ResNet": images("ResNet", RESNET_SIZES),
 }

@@ -230,6 +230,37 @@ class Sharing(Trunk):
         return self.leave(x)
 
 
+class Collecting(Trunk):
+    """What blocks return is written into parts of a table."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        table = x.new_zeros(len(self.blocks), *x.shape)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            table[index] = x
+        return self.leave(table.sum(0))
+
+
+class Routing(Trunk):
+    """The first block chooses, in whole numbers, what the last layers do; a block behind it does not look at that."""
+
+    class Block(Block):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = super().forward(x)
+            return y, y.argmax(-1, keepdim=True)
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks.extend(self.Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, chosen = self.blocks[0](self.enter(x))
+        for block in self.blocks[1:]:
+            x, _ = block(x)
+        return self.leave(x + x.gather(-1, chosen) * (chosen > 2))
+
+
 class Doubling(Trunk):
     """Blocks return one tensor in two places."""
 
@@ -247,6 +278,16 @@ class Doubling(Trunk):
         for index, block in enumerate(self.blocks):
             x = block(x)["output" if index % 2 else "last"]
         return self.leave(x)
+
+
+class Fickle(Trunk):
+    """Calls one block less for a small batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.enter(x)
+        for block in self.blocks if len(x) > 1 else self.blocks[:3]:
+            y = block(y)
+        return self.leave(y)
 
 
 class ChangingGlue(Trunk):
@@ -357,10 +398,13 @@ translating = replace(tied, model=Translating, inputs=lambda batch: {"source": b
 trunk = replace(tied, model=Trunk, inputs=lambda batch: (batch["x"],), sample=vector_batch)
 skipping = replace(trunk, model=Skipping)
 repeating = replace(trunk, model=Repeating)
-frozen_foot = replace(trunk, model=FrozenFoot)
+frozen_foot = replace(trunk, model=FrozenFoot, optimizer=lambda params: AdamW(params, lr=1e-2))
 listening = replace(trunk, model=Listening)
 sharing = replace(trunk, model=Sharing)
+collecting = replace(trunk, model=Collecting)
+routing = replace(trunk, model=Routing)
 doubling = replace(trunk, model=Doubling)
+fickle = replace(trunk, model=Fickle, global_batch=32)
 changing_glue = replace(trunk, model=ChangingGlue)
 changing_first = replace(trunk, model=ChangingFirst)
 convolutions = replace(trunk, model=group_norms, sample=image_batch)

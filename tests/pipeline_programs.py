@@ -14,6 +14,7 @@ import pipeline_jobs
 from meshwright.build.assembly import Assembly
 from meshwright.build.check import check
 from meshwright.build.hollow import Hollow
+from meshwright.build.pipeline import PipelinePasses
 from meshwright.build.step import Trainer
 from meshwright.build.world import World
 from meshwright.describe.model import describe
@@ -83,21 +84,18 @@ def results_and_state(world: World, job: str, strategy: str) -> tuple[Numbers, d
     return [(r.loss, r.grad_norm) for r in results], state, list(chosen.model().state_dict())
 
 
+def splits(world: World, job: str, strategy: str) -> dict[int, bool | None]:
+    """By stage, whether its backward pass was split; None where nobody asked."""
+    made = trainer(world, getattr(pipeline_jobs, job), strategy)
+    made.step(seeded_batch(made.job, 0))
+    assert isinstance(made.passes, PipelinePasses)
+    stages = [stage for schedule in made.passes._schedules.values() for stage in schedule._stages]
+    return {stage.stage_index: stage._splits for stage in stages}
+
+
 def held_parameters(world: World, job: str, strategy: str) -> int:
     """Bytes of parameters on this rank."""
     return held_states(trainer(world, getattr(pipeline_jobs, job), strategy)).memory["parameters"]
-
-
-def batch_statistics(world: World, job: str, strategy: str) -> float:
-    """How far running statistics are from those of one process after a step."""
-    chosen: Job = getattr(pipeline_jobs, job)
-    cut, whole = trainer(world, chosen, strategy), alone(chosen)
-    for made in (cut, whole):
-        made.step(seeded_batch(chosen, 0))
-    expected = dict(whole.engine.state())
-    found = {name: tensor.clone() for name, tensor in cut.engine.state()}
-    assert set(found) == set(expected)
-    return max(float((found[name] - expected[name]).abs().max()) for name in expected if "running" in name)
 
 
 @contextmanager
@@ -125,10 +123,10 @@ def alone_in_the_norm() -> Iterator[None]:
     """Each rank of the pipeline counts its own stages only."""
     norm = Assembly.norm
 
-    def own(self: Assembly) -> torch.Tensor:
+    def own(self: Assembly, parameters: Any) -> torch.Tensor:
         axes, self.axes = self.axes, replace(self.axes, pipeline_ranks=1)
         try:
-            return norm(self)
+            return norm(self, parameters)
         finally:
             self.axes = axes
 

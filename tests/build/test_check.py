@@ -4,8 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+import pipeline_jobs
 from meshwright.build.check import check, check_strategy
+from meshwright.build.rehearsal import rehearse
+from meshwright.describe.model import describe
 from meshwright.errors import NotBuiltYet, Refused
+from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts, ParameterFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies import DATA_STRATEGIES, Place
@@ -43,16 +47,91 @@ def test_what_can_be_is_sized(text: str, ranks: int, resolved: str) -> None:
     assert str(check(JOB, FACTS, Strategy.parse(text), place(ranks=ranks))) == resolved
 
 
-@pytest.mark.parametrize(
-    "term",
-    ["auto", "tp=2", "op=2", "pp=2:gpipe", "pp=2:1f1b", "layers=2", "fp8", "offload=nvme:/scratch", "engine=deepspeed"],
-)
+@pytest.mark.parametrize("term", ["auto", "fp8", "offload=nvme:/scratch", "engine=deepspeed"])
 def test_a_term_without_an_engine_is_named(term: str) -> None:
     with pytest.raises(NotBuiltYet) as caught:
         check(JOB, FACTS, Strategy.parse(term), place(ranks=2))
     assert str(caught.value).startswith(f"{term} is a strategy term")
     for word in DATA_STRATEGIES:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "resolved"),
+    [
+        ("pp=2:1f1b", 2, "pp=2:1f1b"),
+        ("pp=2:interleaved,fsdp", 4, "fsdp=2,pp=2:interleaved"),
+        ("pp=4:gpipe", 4, "pp=4:gpipe"),
+        ("layers=2", 4, "ddp=2,layers=2"),
+        ("op=2,hsdp=1x2", 4, "hsdp=1x2,op=2"),
+        ("op=2,pp=2:zb", 4, "op=2,pp=2:zb"),
+        ("tp=2,ac=full", 2, "tp=2,ac=full"),
+    ],
+)
+def test_the_models_axes_are_sized(text: str, ranks: int, resolved: str) -> None:
+    job = pipeline_jobs.trunk
+    assert str(check(job, describe(job), Strategy.parse(text), place(ranks=ranks))) == resolved
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "says"),
+    [
+        ("pp=5:gpipe", 5, "5 stages were asked for, but the model has 4 blocks"),
+        ("pp=4:interleaved", 4, "8 stages were asked for"),
+        ("layers=8", 8, "use at most 4 stages"),
+        ("pp=4:1f1b,mb=4", 4, "mb=4 cuts a data rank's 8 samples into 2 micro-batches"),
+        ("pp=2:1f1b,compile", 2, "compile is not built for tp, op, pp and layers"),
+        ("pp=2:1f1b,fsdp,offload=params", 4, "offload=params is not built for a pipeline"),
+        ("pp=2:1f1b,ddp,offload=params", 4, "needs fsdp or hsdp"),
+        ("op=3", 3, "op=3 divides linear, convolution"),
+        ("pp=4:1f1b", 6, "needs a multiple of 4 ranks, but 6 were given"),
+    ],
+)
+def test_the_models_axes_are_refused(text: str, ranks: int, says: str) -> None:
+    job = pipeline_jobs.trunk
+    with pytest.raises(Refused) as caught:
+        check(job, describe(job), Strategy.parse(text), place(ranks=ranks))
+    assert says in str(caught.value)
+    assert str(caught.value).endswith(".")
+
+
+def test_a_batch_smaller_than_the_micro_batches() -> None:
+    job = replace(pipeline_jobs.trunk, global_batch=3)
+    with pytest.raises(Refused, match="use a global batch of 4 or more, or pp:gpipe"):
+        check(job, describe(job), Strategy.parse("pp=4:1f1b"), place(ranks=4))
+
+
+def test_batch_norm_under_a_pipeline() -> None:
+    job = pipeline_jobs.with_batch_norms
+    facts = describe(job)
+    with pytest.raises(Refused, match=r"BatchNorm \(blocks\.0\.norm\).*layers=2"):
+        check(job, facts, Strategy.parse("pp=2:1f1b"), place(ranks=2))
+    for text, ranks in [("layers=2", 2), ("layers=2,ddp", 4)]:
+        assert check(job, facts, Strategy.parse(text), place(ranks=ranks))
+
+
+def test_a_hint_of_stages() -> None:
+    job = pipeline_jobs.trunk
+    facts = describe(job)
+    assert check(replace(job, stages=["blocks.1"]), facts, Strategy.parse("pp=2:1f1b"), place(ranks=2))
+    for stages in (["nowhere"], ["blocks.1", "blocks.2"]):
+        with pytest.raises(Refused, match=r"Job\(stages=\.\.\.\)"):
+            check(replace(job, stages=stages), facts, Strategy.parse("pp=2:1f1b"), place(ranks=2))
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        (pipeline_jobs.changing_glue, "changes what blocks.0 returned in place"),
+        (pipeline_jobs.changing_first, "in place"),
+    ],
+)
+def test_what_cannot_be_cut_is_found_before_any_process_starts(job: Job, says: str) -> None:
+    facts = describe(job)
+    resolved = check(job, facts, Strategy.parse("pp=2:1f1b"), place(ranks=2))
+    with pytest.raises(Refused, match=says):
+        rehearse(job, facts, resolved)
+    rehearse(job, facts, Strategy.parse("ddp").resolve(2))
 
 
 def test_ranks_that_do_not_fit() -> None:

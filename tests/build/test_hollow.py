@@ -1,6 +1,7 @@
 """Stages one after another in one process give the output and the gradients of the whole model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from meshwright.describe.model import describe
 from meshwright.describe.observe import call_loss, call_model, trace
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
 from meshwright.strategies.stages import Crossings, Stages, cut_stages, find_crossings, held_parameters
 
 CPU = torch.device("cpu")
@@ -43,8 +45,13 @@ class Cut:
         return hollow.run(self.flow, self.crossings, received, lambda: loss_of(self.job, hollow.model, batch))
 
 
+@cache
+def facts_of(job: Job) -> ModelFacts:
+    return describe(job)
+
+
 def cut(job: Job, count: int, batch: Any) -> Cut:
-    facts = describe(job)
+    facts = facts_of(job)
     stages = cut_stages(facts, count, job.stages)
     pristine = record(job.model, SEED)
     flow, _ = trace(job, pristine, Watcher([call.name for call in facts.calls]), batch)
@@ -83,7 +90,7 @@ def run_by_hand(job: Job, count: int, batch: Any) -> tuple[Tensor, dict[str, Ten
     for hollow in hollows:
         output = parts.run(hollow, batch, arrived[-1])
         sent.append(output if isinstance(output, tuple) else (output,))
-        arrived.append(tuple(tensor.detach().requires_grad_() for tensor in sent[-1]))
+        arrived.append(tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in sent[-1]))
     ((loss,), backward) = sent[-1], sent[:-1]
     loss.backward()
     for tensors, copies in reversed(list(zip(backward, arrived[1:], strict=False))):
@@ -107,6 +114,8 @@ JOBS = {
     "frozen_foot": "stages that do not train",
     "listening": "a value that is read but not learned through",
     "sharing": "a value that blocks find on an object they share",
+    "collecting": "values that are written into parts of a tensor",
+    "routing": "whole numbers that cross",
     "doubling": "one tensor returned in two places",
 }
 
@@ -125,3 +134,109 @@ def test_stages_are_the_whole(name: str, count: int) -> None:
     assert found.keys() == wanted.keys()
     for parameter, gradient in wanted.items():
         torch.testing.assert_close(found[parameter], gradient, rtol=1e-4, atol=1e-6, msg=parameter)
+
+
+class Fickle(pipeline_jobs.Trunk):
+    """Calls its blocks in an order that depends on the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = list(self.blocks) if len(x) > 2 else list(reversed(self.blocks))
+        x = self.enter(x)
+        for block in blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+def test_another_order_of_calls() -> None:
+    job = replace(pipeline_jobs.trunk, model=Fickle)
+    batch = made_up(job)
+    parts = cut(job, 2, batch)
+    first = parts.hollow(0)
+    parts.run(first, batch, ())
+    small = {name: tensor[:2] for name, tensor in batch.items()}
+    with pytest.raises(JobError, match=r"calls blocks\.3 where it called blocks\.0 before.*same order"):
+        parts.run(first, small, ())
+    with pytest.raises(JobError, match="same order"):
+        parts.run(parts.hollow(1), small, tuple(torch.zeros(2, 4, 8) for _ in parts.crossings.values[1]))
+    assert len(parts.run(first, batch, ())) == len(parts.crossings.values[1]), "a failed pass leaves nothing behind"
+
+
+def test_more_calls_than_before() -> None:
+    class Longer(pipeline_jobs.Trunk):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y if len(x) > 1 else self.leave(y[..., : pipeline_jobs.WIDTH])
+
+    job = replace(pipeline_jobs.trunk, model=Longer)
+    batch = made_up(job)
+    parts = cut(job, 2, batch)
+    small = {name: tensor[:1] for name, tensor in batch.items()}
+    with pytest.raises(JobError, match="calls leave where it called nothing before"):
+        parts.run(parts.hollow(1), small, tuple(torch.zeros(1, 4, 8) for _ in parts.crossings.values[1]))
+
+
+def test_a_model_called_outside_of_a_pass_runs_whole_calls() -> None:
+    """Only passes of the stage are hollow."""
+    job = pipeline_jobs.trunk
+    batch = made_up(job)
+    hollow = cut(job, 2, batch).hollow(0)
+    x = torch.randn(2, 4, 8)
+    assert torch.equal(hollow.model.blocks[0](x), whole_model(job).blocks[0](x))
+
+
+def test_parameters_that_were_given_up_take_no_memory() -> None:
+    job = pipeline_jobs.tied
+    parts = cut(job, 2, made_up(job))
+    whole = whole_model(job)
+    first, last = (parts.hollow(stage).model for stage in range(2))
+    for model, held in zip((first, last), parts.held, strict=True):
+        assert {name for name, _ in model.named_parameters()} == held
+    shared = [parameter for name, parameter in whole.named_parameters() if name in parts.held[0] & parts.held[1]]
+    assert held_bytes(first) + held_bytes(last) == held_bytes(whole) + sum(4 * p.numel() for p in shared)
+    assert max(held_bytes(first), held_bytes(last)) < 0.6 * held_bytes(whole)
+    gone = first.blocks[3].up.weight
+    assert not isinstance(gone, nn.Parameter)
+    assert gone.shape == whole.blocks[3].up.weight.shape
+    assert gone.untyped_storage().nbytes() == 4
+    assert first.head.weight is first.token.weight, "tied parameters stay tied"
+    assert last.head.weight is last.token.weight
+
+
+def held_bytes(model: nn.Module) -> int:
+    return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}.values())
+
+
+def test_stand_ins_take_no_memory() -> None:
+    job = pipeline_jobs.trunk
+    batch = made_up(job)
+    parts = cut(job, 2, batch)
+    last = parts.hollow(1)
+    seen: list[Tensor] = []
+    last.model.blocks[0].register_forward_hook(lambda module, args, output: seen.append(output))
+    parts.run(last, batch, tuple(torch.zeros(3, 4, 8) for _ in parts.crossings.values[1]))
+    assert [(tensor.shape, tensor.untyped_storage().nbytes()) for tensor in seen] == [((3, 4, 8), 4)]
+
+
+def test_a_stage_leaves_as_soon_as_it_is_done() -> None:
+    """Nothing behind its own calls runs, and no handler of the author's keeps it."""
+
+    class Stubborn(pipeline_jobs.Trunk):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x)
+            for block in self.blocks:
+                try:
+                    x = block(x)
+                except Exception:
+                    x = x * 0
+            after.append(1)
+            return self.leave(x)
+
+    after: list[int] = []
+    job = replace(pipeline_jobs.trunk, model=Stubborn)
+    batch = made_up(job)
+    parts = cut(job, 2, batch)
+    after.clear()
+    sent = parts.run(parts.hollow(0), batch, ())
+    assert not after
+    parts.run(parts.hollow(1), batch, sent)
+    assert after

@@ -34,8 +34,18 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     [
         ("fsdpp", 2, "did you mean 'fsdp'"),
         ("ddp,fsdp", 2, "'ddp' and 'fsdp' exclude each other"),
-        ("fsdp,tp=2", 2, "tp=2 is a strategy term, but no engine here runs it yet"),
-        ("pp=2:zb", 2, "pp=2:zb is a strategy term"),
+        ("tp=2,fp8", 2, "fp8 is a strategy term, but no engine here runs it yet"),
+        ("tp=2,op=2", 4, "'tp=2' and 'op=2' exclude each other"),
+        ("pp=2:zb,layers=2", 4, "'pp=2' and 'layers=2' exclude each other"),
+        ("pp=2:zbb", 2, "did you mean 'zb'"),
+        ("pp=3:1f1b", 3, "3 stages were asked for, but the model has 2 blocks to put into them (0, 2)"),
+        ("pp=2:interleaved", 2, "use at most 2 stages"),
+        ("layers=3", 3, "use at most 2 stages"),
+        ("pp=2:1f1b,mb=8", 2, "mb=8 cuts a data rank's 8 samples into 1 micro-batches"),
+        ("pp=2:1f1b,ddp", 16, "use a global batch of 16 or more, or pp:gpipe"),
+        ("pp=2:1f1b,ddp", 3, "needs a multiple of 2 ranks, but 3 were given"),
+        ("pp=2:gpipe,compile", 2, "compile is not built"),
+        ("op=3", 3, "op=3 divides linear"),
         ("zero2,engine=deepspeed", 2, "engine=deepspeed"),
         ("auto", 2, "auto is a strategy term"),
         ("bf16,fp8", 2, "exclude each other"),
@@ -75,6 +85,54 @@ def test_jobs(run, job: str, says: str) -> None:
     code, message = run("train", "job.py", job=rebuilt)
     assert code == 2
     assert says in message
+    assert message.startswith("error: ") and message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        (["nowhere"], "names 'nowhere', where no stage can begin; these can: 0, 2"),
+        (["0", "2", "2"], "must name the first modules of 2 stages"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["pp=2:1f1b", "layers=2"])
+def test_stages(run, strategy: str, stages: list[str], says: str) -> None:
+    job = f"job = Job(**parts, global_batch=8, stages={stages!r})"
+    code, message = run("train", "job.py", "--strategy", strategy, "--ranks", "2", job=job)
+    assert code == 2
+    assert says in message
+    assert message.startswith("error: ") and message.count("\n") == 1
+
+
+def test_batch_norm_under_a_pipeline(run) -> None:
+    resnet = str(Path(__file__).parents[2] / "examples" / "resnet.py")
+    for verb in (["train", "--strategy"], ["verify", "--strategies"]):
+        code, message = run(verb[0], resnet, verb[1], "pp=2:1f1b", "--ranks", "2", "--device", "cpu")
+        assert code == 2
+        assert "BatchNorm (stem.1) normalises over a micro-batch" in message and "layers=2" in message
+        assert message.startswith("error: ") and message.count("\n") == 1
+
+
+CHANGING = """
+class Changing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.first(x)
+        x += 1
+        return self.second(x)
+
+parts["model"] = Changing
+job = Job(**parts, global_batch=8)
+"""
+
+
+def test_a_model_that_cannot_be_cut(run) -> None:
+    code, message = run("train", "job.py", "--strategy", "pp=2:1f1b", "--ranks", "2", job=CHANGING)
+    assert code == 2
+    assert "changes what first returned in place" in message
     assert message.startswith("error: ") and message.count("\n") == 1
 
 

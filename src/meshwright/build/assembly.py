@@ -100,7 +100,7 @@ class Assembly(Engine):
 
     @torch.no_grad()
     def norm(self, own: NamedParameters) -> torch.Tensor:
-        device = own[0].device
+        device = next(iter(own or self.model.parameters())).device  # a rank's stages may be frozen
         whole, cut = ([p.grad for p in kind if p.grad is not None] for kind in (self._whole, self._cut))
         square = global_square(cut).to(device)
         if self.axes.tensor is not None:

@@ -10,7 +10,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies import DATA_STRATEGIES, Place, data_strategy
 from meshwright.strategies.operator import plan_operators
-from meshwright.strategies.pipeline import count_stages, is_pipelined, refuse_pipeline
+from meshwright.strategies.pipeline import SPLIT_BACKWARD, count_stages, is_pipelined, refuse_pipeline
 from meshwright.strategies.stages import cut_stages
 
 
@@ -59,7 +59,7 @@ def refuse_unbuilt(strategy: Strategy) -> None:
 
 def _refuse_offload(strategy: Strategy) -> str | None:
     if strategy.offload == "params" and strategy.data not in ("fsdp", "hsdp"):
-        return f"offload=params streams sharded parameters, so it needs fsdp or hsdp; {strategy.data} keeps them whole."
+        return f"offload=params streams sharded parameters, so it needs fsdp or hsdp; {strategy} keeps them whole."
     return None
 
 
@@ -67,12 +67,18 @@ def _refuse_model_axes(job: Job, facts: ModelFacts, strategy: Strategy) -> str |
     if strategy.compile and strategy.model_ranks > 1:
         return f"compile is not built for tp, op, pp and layers; drop it from {strategy}."
     if strategy.tp > 1:
-        assert facts.tensor_plan is not None
+        if facts.tensor_plan is None:
+            return f"tp={strategy.tp} needs to see the model run on fake tensors, which it does not: {facts.unseen}"
         if reason := facts.tensor_plan.refuse(strategy.tp):
             return reason
     if strategy.op > 1:
         plan_operators(record(job.model, seed=0).model, strategy.op, frozenset(facts.read_elsewhere))
     if is_pipelined(strategy):
+        if strategy.schedule in SPLIT_BACKWARD and strategy.precision != "fp32" and data_strategy(strategy).lowers:
+            return (
+                f"{strategy.schedule} adds up weights' gradients of all micro-batches before {strategy.data} sees them, "
+                f"which would be in {strategy.precision}; use 1f1b or interleaved, ddp, or fp32."
+            )
         cut_stages(facts, count_stages(strategy), job.stages)
         return refuse_pipeline(strategy, facts, job.global_batch)
     return None

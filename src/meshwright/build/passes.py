@@ -75,7 +75,7 @@ class PlainPasses:
                 self._dropout.seed(step, piece.span.first)
                 loss, sums = self._losses.of_output(call_model(self._losses.job, self.engine, piece.data), piece)
                 (loss * factor).backward()
-            totals += sums
+            totals += sums.to(totals.device)  # the loss may lie on another of this process's devices
         self.engine.finish()
         return totals * self._counts
 
@@ -84,7 +84,7 @@ class PlainPasses:
         for piece in micro_batches(batch):
             with self.engine.region():
                 output = call_model(self._losses.job, self.engine, piece.data)
-                totals += self._losses.of_output(output, piece)[1]
+                totals += self._losses.of_output(output, piece)[1].to(totals.device)
         return totals * self._counts
 
 
@@ -103,4 +103,4 @@ class Dropout:
         seed %= 2**63
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+            torch.cuda.manual_seed_all(seed)  # layers=N may use several GPUs in one process

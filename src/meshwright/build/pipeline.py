@@ -100,7 +100,7 @@ class PipelinePasses:
                     self._start(some)
                     schedule = self._prepared()
                     with self.engine.region():
-                        schedule.step(target=torch.zeros(len(some)), return_outputs=False)
+                        schedule.step(*self._nothing(len(some)), target=torch.zeros(len(some)), return_outputs=False)
         self.engine.finish()
         return self._totals * self._counts
 
@@ -115,6 +115,10 @@ class PipelinePasses:
                     with self.engine.region():
                         sent = self._run_alone(stage, sent)
         return self._totals * self._counts
+
+    def _nothing(self, length: int) -> tuple[torch.Tensor, ...]:
+        """What the first stage is called with. Its input is the batch, but FSDP2 fails on a call without arguments."""
+        return (torch.zeros(length, device=self._dropout.device),) if self._own[0].index == 0 else ()
 
     def _in_flight(self, pieces: list[MicroBatch]) -> list[list[MicroBatch]]:
         """Micro-batches that are under way together: all, or one at a time under plain layer-wise placement."""
@@ -161,7 +165,7 @@ class PipelinePasses:
             stage.index,
             len(self._stages),
             self._dropout.device,
-            input_args=self._examples(stage.index),
+            input_args=self._examples(stage.index) if stage.index else (torch.empty(1, device="meta"),),
             output_args=leaving,
             group=self.engine.axes.pipeline.get_group(),
             fake=self._fake,
@@ -171,7 +175,8 @@ class PipelinePasses:
     def _examples(self, stage: int) -> tuple[torch.Tensor, ...]:
         """Tensors without memory like those that cross the cut before a stage."""
         return tuple(
-            torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=True) for leaf in self._leaves(stage)
+            torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.dtype.is_floating_point)
+            for leaf in self._leaves(stage)
         )
 
     def _leaves(self, stage: int) -> list[TensorLeaf]:
@@ -179,7 +184,7 @@ class PipelinePasses:
         calls, found = self._route.flow.calls, []
         for value in self._route.crossings.values[stage]:
             leaf = calls[value.call].leaves[value.leaf]
-            assert isinstance(leaf, TensorLeaf), "refused before: only tensors cross a cut"
+            assert isinstance(leaf, TensorLeaf), "only tensors have a source, so only they cross a cut"
             found.append(leaf)
         return found
 
@@ -201,7 +206,8 @@ class PipelinePasses:
                 self._totals += sums
                 return loss * self._factor
 
-            output = self._losses.plain(stage.hollow.run(self._route.flow, self._route.crossings, args, whole))
+            received = args if stage.index else ()
+            output = self._losses.plain(stage.hollow.run(self._route.flow, self._route.crossings, received, whole))
             if self._stages.is_last(stage.index):
                 return output
             return tuple(_Leaving.apply(tensor.contiguous()) for tensor in output)
@@ -222,7 +228,7 @@ class PipelinePasses:
             )
             for tensor in received:
                 dist.recv(tensor, group_src=ranks[stage.index - 1], group=group)
-        output = stage.engine.module(*received)
+        output = stage.engine.module(*(received or self._nothing(1)))
         if self._stages.is_last(stage.index):
             return ()
         if ranks[stage.index + 1] == here:

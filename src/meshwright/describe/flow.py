@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
-CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
+NUMBERS = (bool, int, float)
+CONSTANTS = (type(None), *NUMBERS, str, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,8 @@ class _Open:
     needs: set[Source]
     reads: set[str] = field(default_factory=set)
     flops: float = 0.0
+    looked: bool = False
+    """Whether it made a number of a tensor."""
 
 
 class Watcher(TorchDispatchMode):
@@ -128,6 +132,10 @@ class Watcher(TorchDispatchMode):
     def forget(self) -> None:
         """Begin anew."""
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._written: dict[StorageWeakRef, frozenset[Source]] = {}
+        """What was written in place, by where: it is read through every view of that."""
+        self._looked: frozenset[Source] = frozenset()
+        """What glue made numbers of, as `item()` does: they decide what runs afterwards, so all of it needs them."""
         self._open: _Open | None = None
         self._versions: list[int] = []
         self._returned: list[list[tuple[Any, int]]] = []
@@ -155,11 +163,11 @@ class Watcher(TorchDispatchMode):
         """All that was seen, with the loss that came of it."""
         changed = [any(_version(leaf) != version for leaf, version in leaves) for leaves in self._returned]
         calls = (replace(call, changed=yes) for call, yes in zip(self.calls, changed, strict=True))
-        return Flow(calls=tuple(calls), needs=self.sources(total))
+        return Flow(calls=tuple(calls), needs=self.sources(total) | self._looked)
 
     def sources(self, tensor: torch.Tensor) -> frozenset[Source]:
         found: frozenset[Source] = self._sources.get(tensor, frozenset())
-        return found
+        return found | self._written.get(_storage(tensor), frozenset()) if self._written else found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -169,10 +177,15 @@ class Watcher(TorchDispatchMode):
             # Also what no argument handed over: a call may find a tensor on an object that it shares with others.
             self._open.needs |= {s for s in sources if not isinstance(s, str) and s != Inside(self._open.index)}
             self._open.flops += _flops(func, args, kwargs or {}, result)
+            self._open.looked |= isinstance(result, NUMBERS)
             sources |= {Inside(self._open.index)}
+        elif isinstance(result, NUMBERS):
+            self._looked |= sources
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._sources[leaf] = frozenset(sources)
+        for leaf in _changed_by(func, args, kwargs or {}):
+            self._written[_storage(leaf)] = self._written.get(_storage(leaf), frozenset()) | sources
         self.seen(func, args, result)
         return result
 
@@ -186,7 +199,7 @@ class Watcher(TorchDispatchMode):
     def _enter(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._open is None:
-                self._open = _Open(len(self.calls), name, self._union((args, kwargs)))
+                self._open = _Open(len(self.calls), name, self._union((args, kwargs)) | self._looked)
                 self._versions = [_version(leaf) for leaf in tree_leaves((args, kwargs))]
 
         return enter
@@ -200,10 +213,11 @@ class Watcher(TorchDispatchMode):
             mutates = [_version(leaf) for leaf in inputs] != self._versions
             leaves, tree = tree_flatten(output)
             places = {id(leaf): place for place, leaf in enumerate(inputs) if not isinstance(leaf, CONSTANTS)}
-            described = tuple(_describe(leaf, places) for leaf in leaves)
+            described = tuple(_describe(leaf, places, looked=done.looked) for leaf in leaves)
             made: dict[int, set[Source]] = {}  # a tensor that is returned in two places is read in either
             for number, (leaf, kind) in enumerate(zip(leaves, described, strict=True)):
                 if isinstance(kind, TensorLeaf):
+                    self._written.pop(_storage(leaf), None)
                     made.setdefault(id(leaf), set()).add(Value(done.index, number))
                     self._sources[leaf] = frozenset(made[id(leaf)])
             returned = [leaf for leaf, kind in zip(leaves, described, strict=True) if isinstance(kind, TensorLeaf)]
@@ -244,7 +258,9 @@ def _numbers(args: tuple[Any, ...]) -> list[float]:
     return [value for value in args if isinstance(value, float)]
 
 
-def _describe(leaf: Any, places: dict[int, int]) -> Leaf:
+def _describe(leaf: Any, places: dict[int, int], *, looked: bool) -> Leaf:
+    if isinstance(leaf, NUMBERS) and looked:
+        return StrangeLeaf("number that may depend on the data")
     if isinstance(leaf, CONSTANTS):
         return ConstantLeaf(leaf)
     if id(leaf) in places:
@@ -252,6 +268,19 @@ def _describe(leaf: Any, places: dict[int, int]) -> Leaf:
     if isinstance(leaf, torch.Tensor):
         return TensorLeaf(tuple(leaf.shape), leaf.dtype)
     return StrangeLeaf(type(leaf).__name__)
+
+
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _changed_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """What an operator writes to, of its arguments."""
+    if not func._schema.is_mutable:
+        return []
+    given = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
+    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [leaf for name in written for leaf in tree_leaves(given.get(name)) if isinstance(leaf, torch.Tensor)]
 
 
 def _version(leaf: Any) -> int:

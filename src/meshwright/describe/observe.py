@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.func import functional_call
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.utils import stateless
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
@@ -114,8 +114,8 @@ def trace(job: Job, blueprint: Blueprint, watcher: Watcher, batch: Any = None) -
         watcher.forget()
         tensors = _stand_ins(blueprint)
         parameters = {name: tensors[name] for name, _ in blueprint.model.named_parameters()}
-        with watcher.watching(blueprint.model, parameters):
-            total, _ = _forward(job, blueprint.model, tensors, data)
+        with watcher.watching(blueprint.model, parameters), _given(blueprint.model, tensors):
+            total, _ = _forward(job, blueprint.model, data)
         return watcher.flow(total)
 
     return _on_fake_tensors(job, blueprint, batch, run)
@@ -163,12 +163,13 @@ def _step(job: Job, blueprint: Blueprint, batch: Any, watch: AbstractContextMana
     """Forward and backward with stand-ins for all parameters, buffers and plain tensors."""
     model = blueprint.model
     tensors = _stand_ins(blueprint)
-    with watch or nullcontext(), _calls(model) as called:
-        total, weight = _forward(job, model, tensors, batch)
     wanted = {name: tensors[name] for name, p in model.named_parameters() if p.requires_grad}
-    if not total.requires_grad:
-        raise JobError("The loss does not depend on any trainable parameter; nothing could be trained.")
-    gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
+    with _given(model, tensors):
+        with watch or nullcontext(), _calls(model) as called:
+            total, weight = _forward(job, model, batch)
+        if not total.requires_grad:
+            raise JobError("The loss does not depend on any trainable parameter; nothing could be trained.")
+        gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
     used = frozenset(name for name, gradient in zip(wanted, gradients, strict=True) if gradient is not None)
     return Observed(used, frozenset(called), None if torch.is_tensor(weight) else float(weight) / SAMPLES)
 
@@ -181,11 +182,13 @@ def _stand_ins(blueprint: Blueprint) -> dict[str, torch.Tensor]:
     return tensors | {name: _stand_in(b) for name, b in model.named_buffers()}
 
 
-def _forward(
-    job: Job, model: nn.Module, tensors: dict[str, torch.Tensor], batch: Any
-) -> tuple[torch.Tensor, float | torch.Tensor]:
-    output = call_model(job, lambda *a, **k: functional_call(model, tensors, a, k, tie_weights=True), batch)
-    return call_loss(job, output, batch)
+def _given(model: nn.Module, tensors: dict[str, torch.Tensor]) -> AbstractContextManager[Any]:
+    """Lend a model its tensors, as `functional_call` does but for longer: recomputing reads them in backward."""
+    return stateless._reparametrize_module(model, tensors, tie_weights=True)
+
+
+def _forward(job: Job, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
+    return call_loss(job, call_model(job, model, batch), batch)
 
 
 def _attribute(slot: Slot) -> torch.Tensor:

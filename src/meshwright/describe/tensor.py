@@ -22,7 +22,7 @@ from meshwright.describe.flow import Call, Flow, TensorLeaf, Value, Watcher
 from meshwright.describe.observe import trace
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
-from meshwright.facts.tensor import ROLES, TensorPlan, TensorRow
+from meshwright.facts.tensor import ROLES, SOURCES, TensorPlan, TensorRow
 
 # Hugging Face's words for the same. Others of its words (experts, packed layers) are passed over.
 _WORDS = {
@@ -220,10 +220,14 @@ class _Finder:
             yield self._row(name)
 
     def has_sequence(self) -> bool:
-        """Whether every row layer gives (batch, sequence, width)."""
+        """Whether every row layer gives (batch, sequence, width).
+
+        Not for Conv1D, which merges batch and sequence: to divide the sequence would send more than it saves.
+        """
         calls = [call for call in (self.flow.calls if self.flow else ()) if self.role.get(call.name) == "row"]
         shapes = [leaf.shape for call in calls for leaf in call.leaves if isinstance(leaf, TensorLeaf)]
-        return bool(shapes) and all(len(shape) == 3 for shape in shapes)
+        plain = all(isinstance(self.layers[call.name], nn.Linear) for call in calls)
+        return bool(shapes) and plain and all(len(shape) == 3 for shape in shapes)
 
     def _refuse_what_cannot_be(self) -> None:
         """Layers whose weight is read past them: only in a call of theirs does it stand for the whole."""
@@ -299,6 +303,7 @@ class _Finder:
             visited.add(source.call)
             other = self.flow.calls[source.call]
             if self._block(other.name) != block:
+                strange |= not block  # what comes out of blocks is the residual stream, which is whole
                 continue
             if other.name in self.layers:
                 if is_linear(self.layers[other.name]):
@@ -331,34 +336,26 @@ class _Finder:
     def _row(self, name: str) -> TensorRow:
         module: Any = self.layers[name]
         role = self.role.get(name, "whole")
-        source = (
-            self.given[name][1]
-            if self.given.get(name, ("",))[0] in (role, "column") and name in self.given
-            else "found"
-        )
+        asked, asker = self.given.get(name, ("", "found"))
+        # A head that is a column to its model divides the vocabulary.
+        source = asker if role == asked or (role, asked) == ("vocabulary", "column") else "found"
         if role == "whole":
-            reason = self.reason.get(name) or self._unpaired(name)
-            return TensorRow(module=name, role=role, source=source, reason=reason)
-        if role == "vocabulary":
             return TensorRow(
-                module=name, role=role, parts=int(module.weight.shape[0]), what="vocabulary", source=source
+                module=name, role=role, source=source, reason=self.reason.get(name) or self._unpaired(name)
             )
-        if role == "row":
-            return TensorRow(
-                module=name, role=role, parts=int(module.weight.shape[1 - output_dim(module)]), source=source
-            )
+        if role == "column":
+            return TensorRow(module=name, role=role, source=source, **self._column(name))
+        dim = 0 if role == "vocabulary" else 1 - output_dim(module)
+        what = "vocabulary" if role == "vocabulary" else "width"
+        return TensorRow(module=name, role=role, parts=int(module.weight.shape[dim]), what=what, source=source)
+
+    def _column(self, name: str) -> dict[str, Any]:
         pieces, heads = self.outputs.pieces.get(name, 1), self.outputs.heads.get(name)
-        return TensorRow(
-            module=name,
-            role=role,
-            parts=heads or _width(module) // pieces,
-            what="heads" if heads else "width",
-            pieces=pieces,
-            feeds=self.feeds.get(name, ""),
-            source=source,
-        )
+        parts = heads or _width(self.layers[name]) // pieces
+        what = "heads" if heads else "width"
+        return {"parts": parts, "what": what, "pieces": pieces, "feeds": self.feeds.get(name, "")}
 
     def _unpaired(self, name: str) -> str:
         if self.given.get(name, ("",))[0] == "whole":
-            return f"by the {self.given[name][1]}"
+            return SOURCES[self.given[name][1]]
         return "no partner: it feeds no linear layer of its block, and none feeds it alone"

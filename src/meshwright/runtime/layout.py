@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright import schedules
 from meshwright.build.check import check
+from meshwright.build.rehearsal import rehearse
 from meshwright.build.staging import nominal_batch, tracer
 from meshwright.describe.blueprint import record
 from meshwright.describe.flow import TensorLeaf
@@ -29,6 +30,7 @@ def lay_out_on_paper(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int
     """One JSON document. Refused where the strategy would be."""
     place = Place(device="cpu", devices=ranks, ranks=ranks, local_ranks=ranks)
     resolved = check(job, facts, strategy, place)
+    rehearse(job, facts, resolved)
     axes = {"pipeline": pipeline_ranks(resolved), **data_strategy(resolved).axes(resolved)}
     axes["tensor"] = resolved.tp * resolved.op
     document: dict[str, Any] = {

@@ -7,6 +7,8 @@ from meshwright.errors import Refused
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 
+SPLIT_BACKWARD = ("zb", "zbv", "dualpipev")
+"""Schedules that put off the weights' part of a backward pass."""
 BUSY = 4
 """Micro-batches per stage that are aimed at where the user names no size: a bubble of about a fifth or less."""
 
@@ -47,7 +49,8 @@ def count_micro_batches(strategy: Strategy, global_batch: int) -> int:
             f"pp={strategy.pp}:{name} needs at least {least} micro-batches, but a data rank has {samples} samples of a "
             f"global batch of {global_batch}; use a global batch of {least * strategy.data_ranks} or more, or pp:gpipe."
         )
-    dividing = [n for n in allowed if samples % n == 0]
+    # One that divides is worth an idle rank or two, but not a pipeline that is never full.
+    dividing = [n for n in allowed if samples % n == 0 and n >= ranks]
     return max(dividing or allowed)
 
 

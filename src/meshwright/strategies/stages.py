@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from meshwright.describe.flow import Flow, Inside, Source, StrangeLeaf, TensorLeaf, Value
+from meshwright.describe.flow import Flow, Inside, Source, StrangeLeaf, Value
 from meshwright.errors import Refused
 from meshwright.facts.model import ModelFacts
 
@@ -114,13 +114,11 @@ class Crossings:
 
 def find_crossings(flow: Flow, stages: Stages) -> Crossings:
     """What must be sent along so that every stage can run its calls. Refused by name where that cannot be."""
+    _refuse_hollow(flow, stages)
     needs = [_needs(flow, stages, stage) for stage in range(len(stages))]
     for stage, sources in enumerate(needs):
         _refuse_insides(flow, stages, stage, sources)
     values = [_crossing(needs[stage:], stages.starts[stage]) for stage in range(len(stages))]
-    _refuse_hollow(flow, stages)
-    for value in {value for crossing in values for value in crossing}:
-        _refuse_value(flow, value)
     return Crossings(tuple(values), tuple(_reads(flow, stages, stage) for stage in range(len(stages))))
 
 
@@ -145,9 +143,9 @@ def _refuse_insides(flow: Flow, stages: Stages, stage: int, sources: frozenset[S
         if isinstance(source, Inside) and source.call not in own:
             reader = next((flow.calls[c].name for c in own if source in flow.calls[c].needs), "the loss")
             raise Refused(
-                f"{reader} reads a tensor that {flow.calls[source.call].name} keeps to itself (in a cache, say) "
-                "instead of returning it, so they cannot lie on two stages; switch it off, or give Job(stages=...) "
-                "other borders."
+                f"{reader} reads a tensor that {flow.calls[source.call].name} keeps to itself (in a cache, an "
+                "attribute or a hook, say) instead of returning it, so they cannot lie on two stages; switch it off, or give "
+                "Job(stages=...) other borders."
             )
 
 
@@ -158,7 +156,7 @@ def _refuse_hollow(flow: Flow, stages: Stages) -> None:
         if strange:
             raise Refused(
                 f"{call.name} returns a {strange}, which cannot be made up on stages where it does not run; "
-                "return tensors, or give Job(stages=...) other borders."
+                "return tensors (in tuples, lists, dicts, or a class that torch.export.register_dataclass knows)."
             )
         if call.mutates:
             raise Refused(
@@ -169,13 +167,6 @@ def _refuse_hollow(flow: Flow, stages: Stages) -> None:
                 f"The model changes what {call.name} returned in place, which only one stage would see; "
                 "write x = x + y where it says x += y."
             )
-
-
-def _refuse_value(flow: Flow, value: Value) -> None:
-    leaf, name = flow.calls[value.call].leaves[value.leaf], flow.calls[value.call].name
-    if not isinstance(leaf, TensorLeaf) or not leaf.dtype.is_floating_point:
-        kind = leaf.dtype if isinstance(leaf, TensorLeaf) else type(leaf).__name__
-        raise Refused(f"Output {value.leaf} of {name} ({kind}) would cross a cut; only floating tensors can be sent.")
 
 
 def held_parameters(model: nn.Module, flow: Flow, stages: Stages, crossings: Crossings) -> list[frozenset[str]]:

@@ -62,6 +62,8 @@ def part(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
     dim %= x.dim()
     if is_divided(x, mesh) and dim_of(x) == dim and pieces_of(x) == 1:
         return local(x)
+    if x.shape[dim] % mesh.size():
+        raise ValueError(f"{mesh.size()} ranks cannot divide dim {dim} of a tensor of shape {tuple(x.shape)}.")
     return Take.apply(whole(x, mesh), dim, mesh)  # type: ignore[no-any-return]
 
 

@@ -22,6 +22,7 @@ from meshwright.strategies.tensor_layout import (
     pieces_of,
     settle,
     shared,
+    whole,
 )
 from meshwright.strategies.tensor_rules import Rule
 
@@ -84,8 +85,8 @@ def _bias_part(bias: Tensor | None, weight: Tensor, mesh: DeviceMesh) -> Tensor 
         return None
     if is_divided(bias, mesh) and is_divided(weight, mesh) and pieces_of(bias) == pieces_of(weight):
         return local(bias)
-    pieces = [part(piece, 0, mesh) for piece in bias.chunk(pieces_of(weight))]  # type: ignore[arg-type]
-    return torch.cat(pieces)
+    pieces = whole(bias, mesh).chunk(pieces_of(weight))  # type: ignore[arg-type]
+    return torch.cat([part(piece, 0, mesh) for piece in pieces])
 
 
 def _shared_or_none(bias: Tensor | None, mesh: DeviceMesh) -> Tensor | None:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointError
 
 from meshwright.strategies import tensor_rules as rules
 from meshwright.strategies.tensor_attention import attention, dropout
@@ -49,7 +50,7 @@ _TABLE: list[tuple[Rule, str]] = [
         "__rpow__ __neg__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __invert__ "
         "zeros_like ones_like full_like empty_like",
     ),
-    (rules.convert, "to float half bfloat16 double type_as contiguous clone detach type cpu cuda"),
+    (rules.convert, "to float half bfloat16 double type_as contiguous clone detach"),
     (rules.make_new, "new_zeros new_ones new_full new_empty new_tensor"),
     (rules.move_dims, "transpose permute swapaxes swapdims movedim moveaxis unsqueeze squeeze t adjoint"),
     (rules.reshape, "view reshape flatten unflatten view_as reshape_as ravel"),
@@ -147,9 +148,9 @@ class DividedFunctions(TorchFunctionMode):
             return NotImplemented
         try:
             return rule(func, self.mesh, *args, **kwargs)
-        except (torch.OutOfMemoryError, dist.DistError):
+        except (torch.OutOfMemoryError, dist.DistError, CheckpointError):
             raise
-        except (TypeError, ValueError, IndexError, RuntimeError):
+        except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):
             # Arguments that the rule does not know. If they are wrong, the function itself says so. Every rank has
             # parts of the same shape, so all of them come here.
             return NotImplemented

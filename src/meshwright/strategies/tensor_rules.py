@@ -59,6 +59,8 @@ def convert(func: Rule, mesh: DeviceMesh, x: Tensor, *args: Any, **kwargs: Any) 
     args, kwargs = tree_map(lambda leaf: local(leaf) if is_divided(leaf, mesh) else leaf, (args, kwargs))
     own = local(x)
     result = func(own, *args, **kwargs)
+    if result.device != own.device:
+        return NotImplemented  # parts live on the mesh's device
     return x if result is own else divided(result, dim_of(x), mesh, pieces_of(x))
 
 

@@ -76,8 +76,8 @@ def _refuse_model_axes(job: Job, facts: ModelFacts, strategy: Strategy) -> str |
     if is_pipelined(strategy):
         if strategy.schedule in SPLIT_BACKWARD and strategy.precision != "fp32" and data_strategy(strategy).lowers:
             return (
-                f"{strategy.schedule} adds up weights' gradients of all micro-batches before {strategy.data} sees them, "
-                f"which would be in {strategy.precision}; use 1f1b or interleaved, ddp, or fp32."
+                f"{strategy.schedule} adds up weights' gradients of all micro-batches before {strategy.data} sees "
+                f"them, which would be in {strategy.precision}; use 1f1b or interleaved, ddp, or fp32."
             )
         cut_stages(facts, count_stages(strategy), job.stages)
         return refuse_pipeline(strategy, facts, job.global_batch)

@@ -31,7 +31,10 @@ from meshwright.strategies.pipeline import is_pipelined
 
 LOSS_SCALE = 2.0**8
 """fp16's, held low: at the usual 2**16 one process overflows where the smaller parts of its ranks do not, and skips."""
-DROPOUT = "dropout was off; in training this strategy may draw other masks than one process: equal in distribution, not in bits"
+DROPOUT = (
+    "dropout was off; in training this strategy may draw other masks than one process does: "
+    "equal in distribution, not in bits"
+)
 Plant = Callable[[Trainer], None]
 """Spoils a trainer on purpose; tests use it to see that a defect is found."""
 

@@ -174,11 +174,12 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--parallel", type=int, default=1, help="cases at the same time; then step times say little")
+    parser.add_argument("--strategies", nargs="+", help="some of the cases, beside layers=2 in one process")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     shape = SMALL if options.small else LARGE
     tasks: list[tuple[Any, ...]] = [(run_layers, SMALL, options.device)]
-    for text, ranks in CASES:
+    for text, ranks in [case for case in CASES if options.strategies is None or case[0] in options.strategies]:
         tasks += [(run_rank, shape, options.device, text, ranks, rank) for rank in ranks_of_interest(text, ranks)]
     with ProcessPoolExecutor(options.parallel, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         rows = []

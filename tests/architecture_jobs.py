@@ -1,7 +1,7 @@
-"""Architectures of Hugging Face transformers as tiny jobs: built from configs, so nothing is downloaded.
+"""Architectures of Hugging Face transformers as tiny jobs, built from configs: nothing is downloaded. And a few habits.
 
 Every config keeps its class's own choices (caches, dropout, tied weights) but for sizes and what draws at random which
-layers or frames are left out.
+layers or frames are left out. Habits are what authors of models do that is hard on a pipeline.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
+from torch.utils.checkpoint import checkpoint
 
 from meshwright import Job
+from meshwright.build.world import World
+from meshwright.describe.model import describe
+from meshwright.runtime.verdict import Verdict
+from meshwright.runtime.verify import verify
 
 WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH = 32, 4, 4, 64, 16
 SIDE, CLASSES, MELS, FRAMES, SAMPLES = 16, 10, 8, 32, 400
@@ -129,6 +134,7 @@ GPT_NEO_SIZES = {
     **{"attention_types": [[["global", "local"], 2]], "max_position_embeddings": LENGTH},
 }
 FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": WIDTH}
+GPT_OSS_SIZES = {**GROUPED, **FEW_EXPERTS, "head_dim": 8, "num_local_experts": 4, "sliding_window": 8}
 DEEPSEEK_SIZES = {
     **{**WIDE, **FEW_EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2},
     **{"num_key_value_heads": HEADS, "q_lora_rank": 8, "kv_lora_rank": 8},
@@ -160,10 +166,10 @@ SWITCH_SIZES = {
     **{"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2},
 }
 PROPHETNET_SIZES = {
-    **{**TWO_SIDED, "hidden_size": WIDTH, "num_encoder_layers": LAYERS, "num_decoder_layers": LAYERS},
-    **{"num_encoder_attention_heads": HEADS, "num_decoder_attention_heads": HEADS},
+    **{**TOKENS, "decoder_start_token_id": 0, "hidden_size": WIDTH, "max_position_embeddings": 2 * LENGTH},
+    **{"num_encoder_layers": LAYERS, "num_encoder_attention_heads": HEADS, "encoder_ffn_dim": 2 * WIDTH},
+    **{"num_decoder_layers": LAYERS, "num_decoder_attention_heads": HEADS, "decoder_ffn_dim": 2 * WIDTH},
 }
-PROPHETNET_SIZES.pop("d_model")
 WHISPER_SIZES = {
     **{**TWO_SIDED, "num_mel_bins": MELS, "max_source_positions": FRAMES // 2, "max_target_positions": LENGTH},
     **{"begin_suppress_tokens": None, "suppress_tokens": None},
@@ -214,7 +220,7 @@ ARCHITECTURES: dict[str, Job] = {
     "Granite": language("Granite", GROUPED),
     "Mixtral": language("Mixtral", {**GROUPED, "num_local_experts": 4}),
     "Qwen3-MoE": language("Qwen3Moe", {**GROUPED, **FEW_EXPERTS, "head_dim": 8, "num_experts": 4}),
-    "GPT-OSS": language("GptOss", {**GROUPED, **FEW_EXPERTS, "head_dim": 8, "num_local_experts": 4, "sliding_window": 8}),
+    "GPT-OSS": language("GptOss", GPT_OSS_SIZES),
     "DeepSeek-V3": language("DeepseekV3", DEEPSEEK_SIZES),
     "Mamba": language("Mamba", MAMBA_SIZES),
     "Mamba 2": language("Mamba2", MAMBA2_SIZES),
@@ -255,3 +261,122 @@ ARCHITECTURES: dict[str, Job] = {
     "ConvNeXt": images("ConvNext", CONVNEXT_SIZES),
     "ResNet": images("ResNet", RESNET_SIZES),
 }
+
+
+def verdicts(world: World, name: str, strategies: list[str]) -> list[Verdict]:
+    """For ranks: verify one of the architectures, or one of the habits."""
+    chosen = {**ARCHITECTURES, **HABITS}[name]
+    return list(verify(chosen, describe(chosen), strategies, world))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
+        y = self.down(F.gelu(self.up(self.norm(x))))
+        return x + (y if hidden is None else y.masked_fill(hidden[..., None], 0.0))
+
+
+class Plain(nn.Module):
+    """Something to derive habits of authors from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.token(x)
+        for block in self.blocks:
+            y = block(y)
+        return self.head(y)
+
+
+class Masking(nn.Embedding):
+    """Says beside its output which places are hidden, by a tensor that is neither floating nor differentiable."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), x < 8
+
+
+class Masked(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = Masking(VOCABULARY, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, hidden = self.token(x)
+        for block in self.blocks:
+            y = block(y, hidden)
+        return self.head(y)
+
+
+class Looking(Plain):
+    """Decides by values of the first block's output, which nothing else reads at the end, how to go on there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](self.token(x))
+        y = first
+        for block in self.blocks[1:]:
+            y = block(y)
+        return self.head(y if first.any() else 2 * y)
+
+
+class Recomputing(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.token(x)
+        for block in self.blocks:
+            y = checkpoint(block, y, use_reentrant=False)
+        return self.head(y)
+
+
+class Frozen(Plain):
+    """Nothing of the first stage is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.token, *self.blocks[:3]):
+            module.requires_grad_(False)
+
+
+class Counting(Block):
+    """Returns a number that it reads off a tensor."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:  # type: ignore[override]
+        return super().forward(x), int((x > 0).sum())
+
+
+class Counted(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counting() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, total = self.token(x), 0
+        for block in self.blocks:
+            y, count = block(y)
+            total += count
+        return self.head(y) + total
+
+
+def plain_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten(), reduction="sum"), batch["y"].numel()
+
+
+def habit(model: type[nn.Module]) -> Job:
+    return Job(
+        model=model,
+        inputs=lambda batch: (batch["x"],),
+        loss=plain_loss,
+        optimizer=lambda params: AdamW(params, lr=1e-3),
+        sample=sample_text,
+        global_batch=BATCH,
+    )
+
+
+HABITS = {kind.__name__: habit(kind) for kind in (Masked, Looking, Recomputing, Frozen, Counted)}

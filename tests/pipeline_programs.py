@@ -18,6 +18,7 @@ from meshwright.build.pipeline import PipelinePasses
 from meshwright.build.step import Trainer
 from meshwright.build.world import World
 from meshwright.describe.model import describe
+from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.measure import held_states
@@ -82,6 +83,17 @@ def results_and_state(world: World, job: str, strategy: str) -> tuple[Numbers, d
     results = [made.step(seeded_batch(chosen, seed)) for seed in range(2)]
     state = {name: tensor.clone() for name, tensor in made.engine.state()}
     return [(r.loss, r.grad_norm) for r in results], state, list(chosen.model().state_dict())
+
+
+def fickle_error(world: World) -> str:
+    """What a model that calls other modules for a small batch is told."""
+    made = trainer(world, pipeline_jobs.fickle, "pp=2:gpipe")
+    made.step(seeded_batch(made.job, 0))
+    try:
+        made.step(seeded_batch(replace(made.job, global_batch=4), 0))
+    except JobError as error:
+        return str(error)
+    return ""
 
 
 def splits(world: World, job: str, strategy: str) -> dict[int, bool | None]:

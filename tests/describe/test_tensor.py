@@ -120,6 +120,7 @@ def test_a_layer_without_a_partner_says_so() -> None:
     assert (row.role, row.reason[:11]) == ("whole", "no partner:")
 
 
+@pytest.mark.slow
 def test_every_model_gets_a_plan() -> None:
     for name in MODELS:
         plan, _ = plan_of(job_of(name))

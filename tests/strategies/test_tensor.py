@@ -6,6 +6,7 @@ import tensor_programs
 from rank_pool import RankError, RankPool
 
 
+@pytest.mark.slow
 def test_every_function_forward_and_backward(two_ranks: RankPool) -> None:
     for differences in two_ranks(tensor_programs.function_differences):
         assert {name: value for name, value in differences.items() if not value <= 1e-5} == {}
@@ -24,12 +25,14 @@ def test_whatever_its_author_does_with_activations(two_ranks: RankPool) -> None:
     assert set(result.gathered) == {"std", "__getitem__", "__setitem__", "sort"}
 
 
+@pytest.mark.slow
 def test_fused_layers_come_apart_without_gathering(two_ranks: RankPool) -> None:
     result = two_ranks(tensor_programs.compare, "fused")[0]
     assert result.equal, result
     assert result.gathered == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["read the tensor", "read the view"])
 @pytest.mark.parametrize("dim", [1, 2])
 def test_a_change_that_cannot_be_followed_is_refused(two_ranks: RankPool, dim: int, then: str) -> None:
@@ -38,11 +41,13 @@ def test_a_change_that_cannot_be_followed_is_refused(two_ranks: RankPool, dim: i
     assert caught.value.kind == "Refused"
 
 
+@pytest.mark.slow
 def test_a_parameter_that_changes_itself_is_refused(two_ranks: RankPool) -> None:
     with pytest.raises(RankError, match="changes a parameter of shape"):
         two_ranks(tensor_programs.change_a_parameter)
 
 
+@pytest.mark.slow
 def test_dropout_differs_between_ranks_and_can_be_drawn_again(two_ranks: RankPool) -> None:
     (first, again, after), (other, _, other_after) = two_ranks(tensor_programs.dropped)
     assert first.equal(again) and not first.equal(other)
@@ -50,10 +55,12 @@ def test_dropout_differs_between_ranks_and_can_be_drawn_again(two_ranks: RankPoo
     assert 0.4 < float((first == 0).float().mean()) < 0.6
 
 
+@pytest.mark.slow
 def test_what_is_sent(two_ranks: RankPool) -> None:
     """Two sums a block forward and two backward; one each for embedding and head; two for the loss."""
     assert two_ranks(tensor_programs.collectives, "example")[0] == 2 * 4 + 2 + 2
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_part_of_the_model(two_ranks: RankPool) -> None:
     assert two_ranks(tensor_programs.divides_a_stage)[0] == ["blocks.1.down.weight", "blocks.1.up.bias"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -203,7 +204,7 @@ class ShardedUpdateEngine(Engine):
         for piece in self._scalars:
             piece.parameter.data.copy_(piece.shard.to_local())
         # One bucket ahead: the next is under way while this one is copied to its place.
-        for current, following in zip(self._buckets, [*self._buckets[1:], None], strict=True):
+        for current, following in zip_longest(self._buckets, self._buckets[1:]):
             if current is self._buckets[0]:
                 current.start_gather()
             if following is not None:

@@ -144,8 +144,8 @@ def _refuse_insides(flow: Flow, stages: Stages, stage: int, sources: frozenset[S
             reader = next((flow.calls[c].name for c in own if source in flow.calls[c].needs), "the loss")
             raise Refused(
                 f"{reader} reads a tensor that {flow.calls[source.call].name} keeps to itself (in a cache, an "
-                "attribute or a hook, say) instead of returning it, so they cannot lie on two stages; switch it off, or give "
-                "Job(stages=...) other borders."
+                "attribute or a hook, say) instead of returning it, so they cannot lie on two stages; switch it off, "
+                "or give Job(stages=...) other borders."
             )
 
 

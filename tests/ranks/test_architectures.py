@@ -1,0 +1,58 @@
+"""Models that nobody wrote for a pipeline are cut as they are: architectures of transformers, and habits of authors.
+
+The whole table takes minutes: `python benchmarks/architectures.py`.
+"""
+
+import pytest
+import torch
+
+from architecture_jobs import ARCHITECTURES, HABITS, verdicts
+from meshwright.build.check import check
+from meshwright.build.rehearsal import rehearse
+from meshwright.describe.model import describe
+from meshwright.errors import Refused
+from meshwright.facts.strategy import Strategy
+from meshwright.runtime.place import place_for
+from rank_pool import RankPool
+
+ODD = [
+    "Llama",  # rotary tables and a cache, which the author's code makes on every stage
+    "ALBERT",  # one layer that is called four times, so both stages hold it
+    "Mixtral",  # experts that are chosen by values
+    "ProphetNet",  # an encoder and a decoder over one embedding, and positions that cross the cut as integers
+]
+ADVICE = {"Counted": r"blocks\.0 returns a number that may depend on the data.*return tensors"}
+
+
+def check_equal(pool: RankPool, name: str) -> None:
+    (verdict,) = pool(verdicts, name, ["pp=2:1f1b"])[0]
+    assert verdict.equal, verdict.first_difference
+    assert verdict.loss_max_rel <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ODD)
+def test_an_architecture_equals_one_process(two_ranks: RankPool, name: str) -> None:
+    pytest.importorskip("transformers")
+    check_equal(two_ranks, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in HABITS if name not in ADVICE])
+def test_a_habit_equals_one_process(two_ranks: RankPool, name: str) -> None:
+    check_equal(two_ranks, name)
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_what_a_stage_could_not_know_is_refused(name: str) -> None:
+    torch.manual_seed(0)
+    job = HABITS[name]
+    facts = describe(job)
+    with pytest.raises(Refused, match=ADVICE[name]):
+        rehearse(job, facts, check(job, facts, Strategy.parse("pp=2:1f1b"), place_for("cpu", 2)))
+
+
+def test_two_towers_of_one_class_over_one_embedding_are_looked_into() -> None:
+    pytest.importorskip("transformers")
+    blocks = describe(ARCHITECTURES["T5"]).blocks
+    assert blocks == tuple(f"{tower}.block.{index}" for tower in ("encoder", "decoder") for index in range(4))

@@ -22,4 +22,4 @@ def build() -> resnet.ResNet:
     return model
 
 
-job = replace(resnet.job, model=build)
+job = replace(resnet.job, model=build, max_norm=1.0)

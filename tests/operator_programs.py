@@ -16,7 +16,7 @@ from meshwright.build.precision import cast_parameters
 from meshwright.build.recompute import recompute_blocks
 from meshwright.build.world import World
 from meshwright.describe.blocks import find_blocks
-from meshwright.strategies import operator
+from meshwright.strategies import operator_rules
 from meshwright.strategies.cuts import Cuts
 from meshwright.strategies.operator import plan_operators, split_operators
 
@@ -194,7 +194,7 @@ DEFECTS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor]]] 
 
 def defective_differences(world: World, defect: str) -> dict[str, float]:
     make, planted = DEFECTS[defect]
-    with patch.object(operator, defect, planted):
+    with patch.object(operator_rules, defect, planted):
         return differences(world, make)
 
 

@@ -67,24 +67,24 @@ def test_every_way_of_backward_with_data_strategies(four_ranks: RankPool) -> Non
 
 
 def test_what_hybrids_get_wrong(four_ranks: RankPool) -> None:
-    check(four_ranks, "frozen", "pp=2:1f1b,ddp", "pp=2:zbv,zero1", "pp=2:1f1b,fsdp")
+    check(four_ranks, "frozen", "pp=2:1f1b,ddp", "pp=2:zbv,zero1")
     check(four_ranks, "uneven", "pp=2:1f1b,fsdp", "pp=2:zbv,ddp")
     check(four_ranks, "masked", "pp=2:1f1b,zero2")
     check(four_ranks, "repeating", "pp=2:1f1b,fsdp")
     check(four_ranks, "frozen_foot", "pp=2:1f1b,fsdp", "pp=2:1f1b,zero1,offload=optimizer")
-    check(four_ranks, "tied", "pp=2:1f1b,fsdp,fp16", "pp=2:1f1b,zero1,bf16,ac=full")
+    check(four_ranks, "tied", "pp=2:1f1b,fsdp,fp16,ac=full")
 
 
 def test_batch_norm_under_layers(two_ranks: RankPool, four_ranks: RankPool) -> None:
     """Also without weights of its own, and where data ranks have unlike numbers of samples."""
-    check(two_ranks, "with_batch_norms", "layers=2", "layers=2,ac=full")
+    check(two_ranks, "with_batch_norms", "layers=2,ac=full")
     check(two_ranks, "with_bare_batch_norms", "layers=2")
-    check(four_ranks, "odd_batch_norms", "layers=2,ddp", "layers=2,fsdp")
+    check(four_ranks, "odd_batch_norms", "layers=2,ddp")
 
 
 def test_operators(two_ranks: RankPool, four_ranks: RankPool) -> None:
     check(two_ranks, "convolutions", "op=2", "op=2,mb=1,ac=full")
-    check(four_ranks, "convolutions", "op=2,ddp", "op=2,fsdp", "op=2,pp=2:1f1b", "op=2,layers=2")
+    check(four_ranks, "convolutions", "op=2,ddp", "op=2,pp=2:1f1b")
     check(four_ranks, "tied", "op=2,pp=2:zb")
 
 
@@ -98,10 +98,9 @@ def test_batches_of_other_sizes(two_ranks: RankPool, strategy: str) -> None:
 
 def test_batches_of_other_sizes_over_data_ranks(four_ranks: RankPool) -> None:
     """One data rank has nothing but a stand-in."""
-    for strategy in ("pp=2:1f1b,fsdp", "pp=2:zb,ddp"):
-        for found, expected in four_ranks(programs.steps_of_sizes, "masked", strategy, [8, 1, 3]):
-            for step, wanted in zip(found, expected, strict=True):
-                assert step == pytest.approx(wanted, rel=2e-5)
+    for found, expected in four_ranks(programs.steps_of_sizes, "masked", "pp=2:1f1b,fsdp", [8, 1, 3]):
+        for step, wanted in zip(found, expected, strict=True):
+            assert step == pytest.approx(wanted, rel=2e-5)
 
 
 @pytest.mark.parametrize("strategy", ["pp=2:1f1b", "pp=2:interleaved", "pp=2:zbv", "layers=2"])
@@ -111,14 +110,13 @@ def test_evaluate(two_ranks: RankPool, strategy: str) -> None:
 
 
 def test_evaluate_over_data_ranks(four_ranks: RankPool) -> None:
-    for strategy in ("pp=2:1f1b,fsdp", "pp=2:zbv,zero2"):
-        for found, expected in four_ranks(programs.evaluations, "masked", strategy, [8, 3]):
-            assert found == pytest.approx(expected, rel=1e-5)
+    for found, expected in four_ranks(programs.evaluations, "masked", "pp=2:zbv,fsdp", [8, 3]):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_all_ranks_are_told_the_same(four_ranks: RankPool) -> None:
     """Loss, norm and state, in the unsplit model's names."""
-    for strategy in ("pp=2:interleaved,fsdp", "pp=4:1f1b", "op=2,pp=2:1f1b"):
+    for strategy in ("pp=2:interleaved,fsdp", "op=2,pp=2:1f1b"):
         answers = four_ranks(programs.results_and_state, "tied", strategy)
         for results, state, names in answers:
             assert results == answers[0][0]

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
+import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
-from meshwright.describe.flow import Flow, Inside, Source, StrangeLeaf, Value
+from meshwright.describe.flow import Flow, Inside, Source, StrangeLeaf, TensorLeaf, Value
 from meshwright.errors import Refused
 from meshwright.facts.model import ModelFacts
+
+SENDS_INTEGERS = TorchVersion(torch.__version__) >= "2.13"
+"""Older stages want a gradient of all that they receive."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,8 @@ def find_crossings(flow: Flow, stages: Stages) -> Crossings:
     for stage, sources in enumerate(needs):
         _refuse_insides(flow, stages, stage, sources)
     values = [_crossing(needs[stage:], stages.starts[stage]) for stage in range(len(stages))]
+    if not SENDS_INTEGERS:
+        _refuse_integers(flow, {value for crossing in values for value in crossing})
     return Crossings(tuple(values), tuple(_reads(flow, stages, stage) for stage in range(len(stages))))
 
 
@@ -166,6 +173,16 @@ def _refuse_hollow(flow: Flow, stages: Stages) -> None:
             raise Refused(
                 f"The model changes what {call.name} returned in place, which only one stage would see; "
                 "write x = x + y where it says x += y."
+            )
+
+
+def _refuse_integers(flow: Flow, values: set[Value]) -> None:
+    for value in values:
+        leaf, name = flow.calls[value.call].leaves[value.leaf], flow.calls[value.call].name
+        if isinstance(leaf, TensorLeaf) and not leaf.dtype.is_floating_point:
+            raise Refused(
+                f"Output {value.leaf} of {name} ({leaf.dtype}) would cross a cut, but torch {torch.__version__} sends "
+                "floating tensors only; use torch 2.13, or give Job(stages=...) other borders."
             )
 
 

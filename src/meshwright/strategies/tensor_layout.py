@@ -19,8 +19,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from meshwright.strategies.collectives import AddUp, AddUpPart, Join, Share, Take
 from meshwright.strategies.tensor_memory import check_unchanged
-from meshwright.strategies.tensor_wires import AddUp, AddUpPart, Join, Share, Take
 
 SEQUENCE = 1  # the dim of the sequence in (batch, sequence, width)
 _PIECES = "_meshwright_pieces"

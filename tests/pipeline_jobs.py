@@ -261,6 +261,28 @@ class Routing(Trunk):
         return self.leave(x + x.gather(-1, chosen) * (chosen > 2))
 
 
+class Handing(Trunk):
+    """A module returns its parameter as it is, and the model also reads it off the module."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self) -> Tensor:
+            return self.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = self.Own()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x) + self.own()
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x * self.own.weight)
+
+
 class Doubling(Trunk):
     """Blocks return one tensor in two places."""
 
@@ -402,6 +424,7 @@ frozen_foot = replace(trunk, model=FrozenFoot, optimizer=lambda params: AdamW(pa
 listening = replace(trunk, model=Listening)
 sharing = replace(trunk, model=Sharing)
 collecting = replace(trunk, model=Collecting)
+handing = replace(trunk, model=Handing)
 routing = replace(trunk, model=Routing)
 doubling = replace(trunk, model=Doubling)
 fickle = replace(trunk, model=Fickle, global_batch=32)

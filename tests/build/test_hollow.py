@@ -115,6 +115,7 @@ JOBS = {
     "listening": "a value that is read but not learned through",
     "sharing": "a value that blocks find on an object they share",
     "collecting": "values that are written into parts of a tensor",
+    "handing": "a parameter that is returned as it is",
     "routing": "whole numbers that cross",
     "doubling": "one tensor returned in two places",
 }

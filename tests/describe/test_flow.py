@@ -157,6 +157,13 @@ def test_one_tensor_in_two_places() -> None:
         assert flow.needs == {Value(1, 0), Value(1, 1)}
 
 
+def test_a_parameter_that_is_returned_as_it_is() -> None:
+    """Whoever reads it may have read it off its module."""
+    flow = traced(pipeline_jobs.handing)
+    (call,) = (index for index, call in enumerate(flow.calls) if call.name == "own")
+    assert {Value(call, 0), "own.weight"} <= flow.calls[-1].needs
+
+
 def test_a_strange_output() -> None:
     call, _ = odd_call(lambda y, x, others: (y, slice(2)))
     assert call.leaves[1] == StrangeLeaf("slice")

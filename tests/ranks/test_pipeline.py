@@ -36,6 +36,7 @@ def test_every_schedule(two_ranks: RankPool) -> None:
         "listening",
         "sharing",
         "collecting",
+        "handing",
         "routing",
         "doubling",
     ],

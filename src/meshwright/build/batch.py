@@ -97,6 +97,13 @@ def take(data: Any, start: int, length: int, of_samples: tuple[bool, ...]) -> An
     return tree_unflatten(cut, tree)
 
 
+def turn_round(data: Any) -> Any:
+    """The same samples, last first."""
+    leaves, tree = tree_flatten(data)
+    kept = zip(leaves, find_leaves_of_samples(data), strict=True)
+    return tree_unflatten([leaf.flip(0) if of_samples else leaf for leaf, of_samples in kept], tree)
+
+
 def part(data: Any, ranks: int, rank: int, micro_batch: int | None) -> Batch:
     """The part of `rank` in a global batch that every rank has whole."""
     samples, of_samples = count_samples(data), find_leaves_of_samples(data)

@@ -132,6 +132,7 @@ class Watcher(TorchDispatchMode):
     def forget(self) -> None:
         """Begin anew."""
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._parameters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._written: dict[StorageWeakRef, frozenset[Source]] = {}
         """What was written in place, by where: it is read through every view of that."""
         self._looked: frozenset[Source] = frozenset()
@@ -147,6 +148,7 @@ class Watcher(TorchDispatchMode):
         """Follow `model`, whose parameters are these tensors, until the context ends."""
         for name, tensor in parameters.items():
             self._sources[tensor] = self.sources(tensor) | {name} if tensor in self._sources else frozenset({name})
+            self._parameters[tensor] = self._sources[tensor]
         hooks = []
         for name, module in model.named_modules():
             if name in self._names:
@@ -218,7 +220,8 @@ class Watcher(TorchDispatchMode):
             for number, (leaf, kind) in enumerate(zip(leaves, described, strict=True)):
                 if isinstance(kind, TensorLeaf):
                     self._written.pop(_storage(leaf), None)
-                    made.setdefault(id(leaf), set()).add(Value(done.index, number))
+                    # A parameter that is returned as it is may still be read off its module.
+                    made.setdefault(id(leaf), set(self._parameters.get(leaf, ()))).add(Value(done.index, number))
                     self._sources[leaf] = frozenset(made[id(leaf)])
             returned = [leaf for leaf, kind in zip(leaves, described, strict=True) if isinstance(kind, TensorLeaf)]
             self._returned.append([(leaf, _version(leaf)) for leaf in returned])

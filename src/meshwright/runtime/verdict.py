@@ -3,8 +3,9 @@
 Strategies add the same numbers in another order, and training can blow the rounding up:
 Adam turns a gradient that is zero but for rounding (the bias of an attention's keys, say) into a full step, and a
 large learning rate makes the third loss of a ResNet differ by 1e-4 if its weights were moved by 1e-7. So the bound is
-measured: the reference is run twice more with weights moved by one rounding (in fp32 before every step), and a strategy
-may be a few times as far from the reference as those runs are. Under bf16 and fp16 rounding decides the sign of whole
+measured: the reference is run twice more with weights moved by one rounding (in fp32 before every step), once of them
+with the samples of each batch in another order, and a strategy may be a few times as far from the reference as those
+runs are. Under bf16 and fp16 rounding decides the sign of whole
 steps, so there a parameter's movement from its start is compared as a whole.
 """
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from math import gcd
 from typing import Any
 
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 ROLES = ("column", "row", "vocabulary", "whole")
 SOURCES = {"job": "Job(tensor_plan=...)", "model": "the model's own plan", "found": "found in a step on fake tensors"}
 
@@ -66,12 +69,26 @@ class TensorPlan:
         return replace(self, rows=tuple(self._for_ranks(row, ranks) for row in self.rows))
 
     def as_mapping(self) -> dict[str, str]:
-        """What Job(tensor_plan=...) takes to get the same."""
-        return {row.module: row.role for row in self.rows}
+        """What Job(tensor_plan=...) takes to get the same; layers that repeat as one pattern."""
+        return {pattern: row.role for pattern, row in self._patterns()}
 
     def table(self) -> list[tuple[str, str, str, str]]:
         """Layer, role, what is divided, and why, for printing."""
-        return [(row.module, row.role, _parts(row), row.reason or SOURCES[row.source]) for row in self.rows]
+        return [
+            (pattern, row.role, _parts(row), row.reason or SOURCES[row.source]) for pattern, row in self._patterns()
+        ]
+
+    def _patterns(self) -> Iterator[tuple[str, TensorRow]]:
+        """Rows whose names differ in a number only as one pattern, `blocks.*.up`, where that means just them."""
+        groups: dict[str, list[TensorRow]] = {}
+        for row in self.rows:
+            groups.setdefault(_NUMBER.sub(".*", row.module), []).append(row)
+        for pattern, rows in groups.items():
+            alike = len({replace(row, module="", feeds="") for row in rows}) == 1
+            if len(rows) > 1 and alike and sum(fnmatchcase(row.module, pattern) for row in self.rows) == len(rows):
+                yield pattern, rows[0]
+            else:
+                yield from ((row.module, row) for row in rows)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -59,18 +60,15 @@ class Axes:
             return None
         if self.pipeline_ranks == self.tensor_ranks == 1:
             return world.group
-        sizes = (self.pipeline_ranks, self.data_ranks, self.tensor_ranks)
-        return init_device_mesh(world.device.type, sizes, mesh_dim_names=(PIPELINE, BATCH, TENSOR)).get_group(BATCH)
+        sizes = {PIPELINE: self.pipeline_ranks, BATCH: self.data_ranks, TENSOR: self.tensor_ranks}
+        return _mesh(world.device.type, sizes).get_group(BATCH)
 
     def pipeline_group(self, members: Collection[int]) -> dist.ProcessGroup | None:
         """This rank's group of some places on the pipeline axis; None if it is not among them. All ranks must call."""
         inner = self.data_ranks * self.tensor_ranks
-        lines = [[member * inner + offset for member in sorted(members)] for offset in range(inner)]
-        own = None
-        for line in lines:
-            group = dist.new_group(line)
-            own = group if self.rank in line else own
-        return own
+        lines = tuple(tuple(member * inner + offset for member in sorted(members)) for offset in range(inner))
+        groups = _once(("groups", lines), lambda: [dist.new_group(line) for line in lines])
+        return next((group for group, line in zip(groups, lines, strict=True) if self.rank in line), None)
 
 
 def lay_axes(strategy: Strategy, world: World) -> Axes:
@@ -89,5 +87,26 @@ def lay_axes(strategy: Strategy, world: World) -> Axes:
         tensor_ranks=tensor,
         rank=world.rank,
         data_names=tuple(data),
-        mesh=init_device_mesh(world.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept)) if kept else None,
+        mesh=_mesh(world.device.type, kept) if kept else None,
     )
+
+
+def _mesh(device: str, axes: dict[str, int]) -> DeviceMesh:
+    names, sizes = tuple(axes), tuple(axes.values())
+    mesh: DeviceMesh = _once((device, names, sizes), lambda: init_device_mesh(device, sizes, mesh_dim_names=names))
+    return mesh
+
+
+_made: dict[Any, tuple[Any, Any]] = {}
+
+
+def _once(key: Any, make: Callable[[], Any]) -> Any:
+    """What was made before in this world, or what is made now.
+
+    A process group has threads of its own, which live as long as it does; and DTensor takes meshes of the same sizes
+    for one and the same, so that results on a second would be found on the first. So there is one of each.
+    """
+    world = dist.group.WORLD
+    if key not in _made or _made[key][0] is not world:
+        _made[key] = world, make()
+    return _made[key][1]

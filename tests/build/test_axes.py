@@ -112,3 +112,14 @@ def test_one_process_has_no_axes() -> None:
     axes = lay_axes(Strategy.parse("single"), World(device=CPU))
     assert (axes.mesh, axes.data, axes.pipeline, axes.tensor) == (None,) * 4
     assert axes.batch_group(World(device=CPU)) is None
+
+
+def test_the_data_axis_on_the_host_has_the_same_ranks() -> None:
+    world = pretend(4, torch.device("cpu"), rank=2)
+    try:
+        axes = lay_axes(Strategy.parse("pp=2:1f1b,fsdp").resolve(4), world)
+        host = axes.data_on_host()
+        assert host is not None and axes.data is not None
+        assert host.mesh.tolist() == axes.data.mesh.tolist() == [2, 3]
+    finally:
+        world.leave()

@@ -46,6 +46,14 @@ class Axes:
             return None
         return self.mesh[self.data_names if len(self.data_names) > 1 else self.data_names[0]]
 
+    def data_on_host(self) -> DeviceMesh | None:
+        """The same ranks as `data` as a mesh of CPUs. All ranks must call it."""
+        if self.mesh is None or not self.data_names:
+            return None
+        assert self.mesh.mesh_dim_names is not None
+        host = _mesh("cpu", dict(zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True)))
+        return host[self.data_names if len(self.data_names) > 1 else self.data_names[0]]
+
     @property
     def tensor(self) -> DeviceMesh | None:
         return self.mesh[TENSOR] if self.mesh is not None and self.tensor_ranks > 1 else None

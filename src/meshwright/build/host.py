@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.facts.named import NamedParameters
@@ -16,8 +16,9 @@ from meshwright.strategies.norm import local
 class HostCopies:
     """A copy in host memory of every parameter that this rank updates. The optimizer sees only the copies."""
 
-    def __init__(self, parameters: NamedParameters) -> None:
-        self._meshes: dict[DeviceMesh, DeviceMesh] = {}
+    def __init__(self, parameters: NamedParameters, mesh: DeviceMesh | None = None) -> None:
+        """`mesh` is the data axis as a mesh of CPUs, for optimizers that look at whole parameters."""
+        self._mesh = mesh
         self._pairs = [(p, nn.Parameter(self._copy(p.detach()))) for p in parameters]
         self._gradients: dict[int, torch.Tensor] = {}  # made once: pinned memory is dear to make
         names = [name for name, _ in parameters.named()]
@@ -52,22 +53,15 @@ class HostCopies:
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
             return _to_host(tensor)
+        assert self._mesh is not None, "a parameter in shards has a data axis"
         return DTensor.from_local(
             _to_host(tensor.to_local()),
-            self._on_host(tensor.device_mesh),
+            self._mesh,
             tensor.placements,
             run_check=False,
             shape=tensor.shape,
             stride=tensor.stride(),
         )
-
-    def _on_host(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The same ranks as a mesh of CPUs, for optimizers that look at whole parameters."""
-        if mesh.device_type == "cpu":
-            return mesh
-        if mesh not in self._meshes:
-            self._meshes[mesh] = init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
-        return self._meshes[mesh]
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,7 @@ class Trainer:
         self.engine = self.passes.engine
         self.engine.model.train()
         self._own = self.engine.parameters()
-        self.host = HostCopies(self._own) if strategy.offload == "optimizer" else None
+        self.host = HostCopies(self._own, self.axes.data_on_host()) if strategy.offload == "optimizer" else None
         self.optimizer = job.optimizer((self.host.parameters if self.host else self._own) or _nothing_to_update())
         self.schedule = job.schedule(self.optimizer) if job.schedule else None
         self.loss_scale = LossScale() if strategy.precision == "fp16" else None

@@ -111,10 +111,13 @@ def line(result: Result) -> str:
     return f"{text}  {result.reason}" if result.reason else text
 
 
-def document(results: list[Result], command: str, ranks: int) -> dict:
+def write(path: Path, results: list[Result], ranks: int) -> None:
+    command = " ".join(["python", "benchmarks/architectures.py", *sys.argv[1:]])
     versions = {"meshwright": meshwright.__version__, "torch": torch.__version__}
     versions |= {"transformers": transformers.__version__, "python": platform.python_version()}
-    return {"command": command, "ranks": ranks, "versions": versions, "results": [asdict(r) for r in results]}
+    document = {"command": command, "ranks": ranks, "versions": versions, "results": [asdict(r) for r in results]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def main() -> None:
@@ -132,14 +135,12 @@ def main() -> None:
             found = examine_on(pool, architecture, strategy, asked.steps)
             results.append(Result(**{**asdict(found), "seconds": round(time.perf_counter() - start, 1)}))
             print(line(results[-1]), flush=True)
+            if asked.json:  # after each, so that a run which is ended early leaves what it found
+                write(asked.json, results, asked.ranks)
     pool.close()
     for strategy in asked.strategies:
         counts = Counter(result.verdict for result in results if result.strategy == strategy)
         print(f"{strategy}: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
-    if asked.json:
-        command = " ".join(["python", "benchmarks/architectures.py", *sys.argv[1:]])
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps(document(results, command, asked.ranks), indent=1) + "\n")
     sys.exit(0 if all(result.good for result in results) else 1)
 
 

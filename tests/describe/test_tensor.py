@@ -187,7 +187,7 @@ class Chain(nn.Module):
 
 
 def roles(build: Any, **parts: Any) -> dict[str, str]:
-    return plan_of(make_job(model=build, **parts))[0].as_mapping()
+    return {row.module: row.role for row in plan_of(make_job(model=build, **parts))[0].rows}
 
 
 def test_a_weight_that_is_read_past_its_layer_stays_whole() -> None:

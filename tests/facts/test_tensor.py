@@ -81,3 +81,13 @@ def test_mapping_and_table() -> None:
     assert plan.as_mapping() == {"v": "column", "o": "row"}
     found = "found in a step on fake tensors"
     assert plan.table() == [("v", "column", "4 heads", found), ("o", "row", "width 32", found)]
+
+
+def test_layers_that_repeat_are_one_pattern() -> None:
+    names = ("blocks.0.up", "blocks.1.up", "blocks.0.inner.up", "head")
+    plan = TensorPlan(rows=tuple(TensorRow(module=name, role="column", parts=4) for name in names[1:]))
+    assert set(plan.as_mapping()) == set(names[1:])  # one of each: nothing repeats
+    plan = TensorPlan(rows=tuple(TensorRow(module=name, role="column", parts=4) for name in (*names[:2], "head")))
+    assert plan.as_mapping() == {"blocks.*.up": "column", "head": "column"}
+    plan = TensorPlan(rows=tuple(TensorRow(module=name, role="column", parts=4) for name in names))
+    assert set(plan.as_mapping()) == set(names)  # the pattern would also mean blocks.0.inner.up

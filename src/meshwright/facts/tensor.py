@@ -118,7 +118,8 @@ class TensorPlan:
 
 
 def _size(row: TensorRow) -> str:
-    unit = {"heads": f"{row.parts} heads", "vocabulary": f"a vocabulary of {row.parts}"}
+    heads = "1 head" if row.parts == 1 else f"{row.parts} heads"
+    unit = {"heads": heads, "vocabulary": f"a vocabulary of {row.parts}"}
     return f"{row.module} has {unit.get(row.what, f'a width of {row.parts}')}"
 
 

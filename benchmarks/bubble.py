@@ -30,9 +30,11 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from meshwright import Job
+from meshwright.build.pipeline import PipelinePasses
 from meshwright.build.step import Trainer
 from meshwright.build.world import join
 from meshwright.describe.model import describe
+from meshwright.describe.observe import make_batch
 from meshwright.facts.strategy import Strategy
 from meshwright.schedules import make, simulate
 
@@ -70,15 +72,16 @@ def one_rank(rank: int, port: int, folder: str, options: argparse.Namespace) -> 
     world = join(rank=rank, ranks=options.ranks, local_rank=rank, local_ranks=options.ranks, device=device)
     job = job_of(options.micro_batches * options.samples)
     facts = describe(job)
-    batch = job.sample(job.global_batch)  # type: ignore[misc]  # it is there
+    batch = make_batch(job, job.global_batch)
     found: dict[str, list[Any]] = {}
     for name in options.schedules:
         strategy = Strategy.parse(f"pp={options.ranks}:{name},mb={options.samples}").resolve(options.ranks)
         trainer = Trainer(job, facts, strategy, world, seed=0)
+        assert isinstance(trainer.passes, PipelinePasses)
         steps: list[Any] = []
         for _ in range(WARMUP + options.steps):
             trainer.step(batch)
-            steps.append([(e.action, e.start, e.end) for e in trainer.passes.events])  # type: ignore[attr-defined]
+            steps.append([(event.action, event.start, event.end) for event in trainer.passes.events])
         found[name] = world.gather(steps[WARMUP:])
     if rank == 0:
         Path(folder, "events.json").write_text(json.dumps(found))

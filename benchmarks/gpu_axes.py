@@ -37,6 +37,7 @@ from meshwright import Job
 from meshwright.build.step import Trainer
 from meshwright.build.world import World, alone, pretend
 from meshwright.describe.model import describe
+from meshwright.describe.observe import make_batch
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.measure import held_states, peak_bytes
 
@@ -90,7 +91,7 @@ def run_layers(shape: Shape, kind: str) -> dict[str, Any]:
     """Two devices of one process against one."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     job = job_of(shape)
-    facts, batch = describe(job), job.sample(4)  # type: ignore[misc]  # it is there
+    facts, batch = describe(job), make_batch(job, 4)
     first = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
     world = alone(first)
     one = Trainer(job, facts, Strategy.parse("single"), world, seed=0)
@@ -112,7 +113,7 @@ def run_rank(shape: Shape, kind: str, text: str, ranks: int, rank: int) -> dict[
     """One rank of a fake world."""
     device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
     job = job_of(shape)
-    facts, batch = describe(job), job.sample(job.global_batch)  # type: ignore[misc]  # it is there
+    facts, batch = describe(job), make_batch(job, job.global_batch)
     world = pretend(ranks, device, rank=rank)
     strategy = Strategy.parse(text).resolve(ranks)
     trainer = Trainer(job, facts, strategy, world, seed=0)

@@ -5,6 +5,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage, _backward
 
 from meshwright.build import torch_stage
+from meshwright.build.pipeline import PipelinePasses
 from meshwright.build.step import Trainer
 from meshwright.build.world import pretend
 from meshwright.describe.model import describe
@@ -35,9 +36,10 @@ def test_a_rank_of_a_fake_world_runs_and_notes_its_actions(schedule: str, rank: 
     try:
         trainer = Trainer(job, describe(job), Strategy.parse(f"pp=2:{schedule}").resolve(2), world, seed=0)
         trainer.step(seeded_batch(job, 0))
-        actions = [event.action for event in trainer.passes.events]  # type: ignore[attr-defined]
+        assert isinstance(trainer.passes, PipelinePasses)
+        events = list(trainer.passes.events)
     finally:
         world.leave()
-    forwards = [action for action in actions if "F" in action]
+    forwards = [event.action for event in events if "F" in event.action]
     assert len(forwards) == len(set(forwards)) >= 2
-    assert all(event.end >= event.start for event in trainer.passes.events)  # type: ignore[attr-defined]
+    assert all(event.end >= event.start for event in events)

@@ -43,7 +43,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     def gather(output: torch.Tensor, own: torch.Tensor, group: Any) -> None:
         output.copy_(torch.cat([part.reshape(-1) for part in parts]))
 
-    monkeypatch.setattr(cuts, "_all_gather", gather)
+    monkeypatch.setattr(cuts, "all_gather", gather)
     yield parts
 
 

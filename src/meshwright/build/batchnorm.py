@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.build.forward import wrap_forward
+from meshwright.strategies.forward import wrap_forward
 
 
 def synchronise_batch_norms(model: nn.Module, group: dist.ProcessGroup, *, in_plain_operators: bool) -> nn.Module:

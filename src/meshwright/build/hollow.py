@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from meshwright.build.forward import Around, wrap_forward
 from meshwright.describe.flow import Call, ConstantLeaf, Flow, InputLeaf, TensorLeaf, Value
 from meshwright.errors import JobError
+from meshwright.strategies.forward import Around, wrap_forward
 from meshwright.strategies.stages import Crossings, Stages
 
 

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.build.assembly import Assembly
 from meshwright.build.batch import Batch, MicroBatch, rounds
-from meshwright.build.forward import wrap_forward
 from meshwright.build.hollow import Hollow
 from meshwright.build.passes import Dropout, Losses
 from meshwright.build.torch_stage import Event, make_stage
@@ -27,6 +26,7 @@ from meshwright.describe.flow import Flow, TensorLeaf
 from meshwright.describe.observe import call_model
 from meshwright.errors import JobError
 from meshwright.strategies.engine import Engine
+from meshwright.strategies.forward import wrap_forward
 from meshwright.strategies.stages import Crossings, Stages, find_crossings
 
 SCHEDULES: dict[str, Any] = {

@@ -10,9 +10,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.build.forward import Around, wrap_forward
 from meshwright.errors import Refused
 from meshwright.facts.model import ModelFacts
+from meshwright.strategies.forward import Around, wrap_forward
 from meshwright.strategies.stages import Stages
 
 Devices = Sequence[torch.device]

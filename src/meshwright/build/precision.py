@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from meshwright.build.forward import Around, wrap_forward
 from meshwright.describe.observe import call_loss
 from meshwright.facts.job import Job
+from meshwright.strategies.forward import Around, wrap_forward
 
 
 def cast_borders(model: nn.Module, blocks: list[nn.Module], dtype: torch.dtype) -> None:

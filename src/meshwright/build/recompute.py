@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.build.forward import Around, wrap_forward
+from meshwright.strategies.forward import Around, wrap_forward
 
 aten = torch.ops.aten
 # Dear to compute and cheap to keep: matrix products, convolutions and attention. All else is computed again.

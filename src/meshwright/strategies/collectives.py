@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 # torch 2.13 gave them new names, and torch 2.11 has the old ones only.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def copy_in(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -47,7 +47,7 @@ class Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _joined(gradient, ctx.dim, 1, ctx.mesh), None, None
+        return joined(gradient, ctx.dim, 1, ctx.mesh), None, None
 
 
 class Join(torch.autograd.Function):
@@ -56,7 +56,7 @@ class Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, pieces: int, shares: bool, mesh: DeviceMesh) -> torch.Tensor:
         ctx.dim, ctx.pieces, ctx.shares, ctx.mesh = dim, pieces, shares, mesh
-        return _joined(x, dim, pieces, mesh)
+        return joined(x, dim, pieces, mesh)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
@@ -101,7 +101,7 @@ class AddUpPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _joined(gradient, ctx.dim, 1, ctx.mesh), None, None
+        return joined(gradient, ctx.dim, 1, ctx.mesh), None, None
 
 
 def _own(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Tensor:
@@ -109,11 +109,11 @@ def _own(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Tens
     return torch.cat(own, dim) if pieces > 1 else own[0].clone(memory_format=torch.contiguous_format)
 
 
-def _joined(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Tensor:
+def joined(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Tensor:
     if x.dtype == torch.bool:  # which not every backend sends
-        return _joined(x.view(torch.uint8), dim, pieces, mesh).view(torch.bool)
+        return joined(x.view(torch.uint8), dim, pieces, mesh).view(torch.bool)
     gathered = x.new_empty(mesh.size(), *x.shape)
-    _all_gather(gathered.view(-1), x.contiguous().view(-1), group=mesh.get_group())
+    all_gather(gathered.view(-1), x.contiguous().view(-1), group=mesh.get_group())
     by_rank = [own.chunk(pieces, dim) for own in gathered]
     return torch.cat([own[piece] for piece in range(pieces) for own in by_rank], dim)
 
@@ -127,5 +127,5 @@ def _summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def _summed_part(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
     by_rank = torch.stack(x.chunk(mesh.size(), dim))
     own = x.new_empty(by_rank.shape[1:])
-    _reduce_scatter(own.view(-1), by_rank.view(-1), group=mesh.get_group())
+    reduce_scatter(own.view(-1), by_rank.view(-1), group=mesh.get_group())
     return own

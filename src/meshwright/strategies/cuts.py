@@ -7,14 +7,12 @@ cut puts initial weights in their place and brings the whole back.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from meshwright.strategies.collectives import joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +39,7 @@ class Cut:
 
     def join(self, local: torch.Tensor) -> torch.Tensor:
         """The whole, on every rank of the axis; all of them must take part."""
-        gathered = local.new_empty(self.ranks, *local.shape)
-        _all_gather(gathered.view(-1), local.contiguous().view(-1), group=self.mesh.get_group())
-        by_rank = [part.chunk(self.pieces, self.dim) for part in gathered]
-        return torch.cat([part[piece] for piece in range(self.pieces) for part in by_rank], self.dim)
+        return joined(local, self.dim, self.pieces, self.mesh)
 
 
 Cuts = dict[str, Cut]

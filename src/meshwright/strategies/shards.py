@@ -22,11 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright.facts.named import NamedParameters
+from meshwright.strategies.collectives import all_gather, reduce_scatter
 from meshwright.strategies.engine import Engine, Setting, whole
-
-# torch 2.13 gave these two new names, and torch 2.11 has the old ones only.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
@@ -94,7 +91,7 @@ class Bucket:
             if gradient is not None:
                 self._pack(piece, gradient, matrix[:, columns])
         self._sent, self._reduced = matrix, matrix.new_empty(self.width)
-        self._work = _reduce_scatter(self._reduced, matrix.view(-1), group=self.group, async_op=True)
+        self._work = reduce_scatter(self._reduced, matrix.view(-1), group=self.group, async_op=True)
 
     def settle(self) -> None:
         """Wait for what is under way and let go of what was sent."""
@@ -121,7 +118,7 @@ class Bucket:
             local = piece.shard.to_local()
             mine[columns][: local.numel()].copy_(local.reshape(-1))
         self._sent, self._gathered = mine, mine.new_empty(self.ranks, self.width)
-        self._work = _all_gather(self._gathered.view(-1), mine, group=self.group, async_op=True)
+        self._work = all_gather(self._gathered.view(-1), mine, group=self.group, async_op=True)
 
     def finish_gather(self) -> None:
         self.settle()

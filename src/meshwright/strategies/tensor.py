@@ -9,7 +9,7 @@ the same; a function without a rule costs a gather, never a wrong number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from meshwright.describe.tensor import output_dim
 from meshwright.facts.tensor import TensorPlan, TensorRow
 from meshwright.strategies.cuts import Cut, Cuts, narrow
+from meshwright.strategies.forward import wrap_forward
 from meshwright.strategies.tensor_layout import SEQUENCE, along_sequence, divided, part, whole
 from meshwright.strategies.tensor_memory import as_parameter
 from meshwright.strategies.tensor_mode import mode_of, tensor_region
@@ -41,12 +42,12 @@ def split_tensors(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, blocks: 
     cut_of = {id(p): cut for row in rows for p, cut in _cuts_of(modules[row.module], row, mesh)}
     cuts = _narrow_all(model, cut_of)
     for row in rows:
-        _around(
+        wrap_forward(
             modules[row.module], partial(_with_parts, cuts=_own(cuts, row.module), mesh=mesh, sums=_sums(row, plan))
         )
     for name in (*blocks, ""):
         if name in modules:
-            _around(modules[name], partial(_in_region, mesh=mesh))
+            wrap_forward(modules[name], partial(_in_region, mesh=mesh))
     return cuts
 
 
@@ -81,21 +82,6 @@ def _own(cuts: Cuts, module: str) -> Cuts:
 def _sums(row: TensorRow, plan: TensorPlan) -> bool:
     """Whether its result, a sum over ranks, goes on divided along the sequence."""
     return plan.sequence and row.role in ("row", "vocabulary")
-
-
-def _around(module: nn.Module, wrapper: Callable[..., Any]) -> None:
-    """From now on `module(...)` runs `wrapper(module, forward, args, kwargs)`.
-
-    The module gets a subclass of its own class, so that a copy of the module runs on the copy.
-    """
-    cls, own = type(module), module.__dict__.pop("forward", None)
-
-    @wraps(own or cls.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(self, own or partial(cls.forward, self), args, kwargs)
-
-    names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    module.__class__ = type(cls.__name__, (cls,), names)
 
 
 def _in_region(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, *, mesh: DeviceMesh) -> Any:

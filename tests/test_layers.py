@@ -16,6 +16,7 @@ LAYERS = (
     ("describe", "schedules"),
     ("strategies",),
     ("build",),
+    ("checkpoint",),
     ("planner", "tracing", "runtime"),
     ("api", "__init__"),
     ("report",),

@@ -10,6 +10,9 @@
     │   ├── ClusterError         the cluster's text or file is wrong
     │   ├── JobError             the job's file, model, sample or loss is wrong
     │   ├── OutputError          a folder cannot be written
+    │   ├── CheckpointError      a checkpoint is not there, or cannot be made or taken
+    │   │   ├── DamagedCheckpoint    its files are not what was written
+    │   │   └── WrongCheckpoint      a sound one of another model or optimizer
     │   └── NonFiniteLoss        the loss stopped being a number
     └── RankFailed               a rank ended with a traceback or a signal; exit 1
 
@@ -61,6 +64,18 @@ class JobError(BadInput):
 
 class OutputError(BadInput):
     """A folder or file that was asked for cannot be written."""
+
+
+class CheckpointError(BadInput):
+    """A checkpoint is not there, or cannot be made or taken."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """Files of a checkpoint are missing, foreign or not what was written; the message names file and parameter."""
+
+
+class WrongCheckpoint(CheckpointError):
+    """A sound checkpoint that does not fit the job: another model, another optimizer."""
 
 
 class NonFiniteLoss(BadInput):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.build.world import pretend
-from meshwright.strategies import cuts
+from meshwright.strategies import collectives
 from meshwright.strategies.cuts import Cut, narrow
 
 RANKS = 3
@@ -43,7 +43,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     def gather(output: torch.Tensor, own: torch.Tensor, group: Any) -> None:
         output.copy_(torch.cat([part.reshape(-1) for part in parts]))
 
-    monkeypatch.setattr(cuts, "all_gather", gather)
+    monkeypatch.setattr(collectives, "all_gather", gather)
     yield parts
 
 

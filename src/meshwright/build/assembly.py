@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch import nn
 
 from meshwright.build.axes import Axes
 from meshwright.facts.named import NamedParameters
-from meshwright.strategies.cuts import Cuts
-from meshwright.strategies.engine import Engine
+from meshwright.strategies.cuts import Cut, Cuts
+from meshwright.strategies.engine import Engine, Held
 from meshwright.strategies.norm import global_square, local
 
 
@@ -144,6 +144,25 @@ class Assembly(Engine):
         for stage in range(len(self.holders.held)):
             names = [name for name, owner in owners.items() if owner == stage]
             yield from self._from(stage, names)
+
+    def held(self) -> Iterator[Held]:
+        if self.holders is None or self._pristine is None:
+            for held in self.engines[0].held():
+                yield replace(held, cut=self.cut_of(held.name))
+            return
+        owners = self._owners(self._pristine, self.holders)
+        parameters = {name for name, _ in self._pristine.named_parameters(remove_duplicate=False)}
+        for engine, stage in zip(self.engines, self.holders.own, strict=True):
+            for held in engine.held():
+                current = held.name in parameters or owners[held.name] == stage
+                yield replace(held, cut=self.cut_of(held.name), current=current)
+
+    def cut_of(self, name: str) -> Cut | None:
+        return self.cuts.get(name)
+
+    def loaded(self) -> None:
+        for engine in self.engines:
+            engine.loaded()
 
     def _owners(self, pristine: nn.Module, holders: Holders) -> dict[str, int]:
         """For every name of the unsplit model's state, the stage to read it off."""

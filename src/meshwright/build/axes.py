@@ -99,6 +99,11 @@ def lay_axes(strategy: Strategy, world: World) -> Axes:
     )
 
 
+def host_group(world: World) -> dist.ProcessGroup | None:
+    """All ranks once more, with sockets of their own for talk in the background. All ranks must call it."""
+    return _once("host", lambda: dist.new_group(backend="gloo")) if world.ranks > 1 else world.group
+
+
 def _mesh(device: str, axes: dict[str, int]) -> DeviceMesh:
     names, sizes = tuple(axes), tuple(axes.values())
     mesh: DeviceMesh = _once((device, names, sizes), lambda: init_device_mesh(device, sizes, mesh_dim_names=names))

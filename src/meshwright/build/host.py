@@ -46,6 +46,12 @@ class HostCopies:
                 host.grad = None
         _wait(self._pairs)
 
+    @torch.no_grad()
+    def take_parameters(self) -> None:
+        """Begin anew with the device's parameters, after they were loaded."""
+        for device, host in self._pairs:
+            local(host.data).copy_(local(device.data))
+
     def tensors(self) -> Iterator[torch.Tensor]:
         for _, host in self._pairs:
             yield host

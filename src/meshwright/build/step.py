@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from math import isfinite
 from typing import Any
 
@@ -32,12 +33,12 @@ from meshwright.strategies.stages import cut_stages
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """A rank's sum and weight of the loss, on their way to being all ranks'."""
+    """A rank's sum and weight of the loss and its wish to stop, on their way to being all ranks'."""
 
     local: torch.Tensor
     """This rank's own sum, to find out who went wrong."""
     summed: torch.Tensor
-    """Sum and weight; all ranks' once the work is done."""
+    """Sum, weight and how many wish to stop (not in `evaluate`); all ranks' once the work is done."""
     work: dist.Work | None
     known_weight: float | None
     """The global weight, where it follows from shapes."""
@@ -51,6 +52,12 @@ class Totals:
     def mean(self) -> torch.Tensor:
         self.wait()
         return self.summed[0] / self.weight
+
+    @cached_property
+    def read(self) -> torch.Tensor:
+        """What is summed, on the CPU: one copy off the device serves whoever reads the loss and the wish."""
+        self.wait()
+        return self.summed.cpu()
 
     def wait(self) -> None:
         if self.work is not None:
@@ -75,7 +82,13 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        return float(self.totals.mean)
+        read, known = self.totals.read, self.totals.known_weight
+        return float(read[0] / (read[1] if known is None else known))
+
+    @property
+    def stop(self) -> bool:
+        """Whether any rank wished to stop before this step; so all ranks may stop after the same one."""
+        return bool(self.totals.read[2])
 
     @property
     def grad_norm(self) -> float:
@@ -104,10 +117,13 @@ class Trainer:
         self.engine.model.train()
         self._own = self.engine.parameters()
         self.host = HostCopies(self._own, self.axes.data_on_host()) if strategy.offload == "optimizer" else None
-        self.optimizer = job.optimizer((self.host.parameters if self.host else self._own) or _nothing_to_update())
+        self.optimized = self.host.parameters if self.host else self._own
+        self.optimizer = job.optimizer(self.optimized or _nothing_to_update())
         self.schedule = job.schedule(self.optimizer) if job.schedule else None
         self.loss_scale = LossScale() if strategy.precision == "fp16" else None
         self.steps = 0
+        self.wish_to_stop = False
+        """Set before a step: it goes to all ranks with the step's loss, and comes back as the result's `stop`."""
         self._pending: tuple[Totals, int] | None = None
 
     def _lay_passes(self) -> Passes:
@@ -153,6 +169,8 @@ class Trainer:
         # Where the weight depends on the data it is not known yet: divide by the samples now and put it right below.
         divisor = own.samples * (expected if expected is not None else 1.0)
         totals = self.passes.backward(own, self._scale_up() / divisor, self.steps)
+        if self.wish_to_stop:
+            totals[2] = 1.0
         local = totals[0].clone()
         sums = Totals(
             local=local,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from itertools import islice
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +15,10 @@ from meshwright.build.batch import Batch
 from meshwright.build.check import check, refuse_missing_gpus
 from meshwright.build.step import StepResult, Trainer
 from meshwright.build.world import PATIENCE, World, alone, join
+from meshwright.checkpoint.folder import find_checkpoint
+from meshwright.checkpoint.load import load
+from meshwright.checkpoint.manifest import Little
+from meshwright.checkpoint.save import Saver, save_at
 from meshwright.describe.model import describe
 from meshwright.errors import Refused
 from meshwright.facts.job import Job
@@ -33,6 +38,7 @@ class Run:
         self._workers = workers
         self._position = position
         self._loader: Loader | None = None
+        self._saver: Saver | None = None
 
     @property
     def position(self) -> int:
@@ -72,8 +78,27 @@ class Run:
         """Every parameter and buffer as one process would hold it, on the CPU of every rank. All ranks must call it."""
         return {name: tensor.detach().cpu() for name, tensor in self.trainer.engine.state()}
 
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint, the folder `path`; every strategy on any number of ranks loads it. All ranks call it."""
+        save_at(self.saver, self.position, Path(path))
+
+    def load(self, path: str | Path) -> Little:
+        """Go on where a checkpoint (or a run's latest) left off. All ranks call it, before `batches`."""
+        loaded = load(self.trainer, find_checkpoint(Path(path)))
+        self._position, self._loader = loaded.samples, None
+        return loaded
+
+    @property
+    def saver(self) -> Saver:
+        """What saves this run. All ranks must ask for it the first time together."""
+        if self._saver is None:
+            self._saver = Saver(self.trainer)
+        return self._saver
+
     def close(self) -> None:
         """Leave the other ranks. Also done at the end of a `with` block."""
+        if self._saver is not None:
+            self._saver.close()
         self.world.leave()
 
     def __enter__(self) -> Run:

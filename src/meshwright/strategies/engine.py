@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
+from meshwright.strategies.cuts import Cut
 from meshwright.strategies.norm import global_norm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,6 +56,20 @@ class Setting:
         """The model's blocks; on a stage of a pipeline, those whose parameters it holds."""
         blocks = [model.get_submodule(name) for name in self.facts.blocks]
         return [block for block in blocks if any(True for _ in block.parameters())] if self.pipelined else blocks
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter or persistent buffer as it lies on a rank."""
+
+    name: str
+    """In the unsplit model; a tied parameter comes under each of its names."""
+    tensor: torch.Tensor
+    """The master; a DTensor where the data axis shards it."""
+    cut: Cut | None = None
+    """Which part of the whole the tensor (or the whole DTensor) is, where a model axis divides it."""
+    current: bool = True
+    """Whether training keeps it up to date: a stage's copy of another stage's buffer is not."""
 
 
 class Engine:
@@ -100,9 +115,21 @@ class Engine:
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter and buffer, whole, in the unsplit model's names. All ranks must take part."""
+        for held in self.held():
+            yield held.name, whole(held.tensor)
+
+    def held(self) -> Iterator[Held]:
+        """What this rank holds of every parameter and persistent buffer, as it lies here. No communication."""
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor):
-                yield name, whole(tensor.detach())
+                yield Held(name, tensor.detach())
+
+    def cut_of(self, name: str) -> Cut | None:
+        """Which part of a parameter this rank's is along a model axis; None where it is whole."""
+        return None
+
+    def loaded(self) -> None:
+        """After masters and buffers were written into: bring what else is made of them. All ranks must take part."""
 
     def resident(self) -> dict[str, list[torch.Tensor]]:
         """The tensors that this rank holds as parameters and as gradients, for counting their bytes."""

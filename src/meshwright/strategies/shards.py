@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright.facts.named import NamedParameters
 from meshwright.strategies.collectives import all_gather, reduce_scatter
-from meshwright.strategies.engine import Engine, Setting, whole
+from meshwright.strategies.engine import Engine, Held, Setting, whole
 
 
 @dataclass
@@ -212,11 +212,16 @@ class ShardedUpdateEngine(Engine):
         for piece in self._pieces.values():
             piece.forget_whole()
 
-    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def held(self) -> Iterator[Held]:
         shards = {id(piece.parameter): piece.shard for piece in self._pieces.values()}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor):
-                yield name, whole(shards.get(id(tensor), tensor).detach())
+                yield Held(name, shards.get(id(tensor), tensor).detach())
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        for piece in self._pieces.values():
+            piece.parameter.data.copy_(whole(piece.shard.detach()))
 
     def resident(self) -> dict[str, list[torch.Tensor]]:
         gradients: list[torch.Tensor | None] = []

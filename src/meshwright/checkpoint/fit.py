@@ -1,0 +1,100 @@
+"""Whether a checkpoint belongs to a job: every parameter and buffer with its shape, the same optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from meshwright.build.step import Trainer
+from meshwright.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
+from meshwright.checkpoint.planner import State
+from meshwright.errors import WrongCheckpoint
+from meshwright.facts.model import ModelFacts
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Where each tensor of the checkpoint goes."""
+
+    state: State
+    """This rank's parameters and buffers, by the names that the checkpoint has for them."""
+
+
+def fit_to(trainer: Trainer, manifest: Manifest, own: State) -> Fit:
+    """`own` is what this rank holds of parameters and buffers."""
+    shapes = {MODEL + p.name: p.shape for p in trainer.facts.parameters}
+    shapes.update({name: laid.shape for name, laid in own.items() if name not in shapes})
+    sources = match_names(shapes, manifest)
+    if manifest.little.optimizer is not None:
+        _match_optimizer(trainer, manifest)
+    state: State = {}
+    for name, laid in own.items():
+        source = sources[name]
+        state[source] = state[source] + laid if source in state else laid
+    return Fit(state)
+
+
+def job_shapes(facts: ModelFacts, buffers: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """What a checkpoint must hold for a model."""
+    return {MODEL + p.name: p.shape for p in facts.parameters} | {MODEL + n: shape for n, shape in buffers.items()}
+
+
+def match_names(shapes: dict[str, tuple[int, ...]], manifest: Manifest) -> dict[str, str]:
+    """For each tensor of the model, the checkpoint's name for it; an error that names the first that does not fit."""
+    tied = {MODEL + alias: MODEL + first for alias, first in manifest.little.tied.items()}
+    sources = {name: name if name in manifest.tensors else tied.get(name, name) for name in shapes}
+    for name, source in sources.items():
+        shown = name.removeprefix(MODEL)
+        if source not in manifest.tensors:
+            raise WrongCheckpoint(f"The checkpoint has no {shown}, which the job's model has; {_advice(manifest)}")
+        found = manifest.tensors[source].shape
+        if found != tuple(shapes[name]):
+            raise WrongCheckpoint(
+                f"{shown} has the shape {found} in the checkpoint and {tuple(shapes[name])} in the job's model; "
+                f"{_advice(manifest)}"
+            )
+    extra = [name for name in manifest.tensors if name.startswith(MODEL) and name not in set(sources.values())]
+    if extra:
+        shown = extra[0].removeprefix(MODEL)
+        raise WrongCheckpoint(f"The checkpoint has {shown}, which the job's model does not have; {_advice(manifest)}")
+    return sources
+
+
+def _match_optimizer(trainer: Trainer, manifest: Manifest) -> None:
+    saved: Any = manifest.little.optimizer
+    own, found = type(trainer.optimizer).__name__, saved["class"]
+    if own != found:
+        raise WrongCheckpoint(f"The checkpoint is of a run with {found}, and the job's optimizer is {own}.")
+    if len(saved["groups"]) != len(trainer.optimizer.param_groups):
+        raise WrongCheckpoint(
+            f"The checkpoint's optimizer has {len(saved['groups'])} groups of parameters, "
+            f"the job's {len(trainer.optimizer.param_groups)}."
+        )
+    _refuse_odd_state(trainer, manifest)
+
+
+def _refuse_odd_state(trainer: Trainer, manifest: Manifest) -> None:
+    """State of another shape than its parameter's cannot be divided as the parameter is."""
+    shapes = {p.name: p.shape for p in trainer.facts.parameters}
+    divided = {
+        name
+        for name, parameter in trainer.optimized.named()
+        if trainer.engine.cut_of(name) is not None
+        or (isinstance(parameter.data, DTensor) and any(p.is_shard() for p in parameter.data.placements))
+    }
+    for key, entry in manifest.tensors.items():
+        if not key.startswith(OPTIMIZER):
+            continue
+        name, _, slot = key[len(OPTIMIZER) :].rpartition("/")
+        if name in divided and entry.shape != tuple(shapes[name]) and entry.shape not in ((), (1,)):
+            raise WrongCheckpoint(
+                f"The optimizer keeps {slot} of {name} in the shape {entry.shape}, the parameter's being "
+                f"{tuple(shapes[name])}, so it cannot be divided as {trainer.strategy} divides the parameter; "
+                "load it under a strategy that keeps parameters whole (single, ddp)."
+            )
+
+
+def _advice(manifest: Manifest) -> str:
+    return f"was it made by another job (step {manifest.little.step}, {manifest.little.strategy})?"

@@ -1,0 +1,128 @@
+"""Checkpoints in a run's folder: named by step, published by rename, the newest named by `latest`.
+
+RUN/checkpoints/step-00000120/   a complete checkpoint; what is incomplete begins with a dot
+RUN/checkpoints/latest           the name of the newest
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.checkpoint.storage import write_durably
+from meshwright.errors import CheckpointError, OutputError
+
+CHECKPOINTS, LATEST = "checkpoints", "latest"
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that a path names: itself, or the latest of a run's folder."""
+    if (path / MANIFEST).is_file():
+        return path
+    for folder in (path / CHECKPOINTS, path):
+        latest = read_latest(folder)
+        if latest is not None:
+            return latest
+        if checkpoints := list_checkpoints(folder):
+            return checkpoints[-1]
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; give a checkpoint's folder or a run's.")
+    raise CheckpointError(f"{path} holds no checkpoint: it has neither {MANIFEST} nor {CHECKPOINTS}/.")
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """All complete ones in a run's `checkpoints`, oldest first."""
+    found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    match = _STEP.fullmatch(path.name)
+    return int(match.group(1)) if match else -1
+
+
+def read_latest(folder: Path) -> Path | None:
+    try:
+        name = (folder / LATEST).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    path = folder / name
+    return path if _STEP.fullmatch(name) and (path / MANIFEST).is_file() else None
+
+
+class RunFolder:
+    """The `checkpoints` of one run. Only one process, the coordinator, changes it."""
+
+    def __init__(self, folder: Path, *, keep: int = 0, keep_every: int = 0) -> None:
+        """Keep the newest `keep` (0: all), and besides those whose step is a multiple of `keep_every`."""
+        self.folder, self._keep, self._keep_every = folder, keep, keep_every
+
+    def aside(self, step: int) -> Path:
+        """Where the checkpoint of a step is written before it is one."""
+        return self.folder / f".{self._name(step)}.part"
+
+    def clear(self) -> None:
+        """Remove what a run that was killed left behind."""
+        for path in self.folder.glob(".step-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def publish(self, aside: Path) -> None:
+        """Make a checkpoint of what lies complete and flushed at `aside`; then let go of what is not to be kept."""
+        target = self.folder / aside.name.removeprefix(".").removesuffix(".part")
+        sync_folder(aside)
+        if target.exists():  # a run that went back to an older checkpoint comes by this step again
+            self._point_elsewhere(target)
+            self._remove(target)
+        aside.rename(target)
+        sync_folder(self.folder)
+        self.point_to(target)
+        self._retire()
+
+    def point_to(self, checkpoint: Path) -> None:
+        part = self.folder / f".{LATEST}.part"
+        write_durably(part, checkpoint.name + "\n")
+        part.replace(self.folder / LATEST)
+        sync_folder(self.folder)
+
+    def _point_elsewhere(self, target: Path) -> None:
+        others = [path for path in list_checkpoints(self.folder) if path != target]
+        if others:
+            self.point_to(others[-1])
+        else:
+            (self.folder / LATEST).unlink(missing_ok=True)
+
+    def _retire(self) -> None:
+        if self._keep == 0:
+            return
+        for path in list_checkpoints(self.folder)[: -self._keep]:
+            if not (self._keep_every and step_of(path) % self._keep_every == 0):
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        """By a rename first: what is half removed must not look like a checkpoint."""
+        away = self.folder / f".{path.name}.old"
+        shutil.rmtree(away, ignore_errors=True)
+        path.rename(away)
+        shutil.rmtree(away, ignore_errors=True)
+
+    @staticmethod
+    def _name(step: int) -> str:
+        return f"step-{step:08d}"
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the disk remember names, too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def refuse_existing(target: Path) -> None:
+    if target.exists() and any(target.iterdir()):
+        raise OutputError(f"{target} is there already and not empty; choose another place for the checkpoint.")

@@ -1,0 +1,157 @@
+"""Load a checkpoint into a run of any strategy: looked at, checked byte for byte, and only then taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+
+from meshwright import errors
+from meshwright.build.axes import host_group
+from meshwright.build.step import Trainer
+from meshwright.build.world import World
+from meshwright.checkpoint.fit import Fit, fit_to
+from meshwright.checkpoint.manifest import OPTIMIZER, RNG, Little, Manifest, read_manifest
+from meshwright.checkpoint.parts import lay
+from meshwright.checkpoint.plain import decode
+from meshwright.checkpoint.planner import PartsLoadPlanner, State
+from meshwright.checkpoint.soundness import find_damage, raise_damage
+from meshwright.checkpoint.state import model_state, set_rng
+from meshwright.checkpoint.storage import Reader
+from meshwright.errors import MeshwrightError, WrongCheckpoint
+
+# How an optimizer computes, not what: taken from the job as it is now.
+_OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
+
+T = TypeVar("T")
+
+
+def load(trainer: Trainer, folder: Path) -> Little:
+    """Put a run where a checkpoint left off. All ranks call it. Nothing is touched if it does not fit or is damaged."""
+    world = trainer.world
+    manifest = agreed(world, lambda: read_manifest(folder))
+    fit = agreed(world, lambda: fit_to(trainer, manifest, model_state(trainer)))
+    agreed(world, lambda: raise_damage(folder, _damage_of_own_share(folder, manifest, world)))
+    _take(trainer, folder, manifest, fit)
+    return manifest.little
+
+
+def agreed(world: World, look: Callable[[], T]) -> T:
+    """What `look` gives; if it raises on any rank, all ranks raise what the first of them does."""
+    found: list[T] = []
+    said: tuple[str, str] | None = None
+    try:
+        found.append(look())
+    except MeshwrightError as error:
+        said = type(error).__name__, str(error)
+    problems = [problem for problem in world.gather(said) if problem is not None]
+    if problems:
+        raise getattr(errors, problems[0][0])(problems[0][1])
+    return found[0]
+
+
+def _damage_of_own_share(folder: Path, manifest: Manifest, world: World) -> Any:
+    """Every file is read by one rank."""
+    return find_damage(folder, manifest, sorted(manifest.files)[world.rank :: world.ranks])
+
+
+def _take(trainer: Trainer, folder: Path, manifest: Manifest, fit: Fit) -> None:
+    little = manifest.little
+    optimizer_state = _Slots(trainer, manifest)
+    generators = _generators(trainer, manifest)
+    rng: State = {key: lay(tensor) for key, tensor in generators.items()}
+    dcp.load(
+        {**fit.state, **optimizer_state.state, **rng},
+        storage_reader=Reader(folder, manifest),
+        planner=PartsLoadPlanner(),
+        process_group=host_group(trainer.world),
+    )
+    trainer.engine.loaded()
+    if trainer.host is not None:
+        trainer.host.take_parameters()
+    if little.optimizer is not None:
+        _load_optimizer(trainer, little.optimizer["groups"], optimizer_state)
+    if trainer.schedule is not None and little.schedule is not None:
+        trainer.schedule.load_state_dict(decode(little.schedule["state"]))
+    if trainer.loss_scale is not None and little.loss_scale is not None:
+        for key, value in little.loss_scale.items():
+            setattr(trainer.loss_scale, key, value)
+    for key, tensor in generators.items():
+        set_rng(key.rpartition("/")[2], tensor, trainer.world.device)
+    trainer.steps = little.step
+
+
+class _Slots:
+    """Memory for what the optimizer keeps of each parameter, to be loaded into."""
+
+    def __init__(self, trainer: Trainer, manifest: Manifest) -> None:
+        self.state: State = {}
+        self._values: dict[int, dict[str, torch.Tensor]] = {}
+        by_name: dict[str, list[str]] = {}
+        for key in manifest.tensors:
+            if key.startswith(OPTIMIZER):
+                by_name.setdefault(key[len(OPTIMIZER) :].rpartition("/")[0], []).append(key)
+        for name, parameter in trainer.optimized.named():
+            for key in by_name.get(name, ()):
+                self._add(key, manifest.tensors[key], name, parameter, trainer)
+
+    def _add(self, key: str, entry: Any, name: str, parameter: nn.Parameter, trainer: Trainer) -> None:
+        cut = trainer.engine.cut_of(name)
+        # A cut part is smaller than the whole, which the checkpoint knows.
+        own = lay(parameter, cut)
+        if entry.shape == own.shape and entry.shape:
+            dtype = parameter.dtype if entry.torch_dtype.is_floating_point else entry.torch_dtype
+            value = torch.empty_like(parameter.detach(), dtype=dtype)
+            laid = lay(value, cut)
+        else:
+            value = torch.empty(entry.shape, dtype=entry.torch_dtype)
+            laid = lay(value)
+        self.state[key] = self.state[key] + laid if key in self.state else laid
+        self._values.setdefault(id(parameter), {})[key.rpartition("/")[2]] = value
+
+    def of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """As the optimizer had it: numbers are numbers again."""
+        found: dict[str, Any] = {}
+        for key, value in self._values.get(id(parameter), {}).items():
+            name, _, kind = key.partition(":")
+            found[name] = value.item() if kind else value
+        return found
+
+
+def _load_optimizer(trainer: Trainer, saved: list[dict[str, Any]], slots: _Slots) -> None:
+    """Through the optimizer's own `load_state_dict`, which puts every value on the right device."""
+    optimizer = trainer.optimizer
+    document = optimizer.state_dict()
+    names = {id(parameter): name for name, parameter in trainer.optimized.named()}
+    for number, (group, packed) in enumerate(zip(optimizer.param_groups, document["param_groups"], strict=True)):
+        own = [names[id(p)] for p in group["params"] if id(p) in names]
+        values = decode(saved[group_of(own, number, saved)]["values"])
+        packed.update({k: v for k, v in values.items() if k in packed and k not in _OF_THE_MACHINE and k != "params"})
+    parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    document["state"] = {i: state for i, p in enumerate(parameters) if (state := slots.of(p))}
+    optimizer.load_state_dict(document)
+
+
+def group_of(own: list[str], number: int, saved: list[dict[str, Any]]) -> int:
+    """Which of the saved groups has the numbers for these parameters."""
+    found = {index for index, group in enumerate(saved) for name in own if name in set(group["names"])}
+    if len(found) > 1:
+        raise WrongCheckpoint(f"Group {number} of the optimizer mixes parameters of several groups of the checkpoint.")
+    return found.pop() if found else number
+
+
+def _generators(trainer: Trainer, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Memory for this rank's generators; none if the checkpoint is of another number of ranks, who drew otherwise."""
+    if manifest.little.ranks != trainer.world.ranks:
+        return {}
+    own = f"{RNG}{trainer.world.rank}/"
+    return {
+        key: torch.empty(entry.shape, dtype=entry.torch_dtype)
+        for key, entry in manifest.tensors.items()
+        if key.startswith(own) and (trainer.world.device.type == "cuda" or not key.endswith("/cuda"))
+    }

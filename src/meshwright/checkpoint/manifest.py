@@ -1,0 +1,189 @@
+"""`checkpoint.json`: what a checkpoint holds, in global coordinates, and what its files must be.
+
+Tensors go by `model/NAME`, `optimizer/NAME/KEY` and `rng/RANK/KIND`, NAME being the unsplit model's. Beside it,
+`checkpoint.sha256` lists the digests of all files as `sha256sum -c` reads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import meshwright
+from meshwright.errors import CheckpointError, DamagedCheckpoint, WrongCheckpoint
+
+FORMAT, VERSION = "meshwright checkpoint", 1
+MANIFEST, DIGESTS = "checkpoint.json", "checkpoint.sha256"
+MODEL, OPTIMIZER, RNG = "model/", "optimizer/", "rng/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A box of a tensor: where it lies in the whole, and where its bytes lie."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    at: int
+    """Bytes from the file's beginning."""
+    crc: int
+    """CRC-32 of its bytes: tells which tensor is hurt when a file's digest says that something is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One whole tensor and the chunks that make it up."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.torch_dtype.itemsize
+
+    def bytes_of(self, chunk: Chunk) -> int:
+        return prod(chunk.sizes) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class File:
+    """What a data file must be."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Little:
+    """All that is no tensor."""
+
+    step: int
+    samples: int
+    """The global sample index at which the run goes on."""
+    seed: int
+    strategy: str
+    ranks: int
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Further names of tied parameters, each with the first, under which it is kept."""
+    hugging_face: Mapping[str, Any] | None = None
+    """The configuration of a model of transformers, and the prefix of its names in the job's model."""
+    optimizer: Mapping[str, Any] | None = None
+    """Class and groups; None where only weights are kept."""
+    schedule: Mapping[str, Any] | None = None
+    loss_scale: Mapping[str, Any] | None = None
+    made: Mapping[str, str] = field(default_factory=lambda: made_now())
+    """By which versions, and when."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A checkpoint, without its bytes."""
+
+    little: Little
+    tensors: Mapping[str, Entry]
+    files: Mapping[str, File]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files.values())
+
+    def text(self) -> str:
+        tensors = {name: asdict(entry) for name, entry in self.tensors.items()}
+        files = {name: asdict(file) for name, file in self.files.items()}
+        document = {"format": FORMAT, "version": VERSION, **asdict(self.little), "files": files, "tensors": tensors}
+        return json.dumps(document, indent=1) + "\n"
+
+    def digests(self, text: str) -> str:
+        """The text of `checkpoint.sha256`."""
+        all_files = {name: file.sha256 for name, file in self.files.items()}
+        all_files[MANIFEST] = hashlib.sha256(text.encode()).hexdigest()
+        return "".join(f"{digest}  {name}\n" for name, digest in sorted(all_files.items()))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check `checkpoint.json`; its data files are not looked at."""
+    text = _read(folder / MANIFEST)
+    digests = _read(folder / DIGESTS)
+    try:
+        document = json.loads(text)
+        kind, version = document.pop("format"), document.pop("version")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise _damaged(folder, f"it is no manifest ({type(error).__name__})") from None
+    if kind != FORMAT:
+        raise _damaged(folder, f"its format is {kind!r}")
+    if isinstance(version, int) and version > VERSION:
+        raise WrongCheckpoint(
+            f"{folder / MANIFEST} has format version {version}; this Meshwright ({meshwright.__version__}) reads up "
+            f"to {VERSION}; use the newer one that wrote it."
+        )
+    try:
+        manifest = _from_document(document)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise _damaged(folder, f"a field is missing or not what it should be ({error})") from None
+    expected = manifest.digests(text)
+    if digests != expected:
+        raise _damaged(folder, f"it does not match {DIGESTS} beside it (one of the two was changed)")
+    return manifest
+
+
+def made_now() -> dict[str, str]:
+    """Which versions make a checkpoint now."""
+    return {
+        "meshwright": meshwright.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _from_document(document: dict[str, Any]) -> Manifest:
+    tensors = {name: _entry(entry) for name, entry in document.pop("tensors").items()}
+    files = {name: File(**file) for name, file in document.pop("files").items()}
+    for name in files:
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is no plain file name")
+    strays = [c.file for entry in tensors.values() for c in entry.chunks if c.file not in files]
+    if strays:
+        raise ValueError(f"{strays[0]!r} is not among its files")
+    return Manifest(little=Little(**document), tensors=tensors, files=files)
+
+
+def _entry(entry: dict[str, Any]) -> Entry:
+    chunks = tuple(
+        Chunk(**{**chunk, "offsets": tuple(chunk["offsets"]), "sizes": tuple(chunk["sizes"])})
+        for chunk in entry["chunks"]
+    )
+    if not isinstance(getattr(torch, entry["dtype"], None), torch.dtype):
+        raise ValueError(f"{entry['dtype']!r} is no dtype")
+    return Entry(dtype=entry["dtype"], shape=tuple(entry["shape"]), chunks=chunks)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except FileNotFoundError:
+        if path.parent.is_dir() and path.name == DIGESTS:
+            raise DamagedCheckpoint(f"{path} is missing.") from None
+        raise CheckpointError(f"{path.parent} is no checkpoint: it has no {path.name}.") from None
+    except UnicodeDecodeError:
+        raise DamagedCheckpoint(f"{path} is damaged: it is not text.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def _damaged(folder: Path, what: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"{folder / MANIFEST} is damaged: {what}.")

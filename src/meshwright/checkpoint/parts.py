@@ -1,0 +1,94 @@
+"""What a rank holds of a tensor, as boxes in the coordinates of the whole.
+
+Whatever strategies did to a parameter (FSDP2 and ZeRO shard dim 0, tensor parallelism cuts any dim, a fused weight in
+several pieces), what a rank holds is a few boxes of the unsplit tensor. Checkpoints know only boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from meshwright.strategies.cuts import Cut
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of the whole and the memory behind it: a view, so what is written into it is loaded."""
+
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Laid:
+    """All that this rank holds of one tensor; no parts where it holds none of it."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+
+    def __add__(self, other: Laid) -> Laid:
+        """Two copies that one rank holds of the same tensor, as two stages of a pipeline do."""
+        return Laid(self.shape, self.dtype, self.parts + other.parts)
+
+
+def lay(tensor: torch.Tensor, cut: Cut | None = None) -> Laid:
+    """Where a rank's tensor lies in the whole: a DTensor over the data axis, of a parameter that may be cut."""
+    tensor = tensor.detach()
+    local, offsets = _own_box(tensor)
+    shape = tuple(tensor.shape)
+    if cut is None:
+        return Laid(shape, tensor.dtype, _without_empty((Part(offsets, local),), shape))
+    parts = tuple(_in_the_whole(local, offsets, cut, shape))
+    whole = tuple(size * cut.ranks if dim == cut.dim else size for dim, size in enumerate(shape))
+    return Laid(whole, tensor.dtype, _without_empty(parts, whole))
+
+
+def _own_box(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """This rank's memory of a DTensor and its offsets; of a plain tensor, all of it."""
+    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return tensor, tuple(offsets)
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None, "a rank holds only tensors of meshes that it is part of"
+    for placement, ranks, at in zip(tensor.placements, tensor.device_mesh.shape, place, strict=True):
+        if isinstance(placement, Shard):
+            dim = placement.dim
+            start, sizes[dim] = chunk(sizes[dim], ranks, at)
+            offsets[dim] += start
+        else:
+            assert isinstance(placement, Replicate), f"{placement} has no box"
+    local = tensor.to_local()
+    assert list(local.shape) == sizes, f"a part of {tuple(local.shape)} where {sizes} was expected"
+    return local, tuple(offsets)
+
+
+def chunk(length: int, count: int, at: int) -> tuple[int, int]:
+    """Start and length of one of `count` chunks, as `torch.chunk` and FSDP2 make them: the last may be short."""
+    size = -(-length // count)
+    start = min(at * size, length)
+    return start, min(size, length - start)
+
+
+def _in_the_whole(local: torch.Tensor, offsets: tuple[int, ...], cut: Cut, shape: tuple[int, ...]) -> Iterator[Part]:
+    """Boxes of the whole parameter, from one box of what is left of it on this rank of the axis."""
+    dim, ranks, at = cut.dim, cut.ranks, cut.mesh.get_local_rank()
+    own = shape[dim] // cut.pieces  # what a piece leaves on each rank: cuts are even
+    first, last = offsets[dim], offsets[dim] + local.shape[dim]
+    for piece in range(cut.pieces):
+        start, stop = max(first, piece * own), min(last, (piece + 1) * own)
+        if start < stop:
+            behind = piece * own * ranks + at * own + (start - piece * own)
+            where = (*offsets[:dim], behind, *offsets[dim + 1 :])
+            yield Part(where, local.narrow(dim, start - first, stop - start))
+
+
+def _without_empty(parts: tuple[Part, ...], shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """Uneven shards leave the last ranks nothing; but a tensor without elements is held by whoever has it."""
+    return parts if prod(shape) == 0 else tuple(part for part in parts if part.tensor.numel())

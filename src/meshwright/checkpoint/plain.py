@@ -1,0 +1,50 @@
+"""Small state (a schedule's, a group's numbers) as JSON and back, exactly. Nothing runs when it is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from meshwright.errors import CheckpointError
+
+
+def encode(value: Any, where: str) -> Any:
+    """What JSON can hold; `where` names the value if it cannot."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if torch.is_tensor(value) and value.numel() == 1:
+        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, list):
+        return [encode(item, where) for item in value]
+    if isinstance(value, tuple):
+        return {"tuple": [encode(item, where) for item in value]}
+    if isinstance(value, Mapping):
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return {kind: [[encode(key, where), encode(item, f"{where}.{key}")] for key, item in value.items()]}
+    raise CheckpointError(
+        f"{where} holds a {type(value).__name__}, which a checkpoint cannot keep; "
+        "numbers, strings, lists, tuples and dicts can be."
+    )
+
+
+def decode(value: Any) -> Any:
+    """What was given to `encode`."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = next(iter(value), "")
+    if kind == "tensor":
+        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+    items = [decode(item) for item in value[kind]]
+    if kind == "tuple":
+        return tuple(items)
+    pairs = {_key(key): item for key, item in items}
+    return Counter(pairs) if kind == "counter" else pairs
+
+
+def _key(key: Any) -> Any:
+    return tuple(key) if isinstance(key, list) else key

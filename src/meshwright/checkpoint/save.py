@@ -1,0 +1,177 @@
+"""Save a run's state: every rank writes its own share, in the background if asked, and it counts only once complete."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan
+
+from meshwright.build.axes import host_group
+from meshwright.build.step import Trainer
+from meshwright.checkpoint.folder import RunFolder, refuse_existing, sync_folder
+from meshwright.checkpoint.manifest import Little
+from meshwright.checkpoint.parts import Laid, Part
+from meshwright.checkpoint.planner import PartsSavePlanner, State, share_out
+from meshwright.checkpoint.state import Snapshot, group_names, snapshot
+from meshwright.checkpoint.storage import Writer
+from meshwright.errors import CheckpointError, MeshwrightError, OutputError, one_line
+
+Box = tuple[str, tuple[int, ...]]
+"""A tensor's name and where a part of it begins."""
+
+
+class Saver:
+    """Saves one run, again and again. At most one save is under way: the next waits for it.
+
+    In the background a save holds one copy, in host memory, of the bytes that this rank writes; the copy's memory is
+    kept for the next. In the foreground it holds one tensor at a time, and none where tensors lie whole in host memory.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        """All ranks must make one, together."""
+        self._trainer = trainer
+        self._group = host_group(trainer.world)
+        self._groups = group_names(trainer)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="meshwright-save")
+        self._under_way: Future[None] | None = None
+        self._offered: list[object] = []
+        self._share: frozenset[Box] = frozenset()
+        self._copies: dict[Box, torch.Tensor] = {}
+
+    def save(self, samples: int, aside: Path, publish: Callable[[Path], None], *, background: bool) -> None:
+        """Write to the folder `aside` and have rank 0 call `publish` on it. All ranks call it between the same steps.
+
+        Raises OutputError if it fails, on all ranks; in the background, the next `wait` does.
+        """
+        self.wait()
+        taken = self._take(samples)
+        state = self._copied(taken.state) if background else taken.state
+        self._under_way = self._thread.submit(self._write, state, taken.little, aside, publish)
+        if not background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until no save is under way."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    @property
+    def busy(self) -> bool:
+        return self._under_way is not None and not self._under_way.done()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
+    def _take(self, samples: int) -> Snapshot:
+        """This rank's share of the state; an error that any rank has, all ranks raise."""
+        taken: Snapshot | None = None
+        problem = ""
+        try:
+            taken = snapshot(self._trainer, samples, self._groups)
+        except MeshwrightError as error:
+            problem = str(error)
+        planner = PartsSavePlanner()
+        planner.set_up_planner(taken.state if taken else {})
+        plan = planner.create_local_plan()
+        offered: list[object] = [(item.index, item.tensor_data) for item in plan.items]
+        answers = self._gather((problem, offered != self._offered))
+        if problems := [said for said, _ in answers if said]:
+            raise CheckpointError(problems[0])
+        assert taken is not None
+        if any(changed for _, changed in answers):
+            self._offered, self._copies = offered, {}
+            self._share = self._agree(plan)
+        return Snapshot(_only(taken.state, self._share), taken.little)
+
+    def _agree(self, plan: SavePlan) -> frozenset[Box]:
+        """Which of the boxes that this rank holds it shall write."""
+        world = self._trainer.world
+        if world.ranks == 1:
+            own = share_out([plan])[0]
+        else:
+            plans: list[SavePlan] | None = [plan] * world.ranks if world.is_main else None
+            dist.gather_object(plan, plans, group_dst=0, group=self._group)
+            shares = share_out(plans) if plans is not None else None
+            received: list[SavePlan | None] = [None]
+            dist.scatter_object_list(received, shares, group_src=0, group=self._group)
+            assert received[0] is not None
+            own = received[0]
+        return frozenset((item.index.fqn, tuple(item.index.offset or ())) for item in own.items)
+
+    def _gather(self, value: object) -> list[tuple[str, bool]]:
+        world = self._trainer.world
+        values: list[object] = [value] * world.ranks
+        if world.ranks > 1:
+            dist.all_gather_object(values, value, group=self._group)
+        return values  # type: ignore[return-value]
+
+    def _copied(self, state: State) -> State:
+        """The same in memory that training does not touch."""
+        copied = {
+            name: Laid(laid.shape, laid.dtype, tuple(self._copy(name, part) for part in laid.parts))
+            for name, laid in state.items()
+        }
+        if self._trainer.world.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return copied
+
+    def _copy(self, name: str, part: Part) -> Part:
+        key = (name, part.offsets)
+        if key not in self._copies:
+            self._copies[key] = torch.empty(part.tensor.shape, dtype=part.tensor.dtype, pin_memory=part.tensor.is_cuda)
+        return Part(part.offsets, self._copies[key].copy_(part.tensor, non_blocking=True))
+
+    def _write(self, state: State, little: Little, aside: Path, publish: Callable[[Path], None]) -> None:
+        world = self._trainer.world
+        writer = Writer(aside, world.rank, little, publish)
+        try:
+            dcp.save(state, storage_writer=writer, planner=PartsSavePlanner(), process_group=self._group)
+        except CheckpointException as failure:
+            if world.is_main:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise OutputError(_said(failure)) from None
+
+
+def save_at(saver: Saver, samples: int, target: Path) -> None:
+    """Save to a place of the user's choice, now."""
+    aside = target.with_name(f".{target.name}.part")
+
+    def publish(folder: Path) -> None:
+        refuse_existing(target)
+        sync_folder(folder)
+        folder.replace(target)
+        sync_folder(target.parent)
+
+    saver.save(samples, aside, publish, background=False)
+
+
+def save_in(saver: Saver, samples: int, step: int, folder: RunFolder, *, background: bool) -> None:
+    """Save as the newest checkpoint of a run."""
+    saver.save(samples, folder.aside(step), folder.publish, background=background)
+
+
+def _only(state: State, share: frozenset[Box]) -> State:
+    found = {}
+    for name, laid in state.items():
+        distinct = {part.offsets: part for part in laid.parts if (name, part.offsets) in share}
+        if distinct:
+            found[name] = Laid(laid.shape, laid.dtype, tuple(distinct.values()))
+    return found
+
+
+def _said(failure: CheckpointException) -> str:
+    """The first rank's own reason in one sentence."""
+    rank, (error, _) = min(failure.failures.items())
+    if isinstance(error, MeshwrightError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"The checkpoint could not be written by rank {rank}: {error.strerror}."
+    return f"The checkpoint could not be written by rank {rank}: {one_line(error)}"

@@ -1,0 +1,173 @@
+"""A run's state as boxes and small values: what is written, free of any strategy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.build.assembly import Assembly
+from meshwright.build.step import Trainer
+from meshwright.checkpoint.manifest import MODEL, OPTIMIZER, RNG, Little
+from meshwright.checkpoint.parts import lay
+from meshwright.checkpoint.plain import encode
+from meshwright.checkpoint.planner import State
+from meshwright.errors import CheckpointError
+from meshwright.strategies.cuts import Cut
+
+GroupNames = list[list[str]]
+"""By group of the optimizer: the names of its parameters, of all stages of a pipeline."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that is to be written: this rank's boxes, and what is the same on all ranks."""
+
+    state: State
+    little: Little
+
+
+def snapshot(trainer: Trainer, samples: int, groups: GroupNames) -> Snapshot:
+    """The state between two steps. Tensors are not copied: it is good until the next step."""
+    state = model_state(trainer, current_only=True) | _optimizer_state(trainer) | rng_state(trainer)
+    return Snapshot(state, _little(trainer, samples, groups))
+
+
+def model_state(trainer: Trainer, *, current_only: bool = False) -> State:
+    """Every parameter under the first of its names, and every persistent buffer."""
+    first = {name: p.name for p in trainer.facts.parameters for name in p.names}
+    state: State = {}
+    for held in trainer.engine.held():
+        if first.get(held.name, held.name) == held.name and (held.current or not current_only):
+            _add(state, MODEL + held.name, lay(held.tensor, held.cut))
+    return state
+
+
+def group_names(trainer: Trainer) -> GroupNames:
+    """All ranks must call it: a rank of a pipeline knows only its own stages' parameters."""
+    names = {id(parameter): name for name, parameter in trainer.optimized.named()}
+    own = [[names[id(p)] for p in group["params"] if id(p) in names] for group in trainer.optimizer.param_groups]
+    everyone = trainer.world.gather(own)
+    return [list(dict.fromkeys(name for rank in group for name in rank)) for group in zip(*everyone, strict=True)]
+
+
+def rng_state(trainer: Trainer) -> State:
+    """This rank's generators: torch's on host and device, Python's and numpy's."""
+    tensors = {"torch": torch.get_rng_state(), "python": _python_generator(), "numpy": _numpy_generator()}
+    if trainer.world.device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(trainer.world.device)
+    return {f"{RNG}{trainer.world.rank}/{kind}": lay(tensor) for kind, tensor in tensors.items()}
+
+
+def set_rng(kind: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Put a generator where `rng_state` found it."""
+    if kind == "torch":
+        torch.set_rng_state(tensor)
+    elif kind == "cuda":
+        torch.cuda.set_rng_state(tensor, device)
+    elif kind == "python":
+        *words, has_gauss, gauss = tensor.tolist()
+        random.setstate((3, tuple(int(word) for word in words), gauss if has_gauss else None))
+    else:
+        *words, position, has_gauss, gauss = tensor.tolist()
+        np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), int(position), int(has_gauss), gauss))
+
+
+def _add(state: State, key: str, laid: Any) -> None:
+    state[key] = state[key] + laid if key in state else laid
+
+
+def _optimizer_state(trainer: Trainer) -> State:
+    state: State = {}
+    for name, parameter in trainer.optimized.named():
+        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+            for suffix, tensor, cut in _boxed(name, key, value, parameter, trainer.engine.cut_of(name)):
+                _add(state, f"{OPTIMIZER}{name}/{key}{suffix}", lay(tensor, cut))
+    return state
+
+
+def _boxed(
+    name: str, key: str, value: Any, parameter: nn.Parameter, cut: Cut | None
+) -> Iterator[tuple[str, torch.Tensor, Cut | None]]:
+    """What an optimizer keeps of a parameter, as a tensor in the whole's coordinates; numbers get a suffix."""
+    if value is None:
+        return
+    if isinstance(value, bool | int | float):
+        yield f":{type(value).__name__}", torch.tensor(value, dtype=NUMBERS[type(value).__name__]), None
+    elif not torch.is_tensor(value):
+        raise CheckpointError(f"The optimizer keeps a {type(value).__name__} as {key} of {name}; tensors can be saved.")
+    elif value.shape == parameter.shape:
+        yield "", value, cut
+    elif _stands_alone(value, parameter, cut):
+        yield "", value, None
+    else:
+        raise CheckpointError(
+            f"The optimizer keeps {key} of {name} in the shape {tuple(value.shape)}, the parameter's being "
+            f"{tuple(parameter.shape)}; where a parameter is divided over ranks, only state of its own shape can move."
+        )
+
+
+def _stands_alone(value: torch.Tensor, parameter: nn.Parameter, cut: Cut | None) -> bool:
+    """Whether state of another shape than its parameter's is whole, or says itself how it is divided."""
+    if value.numel() == 1 and not isinstance(value, DTensor):
+        return True
+    return cut is None and isinstance(value, DTensor) == isinstance(parameter.data, DTensor)
+
+
+NUMBERS = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
+
+
+def _little(trainer: Trainer, samples: int, groups: GroupNames) -> Little:
+    optimizer, schedule = trainer.optimizer, trainer.schedule
+    values = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return Little(
+        step=trainer.steps,
+        samples=samples,
+        seed=trainer.seed,
+        strategy=str(trainer.strategy),
+        ranks=trainer.world.ranks,
+        tied={alias: p.name for p in trainer.facts.parameters for alias in p.names[1:]},
+        hugging_face=_hugging_face(trainer),
+        optimizer={
+            "class": type(optimizer).__name__,
+            "groups": [
+                {"names": names, "values": encode(value, "The optimizer's group")}
+                for names, value in zip(groups, values, strict=True)
+            ],
+        },
+        schedule=None
+        if schedule is None
+        else {"class": type(schedule).__name__, "state": encode(schedule.state_dict(), "The schedule")},
+        loss_scale=asdict(trainer.loss_scale) if trainer.loss_scale else None,
+    )
+
+
+def _hugging_face(trainer: Trainer) -> dict[str, Any] | None:
+    """The configuration of the model of transformers that the job's model is, or holds."""
+    engine = trainer.engine
+    model = engine.engines[0].model if isinstance(engine, Assembly) else engine.model
+    for prefix, module in model.named_modules():
+        config: Any = getattr(module, "config", None)
+        # Strategies make subclasses of a module's class; the architecture is the first that transformers has itself.
+        kinds = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("transformers.")]
+        if kinds and hasattr(config, "to_dict"):
+            return {"prefix": prefix, "config": {**config.to_diff_dict(), "architectures": kinds[:1]}}
+    return None
+
+
+def _python_generator() -> torch.Tensor:
+    _, words, gauss = random.getstate()
+    return torch.tensor([*words, gauss is not None, gauss or 0.0], dtype=torch.float64)
+
+
+def _numpy_generator() -> torch.Tensor:
+    state = np.random.get_state(legacy=False)
+    assert isinstance(state, dict)
+    inner = state["state"]
+    return torch.tensor([*inner["key"], inner["pos"], state["has_gauss"], state["gauss"]], dtype=torch.float64)

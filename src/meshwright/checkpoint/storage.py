@@ -1,0 +1,271 @@
+"""Where `torch.distributed.checkpoint` writes to and reads from: a safetensors file of each rank, and our manifest.
+
+PyTorch's own file storage pickles its metadata and unpickles it on load; here nothing is pickled. The files are
+written by hand, because digests are then taken of the bytes as they pass, once; `safetensors` opens them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from meshwright.checkpoint.manifest import DIGESTS, MANIFEST, Chunk, Entry, File, Little, Manifest
+from meshwright.errors import CheckpointError
+
+BLOCK = 1 << 22  # bytes that are hashed and written at a time: they are still in the cache for the second of the two
+
+# The names that safetensors has for dtypes.
+NAMES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
+    **{torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
+    **{torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64"},
+}
+
+
+class Writer(StorageWriter):
+    """Writes one file a rank into a folder, and the manifest last; `publish` makes the folder a checkpoint."""
+
+    def __init__(self, folder: Path, rank: int, little: Little, publish: Callable[[Path], None]) -> None:
+        """`publish` and `little` count on the coordinator only."""
+        self.folder, self._rank, self._little, self._publish = folder, rank, little, publish
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if is_coordinator:
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = Future()
+        results: list[WriteResult] = []
+        if plan.items:
+            name = f"rank-{self._rank:05d}.safetensors"
+            # By size of an element, large ones first: so every tensor begins at a multiple of its own.
+            items = sorted(plan.items, key=lambda item: -_data(item).properties.dtype.itemsize)
+            results = list(_write_file(self.folder / name, items, planner))
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        manifest = _manifest(self._little, metadata, [result for rank in results for result in rank])
+        text = manifest.text()
+        write_durably(self.folder / MANIFEST, text)
+        write_durably(self.folder / DIGESTS, manifest.digests(text))
+        self._publish(self.folder)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A rank's finished file, told to the coordinator beside the items in it."""
+
+    name: str
+    file: File
+
+
+class Reader(StorageReader):
+    """Reads what a manifest describes, out of mapped files: only the bytes that a rank asks for are copied."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._bytes = MappedFiles(folder)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return to_metadata(self._manifest)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            entry = self._manifest.tensors[item.storage_index.fqn]
+            assert item.storage_index.index is not None, "we make the indices"
+            saved = self._bytes.tensor(entry, entry.chunks[item.storage_index.index])
+            target = planner.resolve_tensor(item)
+            target.copy_(narrowed(saved, item.storage_offsets, item.lengths))
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+class MappedFiles:
+    """Chunks of a checkpoint as tensors over its files' own pages."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def tensor(self, entry: Entry, chunk: Chunk) -> torch.Tensor:
+        """Not to be written to."""
+        if prod(chunk.sizes) == 0:
+            return torch.empty(chunk.sizes, dtype=entry.torch_dtype)
+        flat = torch.frombuffer(
+            self._map(chunk.file), dtype=entry.torch_dtype, count=prod(chunk.sizes), offset=chunk.at
+        )
+        return flat.view(chunk.sizes)
+
+    def _map(self, name: str) -> mmap.mmap:
+        if name not in self._maps:
+            with (self._folder / name).open("rb") as file:
+                # A private copy-on-write map, because torch warns of buffers that it must not write to.
+                self._maps[name] = mmap.mmap(
+                    file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+                )
+        return self._maps[name]
+
+
+def narrowed(tensor: torch.Tensor, offsets: Any, lengths: Any) -> torch.Tensor:
+    """A box of a tensor, as a view."""
+    for dim, (start, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+def to_metadata(manifest: Manifest) -> Metadata:
+    """A manifest in the words of `torch.distributed.checkpoint`."""
+    found = {}
+    for name, entry in manifest.tensors.items():
+        chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
+        properties = TensorProperties(dtype=entry.torch_dtype)
+        found[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+    return Metadata(state_dict_metadata=found)  # type: ignore[arg-type]  # a dict of one of its kinds
+
+
+def write_durably(path: Path, text: str) -> None:
+    """All of it is on the disk, or an error is raised."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes in row-major order; a copy only where they do not lie so in host memory."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # an array is a buffer
+
+
+def header_of(entries: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+    """The beginning of a safetensors file with these tensors, one after another."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, dtype, sizes in entries:
+        if dtype not in NAMES:
+            raise CheckpointError(f"{name} has the dtype {dtype}, which safetensors does not know.")
+        end = at + prod(sizes) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(sizes), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> Iterator[WriteResult]:
+    """Write, hash and flush; yields a result for each item, and one for the file."""
+    entries = [(_key(item), _data(item).properties.dtype, _sizes(item)) for item in items]
+    header = header_of(entries)
+    digest = hashlib.sha256(header)
+    at = len(header)
+    with path.open("wb", buffering=0) as file:
+        file.write(header)
+        for item in items:
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, torch.Tensor)
+            content = tensor_bytes(tensor)
+            crc = 0
+            for start in range(0, len(content), BLOCK):
+                block = content[start : start + BLOCK]
+                digest.update(block)
+                crc = zlib.crc32(block, crc)
+                _write_all(file, block)
+            chunk = Chunk(offsets=_offsets(item), sizes=_sizes(item), file=path.name, at=at, crc=crc)
+            yield WriteResult(index=item.index, size_in_bytes=len(content), storage_data=chunk)
+            at += len(content)
+        os.fsync(file.fileno())
+    whole = Whole(path.name, File(bytes=at, sha256=digest.hexdigest()))
+    yield WriteResult(index=MetadataIndex(path.name), size_in_bytes=at, storage_data=whole)
+
+
+def _write_all(file: Any, block: memoryview) -> None:
+    while block:  # an unbuffered write may take less than it was given, as at the end of a disk
+        block = block[file.write(block) :]
+
+
+def _manifest(little: Little, metadata: Metadata, results: list[WriteResult]) -> Manifest:
+    files = {r.storage_data.name: r.storage_data.file for r in results if isinstance(r.storage_data, Whole)}
+    chunks: dict[str, list[Chunk]] = {}
+    for result in results:
+        if isinstance(result.storage_data, Chunk):
+            chunks.setdefault(result.index.fqn, []).append(result.storage_data)
+    tensors = {}
+    for name, kind in metadata.state_dict_metadata.items():
+        assert isinstance(kind, TensorStorageMetadata)
+        dtype = str(kind.properties.dtype).removeprefix("torch.")
+        tensors[name] = Entry(dtype=dtype, shape=tuple(kind.size), chunks=tuple(chunks[name]))
+    return Manifest(little=little, tensors=tensors, files=files)
+
+
+def _data(item: WriteItem) -> Any:
+    assert item.tensor_data is not None, "we write tensors only"
+    return item.tensor_data
+
+
+def _offsets(item: WriteItem) -> tuple[int, ...]:
+    return tuple(_data(item).chunk.offsets)
+
+
+def _sizes(item: WriteItem) -> tuple[int, ...]:
+    return tuple(_data(item).chunk.sizes)
+
+
+def _key(item: WriteItem) -> str:
+    """The name in the file: the tensor's own, and where it begins if it is not all of it."""
+    if _sizes(item) == tuple(_data(item).size):
+        return item.index.fqn
+    return f"{item.index.fqn}@{','.join(str(offset) for offset in _offsets(item))}"

@@ -78,6 +78,16 @@ def sums_over_ranks(world: World, strategy: str) -> int:
     return sum(event.name.startswith("gloo:") and "reduce" in event.name for event in profile.events())
 
 
+def stops(world: World, strategy: str) -> list[bool]:
+    """What three steps say of stopping, where only the last rank wishes to, and only at the second."""
+    made = trainer(world, tiny_jobs.transformer, strategy)
+    found = []
+    for step in range(3):
+        made.wish_to_stop = step == 1 and world.rank == world.ranks - 1
+        found.append(made.step(seeded_batch(made.job, step)).stop)
+    return found
+
+
 def double_the_gradient(made: Trainer) -> None:
     made.engine.gradient_scale *= 2
 

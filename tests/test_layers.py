@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "meshwright"
 
 # Lowest first. Parts of one layer do not import each other, except the single files at the package's root.
 LAYERS = (
-    ("errors", "units"),
+    ("errors", "units", "version"),
     ("facts",),
     ("describe", "schedules"),
     ("strategies",),
@@ -24,7 +24,7 @@ LAYERS = (
     ("__main__",),
 )
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
-ROOT_FILES = {"errors", "units", "api", "__init__"}
+ROOT_FILES = {"errors", "units", "version", "api", "__init__"}
 
 
 def module_name(path: Path) -> str:

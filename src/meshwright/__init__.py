@@ -14,12 +14,13 @@ from meshwright.facts.forecast import Forecast
 from meshwright.facts.job import Job
 from meshwright.facts.plan import Plan
 from meshwright.facts.strategy import Strategy
+from meshwright.version import VERSION
 
 if TYPE_CHECKING:
     from meshwright.runtime.parallel import Parallel, parallelize
     from meshwright.runtime.run import Run, setup
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["Cluster", "Forecast", "Job", "Parallel", "Plan", "Run", "Strategy", "parallelize", "setup"]
 
 _LATER = {

@@ -119,6 +119,16 @@ def test_the_schedule_moves_once_a_step() -> None:
     assert [trainer.step(sample(8)).lr for _ in range(3)] == [0.1, 0.05, 0.025]
 
 
+@pytest.mark.parametrize("loss", [squares, masked])
+def test_a_wish_to_stop_comes_back_and_changes_nothing(loss: Any) -> None:
+    trainer, other = (make_trainer(make_job(loss=loss), "single,mb=3") for _ in range(2))
+    other.wish_to_stop = True
+    plain, stopping = trainer.step(sample(8)), other.step(sample(8))
+    assert (plain.stop, stopping.stop) == (False, True)
+    assert (plain.loss, plain.grad_norm) == (stopping.loss, stopping.grad_norm)
+    assert trainer.evaluate([sample(8)]) == other.evaluate([sample(8)])
+
+
 def test_gradients_are_forgotten_after_an_update() -> None:
     trainer = make_trainer(make_job())
     trainer.forward_backward(sample(4))

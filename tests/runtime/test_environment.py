@@ -4,7 +4,15 @@ import os
 
 import pytest
 
-from meshwright.runtime.environment import Launched, announce, environment_for_ranks, first_host, launched, own_rank
+from meshwright.runtime.environment import (
+    Launched,
+    announce,
+    environment_for_ranks,
+    first_host,
+    launched,
+    own_rank,
+    restart_count,
+)
 
 TORCHRUN = {
     "RANK": "5",
@@ -122,6 +130,13 @@ def test_own_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own_rank() == 2
 
 
+def test_restart_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    assert restart_count() == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert restart_count() == 2
+
+
 @pytest.mark.parametrize("threads", [None, "3"])
 def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch, threads: str | None) -> None:
     if threads is None:
@@ -129,9 +144,11 @@ def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch, threads: s
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
     before = dict(os.environ)
-    with pytest.raises(RuntimeError), environment_for_ranks(10_000, "folder"):
+    with pytest.raises(RuntimeError), environment_for_ranks(10_000, "folder", ending=("SIGINT", "SIGHUP")):
         assert os.environ["OMP_NUM_THREADS"] == (threads or "1")
-        assert set(os.environ) - set(before) <= {"OMP_NUM_THREADS", "MESHWRIGHT_FOLDER"}
+        added = {"OMP_NUM_THREADS", "MESHWRIGHT_FOLDER", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
+        assert set(os.environ) - set(before) <= added
         assert os.environ["MESHWRIGHT_FOLDER"] == "folder"
+        assert os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGINT,SIGHUP"
         raise RuntimeError
     assert dict(os.environ) == before

@@ -19,7 +19,10 @@ Loss = Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
 
 
 class Passes(Protocol):
-    """How a strategy gets through a batch. Both return this rank's sum and weight of the loss."""
+    """How a strategy gets through a batch. Both return this rank's sum and weight of the loss.
+
+    `backward` leaves a third number free, which is zero: the trainer sums its wish to stop along with them.
+    """
 
     @property
     def engine(self) -> Engine: ...
@@ -69,13 +72,13 @@ class PlainPasses:
 
     def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
         pieces = list(micro_batches(batch))
-        totals = torch.zeros(2, device=self._dropout.device, dtype=torch.float32)
+        totals = torch.zeros(3, device=self._dropout.device, dtype=torch.float32)
         for index, piece in enumerate(pieces):
             with self.engine.accumulating(last=index == len(pieces) - 1), self.engine.region():
                 self._dropout.seed(step, piece.span.first)
                 loss, sums = self._losses.of_output(call_model(self._losses.job, self.engine, piece.data), piece)
                 (loss * factor).backward()
-            totals += sums.to(totals.device)  # the loss may lie on another of this process's devices
+            totals[:2].add_(sums.to(totals.device))  # the loss may lie on another of this process's devices
         self.engine.finish()
         return totals * self._counts
 

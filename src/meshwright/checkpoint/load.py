@@ -22,7 +22,7 @@ from meshwright.checkpoint.plain import decode
 from meshwright.checkpoint.planner import PartsLoadPlanner, State
 from meshwright.checkpoint.soundness import find_damage, raise_damage
 from meshwright.checkpoint.state import model_state, set_rng
-from meshwright.checkpoint.storage import Reader
+from meshwright.checkpoint.storage import MappedFiles, Reader
 from meshwright.errors import MeshwrightError, WrongCheckpoint
 
 # How an optimizer computes, not what: taken from the job as it is now.
@@ -36,8 +36,9 @@ def load(trainer: Trainer, folder: Path) -> Little:
     world = trainer.world
     manifest = agreed(world, lambda: read_manifest(folder))
     fit = agreed(world, lambda: fit_to(trainer, manifest, model_state(trainer)))
-    agreed(world, lambda: raise_damage(folder, _damage_of_own_share(folder, manifest, world)))
-    _take(trainer, folder, manifest, fit)
+    mapped = MappedFiles(folder)
+    agreed(world, lambda: raise_damage(folder, _damage_of_own_share(folder, manifest, world, mapped)))
+    _take(trainer, manifest, fit, mapped)
     return manifest.little
 
 
@@ -55,19 +56,19 @@ def agreed(world: World, look: Callable[[], T]) -> T:
     return found[0]
 
 
-def _damage_of_own_share(folder: Path, manifest: Manifest, world: World) -> Any:
-    """Every file is read by one rank."""
-    return find_damage(folder, manifest, sorted(manifest.files)[world.rank :: world.ranks])
+def _damage_of_own_share(folder: Path, manifest: Manifest, world: World, mapped: MappedFiles) -> Any:
+    """Every file is read by one rank: the one that wrote it, if ranks are as many as they were."""
+    return find_damage(folder, manifest, sorted(manifest.files)[world.rank :: world.ranks], mapped=mapped)
 
 
-def _take(trainer: Trainer, folder: Path, manifest: Manifest, fit: Fit) -> None:
+def _take(trainer: Trainer, manifest: Manifest, fit: Fit, mapped: MappedFiles) -> None:
     little = manifest.little
     optimizer_state = _Slots(trainer, manifest)
     generators = _generators(trainer, manifest)
     rng: State = {key: lay(tensor) for key, tensor in generators.items()}
     dcp.load(
         {**fit.state, **optimizer_state.state, **rng},
-        storage_reader=Reader(folder, manifest),
+        storage_reader=Reader(manifest, mapped),
         planner=PartsLoadPlanner(),
         process_group=host_group(trainer.world),
     )
@@ -104,15 +105,18 @@ class _Slots:
         cut = trainer.engine.cut_of(name)
         # A cut part is smaller than the whole, which the checkpoint knows.
         own = lay(parameter, cut)
+        slot = key.rpartition("/")[2]
         if entry.shape == own.shape and entry.shape:
             dtype = parameter.dtype if entry.torch_dtype.is_floating_point else entry.torch_dtype
-            value = torch.empty_like(parameter.detach(), dtype=dtype)
+            there = trainer.optimizer.state.get(parameter, {}).get(slot)
+            fits = torch.is_tensor(there) and there.shape == parameter.shape and there.dtype == dtype
+            value = there if fits else torch.empty_like(parameter.detach(), dtype=dtype)
             laid = lay(value, cut)
         else:
             value = torch.empty(entry.shape, dtype=entry.torch_dtype)
             laid = lay(value)
         self.state[key] = self.state[key] + laid if key in self.state else laid
-        self._values.setdefault(id(parameter), {})[key.rpartition("/")[2]] = value
+        self._values.setdefault(id(parameter), {})[slot] = value
 
     def of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """As the optimizer had it: numbers are numbers again."""

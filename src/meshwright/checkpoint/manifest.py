@@ -1,7 +1,8 @@
 """`checkpoint.json`: what a checkpoint holds, in global coordinates, and what its files must be.
 
-Tensors go by `model/NAME`, `optimizer/NAME/KEY` and `rng/RANK/KIND`, NAME being the unsplit model's. Beside it,
-`checkpoint.sha256` lists the digests of all files as `sha256sum -c` reads them.
+Tensors go by `model/NAME`, `optimizer/NAME/KEY` and `rng/RANK/KIND`, NAME being the unsplit model's. Every chunk has a
+digest of its own, so that damage is told by the tensor; a file's is over its header's and its chunks'. Beside it,
+`checkpoint.sha256` has the digest of `checkpoint.json` itself, as `sha256sum -c` reads it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from math import prod
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-import meshwright
+from meshwright import version
 from meshwright.errors import CheckpointError, DamagedCheckpoint, WrongCheckpoint
 
 FORMAT, VERSION = "meshwright checkpoint", 1
@@ -35,8 +36,8 @@ class Chunk:
     file: str
     at: int
     """Bytes from the file's beginning."""
-    crc: int
-    """CRC-32 of its bytes: tells which tensor is hurt when a file's digest says that something is."""
+    sha256: str
+    """Of its bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class File:
 
     bytes: int
     sha256: str
+    """As `digest_of_file` makes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +109,20 @@ class Manifest:
         document = {"format": FORMAT, "version": VERSION, **asdict(self.little), "files": files, "tensors": tensors}
         return json.dumps(document, indent=1) + "\n"
 
-    def digests(self, text: str) -> str:
-        """The text of `checkpoint.sha256`."""
-        all_files = {name: file.sha256 for name, file in self.files.items()}
-        all_files[MANIFEST] = hashlib.sha256(text.encode()).hexdigest()
-        return "".join(f"{digest}  {name}\n" for name, digest in sorted(all_files.items()))
+    def chunks_in(self, file: str) -> list[tuple[str, Entry, Chunk]]:
+        """Tensors and their chunks, in the order in which they lie in a file."""
+        found = [(name, entry, c) for name, entry in self.tensors.items() for c in entry.chunks if c.file == file]
+        return sorted(found, key=lambda one: one[2].at)
+
+
+def digest_of_file(header: str, chunks: Iterable[str]) -> str:
+    """From the digests of a file's header and of its chunks in order: so every byte is hashed once."""
+    return hashlib.sha256("".join((header, *chunks)).encode()).hexdigest()
+
+
+def digest_line(text: str) -> str:
+    """The text of `checkpoint.sha256` for that of `checkpoint.json`."""
+    return f"{hashlib.sha256(text.encode()).hexdigest()}  {MANIFEST}\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -120,22 +131,21 @@ def read_manifest(folder: Path) -> Manifest:
     digests = _read(folder / DIGESTS)
     try:
         document = json.loads(text)
-        kind, version = document.pop("format"), document.pop("version")
+        kind, number = document.pop("format"), document.pop("version")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise _damaged(folder, f"it is no manifest ({type(error).__name__})") from None
     if kind != FORMAT:
         raise _damaged(folder, f"its format is {kind!r}")
-    if isinstance(version, int) and version > VERSION:
+    if isinstance(number, int) and number > VERSION:
         raise WrongCheckpoint(
-            f"{folder / MANIFEST} has format version {version}; this Meshwright ({meshwright.__version__}) reads up "
+            f"{folder / MANIFEST} has format version {number}; this Meshwright ({version.VERSION}) reads up "
             f"to {VERSION}; use the newer one that wrote it."
         )
     try:
         manifest = _from_document(document)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise _damaged(folder, f"a field is missing or not what it should be ({error})") from None
-    expected = manifest.digests(text)
-    if digests != expected:
+    if digests != digest_line(text):
         raise _damaged(folder, f"it does not match {DIGESTS} beside it (one of the two was changed)")
     return manifest
 
@@ -143,7 +153,7 @@ def read_manifest(folder: Path) -> Manifest:
 def made_now() -> dict[str, str]:
     """Which versions make a checkpoint now."""
     return {
-        "meshwright": meshwright.__version__,
+        "meshwright": version.VERSION,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "at": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.checkpoint.manifest import DIGESTS, MANIFEST, Manifest
-from meshwright.checkpoint.storage import BLOCK
+from meshwright.checkpoint.manifest import DIGESTS, MANIFEST, Chunk, Entry, Manifest, digest_of_file
+from meshwright.checkpoint.storage import MappedFiles
 from meshwright.errors import DamagedCheckpoint
 
 
@@ -28,12 +27,19 @@ class Damage:
         return f"{self.file} {self.what}: {', '.join(self.tensors[:3])}{more}"
 
 
-def find_damage(folder: Path, manifest: Manifest, files: Iterable[str] | None = None) -> list[Damage]:
-    """All that is wrong; with `files`, only those are read (but all must be there)."""
+def find_damage(
+    folder: Path,
+    manifest: Manifest,
+    files: Iterable[str] | None = None,
+    *,
+    mapped: MappedFiles | None = None,
+    saw: Callable[[int], None] = lambda size: None,
+) -> list[Damage]:
+    """All that is wrong; with `files`, only those are read (but all must be there). `saw` is told of bytes read."""
     found = list(_strangers(folder, manifest))
     for name in manifest.files if files is None else files:
         if (folder / name).is_file():
-            found += _damage_of(folder, name, manifest)
+            found += _damage_of(folder, name, manifest, mapped or MappedFiles(folder), saw)
     return found
 
 
@@ -55,46 +61,33 @@ def _strangers(folder: Path, manifest: Manifest) -> Iterator[Damage]:
             yield Damage(name, "is no plain file")
 
 
-def _damage_of(folder: Path, name: str, manifest: Manifest) -> Iterator[Damage]:
-    path, expected = folder / name, manifest.files[name]
-    size = path.stat().st_size
+def _damage_of(
+    folder: Path, name: str, manifest: Manifest, mapped: MappedFiles, saw: Callable[[int], None]
+) -> Iterator[Damage]:
+    expected, chunks = manifest.files[name], manifest.chunks_in(name)
+    size = (folder / name).stat().st_size
     if size != expected.bytes:
-        hurt = tuple(t for t, at, length in _places(name, manifest) if at + length > size)
+        hurt = tuple(tensor for tensor, entry, chunk in chunks if chunk.at + entry.bytes_of(chunk) > size)
         yield Damage(name, f"has {size} bytes instead of {expected.bytes}", hurt)
-    elif _sha256(path) != expected.sha256:
-        hurt = tuple(_hurt(path, name, manifest))
-        yield Damage(name, "is not what was written" + ("" if hurt else " (its header)"), hurt)
+        return
+    hurt = tuple(_hurt(name, chunks, mapped, saw))
+    if hurt:
+        yield Damage(name, "is not what was written", hurt)
+    header = mapped.content(name, 0, chunks[0][2].at if chunks else size)
+    told = digest_of_file(hashlib.sha256(header).hexdigest(), (chunk.sha256 for _, _, chunk in chunks))
+    if told != expected.sha256:
+        yield Damage(name, "is not what was written (its header)")
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _hurt(path: Path, name: str, manifest: Manifest) -> Iterator[str]:
-    with path.open("rb") as file:
-        for tensor, entry in manifest.tensors.items():
-            for chunk in entry.chunks:
-                if chunk.file == name:
-                    file.seek(chunk.at)
-                    if _crc(file.read, entry.bytes_of(chunk)) != chunk.crc:
-                        yield tensor
-
-
-def _crc(read: Callable[[int], bytes], length: int) -> int:
-    crc = 0
-    while length and (block := read(min(BLOCK, length))):
-        crc = zlib.crc32(block, crc)
-        length -= len(block)
-    return crc
-
-
-def _places(name: str, manifest: Manifest) -> Iterator[tuple[str, int, int]]:
-    for tensor, entry in manifest.tensors.items():
-        for chunk in entry.chunks:
-            if chunk.file == name:
-                yield tensor, chunk.at, entry.bytes_of(chunk)
+def _hurt(
+    name: str, chunks: list[tuple[str, Entry, Chunk]], mapped: MappedFiles, saw: Callable[[int], None]
+) -> Iterator[str]:
+    for tensor, entry, chunk in chunks:
+        content = mapped.content(name, chunk.at, entry.bytes_of(chunk))
+        if hashlib.sha256(content).hexdigest() != chunk.sha256:
+            yield tensor
+        saw(len(content))
 
 
 def _tensors_in(name: str, manifest: Manifest) -> tuple[str, ...]:
-    return tuple(tensor for tensor, _, _ in _places(name, manifest))
+    return tuple(tensor for tensor, _, _ in manifest.chunks_in(name))

@@ -10,8 +10,8 @@ import hashlib
 import json
 import mmap
 import os
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,10 +30,20 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from meshwright.checkpoint.manifest import DIGESTS, MANIFEST, Chunk, Entry, File, Little, Manifest
+from meshwright.checkpoint.manifest import (
+    DIGESTS,
+    MANIFEST,
+    Chunk,
+    Entry,
+    File,
+    Little,
+    Manifest,
+    digest_line,
+    digest_of_file,
+)
 from meshwright.errors import CheckpointError
 
-BLOCK = 1 << 22  # bytes that are hashed and written at a time: they are still in the cache for the second of the two
+BLOCK = 1 << 22  # bytes that are read or written at a time where they need not be at once
 
 # The names that safetensors has for dtypes.
 NAMES = {
@@ -79,7 +89,7 @@ class Writer(StorageWriter):
         manifest = _manifest(self._little, metadata, [result for rank in results for result in rank])
         text = manifest.text()
         write_durably(self.folder / MANIFEST, text)
-        write_durably(self.folder / DIGESTS, manifest.digests(text))
+        write_durably(self.folder / DIGESTS, digest_line(text))
         self._publish(self.folder)
 
     @classmethod
@@ -98,9 +108,8 @@ class Whole:
 class Reader(StorageReader):
     """Reads what a manifest describes, out of mapped files: only the bytes that a rank asks for are copied."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._bytes = MappedFiles(folder)
+    def __init__(self, manifest: Manifest, mapped: MappedFiles) -> None:
+        self._manifest, self._bytes = manifest, mapped
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -140,6 +149,10 @@ class MappedFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._maps: dict[str, mmap.mmap] = {}
+
+    def content(self, file: str, at: int, length: int) -> memoryview:
+        """Bytes of a file; fewer if it ends before."""
+        return memoryview(self._map(file))[at : at + length]
 
     def tensor(self, entry: Entry, chunk: Chunk) -> torch.Tensor:
         """Not to be written to."""
@@ -209,32 +222,51 @@ def header_of(entries: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
 def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> Iterator[WriteResult]:
     """Write, hash and flush; yields a result for each item, and one for the file."""
     entries = [(_key(item), _data(item).properties.dtype, _sizes(item)) for item in items]
-    header = header_of(entries)
-    digest = hashlib.sha256(header)
-    at = len(header)
-    with path.open("wb", buffering=0) as file:
-        file.write(header)
-        for item in items:
-            tensor = planner.resolve_data(item)
-            assert isinstance(tensor, torch.Tensor)
-            content = tensor_bytes(tensor)
-            crc = 0
-            for start in range(0, len(content), BLOCK):
-                block = content[start : start + BLOCK]
-                digest.update(block)
-                crc = zlib.crc32(block, crc)
-                _write_all(file, block)
-            chunk = Chunk(offsets=_offsets(item), sizes=_sizes(item), file=path.name, at=at, crc=crc)
-            yield WriteResult(index=item.index, size_in_bytes=len(content), storage_data=chunk)
-            at += len(content)
+    contents = (tensor_bytes(planner.resolve_data(item)) for item in items)  # type: ignore[arg-type]  # no bytes
+    written = write_file(path, header_of(entries), contents)
+    for item, at, digest in zip(items, written.places, written.digests, strict=True):
+        chunk = Chunk(offsets=_offsets(item), sizes=_sizes(item), file=path.name, at=at, sha256=digest)
+        size = prod(chunk.sizes) * _data(item).properties.dtype.itemsize
+        yield WriteResult(index=item.index, size_in_bytes=size, storage_data=chunk)
+    whole = Whole(path.name, written.file)
+    yield WriteResult(index=MetadataIndex(path.name), size_in_bytes=written.file.bytes, storage_data=whole)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that is on the disk: where each content lies in it, and their digests."""
+
+    file: File
+    places: list[int]
+    digests: list[str]
+
+
+def write_file(path: Path, header: bytes, contents: Iterable[memoryview]) -> Written:
+    """Write and flush. A second thread hashes what the first one writes, and no more than two wait for it."""
+    places, digests = [], []
+    with ThreadPoolExecutor(1) as hashing, path.open("wb", buffering=0) as file:
+        at = _write_all(file, memoryview(header))
+        for content in contents:
+            places.append(at)
+            digests.append(hashing.submit(_sha256, content))
+            at += _write_all(file, content)
+            if len(digests) > 2:
+                digests[-3].result()
         os.fsync(file.fileno())
-    whole = Whole(path.name, File(bytes=at, sha256=digest.hexdigest()))
-    yield WriteResult(index=MetadataIndex(path.name), size_in_bytes=at, storage_data=whole)
+        found = [digest.result() for digest in digests]
+    whole = digest_of_file(_sha256(memoryview(header)), found)
+    return Written(File(bytes=at, sha256=whole), places, found)
 
 
-def _write_all(file: Any, block: memoryview) -> None:
-    while block:  # an unbuffered write may take less than it was given, as at the end of a disk
-        block = block[file.write(block) :]
+def _sha256(content: memoryview) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _write_all(file: Any, content: memoryview) -> int:
+    rest = content
+    while rest:  # an unbuffered write may take less than it was given, as at the end of a disk
+        rest = rest[file.write(rest) :]
+    return len(content)
 
 
 def _manifest(little: Little, metadata: Metadata, results: list[WriteResult]) -> Manifest:

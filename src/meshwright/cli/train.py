@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.outcome import print_result
+from meshwright.errors import MeshwrightError
 
 NOTES = """A strategy is comma-separated terms: ddp, zero1, zero2, fsdp, fsdp:grad-op, fsdp:no-shard, hsdp=2x4; bf16,
 fp16; ac=selective, ac=full; offload=optimizer, offload=params; mb=4; compile. Under torchrun, Slurm or Kubernetes the
@@ -18,9 +19,19 @@ def train(
     job: Annotated[str, typer.Argument(help="A Python file with a variable `job`, or file.py:name.")],
     strategy: Annotated[str, typer.Option(help="How the job lies over the ranks, as in fsdp,bf16.")] = "ddp",
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes to start here, one per device.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
-    out: Annotated[Path | None, typer.Option(help="Folder for records and the trained weights.")] = None,
-    seed: Annotated[int, typer.Option(help="For initial weights, data order and dropout.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the whole run, resumed ones included.")] = 100,
+    out: Annotated[Path | None, typer.Option(help="Folder for records and checkpoints.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, under any strategy.")] = False,
+    save_every: Annotated[int, typer.Option(min=0, help="Save every so many steps; 0: only at the end.")] = 0,
+    keep: Annotated[int, typer.Option(min=0, help="Checkpoints to keep, the newest ones; 0: all.")] = 3,
+    keep_every: Annotated[int, typer.Option(min=0, help="Besides, keep those of every so many steps.")] = 0,
+    max_restarts: Annotated[
+        int | None, typer.Option(min=0, help="Restarts after a killed or crashed rank; 3 where the run has --out.")
+    ] = None,
+    grace: Annotated[float, typer.Option(min=1, help="Seconds to save and end in after SIGTERM or SIGUSR1.")] = 30.0,
+    seed: Annotated[
+        int | None, typer.Option(help="For initial weights, data order and dropout; 0 if not given.")
+    ] = None,
     max_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm instead of the job's.")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Data-loading processes of each rank.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU is taken where there is one.")] = None,
@@ -32,7 +43,9 @@ def train(
 
     [bold]meshwright train examples/gpt.py --strategy fsdp --ranks 2 --steps 60[/]
 
-    [bold]meshwright train examples/cnn.py --strategy ddp --ranks 2 --out runs/cnn[/]
+    [bold]meshwright train examples/cnn.py --strategy ddp --ranks 2 --steps 100 --out runs/cnn --save-every 20[/]
+
+    [bold]meshwright train examples/cnn.py --strategy fsdp --ranks 4 --steps 200 --out runs/cnn --resume[/]
 
     [bold]torchrun --nproc-per-node 8 -m meshwright train job.py --strategy fsdp,bf16,ac=selective[/]
     """
@@ -45,6 +58,12 @@ def train(
         ranks=ranks,
         steps=steps,
         out=out,
+        resume=resume,
+        save_every=save_every,
+        keep=keep,
+        keep_every=keep_every,
+        max_restarts=max_restarts,
+        grace=grace,
         seed=seed,
         max_norm=max_norm,
         workers=workers,
@@ -53,3 +72,5 @@ def train(
     )
     if summary is not None:
         print_result(summary, summary_table(summary), as_json=as_json)
+        if summary["failed_saves"] and summary["saved"] != summary["steps"]:
+            raise MeshwrightError(f"The run's last state, step {summary['steps']}, could not be saved; see above.")

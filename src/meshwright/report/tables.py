@@ -16,15 +16,24 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table = Table(title=f"{summary['strategy']} on {ranks}", title_justify="left", show_header=False)
     table.add_column("", style="bold")
     table.add_column("", justify="right")
-    table.add_row("steps", str(summary["steps"]))
+    steps = str(summary["steps"])
+    if summary["resumed_at"]:
+        steps += f" (resumed at {summary['resumed_at']})"
+    table.add_row("steps", steps)
+    if summary["stopped"]:
+        table.add_row("stopped by", summary["stopped"])
+    if summary["out"]:
+        table.add_row("last checkpoint", "none" if summary["saved"] is None else f"step {summary['saved']}")
     table.add_row("samples", f"{summary['samples']:,}")
     table.add_row("time", f"{summary['seconds']:.1f} s")
-    table.add_row("step (median)", f"{summary['step_ms']:.1f} ms")
-    table.add_row("speed", f"{summary['samples_per_s']:.1f} samples/s")
+    if summary["step_ms"] is not None:
+        table.add_row("step (median)", f"{summary['step_ms']:.1f} ms")
+        table.add_row("speed", f"{summary['samples_per_s']:.1f} samples/s")
     for rank, peak in enumerate(summary["peak_bytes"]):
         table.add_row(f"peak memory, rank {rank}", show_bytes(peak))
-    table.add_row("loss, first step", f"{summary['first_loss']:.4f}")
-    table.add_row("loss, last step", f"{summary['last_loss']:.4f}")
+    if summary["first_loss"] is not None:
+        table.add_row("loss, first step", f"{summary['first_loss']:.4f}")
+        table.add_row("loss, last step", f"{summary['last_loss']:.4f}")
     return table
 
 

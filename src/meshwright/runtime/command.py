@@ -16,6 +16,7 @@ from meshwright.errors import BadInput, MeshwrightError, RankFailed, Refused
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
+from meshwright.runtime.checkpoints import saved_seed
 from meshwright.runtime.environment import launched
 from meshwright.runtime.launch import launch
 from meshwright.runtime.layout import lay_out_on_paper
@@ -23,13 +24,24 @@ from meshwright.runtime.place import choose_device, place_for, place_of_layers
 from meshwright.runtime.record import prepare_output, require_tensorboard
 from meshwright.runtime.worker import run_train, run_verify
 
+RESTARTS = 3
+"""How often a run that saves itself is restarted where nobody says otherwise."""
 DEFAULT_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op", "fsdp:no-shard")
 
 
 def train_command(
-    *, job: str, strategy: str, ranks: int | None, out: Path | None, tensorboard: bool, **rest: Any
+    *,
+    job: str,
+    strategy: str,
+    ranks: int | None,
+    out: Path | None,
+    tensorboard: bool,
+    resume: bool,
+    max_restarts: int | None,
+    **rest: Any,
 ) -> dict[str, Any] | None:
     """Train; returns the summary, or None on a rank that has nothing to print."""
+    _refuse_without_folder(out, resume=resume, **rest)
     parsed = Strategy.parse(strategy)
     rest["device"] = choose_device(_known_device(rest["device"]))
     count = _count_ranks(ranks, default=_fewest_ranks(parsed, rest["device"]))
@@ -47,19 +59,27 @@ def train_command(
             raise BadInput("--tensorboard writes into the run's folder; give --out a folder.")
     place = launched()
     if out is not None and (place is None or place.rank == 0):
-        prepare_output(out)
+        prepare_output(out, resume=resume)
+        if resume:
+            saved_seed(out, rest["seed"])  # refuses another seed before any process starts
     request = {
         **{"verb": "train", "job": job, "strategy": strategy, "out": None if out is None else str(out.resolve())},
-        **{"tensorboard": tensorboard, "facts": facts.to_json()},
+        **{"tensorboard": tensorboard, "resume": resume, "facts": facts.to_json()},
         **rest,
     }
-    if place is not None or count == 1 or parsed.data == "dp":
+    restarts = (RESTARTS if out is not None and count > 1 else 0) if max_restarts is None else max_restarts
+    if place is not None or parsed.data == "dp" or (count == 1 and not restarts):
         with redirect_stdout(sys.stderr):
             summary = run_train(request)
         return summary if place is None or place.rank == 0 else None
     results: list[Any] = []
-    launch(request, count, results=results)
+    launch(request, count, results=results, max_restarts=restarts, grace=rest["grace"])
     return results[0]  # type: ignore[no-any-return]
+
+
+def _refuse_without_folder(out: Path | None, *, resume: bool, save_every: int, **rest: Any) -> None:
+    if out is None and (resume or save_every):
+        raise BadInput(f"{'--resume' if resume else '--save-every'} needs the run's folder; give it with --out.")
 
 
 def verify_command(

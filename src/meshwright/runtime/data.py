@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from meshwright.build.batch import Batch, Span, has_stand_ins, spans
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
+from meshwright.runtime.preemption import spare_loader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,7 @@ class Loader:
             collate_fn=self._collate,
             pin_memory=self._device.type == "cuda",
             persistent_workers=self._workers > 0,
+            worker_init_fn=spare_loader,
             generator=torch.Generator().manual_seed((self.order.seed * 1_000_003 + self.order.rank) % 2**63),
         )
         for part, data in zip(self.order.parts(start), loader, strict=False):

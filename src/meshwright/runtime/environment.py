@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,10 +55,22 @@ def own_rank() -> int:
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
+def restart_count() -> int:
+    """How many times the launcher, ours or torchrun, has started this rank anew."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 @contextmanager
-def environment_for_ranks(ranks: int, folder: str) -> Iterator[None]:
-    """What the launcher hands on to the ranks: their folder, and an equal share of the CPU's threads."""
-    values = {_FOLDER: folder, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads(ranks)))}
+def environment_for_ranks(ranks: int, folder: str, *, ending: Iterable[str]) -> Iterator[None]:
+    """What the launcher hands on to the ranks: their folder, and an equal share of the CPU's threads.
+
+    `ending` are the signals that torch's agent answers by ending the ranks.
+    """
+    values = {
+        _FOLDER: folder,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads(ranks))),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(ending),
+    }
     before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
     try:

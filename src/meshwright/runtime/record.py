@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from meshwright.errors import BadInput, OutputError
 
-RECORDS = "records.jsonl"
+RECORDS, EVENTS = "records.jsonl", "events.jsonl"
 
 
-def prepare_output(folder: Path) -> None:
-    """See that a run's folder can be written and holds no run yet. Nothing is left behind: the run makes it."""
+def prepare_output(folder: Path, *, resume: bool = False) -> None:
+    """See that a run's folder can be written and, unless one is to be resumed, holds no run yet.
+
+    Nothing is left behind: the run makes it.
+    """
     try:
-        if (folder / RECORDS).exists():
-            raise OutputError(f"{folder} already holds the records of a run; choose another folder for --out.")
+        if not resume and any((folder / name).exists() for name in (RECORDS, "checkpoints")):
+            raise OutputError(f"{folder} already holds a run; --resume goes on with it, or choose another --out.")
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
@@ -33,12 +38,14 @@ def prepare_output(folder: Path) -> None:
 class Recorder:
     """Writes one record a step. Only rank 0 has one with a folder; the others' writes go nowhere."""
 
-    def __init__(self, folder: Path | None, *, tensorboard: bool = False) -> None:
+    def __init__(self, folder: Path | None, *, tensorboard: bool = False, after: int = 0) -> None:
+        """A run that is resumed goes on `after` a step: what was recorded beyond it is taken again."""
         self._file = None
         self._board: Any = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / RECORDS).open("w", buffering=1)
+            _keep_until(folder / RECORDS, after)
+            self._file = (folder / RECORDS).open("a", buffering=1)
             self._board = _tensorboard(folder) if tensorboard else None
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -61,6 +68,32 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def write_event(folder: Path, event: str, **values: Any) -> None:
+    """One line more about a run: that it began, was resumed, saved, could not be saved, or was asked to stop."""
+    folder.mkdir(parents=True, exist_ok=True)
+    at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    try:
+        with (folder / EVENTS).open("a") as file:
+            file.write(json.dumps({"at": at, "event": event, **values}) + "\n")
+    except OSError as error:  # a full disk must not end the run that reports it
+        print(f"warning: {folder / EVENTS} cannot be written: {error.strerror}.", file=sys.stderr)
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop records of later steps, and a last line that a killed run left unfinished."""
+    kept = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record.get("step", 0) <= step:
+            kept.append(line + "\n")
+    part = path.with_suffix(".part")
+    part.write_text("".join(kept))
+    part.replace(path)
 
 
 def _json(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The loop: batches in, steps, records out."""
+"""The loop: batches in, steps, records and checkpoints out."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from safetensors.torch import save_file
 
 from meshwright.build.step import StepResult
 from meshwright.errors import NonFiniteLoss
+from meshwright.runtime.checkpoints import Checkpoints
 from meshwright.runtime.measure import peak_bytes
-from meshwright.runtime.record import Recorder
+from meshwright.runtime.preemption import Preemption
+from meshwright.runtime.record import Recorder, write_event
 from meshwright.runtime.run import Run
 
 WARMUP = 2  # steps that are not counted into the speed: allocators and caches fill in them
@@ -30,15 +31,24 @@ class Summary:
     ranks: int
     device: str
     steps: int
+    """Of the whole run, those before it was resumed included."""
+    resumed_at: int | None
+    """The step that it went on from; None if it began at the beginning."""
     samples: int
+    """Since then, as all that follows."""
     seconds: float
-    step_ms: float
+    step_ms: float | None
     """Median."""
-    samples_per_s: float
-    first_loss: float
-    last_loss: float
+    samples_per_s: float | None
+    first_loss: float | None
+    last_loss: float | None
     peak_bytes: list[int]
     """Of each rank."""
+    stopped: str | None = None
+    """The signal that asked the run to stop before its last step."""
+    saved: int | None = None
+    """The step of the last checkpoint."""
+    failed_saves: int = 0
     out: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -54,13 +64,23 @@ class Watch:
         self._clock = time.perf_counter()
         self.losses: list[float] = []
         self.times: list[float] = []
+        self.samples = 0
+        self.stop = False
+        """Whether any rank was asked to stop, as far as results have been read: the same on all ranks."""
 
-    def saw(self, result: StepResult | None) -> None:
-        """Take in a new result (None at the end) and write down what is finished."""
-        if self._run.world.device.type == "cuda":
-            result, self._waiting = self._waiting, result
-        if result is not None:
+    def saw(self, result: StepResult) -> None:
+        """Take in a new result and write down what is finished."""
+        if self._run.world.device.type != "cuda":
             self._write(result)
+            return
+        self.catch_up()
+        self._waiting = result
+
+    def catch_up(self) -> None:
+        """Write down all that was taken in."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._write(waiting)
 
     def _write(self, result: StepResult) -> None:
         loss = result.loss
@@ -68,6 +88,8 @@ class Watch:
         seconds, self._clock = now - self._clock, now
         self.losses.append(loss)
         self.times.append(seconds)
+        self.samples += result.samples
+        self.stop = self.stop or result.stop
         refuse_non_finite(self._run, result)
         self._recorder.write(
             {
@@ -85,25 +107,51 @@ class Watch:
 
 
 def train(
-    run: Run, *, steps: int, out: Path | None = None, tensorboard: bool = False, progress: bool = True
+    run: Run,
+    *,
+    steps: int,
+    out: Path | None = None,
+    checkpoints: Checkpoints | None = None,
+    preemption: Preemption | None = None,
+    tensorboard: bool = False,
+    progress: bool = True,
 ) -> Summary:
-    """Train for `steps` optimizer steps. All ranks call it and get the same summary."""
+    """Train until the run has taken `steps` optimizer steps. All ranks call it and get the same summary."""
     start = time.perf_counter()
-    samples = 0
-    with Recorder(out if run.is_main else None, tensorboard=tensorboard) as recorder, _bar(run, progress) as bar:
+    begun_at = run.trainer.steps
+    if checkpoints is not None:
+        checkpoints.prepare()
+    with (
+        Recorder(out if run.is_main else None, tensorboard=tensorboard, after=begun_at) as recorder,
+        _bar(run, progress) as bar,
+    ):
         watch = Watch(run, recorder)
-        task = bar.add_task(str(run.strategy), total=steps, loss="")
-        for batch in run.batches(steps=steps):
-            samples += batch.samples
-            watch.saw(run.step(batch))
-            loss = f"loss {watch.losses[-1]:.4f}" if watch.losses else ""
-            bar.update(task, advance=1, loss=loss)
-        watch.saw(None)
-        bar.update(task, loss=f"loss {watch.losses[-1]:.4f}")
+        _loop(run, watch, bar, steps=steps, checkpoints=checkpoints, preemption=preemption)
+    stopped = _who_asked(run, preemption) if watch.stop and run.trainer.steps < steps else None
+    if checkpoints is not None:
+        checkpoints.finish()
+    if out is not None and stopped and run.is_main:
+        write_event(out, "asked to stop", signal=stopped, step=run.trainer.steps)
     seconds = time.perf_counter() - start
-    if out is not None:
-        _save_weights(run, out)
-    return _summarise(run, watch, steps=steps, samples=samples, seconds=seconds, out=out)
+    return _summarise(run, watch, begun_at, checkpoints, seconds=seconds, stopped=stopped, out=out)
+
+
+def _loop(
+    run: Run, watch: Watch, bar: Progress, *, steps: int, checkpoints: Checkpoints | None, preemption: Preemption | None
+) -> None:
+    task = bar.add_task(str(run.strategy), total=steps, completed=run.trainer.steps, loss="")
+    for batch in run.batches(steps=max(0, steps - run.trainer.steps)):
+        run.trainer.wish_to_stop = preemption is not None and preemption.asked is not None
+        watch.saw(run.step(batch))
+        if checkpoints is not None and checkpoints.is_due():
+            watch.catch_up()  # a state with a loss that is no number must not become the last checkpoint
+            checkpoints.save()
+        bar.update(task, advance=1, loss=f"loss {watch.losses[-1]:.4f}" if watch.losses else "")
+        if watch.stop:
+            break
+    watch.catch_up()
+    if watch.losses:
+        bar.update(task, loss=f"loss {watch.losses[-1]:.4f}")
 
 
 def refuse_non_finite(run: Run, result: StepResult) -> None:
@@ -118,30 +166,42 @@ def refuse_non_finite(run: Run, result: StepResult) -> None:
     )
 
 
-def _summarise(run: Run, watch: Watch, *, steps: int, samples: int, seconds: float, out: Path | None) -> Summary:
+def _who_asked(run: Run, preemption: Preemption | None) -> str:
+    """The signal that some rank got."""
+    asked = run.world.gather(preemption.asked if preemption is not None else None)
+    return next((name for name in asked if name is not None), "a signal")
+
+
+def _summarise(
+    run: Run,
+    watch: Watch,
+    begun_at: int,
+    checkpoints: Checkpoints | None,
+    *,
+    seconds: float,
+    stopped: str | None,
+    out: Path | None,
+) -> Summary:
     counted = sorted(watch.times[WARMUP:] or watch.times)
-    step_seconds = counted[len(counted) // 2]
+    step_seconds = counted[len(counted) // 2] if counted else None
     return Summary(
         strategy=str(run.strategy),
         ranks=run.world.ranks,
         device=str(run.world.device.type),
-        steps=steps,
-        samples=samples,
+        steps=run.trainer.steps,
+        resumed_at=begun_at or None,
+        samples=watch.samples,
         seconds=seconds,
-        step_ms=step_seconds * 1e3,
-        samples_per_s=samples / steps / step_seconds,
-        first_loss=watch.losses[0],
-        last_loss=watch.losses[-1],
+        step_ms=step_seconds * 1e3 if step_seconds else None,
+        samples_per_s=watch.samples / len(watch.times) / step_seconds if step_seconds else None,
+        first_loss=watch.losses[0] if watch.losses else None,
+        last_loss=watch.losses[-1] if watch.losses else None,
         peak_bytes=run.world.gather(peak_bytes(run.world.device)),
+        stopped=stopped,
+        saved=checkpoints.saved if checkpoints is not None else None,
+        failed_saves=checkpoints.failures if checkpoints is not None else 0,
         out=None if out is None else str(out),
     )
-
-
-def _save_weights(run: Run, out: Path) -> None:
-    """The trained weights in the unsplit model's names. Tied names are written once each: they are equal."""
-    state = {name: tensor.contiguous().clone() for name, tensor in run.state().items()}
-    if run.is_main:
-        save_file(state, out / "weights.safetensors")
 
 
 def _bar(run: Run, wanted: bool) -> Progress:

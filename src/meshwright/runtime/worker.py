@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import replace
@@ -13,8 +12,10 @@ from typing import Any
 from meshwright.describe.jobfile import load_job
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
-from meshwright.runtime.environment import own_folder
-from meshwright.runtime.launch import guard, report
+from meshwright.runtime.attempt import own_attempt, report
+from meshwright.runtime.checkpoints import Checkpoints, saved_seed
+from meshwright.runtime.environment import restart_count
+from meshwright.runtime.preemption import Preemption
 from meshwright.runtime.run import enter_world, setup
 from meshwright.runtime.train import train
 from meshwright.runtime.verify import verify
@@ -23,16 +24,34 @@ from meshwright.runtime.verify import verify
 def run_train(request: dict[str, Any]) -> dict[str, Any]:
     """Train as asked; returns the summary."""
     job = _job(request)
-    with setup(
-        job,
-        request["strategy"],
-        seed=request["seed"],
-        device=request["device"],
-        workers=request["workers"],
-        facts=_facts(request),
-    ) as run:
-        out = Path(request["out"]) if request["out"] else None
-        summary = train(run, steps=request["steps"], out=out, tensorboard=request["tensorboard"])
+    out = Path(request["out"]) if request["out"] else None
+    resume = out is not None and (request["resume"] or restart_count() > 0)
+    with (
+        Preemption(grace=request["grace"]) as preemption,
+        setup(
+            job,
+            request["strategy"],
+            seed=saved_seed(out, request["seed"]) if out is not None and resume else request["seed"] or 0,
+            device=request["device"],
+            workers=request["workers"],
+            facts=_facts(request),
+        ) as run,
+    ):
+        checkpoints = None
+        if out is not None:
+            checkpoints = Checkpoints(
+                run, out, every=request["save_every"], keep=request["keep"], keep_every=request["keep_every"]
+            )
+            if resume:
+                checkpoints.resume()
+        summary = train(
+            run,
+            steps=request["steps"],
+            out=out,
+            checkpoints=checkpoints,
+            preemption=preemption,
+            tensorboard=request["tensorboard"],
+        )
     return summary.to_json()
 
 
@@ -65,16 +84,12 @@ def _facts(request: dict[str, Any]) -> ModelFacts:
 
 
 def main() -> None:
-    folder = own_folder()
-    if folder is None:
-        raise SystemExit("meshwright.runtime.worker is started by meshwright itself; use `meshwright train`.")
+    """What `meshwright.runtime.rank` calls on every rank."""
+    attempt = own_attempt()
+    assert attempt is not None, "a rank was started by the launcher"
     os.dup2(2, 1)  # a job that prints must not write into the one document on stdout
-    request = json.loads((folder / "request.json").read_text())
+    request = attempt.request()
     if request["verb"] == "train":
-        guard(lambda: report(run_train(request)))
+        report(run_train(request))
     else:
-        guard(lambda: run_verify(request))
-
-
-if __name__ == "__main__":
-    main()
+        run_verify(request)

@@ -1,0 +1,140 @@
+"""How ranks and the launcher that started them speak: through files in its folder, apart for each attempt.
+
+    request.json                what to do
+    asked                       the name of a signal that asked the run to stop
+    attempt-0/                  the first start of all ranks, attempt-1 the first restart
+        pids.json               of every rank, by the launcher
+        listening-RANK          a rank that takes signals: its pid
+        results.jsonl           what rank 0 reports
+        failure-RANK.json       a failed rank's last words
+        finished-RANK           a rank that did its work
+
+Imports no torch: a rank listens before it has loaded that.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from meshwright.runtime.environment import own_folder, own_rank, restart_count
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of all ranks."""
+
+    folder: Path
+    """The launcher's, in which all attempts lie."""
+    number: int
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"attempt-{self.number}"
+
+    def request(self) -> dict[str, Any]:
+        return json.loads((self.folder / "request.json").read_text())  # type: ignore[no-any-return]
+
+    def ask_to_stop(self, signal_name: str) -> None:
+        """Also for ranks that listen only later, and for later attempts."""
+        _write_whole(self.folder / "asked", signal_name)
+
+    def asked_to_stop(self) -> str | None:
+        path = self.folder / "asked"
+        return path.read_text() if path.exists() else None
+
+    def set_up(self) -> None:
+        self.path.mkdir()
+
+    def started(self, pids: dict[int, int]) -> None:
+        _write_whole(self.path / "pids.json", json.dumps(pids))
+
+    def lost_a_rank(self) -> bool:
+        """Whether a rank is gone that has not done its work."""
+        path = self.path / "pids.json"
+        pids = json.loads(path.read_text()) if path.exists() else {}
+        return any(not _lives(pid) and not (self.path / f"finished-{rank}").exists() for rank, pid in pids.items())
+
+    def listen(self, rank: int) -> None:
+        _write_whole(self.path / f"listening-{rank}", str(os.getpid()))
+
+    def stop_listening(self, rank: int) -> None:
+        (self.path / f"listening-{rank}").unlink(missing_ok=True)
+
+    def listeners(self) -> list[int]:
+        """Pids of the ranks that take signals."""
+        return [int(path.read_text()) for path in self.path.glob("listening-*") if not path.suffix]
+
+    def finish(self, rank: int) -> None:
+        (self.path / f"finished-{rank}").touch()
+
+    def report(self, document: Any) -> None:
+        with (self.path / "results.jsonl").open("a") as file:
+            file.write(json.dumps(document) + "\n")
+
+    def results(self) -> list[Any]:
+        path = self.path / "results.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def leave_words(self, rank: int, error: BaseException) -> None:
+        words = {
+            "rank": rank,
+            "time": time.time(),
+            "kind": type(error).__name__,
+            "message": str(error),
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+        _write_whole(self.path / f"failure-{rank}.json", json.dumps(words))
+
+    def words(self) -> list[dict[str, Any]]:
+        """What failed ranks said, the first one first."""
+        found = [json.loads(path.read_text()) for path in self.path.glob("failure-*.json")]
+        return sorted(found, key=lambda words: float(words["time"]))
+
+    def last_lines(self, rank: int, count: int = 20) -> str:
+        """The end of what a silent rank wrote to its stderr, where torch's agent put it."""
+        logs = [*self.folder.glob(f"*/attempt_{self.number}/{rank}/stderr.log")]
+        return "\n".join(logs[0].read_text(errors="replace").splitlines()[-count:]) if logs else ""
+
+
+def own_attempt() -> Attempt | None:
+    """The attempt that this process is a rank of; None where Meshwright did not start it."""
+    folder = own_folder()
+    return None if folder is None else Attempt(folder, restart_count())
+
+
+def report(document: Any) -> None:
+    """Rank 0 tells the launcher something; each call is one result."""
+    attempt = own_attempt()
+    if attempt is not None and own_rank() == 0:
+        attempt.report(document)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, without a farewell to peers: they may be waiting where this rank never comes."""
+    for child in multiprocessing.active_children():
+        child.kill()  # data-loading processes would take seconds to see that they are alone
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Nobody reads half of it."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    part.rename(path)

@@ -1,0 +1,37 @@
+"""Where a started rank begins: `python -m meshwright.runtime.rank MODULE` runs `main()` of the module.
+
+It listens for signals before it imports the module, because that loads torch and takes seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from meshwright.runtime.attempt import Attempt, leave, own_attempt
+from meshwright.runtime.environment import own_rank
+from meshwright.runtime.preemption import Preemption
+
+
+def main() -> None:
+    attempt = own_attempt()
+    if attempt is None:
+        raise SystemExit("meshwright.runtime.rank is started by meshwright itself; use `meshwright train`.")
+    grace = attempt.request()["grace"]
+    if grace is not None:
+        Preemption(grace=grace).begin()
+    _work(sys.argv[1], attempt)
+
+
+def _work(module: str, attempt: Attempt) -> None:
+    """Do it; on failure leave last words for the launcher and go."""
+    try:
+        import_module(module).main()
+        attempt.finish(own_rank())
+    except BaseException as error:
+        attempt.leave_words(own_rank(), error)
+        leave(getattr(error, "exit_code", 1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Ranks that fail, are restarted or asked to stop: with a toy worker, so that they start at once."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from meshwright.errors import NonFiniteLoss, RankFailed
+from meshwright.runtime import preemption
+from meshwright.runtime.agent import Meeting
+from meshwright.runtime.launch import launch
+from toy_worker import wait_for
+
+TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+
+
+@pytest.fixture(autouse=True)
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks find the toy worker; handlers are afterwards what they were before; nobody is left."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    before = [signal.getsignal(number) for number in TAKEN]
+    yield
+    assert [signal.getsignal(number) for number in TAKEN] == before
+    assert not [child for child in psutil.Process().children() if "toy_worker" in child.cmdline()]
+
+
+def run(does: str, *, max_restarts: int = 0, grace: float = 60.0, **rest: str) -> list[Any]:
+    results: list[Any] = []
+    request = {"verb": "train", "does": does, **rest}
+    launch(request, 2, results=results, max_restarts=max_restarts, grace=grace, worker="toy_worker")
+    return results
+
+
+@pytest.mark.slow
+def test_a_killed_rank_restarts_all(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("is_killed_once", max_restarts=2) == [1]
+    lines = [line for line in capfd.readouterr().err.splitlines() if "restart" in line]
+    assert len(lines) == 1
+    assert re.fullmatch("Rank 1 was ended by SIGKILL.*; restart 1 of 2", lines[0])
+
+
+@pytest.mark.slow
+def test_ranks_meet_anew_after_a_restart(tmp_path: Path) -> None:
+    """One restart is enough: nobody finds a peer's address of the attempt before."""
+    assert run("meets_on_gloo", max_restarts=1, seen=str(tmp_path / "seen")) == [[1, 2.0]]
+
+
+@pytest.mark.slow
+def test_children_of_a_killed_rank_are_ended(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="Rank 1 was ended by SIGKILL"):
+        run("leaves_a_child", seen=str(tmp_path / "seen"))
+    wait_for(lambda: not is_running(int((tmp_path / "seen").read_text())))
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_every_attempt_meets_at_a_store_of_its_own() -> None:
+    meeting = Meeting("run")
+    first = meeting.next_rendezvous()
+    first.store.set("address", "old")
+    second = meeting.next_rendezvous()
+    assert not second.store.check(["address"])
+    ports = [info.bootstrap_store_info.master_port for info in (first, second) if info.bootstrap_store_info]
+    client = dist.TCPStore("127.0.0.1", ports[1], is_master=False)
+    client.set("address", "new")
+    assert (first.store.get("address"), second.store.get("address")) == (b"old", b"new")
+
+
+@pytest.mark.slow
+def test_the_last_attempt_is_the_one_that_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankFailed, match=r"Rank 1 failed: ValueError: bad sample in attempt 2 \(after 2 restarts\)"):
+        run("raises", max_restarts=2)
+    told = [line for line in capfd.readouterr().err.splitlines() if "restart" in line]
+    assert told == [
+        "Rank 1 failed: ValueError: bad sample in attempt 0; restart 1 of 2",
+        "Rank 1 failed: ValueError: bad sample in attempt 1; restart 2 of 2",
+    ]
+
+
+@pytest.mark.slow
+def test_without_restarts_the_message_is_as_it_was() -> None:
+    with pytest.raises(RankFailed, match=r"^Rank 1 failed: ValueError: bad sample in attempt 0$") as caught:
+        run("raises")
+    assert caught.value.rank == 1 and "toy_worker.py" in caught.value.traceback
+
+
+@pytest.mark.slow
+def test_a_mistake_is_not_restarted(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(NonFiniteLoss, match=r"^The loss became nan\.$"):
+        run("loses_its_loss", max_restarts=3)
+    assert "restart" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_reaches_the_ranks(name: str) -> None:
+    assert run("is_asked", signal=name) == [name]
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_end_say_so(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankFailed, match=r"SIGTERM asked the run to stop, and it had not ended 0\.5 s later"):
+        run("does_not_end", max_restarts=3, grace=0.5)
+    assert "restart" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_stuck_ranks_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "_MARGIN", 0.0)
+    with pytest.raises(RankFailed, match=r"its ranks had not ended 0\.5 s later and were killed"):
+        run("is_stuck", max_restarts=3, grace=0.5)
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run("is_interrupted", max_restarts=3)

@@ -1,0 +1,119 @@
+"""A worker that does as its request says, for tests of the launcher. Imports no torch, so its ranks start at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwright.errors import NonFiniteLoss
+from meshwright.runtime.attempt import Attempt, own_attempt, report
+from meshwright.runtime.environment import own_rank
+from meshwright.runtime.preemption import Preemption
+
+LIMIT_SECONDS = 120  # a rank that waits in vain ends here
+
+
+def main() -> None:
+    attempt = own_attempt()
+    assert attempt is not None
+    globals()[attempt.request()["does"]](attempt, own_rank())
+
+
+def is_killed_once(attempt: Attempt, rank: int) -> None:
+    """Rank 1 kills itself while rank 0 waits, in C as it were, for what never comes."""
+    if attempt.number == 0:
+        if rank == 1:
+            wait_for((attempt.path / "waiting").exists)
+            os.kill(os.getpid(), signal.SIGKILL)
+        (attempt.path / "waiting").touch()
+        wait_for_the_end()
+    report(attempt.number)
+
+
+def leaves_a_child(attempt: Attempt, rank: int) -> None:
+    """As a rank with data-loading processes that is killed."""
+    if rank == 1:
+        child = multiprocessing.get_context("fork").Process(target=wait_for_the_end)
+        child.start()
+        Path(attempt.request()["seen"]).write_text(str(child.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_for_the_end()
+
+
+def raises(attempt: Attempt, rank: int) -> None:
+    if rank == 1:
+        raise ValueError(f"bad sample in attempt {attempt.number}")
+    wait_for_the_end()
+
+
+def loses_its_loss(attempt: Attempt, rank: int) -> None:
+    if rank == 1:
+        raise NonFiniteLoss("The loss became nan.")
+    wait_for_the_end()
+
+
+def meets_on_gloo(attempt: Attempt, rank: int) -> None:
+    """Rank 0 connects in the second attempt while rank 1 is late."""
+    import torch
+    import torch.distributed as dist
+
+    seen = Path(attempt.request()["seen"])
+    if attempt.number == 1 and rank == 0:
+        seen.touch()
+    if attempt.number == 1 and rank == 1:
+        wait_for(seen.exists)
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    if attempt.number == 0 and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    report([attempt.number, total.item()])
+
+
+def is_asked(attempt: Attempt, rank: int) -> None:
+    """Rank 0 signals the launcher, as a scheduler would, and again; both stop when they hear of it."""
+    with Preemption() as preemption:
+        if rank == 0:
+            wait_for(lambda: len(attempt.listeners()) == 2)
+            for _ in range(2):
+                os.kill(os.getppid(), signal.Signals[attempt.request()["signal"]])
+        wait_for(lambda: preemption.asked is not None)
+        report(preemption.asked)
+
+
+def does_not_end(attempt: Attempt, rank: int) -> None:
+    if rank == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+    wait_for_the_end()
+
+
+def is_stuck(attempt: Attempt, rank: int) -> None:
+    """Not even a thread of it runs."""
+    if rank == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def is_interrupted(attempt: Attempt, rank: int) -> None:
+    if rank == 0:
+        os.kill(os.getppid(), signal.SIGINT)
+    wait_for_the_end()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("what was waited for did not come")
+        time.sleep(0.01)
+
+
+def wait_for_the_end() -> None:
+    threading.Event().wait(LIMIT_SECONDS)
+    raise TimeoutError("nobody ended this rank")

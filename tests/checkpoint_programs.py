@@ -2,64 +2,125 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
+import gc
+import hashlib
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch.optim import AdamW
+from torch.utils._pytree import tree_leaves
 
-import tiny_jobs
-from meshwright import Job
+from checkpoint_contents import Distance, Yardstick, first_change
+from checkpoint_jobs import NARROW_STAGES, job_of
+from meshwright.build.batch import Batch
 from meshwright.build.world import World
-from meshwright.describe.jobfile import load_job
-from meshwright.describe.model import describe
 from meshwright.facts.model import ModelFacts
 from meshwright.runtime.run import Run, setup
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 BEFORE = AFTER = 3
 
 
-@cache
-def job_of(name: str) -> tuple[Job, ModelFacts]:
-    """A job by the name of its example, or of a tiny one."""
-    if not (EXAMPLES / f"{name}.py").exists():
-        job: Job = getattr(tiny_jobs, name)
-        return job, describe(job)
-    job = load_job(str(EXAMPLES / f"{name}.py"))
-    if name == "gpt":
-        # Where a gradient is all rounding (the key's bias), Adam's usual eps turns the rounding into a whole step.
-        job = replace(job, optimizer=lambda params: AdamW(params, lr=2e-3, betas=(0.9, 0.95), eps=1e-4))
-    return job, describe(job)
+@dataclass(frozen=True)
+class Stretch:
+    """What some steps in a row gave, the same on every rank."""
+
+    losses: list[float]
+    batches: list[str]
+    """A digest of each global batch: its samples in their order."""
+    position: int
+    """The global sample index afterwards."""
 
 
-def make_run(world: World, name: str, strategy: str) -> Run:
-    job, facts = job_of(name)
+@dataclass(frozen=True)
+class Arrival:
+    """What came of one checkpoint under another strategy."""
+
+    changed: str | None
+    """What is not the same, bit by bit, in the checkpoint that is saved again right after loading."""
+    stretch: Stretch
+    distance: Distance
+    """Of the end from the end of a run that was not interrupted."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a rank lays out."""
+
+    job: str
+    facts: ModelFacts
+    strategy: str
+
+
+def make_run(world: World, setting: Setup) -> Run:
+    job = job_of(setting.job)
+    if setting.job == "narrow_gpt" and "interleaved" in setting.strategy:
+        job = replace(job, stages=NARROW_STAGES)
     torch.manual_seed(world.rank)  # whatever state the pool's generators are in: each test begins alike
-    return setup(job, strategy, facts=facts, world=world)
+    return setup(job, setting.strategy, facts=setting.facts, world=world)
 
 
-def train_and_save(world: World, name: str, strategy: str, targets: list[str], steps: int = BEFORE) -> list[float]:
-    """Train and save `steps` steps for every target."""
-    run = make_run(world, name, strategy)
-    losses = []
-    for target in targets:
-        for batch in run.batches(steps=steps):
-            losses.append(run.step(batch).loss)
-        run.save(target)
-    return losses
+def train_and_save(world: World, setting: Setup, target: str, steps: int = BEFORE) -> Stretch:
+    run = make_run(world, setting)
+    _let_loss_scale_move(run)
+    stretch = take_steps(run, steps)
+    run.save(target)
+    return stretch
 
 
 def go_on(
-    world: World, name: str, strategy: str, sources: list[str], again: list[str], after: list[str]
-) -> list[list[float]]:
-    """From each checkpoint: save it again at once, train on, save what came of it. Returns the losses."""
-    run = make_run(world, name, strategy)
-    losses = []
-    for source, copy, end in zip(sources, again, after, strict=True):
+    world: World, setting: Setup, sources: list[str], expected: str, scratch: str, lossy: bool = False
+) -> list[Arrival]:
+    """From each checkpoint: save it again at once, train on, measure how far that is from the `expected` end.
+
+    `lossy` is for another dtype of the parameters than the checkpoint's: then what is saved again is the same in it.
+    """
+    gc.freeze()  # or every other save waits for a look at all that torch ever made
+    run = make_run(world, setting)
+    yardstick = Yardstick(Path(expected))
+    again = Path(scratch, "again")
+    arrivals = []
+    for source in sources:
         run.load(source)
-        run.save(copy)
-        losses.append([run.step(batch).loss for batch in run.batches(steps=AFTER)])
-        run.save(end)
-    return losses
+        run.save(again)
+        changed = first_change(again, Path(source), lossy=lossy) if world.is_main else None
+        if world.is_main:
+            shutil.rmtree(again)
+        stretch = take_steps(run, AFTER)
+        seen = world.gather((changed, yardstick.measure(run)))
+        arrivals.append(Arrival(seen[0][0], stretch, max((far for _, far in seen), key=lambda far: far.ratio)))
+    return arrivals
+
+
+def take_steps(run: Run, steps: int) -> Stretch:
+    losses, batches = [], []
+    for batch in run.batches(steps=steps):
+        batches.append(_digest(run.world, batch))
+        losses.append(run.step(batch).loss)
+    return Stretch(losses, batches, run.position)
+
+
+def _let_loss_scale_move(run: Run) -> None:
+    """fp16 begins low enough not to overflow, and grows after two steps: a target must take that over."""
+    if run.trainer.loss_scale is not None:
+        run.trainer.loss_scale.value, run.trainer.loss_scale.interval = 2.0**8, 2
+
+
+def _digest(world: World, batch: Batch) -> str:
+    """Of a global batch, put together from the parts of all ranks."""
+    samples: dict[int, str] = {}
+    for own in world.gather(_samples_of(batch)):
+        for place, digest in own.items():
+            assert samples.setdefault(place, digest) == digest, f"two ranks have unlike samples at {place}"
+    assert sorted(samples) == list(range(batch.samples)), f"of {batch.samples} samples, ranks have {sorted(samples)}"
+    return hashlib.sha256("".join(samples[place] for place in sorted(samples)).encode()).hexdigest()
+
+
+def _samples_of(batch: Batch) -> dict[int, str]:
+    """A digest of each of this rank's samples, by its place in the global batch."""
+    places = [span.first + offset for span in batch.spans for offset in range(span.length)]
+    leaves = tree_leaves(batch.data)
+    return {
+        place: hashlib.sha256(b"".join(leaf[row].numpy().tobytes() for leaf in leaves)).hexdigest()
+        for row, place in enumerate(places)
+    }

@@ -63,7 +63,8 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        meeting = Path(tempfile.mkdtemp(prefix="meshwright-test-")) / "store"
+        self._folder = tempfile.TemporaryDirectory(prefix="meshwright-test-")
+        meeting = Path(self._folder.name) / "store"
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.ranks, str(meeting), theirs), daemon=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch.distributed.tensor import DTensor
@@ -26,7 +28,8 @@ def fit_to(trainer: Trainer, manifest: Manifest, own: State) -> Fit:
     """`own` is what this rank holds of parameters and buffers."""
     shapes = {MODEL + p.name: p.shape for p in trainer.facts.parameters}
     shapes.update({name: laid.shape for name, laid in own.items() if name not in shapes})
-    sources = match_names(shapes, manifest)
+    aliases = {MODEL + alias: MODEL + p.name for p in trainer.facts.parameters for alias in p.names[1:]}
+    sources = match_names(shapes, manifest, aliases)
     if manifest.little.optimizer is not None:
         _match_optimizer(trainer, manifest)
     state: State = {}
@@ -41,8 +44,13 @@ def job_shapes(facts: ModelFacts, buffers: dict[str, tuple[int, ...]]) -> dict[s
     return {MODEL + p.name: p.shape for p in facts.parameters} | {MODEL + n: shape for n, shape in buffers.items()}
 
 
-def match_names(shapes: dict[str, tuple[int, ...]], manifest: Manifest) -> dict[str, str]:
-    """For each tensor of the model, the checkpoint's name for it; an error that names the first that does not fit."""
+def match_names(
+    shapes: dict[str, tuple[int, ...]], manifest: Manifest, aliases: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """For each tensor of the model, the checkpoint's name for it; an error that names the first that does not fit.
+
+    `aliases` are further names of the model's tied parameters, with the first of each.
+    """
     tied = {MODEL + alias: MODEL + first for alias, first in manifest.little.tied.items()}
     sources = {name: name if name in manifest.tensors else tied.get(name, name) for name in shapes}
     for name, source in sources.items():
@@ -58,6 +66,12 @@ def match_names(shapes: dict[str, tuple[int, ...]], manifest: Manifest) -> dict[
     extra = [name for name in manifest.tensors if name.startswith(MODEL) and name not in set(sources.values())]
     if extra:
         shown = extra[0].removeprefix(MODEL)
+        if extra[0] in aliases:
+            first = aliases[extra[0]].removeprefix(MODEL)
+            raise WrongCheckpoint(
+                f"The checkpoint has {shown} apart from {first}, which are one parameter in the job's model; "
+                "`checkpoint import --job` makes them one."
+            )
         raise WrongCheckpoint(f"The checkpoint has {shown}, which the job's model does not have; {_advice(manifest)}")
     return sources
 

@@ -21,7 +21,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint that a path names: itself, or the latest of a run's folder."""
-    if (path / MANIFEST).is_file():
+    if (path / MANIFEST).is_file() or (_STEP.fullmatch(path.name) and path.is_dir()):
         return path
     for folder in (path / CHECKPOINTS, path):
         latest = read_latest(folder)
@@ -35,9 +35,8 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """All complete ones in a run's `checkpoints`, oldest first."""
-    found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and (path / MANIFEST).is_file()]
-    return sorted(found, key=step_of)
+    """All in a run's `checkpoints`, oldest first. They were complete once; damage is found when they are read."""
+    return sorted((path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -51,7 +50,7 @@ def read_latest(folder: Path) -> Path | None:
     except (OSError, UnicodeDecodeError):
         return None
     path = folder / name
-    return path if _STEP.fullmatch(name) and (path / MANIFEST).is_file() else None
+    return path if _STEP.fullmatch(name) and path.is_dir() else None
 
 
 class RunFolder:
@@ -89,7 +88,7 @@ class RunFolder:
         sync_folder(self.folder)
 
     def _point_elsewhere(self, target: Path) -> None:
-        others = [path for path in list_checkpoints(self.folder) if path != target]
+        others = [path for path in list_checkpoints(self.folder) if path != target and (path / MANIFEST).is_file()]
         if others:
             self.point_to(others[-1])
         else:

@@ -20,10 +20,10 @@ from meshwright.checkpoint.manifest import OPTIMIZER, RNG, Little, Manifest, rea
 from meshwright.checkpoint.parts import lay
 from meshwright.checkpoint.plain import decode
 from meshwright.checkpoint.planner import PartsLoadPlanner, State
-from meshwright.checkpoint.soundness import find_damage, raise_damage
+from meshwright.checkpoint.soundness import Damage, find_damage, raise_damage
 from meshwright.checkpoint.state import model_state, set_rng
 from meshwright.checkpoint.storage import MappedFiles, Reader
-from meshwright.errors import MeshwrightError, WrongCheckpoint
+from meshwright.errors import CheckpointError, MeshwrightError, WrongCheckpoint
 
 # How an optimizer computes, not what: taken from the job as it is now.
 _OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
@@ -36,9 +36,8 @@ def load(trainer: Trainer, folder: Path) -> Little:
     world = trainer.world
     manifest = agreed(world, lambda: read_manifest(folder))
     fit = agreed(world, lambda: fit_to(trainer, manifest, model_state(trainer)))
-    mapped = MappedFiles(folder)
-    agreed(world, lambda: raise_damage(folder, _damage_of_own_share(folder, manifest, world, mapped)))
-    _take(trainer, manifest, fit, mapped)
+    agreed(world, lambda: raise_damage(folder, _damage_of_own_share(folder, manifest, world)))
+    _take(trainer, manifest, fit, MappedFiles(folder))
     return manifest.little
 
 
@@ -50,15 +49,17 @@ def agreed(world: World, look: Callable[[], T]) -> T:
         found.append(look())
     except MeshwrightError as error:
         said = type(error).__name__, str(error)
+    except OSError as error:
+        said = CheckpointError.__name__, f"{error.filename or 'The checkpoint'} cannot be read: {error.strerror}."
     problems = [problem for problem in world.gather(said) if problem is not None]
     if problems:
         raise getattr(errors, problems[0][0])(problems[0][1])
     return found[0]
 
 
-def _damage_of_own_share(folder: Path, manifest: Manifest, world: World, mapped: MappedFiles) -> Any:
-    """Every file is read by one rank: the one that wrote it, if ranks are as many as they were."""
-    return find_damage(folder, manifest, sorted(manifest.files)[world.rank :: world.ranks], mapped=mapped)
+def _damage_of_own_share(folder: Path, manifest: Manifest, world: World) -> list[Damage]:
+    """Every file is read by one rank."""
+    return find_damage(folder, manifest, sorted(manifest.files)[world.rank :: world.ranks])
 
 
 def _take(trainer: Trainer, manifest: Manifest, fit: Fit, mapped: MappedFiles) -> None:
@@ -106,7 +107,8 @@ class _Slots:
         # A cut part is smaller than the whole, which the checkpoint knows.
         own = lay(parameter, cut)
         slot = key.rpartition("/")[2]
-        if entry.shape == own.shape and entry.shape:
+        # Beside a parameter without dims, only the name tells a counter from a moment, as in torch.optim.
+        if entry.shape == own.shape and (entry.shape or (slot != "step" and ":" not in slot)):
             dtype = parameter.dtype if entry.torch_dtype.is_floating_point else entry.torch_dtype
             there = trainer.optimizer.state.get(parameter, {}).get(slot)
             fits = torch.is_tensor(there) and there.shape == parameter.shape and there.dtype == dtype

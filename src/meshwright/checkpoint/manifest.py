@@ -186,7 +186,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_bytes().decode()
     except FileNotFoundError:
-        if path.parent.is_dir() and path.name == DIGESTS:
+        if path.name == DIGESTS or any(path.parent.glob("*.safetensors")):
             raise DamagedCheckpoint(f"{path} is missing.") from None
         raise CheckpointError(f"{path.parent} is no checkpoint: it has no {path.name}.") from None
     except UnicodeDecodeError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from meshwright.errors import CheckpointError
 
 def encode(value: Any, where: str) -> Any:
     """What JSON can hold; `where` names the value if it cannot."""
+    if isinstance(value, float) and not isfinite(value):
+        return {"float": str(value)}  # which JSON has no number for
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if torch.is_tensor(value) and value.numel() == 1:
@@ -37,6 +40,8 @@ def decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     kind = next(iter(value), "")
+    if kind == "float":
+        return float(value["float"])
     if kind == "tensor":
         return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
     items = [decode(item) for item in value[kind]]

@@ -31,7 +31,7 @@ class Saver:
     """Saves one run, again and again. At most one save is under way: the next waits for it.
 
     In the background a save holds one copy, in host memory, of the bytes that this rank writes; the copy's memory is
-    kept for the next. In the foreground it holds one tensor at a time, and none where tensors lie whole in host memory.
+    kept for the next. In the foreground it holds three tensors at most, and none that lies whole in host memory anyway.
     """
 
     def __init__(self, trainer: Trainer) -> None:

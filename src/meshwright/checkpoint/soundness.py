@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
-from meshwright.checkpoint.manifest import DIGESTS, MANIFEST, Chunk, Entry, Manifest, digest_of_file
-from meshwright.checkpoint.storage import MappedFiles
+from meshwright.checkpoint.manifest import DIGESTS, MANIFEST, Manifest, digest_of_file
+from meshwright.checkpoint.storage import BLOCK
 from meshwright.errors import DamagedCheckpoint
 
 
@@ -32,14 +33,13 @@ def find_damage(
     manifest: Manifest,
     files: Iterable[str] | None = None,
     *,
-    mapped: MappedFiles | None = None,
     saw: Callable[[int], None] = lambda size: None,
 ) -> list[Damage]:
     """All that is wrong; with `files`, only those are read (but all must be there). `saw` is told of bytes read."""
     found = list(_strangers(folder, manifest))
     for name in manifest.files if files is None else files:
         if (folder / name).is_file():
-            found += _damage_of(folder, name, manifest, mapped or MappedFiles(folder), saw)
+            found += _damage_of(folder, name, manifest, saw)
     return found
 
 
@@ -61,33 +61,40 @@ def _strangers(folder: Path, manifest: Manifest) -> Iterator[Damage]:
             yield Damage(name, "is no plain file")
 
 
-def _damage_of(
-    folder: Path, name: str, manifest: Manifest, mapped: MappedFiles, saw: Callable[[int], None]
-) -> Iterator[Damage]:
+def _damage_of(folder: Path, name: str, manifest: Manifest, saw: Callable[[int], None]) -> Iterator[Damage]:
     expected, chunks = manifest.files[name], manifest.chunks_in(name)
     size = (folder / name).stat().st_size
     if size != expected.bytes:
-        hurt = tuple(tensor for tensor, entry, chunk in chunks if chunk.at + entry.bytes_of(chunk) > size)
-        yield Damage(name, f"has {size} bytes instead of {expected.bytes}", hurt)
+        hurt = [tensor for tensor, entry, chunk in chunks if chunk.at + entry.bytes_of(chunk) > size]
+        yield Damage(name, f"has {size} bytes instead of {expected.bytes}", _once(hurt))
         return
-    hurt = tuple(_hurt(name, chunks, mapped, saw))
+    buffer = bytearray(BLOCK)
+    # Read and not mapped: a sector that the disk cannot read is then an error, and not the end of the process.
+    with (folder / name).open("rb", buffering=0) as file:
+        header = _sha256(file, chunks[0][2].at if chunks else size, buffer)
+        hurt = []
+        for tensor, entry, chunk in chunks:
+            if _sha256(file, entry.bytes_of(chunk), buffer) != chunk.sha256:
+                hurt.append(tensor)
+            saw(entry.bytes_of(chunk))
     if hurt:
-        yield Damage(name, "is not what was written", hurt)
-    header = mapped.content(name, 0, chunks[0][2].at if chunks else size)
-    told = digest_of_file(hashlib.sha256(header).hexdigest(), (chunk.sha256 for _, _, chunk in chunks))
-    if told != expected.sha256:
+        yield Damage(name, "is not what was written", _once(hurt))
+    if digest_of_file(header, (chunk.sha256 for _, _, chunk in chunks)) != expected.sha256:
         yield Damage(name, "is not what was written (its header)")
 
 
-def _hurt(
-    name: str, chunks: list[tuple[str, Entry, Chunk]], mapped: MappedFiles, saw: Callable[[int], None]
-) -> Iterator[str]:
-    for tensor, entry, chunk in chunks:
-        content = mapped.content(name, chunk.at, entry.bytes_of(chunk))
-        if hashlib.sha256(content).hexdigest() != chunk.sha256:
-            yield tensor
-        saw(len(content))
+def _sha256(file: FileIO, length: int, buffer: bytearray) -> str:
+    """Of the next so many bytes."""
+    digest, view = hashlib.sha256(), memoryview(buffer)
+    while length and (count := file.readinto(view[: min(length, len(view))])):
+        digest.update(view[:count])
+        length -= count
+    return digest.hexdigest()
+
+
+def _once(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
 
 
 def _tensors_in(name: str, manifest: Manifest) -> tuple[str, ...]:
-    return tuple(tensor for tensor, _, _ in manifest.chunks_in(name))
+    return _once(tensor for tensor, _, _ in manifest.chunks_in(name))

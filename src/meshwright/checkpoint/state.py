@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.build.assembly import Assembly
 from meshwright.build.step import Trainer
+from meshwright.checkpoint.hugging_face import hugging_face_of
 from meshwright.checkpoint.manifest import MODEL, OPTIMIZER, RNG, Little
 from meshwright.checkpoint.parts import lay
 from meshwright.checkpoint.plain import encode
@@ -133,7 +134,7 @@ def _little(trainer: Trainer, samples: int, groups: GroupNames) -> Little:
         strategy=str(trainer.strategy),
         ranks=trainer.world.ranks,
         tied={alias: p.name for p in trainer.facts.parameters for alias in p.names[1:]},
-        hugging_face=_hugging_face(trainer),
+        hugging_face=hugging_face_of(_one_model(trainer)),
         optimizer={
             "class": type(optimizer).__name__,
             "groups": [
@@ -148,17 +149,10 @@ def _little(trainer: Trainer, samples: int, groups: GroupNames) -> Little:
     )
 
 
-def _hugging_face(trainer: Trainer) -> dict[str, Any] | None:
-    """The configuration of the model of transformers that the job's model is, or holds."""
+def _one_model(trainer: Trainer) -> nn.Module:
+    """The job's model; under a pipeline, a stage of it, which has the same modules."""
     engine = trainer.engine
-    model = engine.engines[0].model if isinstance(engine, Assembly) else engine.model
-    for prefix, module in model.named_modules():
-        config: Any = getattr(module, "config", None)
-        # Strategies make subclasses of a module's class; the architecture is the first that transformers has itself.
-        kinds = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("transformers.")]
-        if kinds and hasattr(config, "to_dict"):
-            return {"prefix": prefix, "config": {**config.to_diff_dict(), "architectures": kinds[:1]}}
-    return None
+    return engine.engines[0].model if isinstance(engine, Assembly) else engine.model
 
 
 def _python_generator() -> torch.Tensor:

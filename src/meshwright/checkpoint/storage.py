@@ -150,10 +150,6 @@ class MappedFiles:
         self._folder = folder
         self._maps: dict[str, mmap.mmap] = {}
 
-    def content(self, file: str, at: int, length: int) -> memoryview:
-        """Bytes of a file; fewer if it ends before."""
-        return memoryview(self._map(file))[at : at + length]
-
     def tensor(self, entry: Entry, chunk: Chunk) -> torch.Tensor:
         """Not to be written to."""
         if prod(chunk.sizes) == 0:
@@ -166,9 +162,10 @@ class MappedFiles:
     def _map(self, name: str) -> mmap.mmap:
         if name not in self._maps:
             with (self._folder / name).open("rb") as file:
-                # A private copy-on-write map, because torch warns of buffers that it must not write to.
+                # A private copy-on-write map, because torch warns of buffers that it must not write to; without
+                # NORESERVE (which Python has no name for) the kernel would set memory aside for all of it.
                 self._maps[name] = mmap.mmap(
-                    file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+                    file.fileno(), 0, flags=mmap.MAP_PRIVATE | 0x4000, prot=mmap.PROT_READ | mmap.PROT_WRITE
                 )
         return self._maps[name]
 

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from meshwright.cli import layout, train, verify
+from meshwright.cli import checkpoint, layout, train, verify
 from meshwright.cli.outcome import main_with_exit_codes
 
 app = typer.Typer(
@@ -17,6 +17,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+app.add_typer(checkpoint.app, name="checkpoint")
 app.command("layout", epilog=layout.NOTES)(layout.layout)
 app.command("train", epilog=train.NOTES)(train.train)
 app.command("verify", epilog=verify.NOTES)(verify.verify)

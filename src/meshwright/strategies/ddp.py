@@ -99,7 +99,39 @@ class Ddp(DataStrategy):
         if setting.fake:
             ranks = setting.strategy.data_ranks
             module.register_comm_hook(None, lambda state, bucket: _sum_in_a_fake_world(bucket, ranks))
+        _settle_buckets(module)
         return DdpEngine(model, module, setting.strategy.data_ranks)
+
+
+class _EveryParameter(nn.Module):
+    """Stands for a model in one backward pass that comes by every parameter, the last one first."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self._listed = parameters
+
+    def forward(self, nothing: torch.Tensor) -> torch.Tensor:
+        for parameter in self._listed:
+            nothing = nothing + parameter.reshape(-1)[:1].to(nothing) * 0
+        return nothing
+
+
+def _settle_buckets(module: DistributedDataParallel) -> None:
+    """Have DDP arrange its buckets before the first step instead of after it.
+
+    It arranges them anew by the order in which the first backward pass brings gradients, and a sum over ranks rounds by
+    where a number lies in its bucket. So a resumed run would take its first step with other buckets than the run that
+    was never interrupted, and end elsewhere in the last bits.
+    """
+    model = module.module
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    module.module = _EveryParameter(parameters)
+    try:
+        module(torch.zeros(1, device=parameters[0].device)).sum().backward()
+    finally:
+        module.module = model
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _sum_in_a_fake_world(bucket: dist.GradBucket, ranks: int) -> torch.futures.Future[torch.Tensor]:

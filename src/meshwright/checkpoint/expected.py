@@ -1,0 +1,50 @@
+"""What a job's model would want of a checkpoint: names, shapes and ties, from the model on the meta device."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshwright.describe.blueprint import record
+from meshwright.describe.jobfile import load_job
+from meshwright.describe.model import parameter_facts
+from meshwright.facts.model import ModelFacts
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A job's model without weights."""
+
+    model: nn.Module
+    facts: ModelFacts
+    """Its parameters, and nothing else: no step was looked at."""
+    buffers: dict[str, tuple[int, ...]]
+    """Shapes of the persistent ones."""
+
+    @property
+    def names(self) -> set[str]:
+        """Everything in its `state_dict`, tied parameters under each name."""
+        return {name for p in self.facts.parameters for name in p.names} | self.buffers.keys()
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Further names of parameters, each with the first."""
+        return {alias: p.name for p in self.facts.parameters for alias in p.names[1:]}
+
+
+def expected_by(job: str) -> Expected:
+    """From a job as it is written on the command line. Nothing is computed, so no sample is needed."""
+    with redirect_stdout(sys.stderr):  # a job may print, and stdout is for the one document
+        model = record(load_job(job).model, seed=0).model
+    parameters = parameter_facts(model, None)
+    known = {name for p in parameters for name in p.names}
+    buffers = {
+        name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if name not in known and isinstance(tensor, torch.Tensor)
+    }
+    return Expected(model, ModelFacts(parameters=parameters, blocks=()), buffers)

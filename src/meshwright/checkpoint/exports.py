@@ -1,0 +1,198 @@
+"""A checkpoint's weights as files that others read: safetensors, torch, or a folder of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint.aside import reading, refuse_taken, written_aside
+from meshwright.checkpoint.folder import find_checkpoint
+from meshwright.checkpoint.formats import SAFETENSORS, TORCH, Format, Item, index_of, pack
+from meshwright.checkpoint.inspection import inspect
+from meshwright.checkpoint.manifest import MODEL, Manifest, read_manifest
+from meshwright.checkpoint.progress import Progress, silent
+from meshwright.checkpoint.soundness import raise_damage
+from meshwright.checkpoint.storage import write_durably
+from meshwright.checkpoint.whole import WholeTensors
+from meshwright.errors import BadInput, CheckpointError, OutputError
+from meshwright.units import parse_bytes
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SHARD_SIZE = "5GB"
+
+
+def export(
+    path: Path,
+    out: Path,
+    *,
+    to: str,
+    shard_size: str = SHARD_SIZE,
+    dtype: str | None = None,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Write the model's weights into the new folder `out`. Everything is checked before anything is written."""
+    kind, limit = _choose("--to", to, _KINDS), _size(shard_size)
+    cast = None if dtype is None else _choose("--dtype", dtype, DTYPES)
+    with reading(path):
+        folder = find_checkpoint(path)
+        manifest = read_manifest(folder)
+    content = kind.lay(manifest)
+    content = replace(content, items=[_as_dtype(item, cast) for item in content.items])
+    with reading(out):
+        refuse_taken(out)
+    _refuse_inside(out, folder)
+    with reading(folder):
+        raise_damage(folder, inspect(folder, manifest, progress))
+    shards = _name_shards(kind.format, pack(content.items, limit))
+    sizes = _write(out, shards, kind.format, content.config, WholeTensors(folder, manifest), progress)
+    return {
+        **{"path": str(folder), "to": to, "out": str(out), "dtype": dtype},
+        "tensors": sum(len(item.names) for item in content.items),
+        "bytes": sum(size for _, size in sizes),
+        "files": [{"name": name, "bytes": size} for name, size in sizes],
+        "left_out": list(content.left_out),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What is written."""
+
+    items: list[Item]
+    config: Mapping[str, Any] | None = None
+    """Of a model of transformers."""
+    left_out: tuple[str, ...] = ()
+    """Names of tensors that do not belong to it."""
+
+
+def all_names(manifest: Manifest, *, shared: bool) -> Content:
+    """Every name of the model's `state_dict`, tied ones too: `load_state_dict` takes it as it is."""
+    items: list[Item] = []
+    for key, names in _named(manifest):
+        together = [names] if shared else [(name,) for name in names]
+        items += [_item(manifest, key, some) for some in together]
+    return Content(items=items)
+
+
+def of_hugging_face(manifest: Manifest) -> Content:
+    """Each parameter once, as transformers names it."""
+    found = manifest.little.hugging_face
+    if found is None:
+        raise CheckpointError(
+            "This checkpoint is not of a model of transformers, so it cannot be exported to hf; "
+            "export it to safetensors or torch."
+        )
+    prefix = f"{found['prefix']}." if found["prefix"] else ""
+    items, left_out = [], []
+    for key, names in _named(manifest):
+        inside = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        if inside:
+            items.append(_item(manifest, key, (inside[0],)))
+        else:
+            left_out.append(names[0])
+    return Content(items=items, config=found["config"], left_out=tuple(left_out))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A word of `--to`."""
+
+    format: Format
+    lay: Callable[[Manifest], Content]
+
+
+_KINDS = {
+    "safetensors": _Kind(SAFETENSORS, lambda manifest: all_names(manifest, shared=SAFETENSORS.shares)),
+    "torch": _Kind(TORCH, lambda manifest: all_names(manifest, shared=TORCH.shares)),
+    "hf": _Kind(SAFETENSORS, of_hugging_face),
+}
+
+
+def _choose(option: str, word: str, choices: Mapping[str, Any]) -> Any:
+    if word in choices:
+        return choices[word]
+    close = get_close_matches(word, choices, n=1)
+    advice = f"; did you mean {close[0]!r}?" if close else "."
+    raise BadInput(f"{option} must be one of {', '.join(choices)}, not {word!r}{advice}")
+
+
+def _size(text: str) -> int:
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise BadInput(f"--shard-size: {error}") from None
+    if size < 1:
+        raise BadInput(f"--shard-size must be at least one byte, not {text!r}.")
+    return size
+
+
+def _refuse_inside(out: Path, folder: Path) -> None:
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise OutputError(f"{out} lies in the checkpoint {folder}, where nothing foreign may be; give another place.")
+
+
+def _named(manifest: Manifest) -> list[tuple[str, tuple[str, ...]]]:
+    """The model's tensors by key, each with all its names."""
+    aliases: dict[str, list[str]] = {}
+    for alias, first in manifest.little.tied.items():
+        aliases.setdefault(first, []).append(alias)
+    keys = [key for key in manifest.tensors if key.startswith(MODEL)]
+    return [(key, (key[len(MODEL) :], *aliases.get(key[len(MODEL) :], ()))) for key in keys]
+
+
+def _item(manifest: Manifest, key: str, names: tuple[str, ...]) -> Item:
+    entry = manifest.tensors[key]
+    return Item(names=names, source=key, dtype=entry.torch_dtype, shape=entry.shape)
+
+
+def _as_dtype(item: Item, dtype: torch.dtype | None) -> Item:
+    """Whole numbers and truth values stay what they are."""
+    return item if dtype is None or not item.dtype.is_floating_point else replace(item, dtype=dtype)
+
+
+def _name_shards(form: Format, shards: list[list[Item]]) -> dict[str, list[Item]]:
+    return dict(zip(form.file_names(len(shards)), shards, strict=True))
+
+
+def _write(
+    out: Path,
+    shards: dict[str, list[Item]],
+    form: Format,
+    config: Mapping[str, Any] | None,
+    tensors: WholeTensors,
+    progress: Progress,
+) -> list[tuple[str, int]]:
+    """Returns the files with their sizes."""
+    total = sum(item.bytes for items in shards.values() for item in items)
+    with written_aside(out) as aside, progress(f"writing {out.name}", total) as advance:
+        for name, items in shards.items():
+            form.write(aside / name, items, lambda item: _read(tensors, item), advance)
+        if len(shards) > 1:
+            write_durably(aside / form.index, index_of(shards))
+        if config is not None:
+            write_durably(aside / "config.json", _config(config, shards))
+        return [(path.name, path.stat().st_size) for path in sorted(aside.iterdir())]
+
+
+def _read(tensors: WholeTensors, item: Item) -> torch.Tensor:
+    found = tensors.read(item.source)
+    if found.dtype == item.dtype:
+        return found
+    cast = found.to(item.dtype)
+    if torch.finfo(item.dtype).max < torch.finfo(found.dtype).max and cast.isfinite().sum() != found.isfinite().sum():
+        raise CheckpointError(f"{item.names[0]} has values too large for {item.dtype}; export it in another dtype.")
+    return cast
+
+
+def _config(config: Mapping[str, Any], shards: dict[str, list[Item]]) -> str:
+    """With the dtype of what was written: transformers opens the weights in the one that it finds here."""
+    dtypes = [item.dtype for items in shards.values() for item in items if item.dtype.is_floating_point]
+    kept = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+    found = {"dtype": str(dtypes[0]).removeprefix("torch.")} if dtypes else {}
+    return json.dumps(kept | found, indent=2, sort_keys=True) + "\n"

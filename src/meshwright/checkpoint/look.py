@@ -1,0 +1,143 @@
+"""Look into a checkpoint: what it holds, whether it is sound, whether it fits a job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.aside import reading
+from meshwright.checkpoint.expected import Expected, expected_by
+from meshwright.checkpoint.fit import job_shapes, match_names
+from meshwright.checkpoint.folder import find_checkpoint
+from meshwright.checkpoint.inspection import inspect
+from meshwright.checkpoint.manifest import DIGESTS, MANIFEST, MODEL, OPTIMIZER, RNG, Little, Manifest, read_manifest
+from meshwright.checkpoint.plain import decode
+from meshwright.checkpoint.progress import Progress, silent
+from meshwright.checkpoint.soundness import Damage, raise_damage
+from meshwright.errors import DamagedCheckpoint, WrongCheckpoint
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of a checkpoint."""
+
+    path: Path
+    damage: tuple[Damage, ...]
+    fits: bool | None = None
+    """Whether it fits the job; None where no job was given, or too little of the checkpoint can be read."""
+    misfit: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        damage = [asdict(one) for one in self.damage]
+        found = {"path": str(self.path), "sound": not self.damage, "damage": damage}
+        return found | {"fits": self.fits, "misfit": self.misfit or None}
+
+    def raise_problem(self) -> None:
+        """DamagedCheckpoint or WrongCheckpoint, if there is reason to."""
+        raise_damage(self.path, list(self.damage))
+        if self.misfit:
+            raise WrongCheckpoint(self.misfit)
+
+
+def check(path: Path, job: str | None = None, progress: Progress = silent) -> Verdict:
+    """Read every byte of a checkpoint; with a job, compare names and shapes, too."""
+    expected = expected_by(job) if job is not None else None
+    with reading(path):
+        if _lost_its_manifest(path):
+            return Verdict(path, (Damage(MANIFEST, "is missing"),))
+        folder = find_checkpoint(path)
+        try:
+            manifest = read_manifest(folder)
+        except DamagedCheckpoint as error:
+            return Verdict(folder, (_damage_of_manifest(folder, str(error)),))
+        misfit = _misfit(expected, manifest) if expected is not None else ""
+        damage = inspect(folder, manifest, progress)
+    return Verdict(folder, tuple(damage), None if expected is None else not misfit, misfit)
+
+
+def show(path: Path, *, tensors: bool = False) -> dict[str, Any]:
+    """What a checkpoint holds, from its manifest alone; with `tensors`, each one of them."""
+    with reading(path):
+        folder = find_checkpoint(path)
+        manifest = read_manifest(folder)
+    little = manifest.little
+    document = {
+        **{"path": str(folder), "step": little.step, "samples": little.samples, "seed": little.seed},
+        **{"strategy": little.strategy, "ranks": little.ranks, "made": dict(little.made)},
+        **_count(manifest),
+        "bytes": {kind: _bytes(manifest, prefix) for kind, prefix in _KINDS.items()} | {"total": manifest.bytes},
+        "files": [{"name": name, "bytes": file.bytes} for name, file in sorted(manifest.files.items())],
+        "optimizer": _optimizer(little),
+        "schedule": little.schedule["class"] if little.schedule else None,
+        "loss_scale": dict(little.loss_scale) if little.loss_scale else None,
+        "tied": dict(little.tied),
+        "hugging_face": _hugging_face(little.hugging_face),
+    }
+    return document | ({"tensors": _tensors(manifest)} if tensors else {})
+
+
+_KINDS = {"model": MODEL, "optimizer": OPTIMIZER, "rng": RNG}
+
+
+def _lost_its_manifest(path: Path) -> bool:
+    return (path / DIGESTS).is_file() and not (path / MANIFEST).exists()
+
+
+def _damage_of_manifest(folder: Path, said: str) -> Damage:
+    """The sentence that a manifest was refused with, taken apart."""
+    file = DIGESTS if said.startswith(str(folder / DIGESTS)) else MANIFEST
+    return Damage(file, said.removeprefix(f"{folder / file} ").removesuffix("."))
+
+
+def _misfit(expected: Expected, manifest: Manifest) -> str:
+    try:
+        match_names(job_shapes(expected.facts, expected.buffers), manifest)
+    except WrongCheckpoint as error:
+        return str(error)
+    return ""
+
+
+def _count(manifest: Manifest) -> dict[str, int | None]:
+    """Elements of parameters and persistent buffers, which a checkpoint does not tell apart, and of those trained."""
+    model = {key.removeprefix(MODEL): entry for key, entry in manifest.tensors.items() if key.startswith(MODEL)}
+    elements = {name: prod(entry.shape) for name, entry in model.items()}
+    groups = manifest.little.optimizer["groups"] if manifest.little.optimizer else None
+    trained = None if groups is None else sum(elements.get(name, 0) for group in groups for name in group["names"])
+    return {"parameters": sum(elements.values()), "trained": trained}
+
+
+def _bytes(manifest: Manifest, prefix: str) -> int:
+    return sum(entry.bytes for key, entry in manifest.tensors.items() if key.startswith(prefix))
+
+
+def _optimizer(little: Little) -> dict[str, Any] | None:
+    if little.optimizer is None:
+        return None
+    groups = [
+        {"parameters": len(group["names"]), "lr": _number(decode(group["values"]).get("lr"))}
+        for group in little.optimizer["groups"]
+    ]
+    return {"class": little.optimizer["class"], "groups": groups}
+
+
+def _number(value: Any) -> float | None:
+    """A learning rate may be a tensor."""
+    return None if value is None else float(value)
+
+
+def _hugging_face(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    config = found["config"]
+    architecture = next(iter(config.get("architectures") or ()), None)
+    return {"architecture": architecture, "model_type": config.get("model_type"), "prefix": found["prefix"]}
+
+
+def _tensors(manifest: Manifest) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "dtype": entry.dtype, "shape": list(entry.shape), "chunks": len(entry.chunks)}
+        for name, entry in manifest.tensors.items()
+    ]

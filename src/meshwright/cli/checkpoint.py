@@ -1,0 +1,121 @@
+"""`meshwright checkpoint show|check|export|import`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.outcome import print_result
+
+NOTES = """A path is a checkpoint's folder, or a run's folder, whose latest is then taken. Nothing is ever unpickled
+from a checkpoint; of the files that are imported, only tensors."""
+
+app = typer.Typer(
+    name="checkpoint",
+    help="Look into checkpoints, check them, export their weights and import others'.",
+    epilog=NOTES,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+Checkpoint = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint's folder, or a run's: its latest.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
+
+
+@app.command("show")
+def show(
+    path: Checkpoint,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a checkpoint holds. Its data files are not read.
+
+    [bold]meshwright checkpoint show runs/gpt[/]
+
+    [bold]meshwright checkpoint show runs/gpt/checkpoints/step-00000120 --tensors --json[/]
+    """
+    from meshwright.checkpoint import look
+    from meshwright.report.checkpoint import show_page
+
+    document = look.show(path, tensors=tensors)
+    print_result(document, show_page(document), as_json=as_json)
+
+
+@app.command("check")
+def check(
+    path: Checkpoint,
+    job: Annotated[str | None, typer.Option(help="A job that it must fit: file.py or file.py:name.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Read every byte of a checkpoint and say whether it is what was written; with a job, whether it fits.
+
+    [bold]meshwright checkpoint check runs/gpt[/]
+
+    [bold]meshwright checkpoint check runs/gpt/checkpoints/step-00000120 --job examples/gpt.py --json[/]
+    """
+    from meshwright.checkpoint import look
+    from meshwright.report.checkpoint import check_page
+    from meshwright.report.progress import bytes_bar
+
+    verdict = look.check(path, job, bytes_bar)
+    document = verdict.to_json()
+    if as_json or (document["sound"] and not verdict.misfit):
+        print_result(document, check_page(document), as_json=as_json)
+    if len(verdict.damage) > 1:
+        for damage in verdict.damage:
+            print(f"damaged: {damage}", file=sys.stderr)
+    verdict.raise_problem()
+
+
+@app.command("export")
+def export(
+    path: Checkpoint,
+    to: Annotated[str, typer.Option(help="safetensors, torch, or hf: a folder that from_pretrained opens.")],
+    out: Annotated[Path, typer.Option(help="A new folder.")],
+    shard_size: Annotated[str, typer.Option(help="The largest file, as in 5GB; a larger tensor is one.")] = "5GB",
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; as in the checkpoint if left out.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint's weights as files that others read.
+
+    [bold]meshwright checkpoint export runs/gpt --to safetensors --out gpt-weights[/]
+
+    [bold]meshwright checkpoint export runs/llama --to hf --dtype bf16 --shard-size 2GB --out llama-hf[/]
+    """
+    from meshwright.checkpoint import exports
+    from meshwright.report.checkpoint import export_page
+    from meshwright.report.progress import bytes_bar
+
+    document = exports.export(path, out, to=to, shard_size=shard_size, dtype=dtype, progress=bytes_bar)
+    print_result(document, export_page(document), as_json=as_json)
+
+
+@app.command("import")
+def import_(
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A .safetensors, .pt, .pth or .bin, or a folder of Hugging Face.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="RUN", help="The folder of a new run.")],
+    job: Annotated[str | None, typer.Option(help="A job that the weights must fit: file.py or file.py:name.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Make a run's first checkpoint of somebody else's weights; train --resume begins with it.
+
+    [bold]meshwright checkpoint import gpt2/ --job examples/hf_gpt2.py --out runs/gpt2[/]
+
+    [bold]meshwright checkpoint import weights.pt --job job.py --out runs/tuned[/]
+    """
+    from meshwright.checkpoint import imports
+    from meshwright.report.checkpoint import import_page
+    from meshwright.report.progress import bytes_bar
+
+    document = imports.import_weights(source, out, job=job, progress=bytes_bar)
+    print_result(document, import_page(document), as_json=as_json)

@@ -1,0 +1,111 @@
+"""What `checkpoint` shows of one, for the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.units import show_bytes, show_count
+
+
+def show_page(document: dict[str, Any]) -> Group:
+    """What a checkpoint holds."""
+    parts: list[RenderableType] = [_overview(document), _files(document["files"])]
+    if document["optimizer"] is not None:
+        parts.insert(1, _groups(document["optimizer"]))
+    if "tensors" in document:
+        parts.append(_tensors(document["tensors"]))
+    return Group(*parts)
+
+
+def check_page(document: dict[str, Any]) -> Text:
+    """The verdict on a sound checkpoint; what is wrong with another is an error."""
+    fits = ", and fits the job" if document["fits"] else ""
+    return Text(f"{document['path']} is sound: complete, nothing foreign in it, every byte as it was written{fits}.")
+
+
+def export_page(document: dict[str, Any]) -> Group:
+    """What was exported."""
+    count = f"{document['tensors']} tensors, {show_bytes(document['bytes'])}"
+    return Group(_files(document["files"], f"{document['out']}: {count}"), *_left_out(document))
+
+
+def import_page(document: dict[str, Any]) -> Group:
+    """What was imported."""
+    off, on = document["prefix"]["off"], document["prefix"]["on"]
+    lines = [
+        f"{document['path']}: {document['tensors']} tensors, {show_count(document['parameters'])} parameters, "
+        f"{show_bytes(document['bytes'])}"
+    ]
+    if off or on:
+        lines.append(f"names at the source {f'begin with {off}' if off else f'lack {on}'}")
+    return Group(*(Text(line) for line in lines), *_left_out(document))
+
+
+def _overview(document: dict[str, Any]) -> Table:
+    table = Table(title=Text(document["path"]), title_justify="left", show_header=False)
+    table.add_column("", style="bold")
+    table.add_column("")
+    ranks = f"{document['ranks']} rank{'s' * (document['ranks'] > 1)}"
+    made = document["made"]
+    table.add_row("step", f"{document['step']:,} ({document['samples']:,} samples), seed {document['seed']}")
+    table.add_row("written by", f"{document['strategy']} on {ranks}")
+    table.add_row("", " ".join(f"{name} {made[name]}" for name in ("meshwright", "torch", "python") if name in made))
+    table.add_row("at", made.get("at", "?"))
+    table.add_row("model", _model(document))
+    for kind in ("optimizer", "rng"):
+        table.add_row(kind, show_bytes(document["bytes"][kind]))
+    table.add_row("schedule", document["schedule"] or "none")
+    for alias, first in document["tied"].items():
+        table.add_row("tied", Text(f"{alias} = {first}"))
+    if document["hugging_face"] is not None:
+        table.add_row("transformers", Text(_hugging_face(document["hugging_face"])))
+    return table
+
+
+def _model(document: dict[str, Any]) -> str:
+    trained = "" if document["trained"] is None else f", {show_count(document['trained'])} of them trained"
+    return f"{show_bytes(document['bytes']['model'])}, {show_count(document['parameters'])} parameters{trained}"
+
+
+def _hugging_face(found: dict[str, Any]) -> str:
+    place = f" at {found['prefix']}" if found["prefix"] else ""
+    return f"{found['architecture'] or found['model_type']}{place}"
+
+
+def _groups(optimizer: dict[str, Any]) -> Table:
+    table = Table(title=optimizer["class"], title_justify="left")
+    for column in ("group", "parameters", "lr"):
+        table.add_column(column, justify="right")
+    for number, group in enumerate(optimizer["groups"]):
+        rate = "-" if group["lr"] is None else f"{group['lr']:.3g}"
+        table.add_row(str(number), str(group["parameters"]), rate)
+    return table
+
+
+def _files(files: list[dict[str, Any]], title: str = "files") -> Table:
+    table = Table(title=Text(title), title_justify="left")
+    table.add_column("file")
+    table.add_column("size", justify="right")
+    for file in files:
+        table.add_row(Text(file["name"]), show_bytes(file["bytes"]))
+    return table
+
+
+def _tensors(tensors: list[dict[str, Any]]) -> Table:
+    table = Table(title="tensors", title_justify="left")
+    for column in ("name", "dtype", "shape"):
+        table.add_column(column, overflow="fold")
+    table.add_column("chunks", justify="right")
+    for tensor in tensors:
+        shape = " x ".join(map(str, tensor["shape"])) or "one number"
+        table.add_row(Text(tensor["name"]), tensor["dtype"], shape, str(tensor["chunks"]))
+    return table
+
+
+def _left_out(document: dict[str, Any]) -> list[Text]:
+    names = document["left_out"]
+    return [Text(f"left out, as no part of the model: {', '.join(names)}")] if names else []

@@ -15,6 +15,7 @@ from meshwright.build.assembly import Assembly
 from meshwright.build.axes import lay_axes
 from meshwright.build.batch import Batch, count_samples, part
 from meshwright.build.build import lay_on_devices, lay_out, model_region, plainly
+from meshwright.build.fused import take_fused_kernels
 from meshwright.build.host import HostCopies
 from meshwright.build.passes import Dropout, Losses, Passes, PlainPasses
 from meshwright.build.placement import Devices, devices_for
@@ -118,7 +119,7 @@ class Trainer:
         self._own = self.engine.parameters()
         self.host = HostCopies(self._own, self.axes.data_on_host()) if strategy.offload == "optimizer" else None
         self.optimized = self.host.parameters if self.host else self._own
-        self.optimizer = job.optimizer(self.optimized or _nothing_to_update())
+        self.optimizer = take_fused_kernels(job.optimizer(self.optimized or _nothing_to_update()))
         self.schedule = job.schedule(self.optimizer) if job.schedule else None
         self.loss_scale = LossScale() if strategy.precision == "fp16" else None
         self.steps = 0

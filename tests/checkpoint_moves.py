@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from math import isfinite
 from pathlib import Path
 
@@ -69,48 +70,57 @@ class Move:
 
 
 class Matrix:
-    """One job's moves. Each source is trained once, each target built once; files lie in `folder`."""
+    """One job's moves between all pairs of nodes. Each source is trained once, each target built once."""
 
     def __init__(
-        self, job: str, folder: Path, pool: Callable[[int], RankPool], *, reference: Node = SINGLE, lossy: bool = False
+        self,
+        job: str,
+        nodes: Sequence[Node],
+        folder: Path,
+        pools: Mapping[int, RankPool],
+        *,
+        reference: Node = SINGLE,
+        lossy: bool = False,
     ) -> None:
         """`reference` is the run that is not interrupted; `lossy` moves change the dtype of parameters."""
-        self.job, self.reference, self.lossy = job, reference, lossy
-        self._folder, self._pool = folder, pool
-        self._sources: dict[Node, str] = {}
+        self.job, self.nodes, self.reference, self.lossy = job, nodes, reference, lossy
+        self._folder, self._pools = folder / job, pools
 
-    @cached_property
-    def expected(self) -> Stretch:
-        """The last steps of the reference, which took them all in one go."""
-        whole = self._train(self.reference, "expected", BEFORE + AFTER)
-        return Stretch(whole.losses[BEFORE:], whole.batches[BEFORE:], whole.position)
+    def run(self, sources: Sequence[Node] | None = None) -> dict[Node, Future[list[Move]]]:
+        """What came of all sources (None: all nodes) under each node. Pools of unlike sizes work side by side."""
+        with ExitStack() as stack:
+            lanes = {ranks: stack.enter_context(ThreadPoolExecutor(1)) for ranks in self._pools}
+            whole = lanes[self.reference.ranks].submit(self._train, self.reference, "expected", BEFORE + AFTER)
+            saved = {
+                node: lanes[node.ranks].submit(self._train, node, self._name(node), BEFORE)
+                for node in (self.nodes if sources is None else sources)
+            }
+            for training in (whole, *saved.values()):
+                training.result()
+            done = whole.result()
+            expected = Stretch(done.losses[BEFORE:], done.batches[BEFORE:], done.position)
+            return {node: lanes[node.ranks].submit(self._arrive, list(saved), node, expected) for node in self.nodes}
 
-    def moves(self, sources: list[Node], target: Node) -> list[Move]:
-        expected = self.expected
-        folders = [self._source(node) for node in sources]
-        arrivals = self._pool(target.ranks)(
-            programs.go_on, self._setup(target), folders, self._path("expected"), self._path(""), self.lossy
+    def _arrive(self, sources: list[Node], target: Node, expected: Stretch) -> list[Move]:
+        folders = [str(self._folder / self._name(source)) for source in sources]
+        scratch = str(self._folder / f"to-{self._name(target)}")
+        arrivals = self._pools[target.ranks](
+            programs.go_on, self._setup(target), folders, str(self._folder / "expected"), scratch, self.lossy
         )[0]
         return [Move(source, target, arrival, expected) for source, arrival in zip(sources, arrivals, strict=True)]
 
-    def _source(self, node: Node) -> str:
-        if node not in self._sources:
-            name = f"source-{len(self._sources)}"
-            self._train(node, name, BEFORE)
-            self._sources[node] = self._path(name)
-        return self._sources[node]
-
     def _train(self, node: Node, name: str, steps: int) -> Stretch:
-        trained: Stretch = self._pool(node.ranks)(programs.train_and_save, self._setup(node), self._path(name), steps)[
-            0
-        ]
+        trained: Stretch = self._pools[node.ranks](
+            programs.train_and_save, self._setup(node), str(self._folder / name), steps
+        )[0]
         return trained
 
     def _setup(self, node: Node) -> Setup:
         return Setup(self.job, facts_of(self.job), node.strategy)
 
-    def _path(self, name: str) -> str:
-        return str(self._folder / self.job / name)
+    @staticmethod
+    def _name(node: Node) -> str:
+        return f"{node.strategy}-{node.ranks}".replace(":", "-")
 
 
 def in_memory() -> Path:

@@ -1,6 +1,7 @@
 """Weights out of a checkpoint, as others read them: every bit, every name, never half of it."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,10 @@ MB = 10**6
 
 
 @pytest.fixture(scope="module")
-def run() -> Run:
+def run() -> Iterator[Run]:
     """A transformer with a tied head."""
-    return train_a_little("transformer")
+    with train_a_little("transformer") as run:
+        yield run
 
 
 @pytest.fixture(scope="module")
@@ -143,16 +145,16 @@ def test_memory_is_that_of_a_shard(tmp_path: Path) -> None:
 def test_hugging_face_opens_it(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    run = train_a_little("hf_gpt2")
-    run.save(tmp_path / "c")
-    document = export(tmp_path / "c", tmp_path / "out", to="hf", shard_size="16KB")
-    assert document["left_out"] == []
-    opened, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(told.values())
-    trained = run.trainer.engine.model.eval()
-    x = tiny_jobs.tokens(3)["x"]
-    with torch.no_grad():
-        assert torch.equal(opened.eval()(x).logits, trained(x).logits)
+    with train_a_little("hf_gpt2") as run:
+        run.save(tmp_path / "c")
+        document = export(tmp_path / "c", tmp_path / "out", to="hf", shard_size="16KB")
+        assert document["left_out"] == []
+        opened, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert not any(told.values())
+        trained = run.trainer.engine.model.eval()
+        x = tiny_jobs.tokens(3)["x"]
+        with torch.no_grad():
+            assert torch.equal(opened.eval()(x).logits, trained(x).logits)
 
 
 def test_hugging_face_within_another_model(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ FIRST = Path("checkpoints") / "step-00000000"
 
 
 @pytest.fixture(scope="module")
-def run() -> Run:
+def run() -> Iterator[Run]:
     """A transformer with a tied head."""
-    return train_a_little("transformer")
+    with train_a_little("transformer") as run:
+        yield run
 
 
 @pytest.fixture(scope="module")

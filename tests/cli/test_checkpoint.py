@@ -21,7 +21,8 @@ Call = Callable[..., tuple[int, str, str]]
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "checkpoint"
-    train_a_little("transformer").save(path)
+    with train_a_little("transformer") as run:
+        run.save(path)
     return path
 
 

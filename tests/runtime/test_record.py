@@ -60,8 +60,8 @@ def test_a_name_that_no_file_system_takes(tmp_path: Path) -> None:
 def test_records_of_another_run(tmp_path: Path) -> None:
     (tmp_path / RECORDS).write_text("")
     message = refusal(tmp_path)
-    assert "already holds the records of a run" in message
-    assert "choose another folder" in message
+    assert "already holds a run" in message
+    assert "--resume goes on with it" in message
 
 
 def test_records_are_lines_of_json(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class Matrix:
     ) -> None:
         """`reference` is the run that is not interrupted; `lossy` moves change the dtype of parameters."""
         self.job, self.nodes, self.reference, self.lossy = job, nodes, reference, lossy
-        self._folder, self._pools = folder / job, pools
+        self._folder, self._pools, self._facts = folder / job, pools, facts_of(job)
 
     def run(self, sources: Sequence[Node] | None = None) -> dict[Node, Future[list[Move]]]:
         """What came of all sources (None: all nodes) under each node. Pools of unlike sizes work side by side."""
@@ -116,7 +116,7 @@ class Matrix:
         return trained
 
     def _setup(self, node: Node) -> Setup:
-        return Setup(self.job, facts_of(self.job), node.strategy)
+        return Setup(self.job, self._facts, node.strategy)
 
     @staticmethod
     def _name(node: Node) -> str:

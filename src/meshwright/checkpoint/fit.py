@@ -32,6 +32,7 @@ def fit_to(trainer: Trainer, manifest: Manifest, own: State) -> Fit:
     sources = match_names(shapes, manifest, aliases)
     if manifest.little.optimizer is not None:
         _match_optimizer(trainer, manifest)
+        _match_schedule(trainer, manifest)
     state: State = {}
     for name, laid in own.items():
         source = sources[name]
@@ -86,7 +87,30 @@ def _match_optimizer(trainer: Trainer, manifest: Manifest) -> None:
             f"The checkpoint's optimizer has {len(saved['groups'])} groups of parameters, "
             f"the job's {len(trainer.optimizer.param_groups)}."
         )
+    names = {id(parameter): name for name, parameter in trainer.optimized.named()}
+    for number, group in enumerate(trainer.optimizer.param_groups):
+        group_of([names[id(p)] for p in group["params"] if id(p) in names], number, saved["groups"])
     _refuse_odd_state(trainer, manifest)
+
+
+def _match_schedule(trainer: Trainer, manifest: Manifest) -> None:
+    saved = manifest.little.schedule
+    found, own = saved["class"] if saved else "no schedule", "no schedule"
+    if trainer.schedule is not None:
+        own = type(trainer.schedule).__name__
+    if own != found:
+        raise WrongCheckpoint(
+            f"The checkpoint is of a run with {found}, and the job has {own}; to begin another schedule with these "
+            "weights, export and import them."
+        )
+
+
+def group_of(own: list[str], number: int, saved: list[dict[str, Any]]) -> int:
+    """Which of the saved groups has the numbers for these parameters."""
+    found = {index for index, group in enumerate(saved) for name in own if name in set(group["names"])}
+    if len(found) > 1:
+        raise WrongCheckpoint(f"Group {number} of the optimizer mixes parameters of several groups of the checkpoint.")
+    return found.pop() if found else number
 
 
 def _refuse_odd_state(trainer: Trainer, manifest: Manifest) -> None:

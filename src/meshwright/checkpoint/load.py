@@ -15,7 +15,7 @@ from meshwright import errors
 from meshwright.build.axes import host_group
 from meshwright.build.step import Trainer
 from meshwright.build.world import World
-from meshwright.checkpoint.fit import Fit, fit_to
+from meshwright.checkpoint.fit import Fit, fit_to, group_of
 from meshwright.checkpoint.manifest import OPTIMIZER, RNG, Little, Manifest, read_manifest
 from meshwright.checkpoint.parts import lay
 from meshwright.checkpoint.plain import decode
@@ -23,7 +23,7 @@ from meshwright.checkpoint.planner import PartsLoadPlanner, State
 from meshwright.checkpoint.soundness import Damage, find_damage, raise_damage
 from meshwright.checkpoint.state import model_state, set_rng
 from meshwright.checkpoint.storage import MappedFiles, Reader
-from meshwright.errors import CheckpointError, MeshwrightError, WrongCheckpoint
+from meshwright.errors import CheckpointError, MeshwrightError
 
 # How an optimizer computes, not what: taken from the job as it is now.
 _OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
@@ -141,14 +141,6 @@ def _load_optimizer(trainer: Trainer, saved: list[dict[str, Any]], slots: _Slots
     parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     document["state"] = {i: state for i, p in enumerate(parameters) if (state := slots.of(p))}
     optimizer.load_state_dict(document)
-
-
-def group_of(own: list[str], number: int, saved: list[dict[str, Any]]) -> int:
-    """Which of the saved groups has the numbers for these parameters."""
-    found = {index for index, group in enumerate(saved) for name in own if name in set(group["names"])}
-    if len(found) > 1:
-        raise WrongCheckpoint(f"Group {number} of the optimizer mixes parameters of several groups of the checkpoint.")
-    return found.pop() if found else number
 
 
 def _generators(trainer: Trainer, manifest: Manifest) -> dict[str, torch.Tensor]:

@@ -67,16 +67,16 @@ def first_change(folder: Path, original: Path, *, lossy: bool = False) -> str | 
         if len(unlike):
             name = right.name_at(kind, int(unlike[0]) // vector.itemsize)
             return f"{len(unlike)} bytes of {kind} are not the same, first in {name}"
-    return _first_unlike_value(_values(found.manifest.little), _values(wanted.manifest.little), lossy)
+    return _first_unlike_value(_values(found.manifest.little), _values(wanted.manifest.little))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Distance:
     """How far a run is from a checkpoint, where it is farthest."""
 
-    tensor: str
     ratio: float
     """Of the difference to what is allowed: above 1 they are not equal."""
+    tensor: str
     scaled: float
     """The largest difference of a number, in units of the largest magnitude of its kind."""
 
@@ -99,8 +99,7 @@ class Yardstick:
         if self._expected is None:  # what lies where stays as it is
             self._expected = self._boxes(run, state)
         assert found.names == self._expected.names, f"{found.counts()} instead of {self._expected.counts()}"
-        distances = [self._distance(found, self._expected, kind) for kind in found.by_kind]
-        return max(distances, key=lambda distance: distance.ratio)
+        return max(self._distance(found, self._expected, kind) for kind in found.by_kind)
 
     def _boxes(self, run: Run, state: State) -> Vectors:
         """Of the checkpoint, those that this rank has."""
@@ -119,7 +118,7 @@ class Yardstick:
         apart = (found.by_kind[kind] - wanted).abs_()
         ratio = apart / (RTOL * wanted.abs() + ATOL * scale)
         at = int(ratio.argmax())
-        return Distance(found.name_at(kind, at), float(ratio[at]), float(apart.max()) / scale)
+        return Distance(float(ratio[at]), found.name_at(kind, at), float(apart.max()) / scale)
 
 
 def _tensors(whole: WholeTensors) -> dict[str, list[torch.Tensor]]:
@@ -133,9 +132,11 @@ def _values(little: Little) -> dict[str, Any]:
     return kept | {"optimizer's class": optimizer["class"], "optimizer's groups": groups}
 
 
-def _first_unlike_value(found: dict[str, Any], wanted: dict[str, Any], lossy: bool) -> str | None:
+def _first_unlike_value(found: dict[str, Any], wanted: dict[str, Any]) -> str | None:
+    if None in (found["loss_scale"], wanted["loss_scale"]):  # only fp16 has one
+        wanted = wanted | {"loss_scale": found["loss_scale"]}
     for key, value in wanted.items():
-        if found[key] != value and not (lossy and key == "loss_scale"):
+        if found[key] != value:
             return f"{key} is {found[key]} instead of {value}"
     return None
 

@@ -56,15 +56,14 @@ class Move:
 
     def problem(self, loss_rtol: float = LOSS_RTOL, *, compare_state: bool = True) -> str | None:
         """What is wrong with it, in one sentence."""
-        distance = self.arrival.distance
-        found = None
+        found, distance = None, self.arrival.distance
         if self.arrival.changed:
             found = f"saved again right after loading, {self.arrival.changed}"
         elif not self.same_samples:
             found = f"other samples, or at {self.arrival.stretch.position} instead of {self.expected.position}"
-        elif self.loss_difference > loss_rtol:
+        elif not self.loss_difference <= loss_rtol:
             found = f"losses {self.arrival.stretch.losses} instead of {self.expected.losses}"
-        elif compare_state and not distance.ratio <= 1.0:
+        elif compare_state and distance and not distance.ratio <= 1.0:
             found = f"{distance.tensor} is {distance.ratio:.1f} times as far off as rounding may be"
         return f"{self.source} -> {self.target}: {found}" if found else None
 

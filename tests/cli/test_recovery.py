@@ -83,6 +83,13 @@ def spoil(sample):
 """
 KILL_ONCE = f"{ONCE}\ndef hurt():\n    os.kill(os.getpid(), signal.SIGKILL)\n"
 RAISE = "\ndef spoil(sample):\n    raise ValueError('bad sample')\n"
+IN_THE_WAY = """
+def spoil(sample):
+    checkpoints = Path(__file__).with_name("run") / "checkpoints"
+    checkpoints.rmdir()
+    checkpoints.touch()
+    return sample
+"""
 SGD = """
 from dataclasses import replace
 job = replace(job, optimizer=lambda params: torch.optim.SGD(params, lr=0.01))
@@ -217,88 +224,95 @@ def whole_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-class TestResuming:
-    """From four steps under fsdp on two ranks, without dropout."""
+PLAIN = "\nDROPOUT = 0.0\n"
+"""Other strategies draw other masks."""
+RESUME = ("--out", "run", "--resume", "--steps", 7, "--strategy", "single")
 
-    PLAIN = "\nDROPOUT = 0.0\n"
-    WORDS = ("--out", "run", "--resume", "--steps", 7, "--strategy", "single")
 
-    @pytest.fixture(scope="class")
-    def begun(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        folder = new_folder(tmp_path_factory, "begun")
-        (folder / "job.py").write_text(JOB + self.PLAIN)
-        words = ("--strategy", "fsdp", "--ranks", 2, "--steps", 4, "--save-every", 2, "--out", "run")
-        assert train(folder, *words) == 0
-        return folder / "run"
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps under fsdp on two ranks."""
+    folder = new_folder(tmp_path_factory, "begun")
+    (folder / "job.py").write_text(JOB + PLAIN)
+    words = ("--strategy", "fsdp", "--ranks", 2, "--steps", 4, "--save-every", 2, "--out", "run")
+    assert train(folder, *words) == 0
+    return folder / "run"
 
-    @pytest.fixture
-    def run(self, begun: Path, folder: Path) -> Path:
-        (folder / "job.py").write_text(JOB + self.PLAIN)
-        shutil.copytree(begun, folder / "run")
-        return folder / "run"
 
-    @slow
-    def test_under_another_strategy(self, call: Call, run: Path) -> None:
-        done = call(*self.WORDS)
-        summary = done.summary
-        assert "resumed at step 4 (saved under fsdp=2 on 2 ranks)" in done.err
-        assert (summary["steps"], summary["resumed_at"], summary["saved"]) == (7, 4, 7)
-        assert summary["samples"] == 3 * BATCH and summary["strategy"] == "single"
-        assert summary["stopped"] is None and summary["failed_saves"] == 0
-        assert steps_recorded(run) == list(range(1, 8))
-        assert events(run, "resumed") == [4] and events(run, "saved") == [2, 4, 7]
-        assert call("--strategy", "single", "--steps", 7, "--out", "whole").code == 0
-        resumed, expected = (model_tensors(find_checkpoint(path)) for path in (run, run.with_name("whole")))
-        assert resumed.keys() == expected.keys()
-        for name, tensor in expected.items():
-            torch.testing.assert_close(resumed[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
-        losses = [record["loss"] for record in lines(run.with_name("whole") / "records.jsonl")]
-        assert [record["loss"] for record in lines(run / "records.jsonl")] == pytest.approx(losses, rel=1e-5)
+@pytest.fixture
+def run(begun: Path, folder: Path) -> Path:
+    (folder / "job.py").write_text(JOB + PLAIN)
+    shutil.copytree(begun, folder / "run")
+    return folder / "run"
 
-    @slow
-    def test_a_run_that_has_all_its_steps(self, call: Call, run: Path) -> None:
-        before = contents(run)
-        for steps in (4, 3):
-            summary = call(*self.WORDS, "--steps", steps).summary
-            assert (summary["steps"], summary["resumed_at"], summary["saved"]) == (4, 4, 4)
-            assert summary["samples"] == 0 and summary["first_loss"] is summary["last_loss"] is None
-        assert contents(run) == before
 
-    @slow
-    @pytest.mark.parametrize(
-        ("words", "job", "says"),
-        [
-            (("--seed", 3), "", ["--seed 3 was asked for", "has seed 0"]),
-            ((), "\nWIDTH = 24\n", ["0.weight has the shape (16, 4) in the checkpoint and (24, 4) in the job's model"]),
-            ((), "\nold = build\nbuild = lambda: old().append(nn.Linear(2, 2))\n", ["The checkpoint has no 4.weight"]),
-            ((), SGD, ["is of a run with AdamW, and the job's optimizer is SGD"]),
-        ],
-    )
-    def test_what_does_not_fit(self, call: Call, run: Path, words: tuple[int, ...], job: str, says: list[str]) -> None:
-        (run.parent / "job.py").write_text(JOB + job)
-        before = contents(run)
-        done = call(*self.WORDS, *words)
-        assert done.code == 2 and done.out == ""
-        assert done.err.startswith("error: ") and done.err.count("\n") == 1
-        assert all(word in done.err for word in says), done.err
-        assert contents(run) == before and events(run, "resumed") == []
+@slow
+def test_a_run_goes_on_under_another_strategy(call: Call, run: Path) -> None:
+    done = call(*RESUME)
+    summary = done.summary
+    assert "resumed at step 4 (saved under fsdp=2 on 2 ranks)" in done.err
+    assert (summary["steps"], summary["resumed_at"], summary["saved"]) == (7, 4, 7)
+    assert summary["samples"] == 3 * BATCH and summary["strategy"] == "single"
+    assert summary["stopped"] is None and summary["failed_saves"] == 0
+    assert steps_recorded(run) == list(range(1, 8))
+    assert events(run, "resumed") == [4] and events(run, "saved") == [2, 4, 7]
+    assert call("--strategy", "single", "--steps", 7, "--out", "whole").code == 0
+    resumed, expected = (model_tensors(find_checkpoint(path)) for path in (run, run.with_name("whole")))
+    assert resumed.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(resumed[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
+    losses = [record["loss"] for record in lines(run.with_name("whole") / "records.jsonl")]
+    assert [record["loss"] for record in lines(run / "records.jsonl")] == pytest.approx(losses, rel=1e-5)
 
-    @slow
-    def test_two_ranks_refuse_another_job_together(self, call: Call, run: Path) -> None:
-        (run.parent / "job.py").write_text(JOB + "\nWIDTH = 24\n")
-        before = contents(run)
-        done = call(*self.WORDS, "--strategy", "ddp", "--ranks", 2)
-        assert done.code == 2
-        assert "0.weight has the shape (16, 4) in the checkpoint" in done.err.splitlines()[-1]
-        assert "restart" not in done.err and "Traceback" not in done.err
-        assert contents(run) == before
 
-    @slow
-    def test_a_run_is_not_overwritten(self, call: Call, run: Path) -> None:
-        before = contents(run)
-        done = call("--strategy", "single", "--steps", 7, "--out", "run")
-        assert done.code == 2 and "already holds a run; --resume goes on with it" in done.err
-        assert contents(run) == before
+@slow
+def test_a_run_that_has_all_its_steps(call: Call, run: Path) -> None:
+    before = contents(run)
+    for steps in (4, 3):
+        summary = call(*RESUME, "--steps", steps).summary
+        assert (summary["steps"], summary["resumed_at"], summary["saved"]) == (4, 4, 4)
+        assert summary["samples"] == 0 and summary["first_loss"] is summary["last_loss"] is None
+    assert contents(run) == before
+
+
+@slow
+@pytest.mark.parametrize(
+    ("words", "job", "says"),
+    [
+        (("--seed", 3), "", ["--seed 3 was asked for", "has seed 0"]),
+        ((), "\nWIDTH = 24\n", ["0.weight has the shape (16, 4) in the checkpoint and (24, 4) in the job's model"]),
+        ((), "\nold = build\nbuild = lambda: old().append(nn.Linear(2, 2))\n", ["The checkpoint has no 4.weight"]),
+        ((), SGD, ["is of a run with AdamW, and the job's optimizer is SGD"]),
+    ],
+    ids=["seed", "shape", "layer", "optimizer"],
+)
+def test_what_does_not_fit(call: Call, run: Path, words: tuple[object, ...], job: str, says: list[str]) -> None:
+    (run.parent / "job.py").write_text(JOB + job)
+    before = contents(run)
+    done = call(*RESUME, *words)
+    assert done.code == 2 and done.out == ""
+    assert done.err.startswith("error: ") and done.err.count("\n") == 1
+    assert all(word in done.err for word in says), done.err
+    assert contents(run) == before and events(run, "resumed") == []
+
+
+@slow
+def test_two_ranks_refuse_another_job_together(call: Call, run: Path) -> None:
+    (run.parent / "job.py").write_text(JOB + "\nWIDTH = 24\n")
+    before = contents(run)
+    done = call(*RESUME, "--strategy", "ddp", "--ranks", 2)
+    assert done.code == 2
+    assert "0.weight has the shape (16, 4) in the checkpoint" in done.err.splitlines()[-1]
+    assert "restart" not in done.err and "Traceback" not in done.err
+    assert contents(run) == before
+
+
+@slow
+def test_a_run_is_not_overwritten(call: Call, run: Path) -> None:
+    before = contents(run)
+    done = call("--strategy", "single", "--steps", 7, "--out", "run")
+    assert done.code == 2 and "already holds a run; --resume goes on with it" in done.err
+    assert contents(run) == before
 
 
 def test_an_empty_folder_is_resumed_at_the_beginning(call: Call, folder: Path) -> None:
@@ -324,98 +338,113 @@ def test_retention(call: Call, folder: Path) -> None:
     assert find_checkpoint(folder / "run").name == "step-00000009"
 
 
-class TestDamage:
-    """One process that finds its own checkpoints damaged."""
-
-    WORDS = ("--strategy", "single", "--steps", STEPS, "--out", "run", "--resume")
-
-    @pytest.fixture
-    def run(self, whole_alone: Path, folder: Path) -> Path:
-        shutil.copytree(whole_alone, folder / "run")
-        return folder / "run"
-
-    @pytest.mark.parametrize("missing", [False, True])
-    def test_the_one_before_is_taken(self, call: Call, run: Path, whole_alone: Path, missing: bool) -> None:
-        newest = run / "checkpoints" / "step-00000009"
-        if missing:
-            (newest / "checkpoint.json").unlink()
-        else:
-            flip_a_byte(newest)
-        done = call(*self.WORDS)
-        assert (done.summary["resumed_at"], done.summary["saved"]) == (6, 9)
-        told = [line for line in done.err.splitlines() if "Going back to the one before." in line]
-        assert len(told) == 1 and "step-00000009" in told[0]
-        assert ("checkpoint.json is missing" if missing else "is not what was written") in told[0]
-        assert steps_recorded(run) == list(range(1, 10)) and events(run, "resumed") == [6]
-        (event,) = (event for event in lines(run / "events.jsonl") if event["event"] == "damaged")
-        assert event["checkpoint"] == "step-00000009"
-        assert saved_steps(run) == [3, 6, 9] and first_change(newest, find_checkpoint(whole_alone)) is None
-
-    def test_none_is_sound(self, call: Call, run: Path) -> None:
-        for checkpoint in list_checkpoints(run / "checkpoints"):
-            flip_a_byte(checkpoint)
-        before = contents(run)
-        done = call(*self.WORDS)
-        assert done.code == 2 and done.out == ""
-        *told, last = done.err.splitlines()
-        assert [f"step-0000000{step}" in line for step, line in zip((9, 6, 3), told, strict=True)] == [True] * 3
-        assert last.startswith("error: None of the 3 checkpoints in ") and "run/checkpoints is sound" in last
-        assert contents(run) == before
+GO_ON = ("--strategy", "single", "--steps", STEPS, "--out", "run", "--resume")
 
 
-class TestKilledRanks:
-    TWO_RANKS = ("--strategy", "ddp", "--ranks", 2, "--steps", STEPS, "--save-every", 2, "--out", "run")
+@pytest.fixture
+def finished(whole_alone: Path, folder: Path) -> Path:
+    shutil.copytree(whole_alone, folder / "run")
+    return folder / "run"
 
-    @slow
-    def test_a_killed_rank_costs_nothing(self, call: Call, folder: Path, whole_on_two: Path) -> None:
-        (folder / "job.py").write_text(JOB + KILL_ONCE + sample_at(6, ranks=2, rank=1))
-        done = call(*self.TWO_RANKS)
-        assert done.summary["steps"] == done.summary["saved"] == STEPS
-        told = [line for line in done.err.splitlines() if "; restart " in line]
-        assert len(told) == 1
-        assert told[0].startswith("Rank 1 was ended by SIGKILL") and told[0].endswith("; restart 1 of 3")
-        # The save of step 4 was perhaps under way.
-        assert done.summary["resumed_at"] in (2, 4)
-        assert events(folder / "run", "resumed") == [done.summary["resumed_at"]]
-        assert steps_recorded(folder / "run") == list(range(1, STEPS + 1))
-        assert first_change(find_checkpoint(folder / "run"), find_checkpoint(whole_on_two)) is None
-        wait_for(lambda: processes_of(folder) == [])
 
-    @slow
-    def test_without_restarts(self, call: Call, folder: Path) -> None:
-        (folder / "job.py").write_text(JOB + KILL_ONCE + sample_at(6, ranks=2, rank=1))
-        done = call(*self.TWO_RANKS, "--max-restarts", 0)
-        assert done.code == 1 and done.out == ""
-        assert done.err.splitlines()[-1].startswith("error: Rank 1 was ended by SIGKILL")
-        assert "; restart " not in done.err
-        assert damage_of(find_checkpoint(folder / "run")) == []
-        wait_for(lambda: processes_of(folder) == [])
+@pytest.mark.parametrize("missing", [False, True])
+def test_the_one_before_is_taken(call: Call, finished: Path, whole_alone: Path, missing: bool) -> None:
+    newest = finished / "checkpoints" / "step-00000009"
+    if missing:
+        (newest / "checkpoint.json").unlink()
+    else:
+        flip_a_byte(newest)
+    done = call(*GO_ON)
+    assert (done.summary["resumed_at"], done.summary["saved"]) == (6, 9)
+    told = [line for line in done.err.splitlines() if "Going back to the one before." in line]
+    assert len(told) == 1 and "step-00000009" in told[0]
+    assert ("checkpoint.json is missing" if missing else "is not what was written") in told[0]
+    assert steps_recorded(finished) == list(range(1, 10)) and events(finished, "resumed") == [6]
+    (event,) = (event for event in lines(finished / "events.jsonl") if event["event"] == "damaged")
+    assert event["checkpoint"] == "step-00000009"
+    assert saved_steps(finished) == [3, 6, 9] and first_change(newest, find_checkpoint(whole_alone)) is None
 
-    @slow
-    def test_restarts_are_used_up(self, call: Call, folder: Path) -> None:
-        (folder / "job.py").write_text(JOB + RAISE + sample_at(6, ranks=2, rank=1))
-        done = call(*self.TWO_RANKS, "--max-restarts", 1)
-        assert done.code == 1 and done.out == ""
-        restarts = [line for line in done.err.splitlines() if "; restart " in line]
-        assert restarts == ["Rank 1 failed: ValueError: bad sample; restart 1 of 1"]
-        assert done.err.splitlines()[-1] == "error: Rank 1 failed: ValueError: bad sample (after 1 restart)"
-        assert done.err.count("Traceback (most recent call last)") == 1
-        assert done.err.count("raise ValueError('bad sample')") == 1
-        assert damage_of(find_checkpoint(folder / "run")) == []
-        wait_for(lambda: processes_of(folder) == [])
 
-    @slow
-    def test_a_loss_that_is_no_number(self, call: Call, folder: Path) -> None:
-        """The state that gave it is not saved, and the one before is."""
-        (folder / "job.py").write_text(JOB + NO_NUMBER + sample_at(5, ranks=2, rank=1))
-        done = call(*self.TWO_RANKS)
-        assert done.code == 2 and done.out == ""
-        assert "The loss became nan at step 5, first on rank 1" in done.err.splitlines()[-1]
-        assert "; restart " not in done.err
-        assert saved_steps(folder / "run") == [2, 4]
-        assert damage_of(find_checkpoint(folder / "run")) == []
-        assert find_checkpoint(folder / "run").name == "step-00000004"
-        assert steps_recorded(folder / "run") == [1, 2, 3, 4]
+def test_none_is_sound(call: Call, finished: Path) -> None:
+    for checkpoint in list_checkpoints(finished / "checkpoints"):
+        flip_a_byte(checkpoint)
+    before = contents(finished)
+    done = call(*GO_ON)
+    assert done.code == 2 and done.out == ""
+    *told, last = done.err.splitlines()
+    assert [f"step-0000000{step}" in line for step, line in zip((9, 6, 3), told, strict=True)] == [True] * 3
+    assert last.startswith("error: None of the 3 checkpoints in ") and "run/checkpoints is sound" in last
+    assert contents(finished) == before
+
+
+def test_a_last_state_that_cannot_be_saved(call: Call, folder: Path) -> None:
+    """The run is done, and its exit code says that it is not kept."""
+    (folder / "job.py").write_text(JOB + IN_THE_WAY + sample_at(2))
+    done = call("--strategy", "single", "--steps", 3, "--out", "run")
+    assert done.code == 1
+    summary = json.loads(done.out)
+    assert (summary["steps"], summary["saved"], summary["failed_saves"]) == (3, None, 1)
+    assert "warning: step 3 was not saved (nothing is saved yet)" in done.err
+    assert done.err.splitlines()[-1] == "error: The run's last state, step 3, could not be saved; see above."
+    assert steps_recorded(folder / "run") == [1, 2, 3]
+
+
+TWO_RANKS = ("--strategy", "ddp", "--ranks", 2, "--steps", STEPS, "--save-every", 2, "--out", "run")
+
+
+@slow
+def test_a_killed_rank_costs_nothing(call: Call, folder: Path, whole_on_two: Path) -> None:
+    (folder / "job.py").write_text(JOB + KILL_ONCE + sample_at(6, ranks=2, rank=1))
+    done = call(*TWO_RANKS)
+    assert done.summary["steps"] == done.summary["saved"] == STEPS
+    told = [line for line in done.err.splitlines() if "; restart " in line]
+    assert len(told) == 1
+    assert told[0].startswith("Rank 1 was ended by SIGKILL") and told[0].endswith("; restart 1 of 3")
+    # The save of step 4 was perhaps under way.
+    assert done.summary["resumed_at"] in (2, 4)
+    assert events(folder / "run", "resumed") == [done.summary["resumed_at"]]
+    assert steps_recorded(folder / "run") == list(range(1, STEPS + 1))
+    assert first_change(find_checkpoint(folder / "run"), find_checkpoint(whole_on_two)) is None
+    wait_for(lambda: processes_of(folder) == [])
+
+
+@slow
+def test_without_restarts(call: Call, folder: Path) -> None:
+    (folder / "job.py").write_text(JOB + KILL_ONCE + sample_at(6, ranks=2, rank=1))
+    done = call(*TWO_RANKS, "--max-restarts", 0)
+    assert done.code == 1 and done.out == ""
+    assert done.err.splitlines()[-1].startswith("error: Rank 1 was ended by SIGKILL")
+    assert "; restart " not in done.err
+    assert damage_of(find_checkpoint(folder / "run")) == []
+    wait_for(lambda: processes_of(folder) == [])
+
+
+@slow
+def test_restarts_are_used_up(call: Call, folder: Path) -> None:
+    (folder / "job.py").write_text(JOB + RAISE + sample_at(6, ranks=2, rank=1))
+    done = call(*TWO_RANKS, "--max-restarts", 1)
+    assert done.code == 1 and done.out == ""
+    restarts = [line for line in done.err.splitlines() if "; restart " in line]
+    assert restarts == ["Rank 1 failed: ValueError: bad sample; restart 1 of 1"]
+    assert done.err.splitlines()[-1] == "error: Rank 1 failed: ValueError: bad sample (after 1 restart)"
+    assert done.err.count("Traceback (most recent call last)") == 1
+    assert done.err.count("raise ValueError('bad sample')") == 1
+    assert damage_of(find_checkpoint(folder / "run")) == []
+    wait_for(lambda: processes_of(folder) == [])
+
+
+@slow
+def test_a_loss_that_is_no_number(call: Call, folder: Path) -> None:
+    """The state that gave it is not saved, and the one before is."""
+    (folder / "job.py").write_text(JOB + NO_NUMBER + sample_at(5, ranks=2, rank=1))
+    done = call(*TWO_RANKS)
+    assert done.code == 2 and done.out == ""
+    assert "The loss became nan at step 5, first on rank 1" in done.err.splitlines()[-1]
+    assert "; restart " not in done.err
+    assert saved_steps(folder / "run") == [2, 4]
+    assert damage_of(find_checkpoint(folder / "run")) == []
+    assert find_checkpoint(folder / "run").name == "step-00000004"
+    assert steps_recorded(folder / "run") == [1, 2, 3, 4]
 
 
 @slow

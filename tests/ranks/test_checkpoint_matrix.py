@@ -3,16 +3,19 @@
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import pytest
 
-from checkpoint_moves import SINGLE, Matrix, Move, Node, in_memory
+from checkpoint_moves import LOSS_RTOL, SINGLE, Matrix, Move, Node, in_memory
+from meshwright.checkpoint.manifest import read_manifest
 from rank_pool import RankPool
 
 pytestmark = pytest.mark.slow
 
-MakeMatrix = Callable[[str], dict[Node, Future[list[Move]]]]
+ResultsOf = Callable[[str], dict[Node, Future[list[Move]]]]
 
 ALL = [
     SINGLE,
@@ -33,26 +36,106 @@ MATRICES = {
     # These cut a batch into the same micro-batches.
     "dropping": [Node("single,mb=2", 1), Node("ddp,mb=2", 2), Node("fsdp,mb=2", 2), Node("ddp", 4)],
 }
-PRECISIONS = {
-    # From each of the first to the last.
-    "bf16": [Node("zero1,bf16", 2), Node("ddp,bf16", 4), Node("fsdp,bf16", 2)],
-    "fp16": [Node("zero1,fp16", 2), Node("ddp,fp16", 4), Node("fsdp,fp16", 2)],
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Moves under a policy, on the transformer."""
+
+    reference: str
+    sources: tuple[Node, ...]
+    targets: tuple[Node, ...]
+    loss_rtol: float = LOSS_RTOL
+    compare_state: bool = True
+    lossy: bool = False
+
+
+# Where less than fp32 is computed with, ranks round what one process does not: losses agree to its last places only.
+POLICIES = {
+    "bf16": Policy(
+        reference="single,bf16",
+        sources=(Node("zero1,bf16", 2), Node("ddp,bf16", 4)),
+        targets=(Node("fsdp,bf16", 4), Node("zero2,bf16", 2)),
+        loss_rtol=1e-2,
+        compare_state=False,
+    ),
+    "fp16": Policy(
+        reference="single,fp16",
+        sources=(Node("zero1,fp16", 2), Node("fsdp,fp16", 4)),
+        targets=(Node("ddp,fp16", 2), Node("zero2,fp16", 4)),
+        loss_rtol=2e-3,
+        compare_state=False,
+    ),
+    "offload": Policy(
+        reference="single,offload=optimizer",
+        sources=(Node("ddp,offload=optimizer", 2), Node("fsdp", 4), Node("fsdp,offload=params", 2)),
+        targets=(Node("fsdp,offload=optimizer", 4), Node("zero1,offload=optimizer", 2), Node("fsdp,offload=params", 2)),
+    ),
+    "pure-to-fp32": Policy(
+        reference="single,bf16:pure",
+        sources=(Node("fsdp,bf16:pure", 2), Node("ddp,bf16:pure", 2)),
+        targets=(SINGLE, Node("fsdp", 4), Node("zero1", 2)),
+        loss_rtol=2e-2,
+        lossy=True,
+    ),
+    "fp32-to-pure": Policy(
+        reference="single",
+        sources=(Node("fsdp", 4), Node("zero1", 2)),
+        targets=(Node("fsdp,bf16:pure", 4), Node("zero2,bf16:pure", 2)),
+        loss_rtol=2e-2,
+        lossy=True,
+    ),
+    "fp32-to-bf16": Policy(
+        reference="single",
+        sources=(Node("fsdp", 4),),
+        targets=(Node("zero2,bf16", 2), Node("fsdp,fp16", 2)),
+        loss_rtol=2e-2,
+        compare_state=False,
+    ),
 }
 
 
 @pytest.fixture(scope="module")
-def matrix_of(one_rank: RankPool, two_ranks: RankPool, four_ranks: RankPool) -> Iterator[MakeMatrix]:
-    """A job's matrix with all its results; made when it is first asked for."""
-    folder = in_memory()
-    pools = {1: one_rank, 2: two_ranks, 4: four_ranks}
-    yield cache(lambda job: Matrix(job, MATRICES[job], folder, pools, reference=MATRICES[job][0]).run())
-    shutil.rmtree(folder)
+def pools(one_rank: RankPool, two_ranks: RankPool, four_ranks: RankPool) -> dict[int, RankPool]:
+    return {1: one_rank, 2: two_ranks, 4: four_ranks}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    made = in_memory()
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def results_of(pools: dict[int, RankPool], folder: Path) -> ResultsOf:
+    """All of a job's results; made when they are first asked for."""
+    return cache(lambda job: Matrix(job, MATRICES[job], folder, pools, reference=MATRICES[job][0]).run())
 
 
 @pytest.mark.parametrize(
     ("job", "target"), [pytest.param(job, node, id=f"{job}-{node}") for job in MATRICES for node in MATRICES[job]]
 )
-def test_every_strategy_loads_every_other(matrix_of: MakeMatrix, job: str, target: Node) -> None:
-    moves = matrix_of(job)[target].result()
+def test_every_strategy_loads_every_other(results_of: ResultsOf, job: str, target: Node) -> None:
+    moves = results_of(job)[target].result()
     assert len(moves) == len(MATRICES[job])
     assert [problem for move in moves if (problem := move.problem())] == []
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies(pools: dict[int, RankPool], folder: Path, name: str) -> None:
+    policy = POLICIES[name]
+    reference = Node(policy.reference, 1)
+    matrix = Matrix("transformer", policy.targets, folder / name, pools, reference=reference, lossy=policy.lossy)
+    moves = [move for arrived in matrix.run(policy.sources).values() for move in arrived.result()]
+    assert len(moves) == len(policy.sources) * len(policy.targets)
+    problems = [move.problem(policy.loss_rtol, compare_state=policy.compare_state) for move in moves]
+    assert [problem for problem in problems if problem] == []
+
+
+def test_the_loss_scale_moves(pools: dict[int, RankPool], folder: Path) -> None:
+    """It grew after two steps, and the target began elsewhere."""
+    matrix = Matrix("transformer", [Node("ddp,fp16", 2)], folder / "scale", pools, reference=Node("single,fp16", 1))
+    matrix.run([Node("fsdp,fp16", 2)])[Node("ddp,fp16", 2)].result()
+    saved = read_manifest(folder / "scale" / "transformer" / "expected").little.loss_scale
+    assert saved == {"value": 2.0**11, "growth": 2.0, "interval": 2, "steps_since": 0}

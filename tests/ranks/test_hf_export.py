@@ -20,9 +20,7 @@ def test_transformers_opens_what_four_ranks_trained(four_ranks: RankPool, tmp_pa
 
     state = four_ranks(recovery_programs.train_hugging_face, strategy, 2, str(tmp_path / "saved"))[0]
     expected = tiny_jobs.gpt2()
-    initial = {name: tensor.clone() for name, tensor in expected.state_dict().items()}
     expected.load_state_dict(state)
-    assert not torch.equal(expected.state_dict()["lm_head.weight"], initial["lm_head.weight"])
     export(tmp_path / "saved", tmp_path / "out", to="hf", shard_size="16KB")
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
     opened, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from meshwright.checkpoint.folder import CHECKPOINTS, RunFolder, list_checkpoints, read_latest
 from meshwright.checkpoint.manifest import Little, read_manifest
 from meshwright.checkpoint.save import save_in
-from meshwright.errors import BadInput, CheckpointError, DamagedCheckpoint, OutputError, WrongCheckpoint
+from meshwright.errors import BadInput, CheckpointError, OutputError, WrongCheckpoint
 from meshwright.runtime.record import write_event
 from meshwright.runtime.run import Run
 
@@ -80,7 +80,9 @@ class Checkpoints:
         for path in paths:
             try:
                 loaded = self._run.load(path)
-            except DamagedCheckpoint as error:
+            except WrongCheckpoint:
+                raise
+            except CheckpointError as error:  # damaged, emptied or not to be read
                 self._say(f"{error} Going back to the one before.")
                 self._note("damaged", checkpoint=Path(path).name, reason=str(error))
                 continue

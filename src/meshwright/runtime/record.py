@@ -72,9 +72,9 @@ class Recorder:
 
 def write_event(folder: Path, event: str, **values: Any) -> None:
     """One line more about a run: that it began, was resumed, saved, could not be saved, or was asked to stop."""
-    folder.mkdir(parents=True, exist_ok=True)
     at = datetime.now(UTC).isoformat(timespec="milliseconds")
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         with (folder / EVENTS).open("a") as file:
             file.write(json.dumps({"at": at, "event": event, **values}) + "\n")
     except OSError as error:  # a full disk must not end the run that reports it

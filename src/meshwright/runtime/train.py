@@ -126,7 +126,12 @@ def train(
         _bar(run, progress) as bar,
     ):
         watch = Watch(run, recorder)
-        _loop(run, watch, bar, steps=steps, checkpoints=checkpoints, preemption=preemption)
+        try:
+            _loop(run, watch, bar, steps=steps, checkpoints=checkpoints, preemption=preemption)
+        except NonFiniteLoss:
+            if checkpoints is not None:
+                checkpoints.wait()  # all ranks are here, and the last good state may be on its way to the disk
+            raise
     stopped = _who_asked(run, preemption) if watch.stop and run.trainer.steps < steps else None
     if checkpoints is not None:
         checkpoints.finish()

@@ -49,7 +49,7 @@ def narrow_gpt() -> Job:
     job = gpt()
     example: Any = sys.modules[job.model.__module__]
     example.WIDTH, example.LENGTH, example.LAYERS = 32, 16, 2
-    return at_once(with_data(replace(job, global_batch=4), 18))
+    return with_data(replace(job, global_batch=4), 18)
 
 
 NARROW_STAGES = ("token", "blocks.0", "blocks.1", "norm")
@@ -67,12 +67,12 @@ def small_cnn() -> Job:
 
 def transformer() -> Job:
     """A vocabulary of 31: shards are uneven."""
-    return at_once(with_data(without_dropout(tiny_jobs.transformer), 36))
+    return with_data(without_dropout(tiny_jobs.transformer), 36)
 
 
 def dropping() -> Job:
     """With dropout. Strategies that cut a batch into the same micro-batches draw the same masks, so epochs are even."""
-    return at_once(with_data(tiny_jobs.transformer, 40))
+    return with_data(tiny_jobs.transformer, 40)
 
 
 def partial() -> Job:
@@ -120,21 +120,11 @@ def without_dropout(job: Job) -> Job:
 
 
 def gently(job: Job) -> Job:
-    return with_options(job, eps=EPS)
-
-
-def at_once(job: Job) -> Job:
-    """One fused update instead of a loop over parameters, which takes half of the time where they are in shards."""
-    return with_options(job, fused=True)
-
-
-def with_options(job: Job, **options: Any) -> Job:
-    """With other values in the optimizer's groups, of those that it has."""
-
     def build(params: Any) -> Optimizer:
         optimizer = job.optimizer(params)
         for group in optimizer.param_groups:
-            group.update({key: value for key, value in options.items() if key in group})
+            if "eps" in group:
+                group["eps"] = EPS
         return optimizer
 
     return replace(job, optimizer=build)

@@ -315,8 +315,9 @@ def test_a_run_is_not_overwritten(call: Call, run: Path) -> None:
     assert contents(run) == before
 
 
-def test_an_empty_folder_is_resumed_at_the_beginning(call: Call, folder: Path) -> None:
+def test_a_run_that_saved_nothing_is_resumed_at_the_beginning(call: Call, folder: Path) -> None:
     (folder / "run").mkdir()
+    (folder / "run" / "records.jsonl").write_text('{"step": 1, "loss": 9.0}\n{"step": 2, "lo')  # killed before it saved
     done = call("--strategy", "single", "--steps", 2, "--out", "run", "--resume")
     assert done.summary["resumed_at"] is None and done.summary["saved"] == 2
     assert "run holds no checkpoint yet; starting at step 0." in done.err
@@ -448,25 +449,30 @@ def test_a_loss_that_is_no_number(call: Call, folder: Path) -> None:
 
 
 @slow
-@pytest.mark.parametrize(("name", "ranks"), [("SIGTERM", 2), ("SIGTERM", 1), ("SIGUSR1", 1)])
-def test_a_signal_saves_and_ends(
-    request: pytest.FixtureRequest, call: Call, folder: Path, name: str, ranks: int
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "undisturbed"), [(2, "ddp", "whole_on_two"), (1, "single", "whole_alone")]
+)
+def test_signals_save_and_end(
+    request: pytest.FixtureRequest, call: Call, folder: Path, ranks: int, strategy: str, undisturbed: str
 ) -> None:
-    whole = request.getfixturevalue("whole_on_two" if ranks == 2 else "whole_alone")
-    (folder / "job.py").write_text(JOB + signal_once(name) + sample_at(5, ranks=ranks, rank=ranks - 1))
-    words = ("--strategy", "ddp" if ranks == 2 else "single", "--ranks", ranks, "--steps", STEPS, "--out", "run")
-    done = start(folder, *words, "--grace", LIMIT_SECONDS)
-    summary = done.summary
-    assert (summary["stopped"], summary["steps"], summary["saved"]) == (name, 5, 5)
-    assert steps_recorded(folder / "run") == [1, 2, 3, 4, 5] and saved_steps(folder / "run") == [5]
-    (event,) = (event for event in lines(folder / "run" / "events.jsonl") if event["event"] == "asked to stop")
-    assert (event["signal"], event["step"]) == (name, 5)
-    assert damage_of(find_checkpoint(folder / "run")) == []
-    assert processes_of(folder) == []
-    summary = call(*words, "--resume").summary
-    assert (summary["resumed_at"], summary["stopped"], summary["saved"]) == (5, None, STEPS)
-    assert first_change(find_checkpoint(folder / "run"), find_checkpoint(whole)) is None
-    assert steps_recorded(folder / "run") == list(range(1, STEPS + 1))
+    """A run that is asked to stop, resumed, asked again and resumed again."""
+    words = ("--strategy", strategy, "--ranks", ranks, "--steps", STEPS, "--out", "run", "--resume")
+    whole, run = request.getfixturevalue(undisturbed), folder / "run"
+    for name, before, step in (("SIGTERM", None, 4), ("SIGUSR1", 4, 7)):
+        (folder / "once").unlink(missing_ok=True)
+        (folder / "job.py").write_text(JOB + signal_once(name) + sample_at(step, ranks=ranks, rank=ranks - 1))
+        summary = start(folder, *words, "--grace", LIMIT_SECONDS).summary
+        assert (summary["stopped"], summary["resumed_at"]) == (name, before)
+        assert summary["steps"] == summary["saved"] == step
+        assert steps_recorded(run) == list(range(1, step + 1))
+        assert find_checkpoint(run).name == f"step-0000000{step}" and damage_of(find_checkpoint(run)) == []
+        assert processes_of(folder) == []
+    asked = [event for event in lines(run / "events.jsonl") if event["event"] == "asked to stop"]
+    assert [(event["signal"], event["step"]) for event in asked] == [("SIGTERM", 4), ("SIGUSR1", 7)]
+    summary = call(*words).summary
+    assert (summary["resumed_at"], summary["stopped"], summary["saved"]) == (7, None, STEPS)
+    assert first_change(find_checkpoint(run), find_checkpoint(whole)) is None
+    assert steps_recorded(run) == list(range(1, STEPS + 1))
 
 
 def start(folder: Path, *words: object) -> Done:

@@ -1,4 +1,4 @@
-"""A model of Hugging Face, trained in parts on several ranks, is opened by transformers as if nothing had been divided."""
+"""A model of Hugging Face that several ranks trained in parts: transformers opens it whole."""
 
 from pathlib import Path
 

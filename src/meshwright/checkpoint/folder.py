@@ -79,7 +79,7 @@ class RunFolder:
         aside.rename(target)
         sync_folder(self.folder)
         self.point_to(target)
-        self._retire()
+        self._retire(target)
 
     def point_to(self, checkpoint: Path) -> None:
         part = self.folder / f".{LATEST}.part"
@@ -94,10 +94,13 @@ class RunFolder:
         else:
             (self.folder / LATEST).unlink(missing_ok=True)
 
-    def _retire(self) -> None:
+    def _retire(self, newest: Path) -> None:
+        """Those of later steps than the newest are the oldest: the run went back behind them."""
         if self._keep == 0:
             return
-        for path in list_checkpoints(self.folder)[: -self._keep]:
+        last = step_of(newest)
+        by_age = sorted(list_checkpoints(self.folder), key=lambda path: (step_of(path) <= last, step_of(path)))
+        for path in by_age[: -self._keep]:
             if not (self._keep_every and step_of(path) % self._keep_every == 0):
                 self._remove(path)
 
@@ -123,5 +126,5 @@ def sync_folder(folder: Path) -> None:
 
 
 def refuse_existing(target: Path) -> None:
-    if target.exists() and any(target.iterdir()):
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise OutputError(f"{target} is there already and not empty; choose another place for the checkpoint.")

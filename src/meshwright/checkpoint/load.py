@@ -16,6 +16,7 @@ from meshwright.build.axes import host_group
 from meshwright.build.step import Trainer
 from meshwright.build.world import World
 from meshwright.checkpoint.fit import Fit, fit_to, group_of
+from meshwright.checkpoint.inspection import find_gaps
 from meshwright.checkpoint.manifest import OPTIMIZER, RNG, Little, Manifest, read_manifest
 from meshwright.checkpoint.parts import lay
 from meshwright.checkpoint.plain import decode
@@ -58,8 +59,9 @@ def agreed(world: World, look: Callable[[], T]) -> T:
 
 
 def _damage_of_own_share(folder: Path, manifest: Manifest, world: World) -> list[Damage]:
-    """Every file is read by one rank."""
-    return find_damage(folder, manifest, sorted(manifest.files)[world.rank :: world.ranks])
+    """Every file is read by one rank, and the manifest looked through by the first."""
+    gaps = list(find_gaps(manifest)) if world.is_main else []
+    return gaps + find_damage(folder, manifest, sorted(manifest.files)[world.rank :: world.ranks])
 
 
 def _take(trainer: Trainer, manifest: Manifest, fit: Fit, mapped: MappedFiles) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -20,11 +21,14 @@ from typing import Any
 import torch
 
 from meshwright import version
+from meshwright.checkpoint.plain import decode
+from meshwright.checkpoint.typed import typed
 from meshwright.errors import CheckpointError, DamagedCheckpoint, WrongCheckpoint
 
 FORMAT, VERSION = "meshwright checkpoint", 1
 MANIFEST, DIGESTS = "checkpoint.json", "checkpoint.sha256"
 MODEL, OPTIMIZER, RNG = "model/", "optimizer/", "rng/"
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +90,7 @@ class Little:
     optimizer: Mapping[str, Any] | None = None
     """Class and groups; None where only weights are kept."""
     schedule: Mapping[str, Any] | None = None
-    loss_scale: Mapping[str, Any] | None = None
+    loss_scale: Mapping[str, float] | None = None
     made: Mapping[str, str] = field(default_factory=lambda: made_now())
     """By which versions, and when."""
 
@@ -112,7 +116,8 @@ class Manifest:
     def chunks_in(self, file: str) -> list[tuple[str, Entry, Chunk]]:
         """Tensors and their chunks, in the order in which they lie in a file."""
         found = [(name, entry, c) for name, entry in self.tensors.items() for c in entry.chunks if c.file == file]
-        return sorted(found, key=lambda one: one[2].at)
+        # One without elements begins where the next one does.
+        return sorted(found, key=lambda one: (one[2].at, prod(one[2].sizes)))
 
 
 def digest_of_file(header: str, chunks: Iterable[str]) -> str:
@@ -132,7 +137,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         document = json.loads(text)
         kind, number = document.pop("format"), document.pop("version")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise _damaged(folder, f"it is no manifest ({type(error).__name__})") from None
     if kind != FORMAT:
         raise _damaged(folder, f"its format is {kind!r}")
@@ -141,9 +146,11 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder / MANIFEST} has format version {number}; this Meshwright ({version.VERSION}) reads up "
             f"to {VERSION}; use the newer one that wrote it."
         )
+    if number != VERSION:
+        raise _damaged(folder, f"its format version is {number!r}")
     try:
         manifest = _from_document(document)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
         raise _damaged(folder, f"a field is missing or not what it should be ({error})") from None
     if digests != digest_line(text):
         raise _damaged(folder, f"it does not match {DIGESTS} beside it (one of the two was changed)")
@@ -162,24 +169,53 @@ def made_now() -> dict[str, str]:
 
 def _from_document(document: dict[str, Any]) -> Manifest:
     tensors = {name: _entry(entry) for name, entry in document.pop("tensors").items()}
-    files = {name: File(**file) for name, file in document.pop("files").items()}
+    files = {name: typed(File, file) for name, file in document.pop("files").items()}
     for name in files:
         if Path(name).name != name:
             raise ValueError(f"{name!r} is no plain file name")
-    strays = [c.file for entry in tensors.values() for c in entry.chunks if c.file not in files]
+    chunks = [chunk for entry in tensors.values() for chunk in entry.chunks]
+    for digest in (*(file.sha256 for file in files.values()), *(chunk.sha256 for chunk in chunks)):
+        if not _DIGEST.fullmatch(digest):
+            raise ValueError(f"{digest!r} is no SHA-256")
+    strays = [chunk.file for chunk in chunks if chunk.file not in files]
     if strays:
         raise ValueError(f"{strays[0]!r} is not among its files")
-    return Manifest(little=Little(**document), tensors=tensors, files=files)
+    little = typed(Little, document)
+    _refuse_odd(little)
+    return Manifest(little=little, tensors=tensors, files=files)
 
 
 def _entry(entry: dict[str, Any]) -> Entry:
-    chunks = tuple(
-        Chunk(**{**chunk, "offsets": tuple(chunk["offsets"]), "sizes": tuple(chunk["sizes"])})
-        for chunk in entry["chunks"]
-    )
-    if not isinstance(getattr(torch, entry["dtype"], None), torch.dtype):
-        raise ValueError(f"{entry['dtype']!r} is no dtype")
-    return Entry(dtype=entry["dtype"], shape=tuple(entry["shape"]), chunks=chunks)
+    chunks = [typed(Chunk, chunk) for chunk in entry["chunks"]]
+    made = typed(Entry, {**entry, "chunks": chunks})
+    if not isinstance(getattr(torch, made.dtype, None), torch.dtype):
+        raise ValueError(f"{made.dtype!r} is no dtype")
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """One of the optimizer's."""
+
+    names: tuple[str, ...]
+    values: Mapping[str, Any]
+
+
+def _refuse_odd(little: Little) -> None:
+    """What the fields' types do not tell."""
+    if little.step < 0 or little.samples < 0 or little.ranks < 1:
+        raise ValueError(f"it is of step {little.step}, {little.samples} samples and {little.ranks} ranks")
+    if little.optimizer is not None:
+        groups = [typed(_Group, group) for group in little.optimizer["groups"]]
+        _refuse_unkept(little.optimizer["class"], *(group.values for group in groups))
+    if little.schedule is not None:
+        _refuse_unkept(little.schedule["class"], little.schedule["state"])
+
+
+def _refuse_unkept(name: Any, *states: Any) -> None:
+    """Whatever is not a class's name and state that `encode` made."""
+    if not isinstance(name, str) or not all(isinstance(decode(state), dict) for state in states):
+        raise ValueError(f"the state of {name!r} is not one")
 
 
 def _read(path: Path) -> str:

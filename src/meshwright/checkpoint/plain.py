@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
+import numpy as np
 import torch
 
 from meshwright.errors import CheckpointError
@@ -18,8 +19,10 @@ def encode(value: Any, where: str) -> Any:
         return {"float": str(value)}  # which JSON has no number for
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, np.generic):
+        return encode(value.item(), where)
     if torch.is_tensor(value) and value.numel() == 1:
-        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+        return {"tensor": encode(value.tolist(), where), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, list):
         return [encode(item, where) for item in value]
     if isinstance(value, tuple):
@@ -43,7 +46,7 @@ def decode(value: Any) -> Any:
     if kind == "float":
         return float(value["float"])
     if kind == "tensor":
-        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+        return torch.tensor(decode(value["tensor"]), dtype=getattr(torch, value["dtype"]))
     items = [decode(item) for item in value[kind]]
     if kind == "tuple":
         return tuple(items)

@@ -7,7 +7,9 @@ import hashlib
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -15,6 +17,7 @@ from checkpoint_contents import Distance, Yardstick, first_change
 from checkpoint_jobs import NARROW_STAGES, job_of
 from meshwright.build.batch import Batch
 from meshwright.build.world import World
+from meshwright.errors import CheckpointError
 from meshwright.facts.model import ModelFacts
 from meshwright.runtime.run import Run, setup
 
@@ -90,6 +93,28 @@ def go_on(
         changes, distances = zip(*world.gather((changed, yardstick and yardstick.measure(run))), strict=True)
         arrivals.append(Arrival(changes[0], stretch, max(filter(None, distances), default=None)))
     return arrivals
+
+
+def refuse(world: World, setting: Setup, folders: list[str], failing: int | None = None) -> list[str]:
+    """What loading each checkpoint is refused with; nothing is touched. The disk of the rank `failing` fails."""
+    run = make_run(world, setting)
+    before = {name: tensor.clone() for name, tensor in run.state().items()}
+    refusals = []
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == failing:
+            patch.setattr("meshwright.checkpoint.soundness._sha256", _fail_to_read)
+        for folder in folders:
+            with pytest.raises(CheckpointError) as caught:
+                run.load(folder)
+            refusals.append(f"{caught.type.__name__}: {caught.value}")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in run.state().items())
+    assert run.trainer.steps == 0 and not run.trainer.optimizer.state
+    take_steps(run, 1)
+    return refusals
+
+
+def _fail_to_read(file: Any, *args: Any) -> Any:
+    raise OSError(5, "Input/output error", "rank 1's file")
 
 
 def take_steps(run: Run, steps: int) -> Stretch:

@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_train_writes_records_and_weights(folder: Path) -> None:
+def test_train_writes_records_and_a_checkpoint(folder: Path) -> None:
     words = ("train", "job.py", "--strategy", "fsdp,mb=1", "--ranks", "2", "--steps", "7", "--out", "runs/a", "--json")
     done = meshwright(*words, "--tensorboard", folder=folder)
     assert done.returncode == 0, done.stderr
@@ -59,11 +59,36 @@ def test_train_writes_records_and_weights(folder: Path) -> None:
     assert [record["step"] for record in records] == list(range(1, 8))
     expected = {"loss", "grad_norm", "lr", "step_ms", "samples_per_s", "memory_mib"}
     assert all(expected <= record.keys() for record in records)
-    assert (folder / "runs/a/weights.safetensors").exists()
+    assert (folder / "runs/a/checkpoints/latest").read_text() == "step-00000007\n"
     assert list((folder / "runs/a/tensorboard").iterdir())
     again = meshwright(*words, folder=folder)
     assert again.returncode == 2
-    assert "already holds the records of a run" in again.stderr
+    assert "already holds a run" in again.stderr
+
+
+def test_torchrun_restarts_the_ranks(folder: Path) -> None:
+    """A rank that is killed once, by its own data, when it comes to the third step."""
+    killing = """
+class Killing(type(job.data)):
+    def __getitem__(self, index):
+        marker = pathlib.Path("killed")
+        self.taken = getattr(self, "taken", 0) + 1
+        if os.environ.get("RANK") == "1" and self.taken > 8 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), 9)
+        return super().__getitem__(index)
+
+
+job.data.__class__ = Killing
+"""
+    (folder / "job.py").write_text("import os, pathlib\n" + JOB + killing)
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "4", "-m")
+    words = ("train", "job.py", "--steps", "4", "--out", "run", "--save-every", "1", "--json")
+    done = meshwright(*words, folder=folder, launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "killed").exists()
+    assert json.loads(done.stdout)["steps"] == 4
+    assert "resumed at step" in done.stderr
 
 
 def test_torchrun_starts_the_ranks(folder: Path) -> None:

@@ -214,7 +214,7 @@ def test_resume_takes_the_newest(saved: Path, rows: Rows, capsys: pytest.Capture
         checkpoints = Checkpoints(run, saved)
         assert checkpoints.resume() is not None
         assert (run.trainer.steps, run.position, checkpoints.saved) == (3, 24, 3)
-    assert capsys.readouterr().err == "resumed at step 3 (saved under single on 1 ranks)\n"
+    assert capsys.readouterr().err == "resumed at step 3 (saved under single on 1 rank)\n"
 
 
 def test_resume_takes_what_latest_names(saved: Path, rows: Rows) -> None:

@@ -142,6 +142,7 @@ class Saver:
 
 def save_at(saver: Saver, samples: int, target: Path) -> None:
     """Save to a place of the user's choice, now."""
+    target = target.resolve()  # "." has no name
     aside = target.with_name(f".{target.name}.part")
 
     def publish(folder: Path) -> None:

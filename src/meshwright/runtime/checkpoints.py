@@ -97,7 +97,8 @@ class Checkpoints:
 
     def _welcome(self, loaded: Little) -> str:
         weights = "" if loaded.optimizer is not None else ", weights only: the optimizer starts anew"
-        return f"resumed at step {loaded.step} (saved under {loaded.strategy} on {loaded.ranks} ranks{weights})"
+        ranks = f"{loaded.ranks} rank{'s' * (loaded.ranks > 1)}"
+        return f"resumed at step {loaded.step} (saved under {loaded.strategy} on {ranks}{weights})"
 
     def _failed(self, step: int, error: BadInput) -> None:
         self.failures += 1

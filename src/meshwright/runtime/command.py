@@ -17,7 +17,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.checkpoints import saved_seed
-from meshwright.runtime.environment import launched
+from meshwright.runtime.environment import launched, restart_count
 from meshwright.runtime.launch import launch
 from meshwright.runtime.layout import lay_out_on_paper
 from meshwright.runtime.place import choose_device, place_for, place_of_layers
@@ -42,6 +42,7 @@ def train_command(
 ) -> dict[str, Any] | None:
     """Train; returns the summary, or None on a rank that has nothing to print."""
     _refuse_without_folder(out, resume=resume, **rest)
+    resume = resume or (out is not None and restart_count() > 0)  # torchrun restarts all of the command
     parsed = Strategy.parse(strategy)
     rest["device"] = choose_device(_known_device(rest["device"]))
     count = _count_ranks(ranks, default=_fewest_ranks(parsed, rest["device"]))

@@ -42,6 +42,7 @@ class Recorder:
         """A run that is resumed goes on `after` a step: what was recorded beyond it is taken again."""
         self._file = None
         self._board: Any = None
+        self._warned = False
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             _keep_until(folder / RECORDS, after)
@@ -50,7 +51,10 @@ class Recorder:
 
     def write(self, record: Mapping[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps({key: _json(value) for key, value in record.items()}) + "\n")
+            try:
+                self._file.write(json.dumps({key: _json(value) for key, value in record.items()}) + "\n")
+            except OSError as error:  # a full disk must not end a training that goes on without records
+                self._warn(error)
         if self._board is not None:
             for key, value in record.items():
                 if key != "step" and isinstance(value, int | float):
@@ -59,7 +63,15 @@ class Recorder:
     def close(self) -> None:
         for sink in (self._file, self._board):
             if sink is not None:
-                sink.close()
+                try:
+                    sink.close()
+                except OSError as error:
+                    self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            print(f"warning: records cannot be written: {error.strerror}.", file=sys.stderr)
+        self._warned = True
 
     def __enter__(self) -> Recorder:
         return self

@@ -29,9 +29,11 @@ EPS = 1e-4
 
 
 @cache
-def job_of(name: str) -> Job:
-    """A job by its name in `JOBS`; made once in a process."""
-    return gently(JOBS[name]())
+def job_of(name: str, strategy: str = "") -> Job:
+    """A job by its name in `JOBS`, with the hints that a strategy needs; made once in a process."""
+    if name == "narrow_gpt" and "interleaved" in strategy:
+        return replace(job_of(name), stages=NARROW_STAGES)
+    return gently(JOBS[name]()) if not strategy else job_of(name)
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -80,10 +80,11 @@ class Matrix:
         *,
         reference: Node = SINGLE,
         lossy: bool = False,
+        tell: Callable[[str], None] = lambda progress: None,
     ) -> None:
         """`reference` is the run that is not interrupted; `lossy` moves change the dtype of parameters."""
         self.job, self.nodes, self.reference, self.lossy = job, nodes, reference, lossy
-        self._folder, self._pools, self._facts = folder / job, pools, facts_of(job)
+        self._folder, self._pools, self._facts, self._tell = folder / job, pools, facts_of(job), tell
 
     def run(self, sources: Sequence[Node] | None = None) -> dict[Node, Future[list[Move]]]:
         """What came of all sources (None: all nodes) under each node. Pools of unlike sizes work side by side."""
@@ -106,12 +107,14 @@ class Matrix:
         arrivals = self._pools[target.ranks](
             programs.go_on, self._setup(target), folders, str(self._folder / "expected"), scratch, self.lossy
         )[0]
+        self._tell(f"{self.job}: {target} went on from {len(sources)} checkpoints")
         return [Move(source, target, arrival, expected) for source, arrival in zip(sources, arrivals, strict=True)]
 
     def _train(self, node: Node, name: str, steps: int) -> Stretch:
         trained: Stretch = self._pools[node.ranks](
             programs.train_and_save, self._setup(node), str(self._folder / name), steps
         )[0]
+        self._tell(f"{self.job}: {node} took {steps} steps")
         return trained
 
     def _setup(self, node: Node) -> Setup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from checkpoint_contents import Distance, Yardstick, first_change
-from checkpoint_jobs import NARROW_STAGES, job_of
+from checkpoint_jobs import job_of
 from meshwright.build.batch import Batch
 from meshwright.build.world import World
 from meshwright.errors import CheckpointError
@@ -56,9 +56,7 @@ class Setup:
 
 
 def make_run(world: World, setting: Setup) -> Run:
-    job = job_of(setting.job)
-    if setting.job == "narrow_gpt" and "interleaved" in setting.strategy:
-        job = replace(job, stages=NARROW_STAGES)
+    job = job_of(setting.job, setting.strategy)
     torch.manual_seed(world.rank)  # whatever state the pool's generators are in: each test begins alike
     return setup(job, setting.strategy, facts=setting.facts, world=world)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -12,12 +13,11 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 from meshwright import errors
-from meshwright.build.axes import host_group
 from meshwright.build.step import Trainer
 from meshwright.build.world import World
 from meshwright.checkpoint.fit import Fit, fit_to, group_of
 from meshwright.checkpoint.inspection import find_gaps
-from meshwright.checkpoint.manifest import OPTIMIZER, RNG, Little, Manifest, read_manifest
+from meshwright.checkpoint.manifest import OPTIMIZER, RNG, Entry, Little, Manifest, read_manifest
 from meshwright.checkpoint.parts import lay
 from meshwright.checkpoint.plain import decode
 from meshwright.checkpoint.planner import PartsLoadPlanner, State
@@ -25,6 +25,7 @@ from meshwright.checkpoint.soundness import Damage, find_damage, raise_damage
 from meshwright.checkpoint.state import model_state, set_rng
 from meshwright.checkpoint.storage import MappedFiles, Reader
 from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.strategies.cuts import Cut
 
 # How an optimizer computes, not what: taken from the job as it is now.
 _OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
@@ -69,12 +70,8 @@ def _take(trainer: Trainer, manifest: Manifest, fit: Fit, mapped: MappedFiles) -
     optimizer_state = _Slots(trainer, manifest)
     generators = _generators(trainer, manifest)
     rng: State = {key: lay(tensor) for key, tensor in generators.items()}
-    dcp.load(
-        {**fit.state, **optimizer_state.state, **rng},
-        storage_reader=Reader(manifest, mapped),
-        planner=PartsLoadPlanner(),
-        process_group=host_group(trainer.world),
-    )
+    state = {**fit.state, **optimizer_state.state, **rng}
+    agreed(trainer.world, lambda: _read(state, Reader(manifest, mapped)))
     trainer.engine.loaded()
     if trainer.host is not None:
         trainer.host.take_parameters()
@@ -90,6 +87,13 @@ def _take(trainer: Trainer, manifest: Manifest, fit: Fit, mapped: MappedFiles) -
     trainer.steps = little.step
 
 
+def _read(state: State, reader: Reader) -> None:
+    """Each rank plans and reads for itself: boxes need no talk among ranks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, storage_reader=reader, planner=PartsLoadPlanner(), no_dist=True)
+
+
 class _Slots:
     """Memory for what the optimizer keeps of each parameter, to be loaded into."""
 
@@ -101,16 +105,24 @@ class _Slots:
             if key.startswith(OPTIMIZER):
                 by_name.setdefault(key[len(OPTIMIZER) :].rpartition("/")[0], []).append(key)
         for name, parameter in trainer.optimized.named():
+            cut = trainer.engine.cut_of(name)
+            shape = lay(parameter, cut).shape
             for key in by_name.get(name, ()):
-                self._add(key, manifest.tensors[key], name, parameter, trainer)
+                self._add(key, manifest.tensors[key], parameter, cut, shape, trainer)
 
-    def _add(self, key: str, entry: Any, name: str, parameter: nn.Parameter, trainer: Trainer) -> None:
-        cut = trainer.engine.cut_of(name)
-        # A cut part is smaller than the whole, which the checkpoint knows.
-        own = lay(parameter, cut)
+    def _add(
+        self,
+        key: str,
+        entry: Entry,
+        parameter: nn.Parameter,
+        cut: Cut | None,
+        whole: tuple[int, ...],
+        trainer: Trainer,
+    ) -> None:
+        """`whole` is the unsplit parameter's shape, which is the one that the checkpoint knows."""
         slot = key.rpartition("/")[2]
         # Beside a parameter without dims, only the name tells a counter from a moment, as in torch.optim.
-        if entry.shape == own.shape and (entry.shape or (slot != "step" and ":" not in slot)):
+        if entry.shape == whole and (entry.shape or (slot != "step" and ":" not in slot)):
             dtype = parameter.dtype if entry.torch_dtype.is_floating_point else entry.torch_dtype
             there = trainer.optimizer.state.get(parameter, {}).get(slot)
             fits = torch.is_tensor(there) and there.shape == parameter.shape and there.dtype == dtype

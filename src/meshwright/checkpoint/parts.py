@@ -40,7 +40,6 @@ class Laid:
 
 def lay(tensor: torch.Tensor, cut: Cut | None = None) -> Laid:
     """Where a rank's tensor lies in the whole: a DTensor over the data axis, of a parameter that may be cut."""
-    tensor = tensor.detach()
     local, offsets = _own_box(tensor)
     shape = tuple(tensor.shape)
     if cut is None:
@@ -54,7 +53,7 @@ def _own_box(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """This rank's memory of a DTensor and its offsets; of a plain tensor, all of it."""
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return tensor, tuple(offsets)
+        return tensor.detach(), tuple(offsets)
     place = tensor.device_mesh.get_coordinate()
     assert place is not None, "a rank holds only tensors of meshes that it is part of"
     for placement, ranks, at in zip(tensor.placements, tensor.device_mesh.shape, place, strict=True):
@@ -64,7 +63,8 @@ def _own_box(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
             offsets[dim] += start
         else:
             assert isinstance(placement, Replicate), f"{placement} has no box"
-    local = tensor.to_local()
+    with torch.no_grad():  # then it is the memory itself; to detach a DTensor costs more than all of the rest
+        local = tensor.to_local()
     assert list(local.shape) == sizes, f"a part of {tuple(local.shape)} where {sizes} was expected"
     return local, tuple(offsets)
 

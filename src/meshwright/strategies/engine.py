@@ -116,13 +116,13 @@ class Engine:
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter and buffer, whole, in the unsplit model's names. All ranks must take part."""
         for held in self.held():
-            yield held.name, whole(held.tensor)
+            yield held.name, whole(held.tensor.detach())
 
     def held(self) -> Iterator[Held]:
         """What this rank holds of every parameter and persistent buffer, as it lies here. No communication."""
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor):
-                yield Held(name, tensor.detach())
+                yield Held(name, tensor)
 
     def cut_of(self, name: str) -> Cut | None:
         """Which part of a parameter this rank's is along a model axis; None where it is whole."""

@@ -216,7 +216,7 @@ class ShardedUpdateEngine(Engine):
         shards = {id(piece.parameter): piece.shard for piece in self._pieces.values()}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor):
-                yield Held(name, shards.get(id(tensor), tensor).detach())
+                yield Held(name, shards.get(id(tensor), tensor))
 
     @torch.no_grad()
     def loaded(self) -> None:

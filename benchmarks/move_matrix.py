@@ -58,11 +58,11 @@ class Row:
     """The largest difference of a parameter or a moment, over the largest magnitude of its kind."""
 
 
-def nodes_of(job: str, strategies: list[str]) -> list[Node]:
+def nodes_of(job: str, strategies: list[str], numbers: list[int]) -> list[Node]:
     """Where each strategy runs: on as many ranks as the job and the strategy can take."""
     found = []
     for strategy in strategies:
-        for ranks in RANKS:
+        for ranks in numbers:
             try:
                 made = job_of(job, strategy)
                 resolved = check(made, facts_of(job), Strategy.parse(strategy), place_for("cpu", ranks))
@@ -122,6 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", nargs="+", default=["gpt", "cnn"], choices=JOBS, metavar="JOB")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
+    parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), help="numbers of ranks to run on")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     rank_pool.LIMIT_SECONDS = 3600  # a pool's call goes on from all sources
@@ -134,7 +135,7 @@ def main() -> None:
 
     try:
         for job in asked.jobs:
-            nodes = nodes_of(job, asked.strategies)
+            nodes = nodes_of(job, asked.strategies, asked.ranks)
             tell(f"{job}: {len(nodes)} nodes, {len(nodes) ** 2} moves")
             arrived = Matrix(job, nodes, folder, pools, tell=tell).run()
             found = [row for target in nodes for row in rows_of(job, nodes, target, arrived[target])]

@@ -85,14 +85,15 @@ class Matrix:
         """`reference` is the run that is not interrupted; `lossy` moves change the dtype of parameters."""
         self.job, self.nodes, self.reference, self.lossy = job, nodes, reference, lossy
         self._folder, self._pools, self._facts, self._tell = folder / job, pools, facts_of(job), tell
+        self._end = self._folder / "expected"
 
     def run(self, sources: Sequence[Node] | None = None) -> dict[Node, Future[list[Move]]]:
         """What came of all sources (None: all nodes) under each node. Pools of unlike sizes work side by side."""
         with ExitStack() as stack:
             lanes = {ranks: stack.enter_context(ThreadPoolExecutor(1)) for ranks in self._pools}
-            whole = lanes[self.reference.ranks].submit(self._train, self.reference, "expected", BEFORE + AFTER)
+            whole = lanes[self.reference.ranks].submit(self._train, self.reference, self._end, BEFORE + AFTER)
             saved = {
-                node: lanes[node.ranks].submit(self._train, node, self._name(node), BEFORE)
+                node: lanes[node.ranks].submit(self._train, node, self.folder_of(node), BEFORE)
                 for node in (self.nodes if sources is None else sources)
             }
             for training in (whole, *saved.values()):
@@ -102,27 +103,25 @@ class Matrix:
             return {node: lanes[node.ranks].submit(self._arrive, list(saved), node, expected) for node in self.nodes}
 
     def _arrive(self, sources: list[Node], target: Node, expected: Stretch) -> list[Move]:
-        folders = [str(self._folder / self._name(source)) for source in sources]
-        scratch = str(self._folder / f"to-{self._name(target)}")
+        folders = [str(self.folder_of(source)) for source in sources]
+        scratch = str(self.folder_of(target).with_suffix(".again"))
         arrivals = self._pools[target.ranks](
-            programs.go_on, self._setup(target), folders, str(self._folder / "expected"), scratch, self.lossy
+            programs.go_on, self._setup(target), folders, str(self._end), scratch, self.lossy
         )[0]
         self._tell(f"{self.job}: {target} went on from {len(sources)} checkpoints")
         return [Move(source, target, arrival, expected) for source, arrival in zip(sources, arrivals, strict=True)]
 
-    def _train(self, node: Node, name: str, steps: int) -> Stretch:
-        trained: Stretch = self._pools[node.ranks](
-            programs.train_and_save, self._setup(node), str(self._folder / name), steps
-        )[0]
+    def _train(self, node: Node, folder: Path, steps: int) -> Stretch:
+        trained: Stretch = self._pools[node.ranks](programs.train_and_save, self._setup(node), str(folder), steps)[0]
         self._tell(f"{self.job}: {node} took {steps} steps")
         return trained
 
     def _setup(self, node: Node) -> Setup:
         return Setup(self.job, self._facts, node.strategy)
 
-    @staticmethod
-    def _name(node: Node) -> str:
-        return f"{node.strategy}-{node.ranks}".replace(":", "-")
+    def folder_of(self, node: Node) -> Path:
+        """What a source saved."""
+        return self._folder / f"{node.strategy}-{node.ranks}"
 
 
 def in_memory() -> Path:

@@ -1,7 +1,7 @@
 """Every strategy loads every other's checkpoint and goes on as if nothing had happened."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
@@ -29,12 +29,12 @@ MATRICES = {
         *(SINGLE, Node("ddp", 2), Node("zero2", 2), Node("fsdp", 4), Node("tp=2", 2)),
         *(Node("pp=2:1f1b", 2), Node("pp=2:interleaved,fsdp", 4), Node("op=2", 2), Node("layers=2", 2)),
     ],
-    "transformer": [SINGLE, Node("zero1", 4), Node("fsdp", 4), Node("tp=2", 2)],
-    "partial": [SINGLE, Node("ddp", 2), Node("zero2", 2), Node("fsdp", 4), Node("pp=2:1f1b", 2)],
+    "transformer": [SINGLE, Node("fsdp", 4), Node("tp=2", 2)],
+    "partial": [SINGLE, Node("ddp", 2), Node("fsdp", 4), Node("pp=2:1f1b", 2)],
     "convolutions": [SINGLE, Node("zero1", 2), Node("fsdp", 4), Node("op=2", 2), Node("layers=2", 2)],
     "plain": [SINGLE, Node("zero1", 2), Node("zero2", 4), Node("pp=2:1f1b", 2)],
     # These cut a batch into the same micro-batches.
-    "dropping": [Node("single,mb=2", 1), Node("ddp,mb=2", 2), Node("fsdp,mb=2", 2), Node("ddp", 4)],
+    "dropping": [Node("single,mb=2", 1), Node("fsdp,mb=2", 2), Node("ddp", 4)],
 }
 
 
@@ -48,46 +48,50 @@ class Policy:
     loss_rtol: float = LOSS_RTOL
     compare_state: bool = True
     lossy: bool = False
+    loss_scale: Mapping[str, float] | None = None
+    """What the sources saved of it."""
 
 
 # Where less than fp32 is computed with, ranks round what one process does not: losses agree to its last places only.
 POLICIES = {
     "bf16": Policy(
         reference="single,bf16",
-        sources=(Node("zero1,bf16", 2), Node("ddp,bf16", 4)),
+        sources=(Node("zero1,bf16", 2), Node("ddp,bf16", 2)),
         targets=(Node("fsdp,bf16", 4), Node("zero2,bf16", 2)),
         loss_rtol=1e-2,
         compare_state=False,
     ),
     "fp16": Policy(
         reference="single,fp16",
-        sources=(Node("zero1,fp16", 2), Node("fsdp,fp16", 4)),
-        targets=(Node("ddp,fp16", 2), Node("zero2,fp16", 4)),
+        sources=(Node("zero1,fp16", 2), Node("fsdp,fp16", 2)),
+        targets=(Node("ddp,fp16", 2),),
         loss_rtol=2e-3,
         compare_state=False,
+        # It began at 256 and doubled at the second step; a target that began anew would save another one.
+        loss_scale={"value": 512.0, "growth": 2.0, "interval": 2, "steps_since": 1},
     ),
     "offload": Policy(
         reference="single,offload=optimizer",
-        sources=(Node("ddp,offload=optimizer", 2), Node("fsdp", 4), Node("fsdp,offload=params", 2)),
+        sources=(Node("ddp,offload=optimizer", 2), Node("fsdp,offload=params", 2)),
         targets=(Node("fsdp,offload=optimizer", 4), Node("zero1,offload=optimizer", 2), Node("fsdp,offload=params", 2)),
     ),
     "pure-to-fp32": Policy(
         reference="single,bf16:pure",
-        sources=(Node("fsdp,bf16:pure", 2), Node("ddp,bf16:pure", 2)),
-        targets=(SINGLE, Node("fsdp", 4), Node("zero1", 2)),
+        sources=(Node("fsdp,bf16:pure", 2),),
+        targets=(SINGLE, Node("zero1", 2)),
         loss_rtol=2e-2,
         lossy=True,
     ),
     "fp32-to-pure": Policy(
         reference="single",
-        sources=(Node("fsdp", 4), Node("zero1", 2)),
-        targets=(Node("fsdp,bf16:pure", 4), Node("zero2,bf16:pure", 2)),
+        sources=(Node("zero1", 2),),
+        targets=(Node("fsdp,bf16:pure", 2),),
         loss_rtol=2e-2,
         lossy=True,
     ),
-    "fp32-to-bf16": Policy(
+    "fp32-to-less": Policy(
         reference="single",
-        sources=(Node("fsdp", 4),),
+        sources=(Node("fsdp", 2),),
         targets=(Node("zero2,bf16", 2), Node("fsdp,fp16", 2)),
         loss_rtol=2e-2,
         compare_state=False,
@@ -131,11 +135,5 @@ def test_policies(pools: dict[int, RankPool], folder: Path, name: str) -> None:
     assert len(moves) == len(policy.sources) * len(policy.targets)
     problems = [move.problem(policy.loss_rtol, compare_state=policy.compare_state) for move in moves]
     assert [problem for problem in problems if problem] == []
-
-
-def test_the_loss_scale_moves(pools: dict[int, RankPool], folder: Path) -> None:
-    """It grew after two steps, and the target began elsewhere."""
-    matrix = Matrix("transformer", [Node("ddp,fp16", 2)], folder / "scale", pools, reference=Node("single,fp16", 1))
-    matrix.run([Node("fsdp,fp16", 2)])[Node("ddp,fp16", 2)].result()
-    saved = read_manifest(folder / "scale" / "transformer" / "expected").little.loss_scale
-    assert saved == {"value": 2.0**11, "growth": 2.0, "interval": 2, "steps_since": 0}
+    for source in policy.sources:
+        assert read_manifest(matrix.folder_of(source)).little.loss_scale == policy.loss_scale

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright import Job
 from meshwright.build.world import World
-from meshwright.describe.model import describe
 from meshwright.runtime.verdict import Verdict
 from meshwright.runtime.verify import verify
+from shared_facts import facts_of
 
 WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH = 32, 4, 4, 64, 16
 SIDE, CLASSES, MELS, FRAMES, SAMPLES = 16, 10, 8, 32, 400
@@ -266,7 +266,7 @@ ARCHITECTURES: dict[str, Job] = {
 def verdicts(world: World, name: str, strategies: list[str]) -> list[Verdict]:
     """For ranks: verify one of the architectures, or one of the habits."""
     chosen = {**ARCHITECTURES, **HABITS}[name]
-    return list(verify(chosen, describe(chosen), strategies, world))
+    return list(verify(chosen, facts_of(world, chosen), strategies, world))
 
 
 class Block(nn.Module):

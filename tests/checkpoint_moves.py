@@ -87,8 +87,13 @@ class Matrix:
         self._folder, self._pools, self._facts, self._tell = folder / job, pools, facts_of(job), tell
         self._end = self._folder / "expected"
 
-    def run(self, sources: Sequence[Node] | None = None) -> dict[Node, Future[list[Move]]]:
-        """What came of all sources (None: all nodes) under each node. Pools of unlike sizes work side by side."""
+    def run(
+        self, sources: Sequence[Node] | None = None, *, loads: Callable[[Node, Node], bool] = lambda target, source: True
+    ) -> dict[Node, Future[list[Move]]]:
+        """What came of all sources (None: all nodes) under each node that `loads` them.
+
+        Pools of unlike sizes work side by side.
+        """
         with ExitStack() as stack:
             lanes = {ranks: stack.enter_context(ThreadPoolExecutor(1)) for ranks in self._pools}
             whole = lanes[self.reference.ranks].submit(self._train, self.reference, self._end, BEFORE + AFTER)
@@ -100,7 +105,8 @@ class Matrix:
                 training.result()
             done = whole.result()
             expected = Stretch(done.losses[BEFORE:], done.batches[BEFORE:], done.position)
-            return {node: lanes[node.ranks].submit(self._arrive, list(saved), node, expected) for node in self.nodes}
+            loaded = {node: [source for source in saved if loads(node, source)] for node in self.nodes}
+            return {node: lanes[node.ranks].submit(self._arrive, loaded[node], node, expected) for node in self.nodes}
 
     def _arrive(self, sources: list[Node], target: Node, expected: Stretch) -> list[Move]:
         folders = [str(self.folder_of(source)) for source in sources]

@@ -17,7 +17,6 @@ from meshwright.build.hollow import Hollow
 from meshwright.build.pipeline import PipelinePasses
 from meshwright.build.step import Trainer
 from meshwright.build.world import World
-from meshwright.describe.model import describe
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
@@ -25,12 +24,13 @@ from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_of
 from meshwright.runtime.verdict import Verdict
 from meshwright.runtime.verify import seeded_batch, verify
+from shared_facts import facts_of
 
 
 def verdicts(world: World, job: str, strategies: list[str], defect: str | None = None) -> list[Verdict]:
     """Verify one of the small jobs, perhaps with a planted defect."""
     chosen: Job = getattr(pipeline_jobs, job)
-    facts = describe(chosen)
+    facts = facts_of(world, chosen)
     if defect is None:
         return list(verify(chosen, facts, strategies, world))
     with DEFECTS[defect]():
@@ -38,14 +38,14 @@ def verdicts(world: World, job: str, strategies: list[str], defect: str | None =
 
 
 def trainer(world: World, job: Job, strategy: str) -> Trainer:
-    facts = describe(job)
+    facts = facts_of(world, job)
     return Trainer(job, facts, check(job, facts, Strategy.parse(strategy), place_of(world)), world, seed=0)
 
 
 def alone(job: Job) -> Trainer:
     """What a strategy is compared with."""
     world = World(device=torch.device("cpu"))
-    return Trainer(job, describe(job), Strategy.parse("single"), world, seed=0)
+    return Trainer(job, facts_of(world, job), Strategy.parse("single"), world, seed=0)
 
 
 Numbers = list[tuple[float, float]]

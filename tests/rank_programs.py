@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
-
-import time
 
 import torch
 from torch import nn
@@ -14,7 +13,6 @@ import tiny_jobs
 from meshwright.build.check import check
 from meshwright.build.step import Trainer
 from meshwright.build.world import World
-from meshwright.describe.model import describe
 from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.measure import held_states
@@ -22,16 +20,17 @@ from meshwright.runtime.place import place_of
 from meshwright.runtime.verdict import Verdict
 from meshwright.runtime.verify import seeded_batch, verify
 from meshwright.strategies import DATA_STRATEGIES
+from shared_facts import facts_of
 
 
 def verdicts(world: World, job: str, strategies: list[str], plant: str | None = None) -> list[Verdict]:
     """Verify one of the tiny jobs, perhaps with a planted defect."""
     chosen = getattr(tiny_jobs, job)
-    return list(verify(chosen, describe(chosen), strategies, world, plant=PLANTS[plant] if plant else None))
+    return list(verify(chosen, facts_of(world, chosen), strategies, world, plant=PLANTS[plant] if plant else None))
 
 
 def trainer(world: World, job: Job, strategy: str, seed: int = 0) -> Trainer:
-    facts = describe(job)
+    facts = facts_of(world, job)
     return Trainer(job, facts, check(job, facts, Strategy.parse(strategy), place_of(world)), world, seed=seed)
 
 

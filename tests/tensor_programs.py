@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from meshwright.build.world import World
 from meshwright.describe.blocks import find_blocks
 from meshwright.describe.blueprint import record
 from meshwright.describe.tensor import find_tensor_plan
+from meshwright.errors import Refused
 from meshwright.facts.tensor import TensorPlan
 from meshwright.strategies.cuts import Cuts
 from meshwright.strategies.engine import whole
@@ -36,6 +38,7 @@ from meshwright.strategies.tensor import (
 from meshwright.strategies.tensor_layout import divided, local, part
 from meshwright.strategies.tensor_memory import as_parameter
 from meshwright.strategies.tensor_mode import mode_of
+from shared_facts import found_once
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 64, 8, 32, 4
 SIZES = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
@@ -238,6 +241,12 @@ def plan_of(job: Job) -> tuple[TensorPlan, tuple[str, ...]]:
     return find_tensor_plan(job, blueprint, blocks), blocks
 
 
+def shared_plan(world: World, name: str) -> tuple[TensorPlan, tuple[str, ...]]:
+    """A model's plan and blocks, found once."""
+    found: tuple[TensorPlan, tuple[str, ...]] = found_once(world, ("plan", name), lambda: plan_of(job_of(name)))
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """A divided model beside the whole one."""
@@ -258,13 +267,13 @@ class Comparison:
         return abs(self.loss - self.whole_loss) <= 1e-6 * abs(self.whole_loss) and self.difference <= 1e-5
 
 
-def compare(world: World, name: str, options: Collection[str] = (), **parts: Any) -> Comparison:
+def compare(world: World, name: str, options: Collection[str] = ()) -> Comparison:
     """Forward, loss and backward, whole and divided over all ranks, from the same weights.
 
     Options: sequence, recompute, bf16; ddp or fsdp on a data axis beside the tensor axis.
     """
-    job = job_of(name, **parts)
-    plan, blocks = plan_of(job)
+    job = job_of(name)
+    plan, blocks = shared_plan(world, name)
     data = 2 if {"ddp", "fsdp"} & set(options) else 1
     if reason := plan.refuse(world.ranks // data):
         return Comparison(refused=reason)
@@ -487,6 +496,13 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / a.abs().max().clamp(min=1e-3))
 
 
+def refusal(world: World, change: Callable[..., None], *args: Any) -> str:
+    """What every rank is told; raised, it would end the ranks."""
+    with pytest.raises(Refused) as caught:
+        change(world, *args)
+    return str(caught.value)
+
+
 def change_a_view(world: World, dim: int, then: str) -> None:
     """Change a view of a divided tensor, then read the tensor; or change the tensor, then read the view."""
     mesh = init_device_mesh("cpu", (world.ranks,))
@@ -524,7 +540,7 @@ def dropped(world: World) -> tuple[Tensor, Tensor, float]:
 def collectives(world: World, name: str) -> int:
     """How many collectives one forward and backward of a model take."""
     job = job_of(name)
-    plan, blocks = plan_of(job)
+    plan, blocks = shared_plan(world, name)
     mesh = init_device_mesh("cpu", (world.ranks,))
     model, _ = divided_model(job, replace(plan, sequence=False), mesh, blocks, whole_model(job))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, tensor_region(mesh):
@@ -535,7 +551,7 @@ def collectives(world: World, name: str) -> int:
 def divides_a_stage(world: World) -> list[str]:
     """Divide a model of which only one block is there, as a pipeline's stage has it."""
     job = job_of("example")
-    plan, blocks = plan_of(job)
+    plan, blocks = shared_plan(world, "example")
     model = record(job.model, seed=0).model
     model.blocks[0] = nn.Identity()
     model.blocks[1].attention = nn.Identity()

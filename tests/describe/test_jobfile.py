@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.describe.jobfile import load_job
-from meshwright.errors import BadInput, JobError, UnknownTerm
+from meshwright.errors import JobError, UnknownTerm
 from meshwright.facts.job import Job
 
 JOB = "Job(model=f, inputs=f, loss=f, optimizer=f, global_batch={size})"
@@ -132,7 +132,7 @@ def test_a_job_checks_its_parts(parts: dict[str, object], message: str) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["hf:config.json", "preset:llama3-8b"])
-def test_what_comes_later(text: str) -> None:
-    with pytest.raises(BadInput, match=text):
-        load_job(text)
+def test_jobs_without_a_python_file() -> None:
+    assert load_job("preset:gpt2:batch=3").global_batch == 3
+    assert "There is no config nowhere.json" in refused("hf:nowhere.json")
+    assert "did you mean preset:gpt2?" in refused("preset:gtp2")

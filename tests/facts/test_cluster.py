@@ -18,6 +18,7 @@ from meshwright.facts.cluster import Cluster
         ("8xRTX4090", 1, 8, "RTX4090", None),
         ("1xA100-SXM-80GB", 1, 1, "A100-SXM-80GB", 80.0),
         ("2xGB200-186.5GB", 1, 2, "GB200-186.5GB", 186.5),
+        ("8xA100-80GB-PCIe", 1, 8, "A100-80GB-PCIe", 80.0),
         ("local", 1, 1, "local", None),
     ],
 )
@@ -35,6 +36,28 @@ def test_parse_and_print(text: str, nodes: int, devices_per_node: int, device: s
 )
 def test_canonical_text(text: str, canonical: str) -> None:
     assert str(Cluster.parse(text)) == canonical
+
+
+@pytest.mark.parametrize(
+    ("text", "gbps", "kind"),
+    [
+        ("16x8xH100-80GB@3200Gbps", 3200.0, None),
+        ("2x8xA100-40GB@400Gbps:roce", 400.0, "roce"),
+        ("2x4xcpu@2.5Gbps:ethernet", 2.5, "ethernet"),
+    ],
+)
+def test_the_link_between_nodes(text: str, gbps: float, kind: str | None) -> None:
+    cluster = Cluster.parse(text)
+    assert (cluster.between_gbps, cluster.between_kind) == (gbps, kind)
+    assert str(cluster) == text
+    assert Cluster.parse(str(cluster)) == cluster != Cluster.parse(text.split("@")[0])
+    assert Cluster.from_json(json.loads(json.dumps(cluster.to_json()))) == cluster
+
+
+def test_clusters_can_be_keys() -> None:
+    one = Cluster(device="cpu", hardware={"launch": 1e-6})
+    assert {one: 1}[Cluster(device="cpu", hardware={"launch": 1e-6})] == 1
+    assert one != Cluster(device="cpu")
 
 
 def test_a_measured_memory_is_part_of_the_value() -> None:
@@ -66,6 +89,9 @@ def test_a_file_round_trips_by_its_path(tmp_path: Path) -> None:
         ("8xA100-0GB", ["memory_gib is 0.0"]),
         ("4xlocal", ["takes no count"]),
         ("missing.json", ["'missing.json'", "No such file"]),
+        ("2x8xA100-40GB@fast", ["'fast'", "@3200Gbps"]),
+        ("2x8xA100-40GB@0Gbps", ["between_gbps is 0.0"]),
+        ("2x8xA100-40GB@100Gbps:wifi", ["'wifi'", "infiniband, roce, efa, ethernet"]),
     ],
 )
 def test_bad_text(text: str, parts: list[str]) -> None:
@@ -85,6 +111,12 @@ def test_bad_text(text: str, parts: list[str]) -> None:
         ('{"device": 5}', "device 5"),
         ('{"device": "A100", "nodes": "2"}', "nodes is '2'"),
         ('{"device": "A100", "memory_gib": "40"}', "memory_gib is '40'"),
+        ('{"device": "A100", "between_kind": "roce"}', "no speed"),
+        ('{"device": "A100", "hardware": 3}', "hardware is 3"),
+        ('{"device": "A100", "hardware": {"bandwith": 3}}', "did you mean 'bandwidth'?"),
+        ('{"device": "A100", "hardware": {"within": {"speed": 3}}}', "hardware.within has no key 'speed'"),
+        ('{"device": "A100", "hardware": {"within": {"latency": -1}}}', "hardware.within.latency is -1"),
+        ('{"device": "A100", "hardware": {"flops": {"bf16": "fast"}}}', "hardware.flops.bf16 is 'fast'"),
     ],
 )
 def test_bad_file(tmp_path: Path, content: str, part: str) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 import tensor_programs
-from rank_pool import RankError, RankPool
+from rank_pool import RankPool
 
 
 @pytest.mark.slow
@@ -36,15 +36,14 @@ def test_fused_layers_come_apart_without_gathering(two_ranks: RankPool) -> None:
 @pytest.mark.parametrize("then", ["read the tensor", "read the view"])
 @pytest.mark.parametrize("dim", [1, 2])
 def test_a_change_that_cannot_be_followed_is_refused(two_ranks: RankPool, dim: int, then: str) -> None:
-    with pytest.raises(RankError, match="changes a tensor in place") as caught:
-        two_ranks(tensor_programs.change_a_view, dim, then)
-    assert caught.value.kind == "Refused"
+    for said in two_ranks(tensor_programs.refusal, tensor_programs.change_a_view, dim, then):
+        assert "changes a tensor in place" in said
 
 
 @pytest.mark.slow
 def test_a_parameter_that_changes_itself_is_refused(two_ranks: RankPool) -> None:
-    with pytest.raises(RankError, match="changes a parameter of shape"):
-        two_ranks(tensor_programs.change_a_parameter)
+    for said in two_ranks(tensor_programs.refusal, tensor_programs.change_a_parameter):
+        assert "changes a parameter of shape" in said
 
 
 @pytest.mark.slow

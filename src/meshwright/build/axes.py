@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshwright.build.world import World
+from meshwright.build.world import World, outside_of_modes
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies import data_strategy
 
@@ -121,5 +121,6 @@ def _once(key: Any, make: Callable[[], Any]) -> Any:
     """
     world = dist.group.WORLD
     if key not in _made or _made[key][0] is not world:
-        _made[key] = world, make()
+        with outside_of_modes():
+            _made[key] = world, make()
     return _made[key][1]

@@ -144,6 +144,9 @@ def apply_precision(
 def _fill(blueprint: Blueprint, world: World, strategy: Strategy, cuts: Cuts) -> None:
     """Initial weights, and proof that every rank has the same."""
     device = torch.device("cpu") if strategy.offload == "params" else world.device
+    if world.weightless:
+        blueprint.allocate(device)
+        return
     digest = blueprint.fill(device, lambda name, value: cuts[name].take(value) if name in cuts else value)
     if strategy.offload == "params":
         for buffer in blueprint.model.buffers():

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
 
 from meshwright import schedules
 from meshwright.build.assembly import Assembly, Holders
@@ -16,7 +18,7 @@ from meshwright.build.hollow import Hollow
 from meshwright.build.passes import Dropout, Losses
 from meshwright.build.pipeline import OwnStage, PipelinePasses
 from meshwright.build.precision import loss_under
-from meshwright.build.world import World
+from meshwright.build.world import World, outside_of_modes
 from meshwright.describe.blueprint import Blueprint, record
 from meshwright.describe.flow import Flow, Watcher
 from meshwright.describe.observe import make_batch, trace
@@ -57,7 +59,8 @@ def lay_pipeline(
     cuts: Cuts = {}
     own = []
     for index in holders.own:
-        blueprint = record(job.model, seed)
+        with outside_of_modes():
+            blueprint = record(job.model, seed)
         operators = None
         if strategy.op > 1:
             operators = plan_operators(blueprint.model, strategy.op, frozenset(facts.read_elsewhere))
@@ -90,7 +93,8 @@ def lay_pipeline(
 
 def tracer(job: Job, facts: ModelFacts, strategy: Strategy, seed: int) -> tuple[Blueprint, Callable[[Any], Flow]]:
     """The unsplit model without weights, and what follows a batch through it in the strategy's precision."""
-    pristine = record(job.model, seed)
+    with outside_of_modes():
+        pristine = record(job.model, seed)
     blocks = [pristine.model.get_submodule(name) for name in facts.blocks]
     dtype = DTYPES[strategy.precision]
     apply_precision(pristine.model, blocks, dtype, pure=strategy.pure, casts_itself=False)
@@ -98,7 +102,8 @@ def tracer(job: Job, facts: ModelFacts, strategy: Strategy, seed: int) -> tuple[
     names = [call.name for call in facts.calls]
 
     def follow(batch: Any) -> Flow:
-        flow, reason = trace(traced, pristine, Watcher(names), batch)
+        with outside_of_modes():
+            flow, reason = trace(traced, pristine, Watcher(names), _without_values(batch))
         if flow is None:
             raise Refused(
                 f"The model could not be followed on fake tensors, so it cannot be cut into stages: {reason}."
@@ -111,8 +116,16 @@ def tracer(job: Job, facts: ModelFacts, strategy: Strategy, seed: int) -> tuple[
 def nominal_batch(job: Job, strategy: Strategy) -> Any:
     """A micro-batch of the usual size."""
     count = count_micro_batches(strategy, job.global_batch)
-    with torch.random.fork_rng(devices=[]):
+    with outside_of_modes(), torch.random.fork_rng(devices=[]):
         return make_batch(job, max(1, job.global_batch // strategy.data_ranks // count))
+
+
+def _without_values(batch: Any) -> Any:
+    """A step on fake tensors has fake batches, which belong to it: others of their shape, without memory, go on."""
+    return tree_map(
+        lambda leaf: torch.zeros((), dtype=leaf.dtype).expand(leaf.shape) if isinstance(leaf, FakeTensor) else leaf,
+        batch,
+    )
 
 
 def check_stages(job: Job, facts: ModelFacts, strategy: Strategy) -> Stages:

@@ -21,7 +21,7 @@ from meshwright.build.passes import Dropout, Losses, Passes, PlainPasses
 from meshwright.build.placement import Devices, devices_for
 from meshwright.build.precision import LossScale, loss_under
 from meshwright.build.staging import lay_pipeline
-from meshwright.build.world import World
+from meshwright.build.world import World, outside_of_modes
 from meshwright.describe.blueprint import record
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
@@ -134,7 +134,8 @@ class Trainer:
         dropout = Dropout(run_seed=self.seed, device=world.device)
         if axes.pipeline is not None:
             return lay_pipeline(job, facts, strategy, axes, world, losses, dropout, seed=self.seed)
-        blueprint = record(job.model, self.seed)
+        with outside_of_modes():
+            blueprint = record(job.model, self.seed)
         if strategy.layers > 1:
             stages = cut_stages(facts, strategy.layers, job.stages)
             devices = self.devices or devices_for(strategy.layers, world.device)

@@ -102,14 +102,21 @@ class TimedStage(CarefulStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
+class Passed:
+    """What a vote came to, in the place of a tensor: on fake tensors there would be no value to read."""
+
+    def item(self) -> int:
+        return 1
+
+
 class LonelyStage(TimedStage):
     """A stage that knows its shapes and asks nobody."""
 
-    def _warmup_forward_vote(self, has_backward: bool, received_acc: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.ones(1, dtype=torch.int32)
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: Any = None) -> Any:
+        return Passed()
 
-    def _warmup_backward_result(self, received_result: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.ones(1, dtype=torch.int32)
+    def _warmup_backward_result(self, received_result: Any = None) -> Any:
+        return Passed()
 
 
 def make_stage(*args: Any, fake: bool, events: list[Event] | None, **kwargs: Any) -> PipelineStage:

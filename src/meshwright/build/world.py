@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
+outside_of_modes = _disable_current_modes
+"""Around what is made of real or meta tensors even where a step runs on fake ones: meshes, groups, recordings."""
 PATIENCE = timedelta(minutes=10)
 """How long a collective waits for a rank before it gives up."""
 
@@ -24,6 +27,8 @@ class World:
     device: torch.device
     fake: bool = False
     """Whether the other ranks are made up: collectives return at once and bring nothing."""
+    weightless: bool = False
+    """Whether tensors are fake, too: they have shapes and no values, so no initial weights are made."""
 
     @property
     def is_main(self) -> bool:

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from meshwright.cli import checkpoint, layout, train, verify
+from meshwright.cli import checkpoint, layout, probe, train, verify
 from meshwright.cli.outcome import main_with_exit_codes
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("layout", epilog=layout.NOTES)(layout.layout)
+app.command("probe", epilog=probe.NOTES)(probe.probe)
 app.command("train", epilog=train.NOTES)(train.train)
 app.command("verify", epilog=verify.NOTES)(verify.verify)
 

@@ -26,7 +26,8 @@ def find_blocks(
         return _checked(model, hint)
     candidates = _repeating(model) or _large_layers(model)
     free = [name for name in candidates if called is None or name in called]
-    return tuple(name for name in free if not _shares_outside(model, model.get_submodule(name)))
+    owners = _owners(model)
+    return tuple(name for name in free if not _shares_outside(owners, model.get_submodule(name)))
 
 
 def _repeating(model: nn.Module) -> list[str]:
@@ -36,6 +37,7 @@ def _repeating(model: nn.Module) -> list[str]:
     """
     found: list[str] = []
     seen: set[int] = set()
+    owners = _owners(model)
 
     def visit(module: nn.Module, prefix: str) -> None:
         kinds = Counter(type(child) for child in module.children() if _has_structure(child))
@@ -45,7 +47,7 @@ def _repeating(model: nn.Module) -> list[str]:
             seen.add(id(child))
             path = f"{prefix}{name}"
             repeats = kinds[type(child)] > 1 and not isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-            if repeats and not _shares_outside(model, child):
+            if repeats and not _shares_outside(owners, child):
                 found.append(path)
             else:
                 visit(child, f"{path}.")
@@ -56,8 +58,13 @@ def _repeating(model: nn.Module) -> list[str]:
 
 def _has_structure(module: nn.Module) -> bool:
     """Made of other modules, with parameters in at least two of them: a layer on its own is too small a unit."""
-    owners = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
+    owners = [m for m in module.modules() if _own(m)]
     return len(owners) > 1 and any(True for _ in module.children())
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a module holds itself."""
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
 def _large_layers(model: nn.Module) -> list[str]:
@@ -67,14 +74,22 @@ def _large_layers(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if name
         and not isinstance(module, ParametrizationList)
-        and sum(p.numel() for p in module.parameters(recurse=False)) >= LARGE * total
+        and sum(p.numel() for p in _own(module)) >= LARGE * total
     ]
 
 
-def _shares_outside(model: nn.Module, block: nn.Module) -> bool:
+def _owners(model: nn.Module) -> dict[int, set[int]]:
+    """The modules that hold each parameter, both by identity."""
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in _own(module):
+            owners.setdefault(id(parameter), set()).add(id(module))
+    return owners
+
+
+def _shares_outside(owners: dict[int, set[int]], block: nn.Module) -> bool:
     inside = {id(module) for module in block.modules()}
-    outside = {id(p) for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)}
-    return any(id(parameter) in outside for parameter in block.parameters())
+    return any(owners[id(parameter)] - inside for module in block.modules() for parameter in _own(module))
 
 
 def _checked(model: nn.Module, hint: Sequence[str]) -> tuple[str, ...]:
@@ -89,7 +104,8 @@ def _checked(model: nn.Module, hint: Sequence[str]) -> tuple[str, ...]:
         raise JobError(f"Job(blocks=...) names {inner[0]!r}, which lies inside another of the blocks.")
     if lists := [name for name in hint if isinstance(modules[name], nn.ModuleList | nn.ModuleDict)]:
         raise JobError(f"Job(blocks=...) names {lists[0]!r}, a list that is never called; name what is in it.")
-    shared = [name for name in hint if _shares_outside(model, modules[name])]
+    owners = _owners(model)
+    shared = [name for name in hint if _shares_outside(owners, modules[name])]
     if shared:
         raise JobError(f"Job(blocks=...) names {shared[0]!r}, which shares a parameter with a module outside of it.")
     return tuple(hint)

@@ -78,6 +78,14 @@ class Blueprint:
             raise JobError(f"The model's builder never made {', '.join(missing)}; its initial value is unknown.")
         return digest.hexdigest()
 
+    def allocate(self, device: torch.device) -> None:
+        """Give every parameter, buffer and plain attribute memory and no value, for steps on fake tensors."""
+        if any(isinstance(tensor, DTensor) for _, tensor in _tensors(self.model)):
+            _allocate(self.model, device)  # FSDP2 knows its parameters by identity
+        else:
+            _replace(self.model, device)
+        set_attributes(self.model, self.attributes, lambda slot: slot.scratch())
+
 
 def record(build: Callable[[], nn.Module], seed: int) -> Blueprint:
     """Run a builder without giving its tensors memory."""
@@ -124,12 +132,18 @@ def _plain_attributes(model: nn.Module, tape: Tape) -> dict[tuple[str, str], Any
     found = {}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute in ("_parameters", "_buffers", "_modules"):
+            if attribute in ("_parameters", "_buffers", "_modules") or not _holds_meta(value):
                 continue
             slotted = tree_map(lambda leaf: tape.slot(leaf) if torch.is_tensor(leaf) and leaf.is_meta else leaf, value)
-            if _slots(slotted):
-                found[name, attribute] = slotted
+            found[name, attribute] = slotted
     return found
+
+
+def _holds_meta(value: Any) -> bool:
+    """Said at once of what most attributes are: a number, a word, an empty dict of hooks."""
+    if value is None or isinstance(value, bool | int | float | str) or (isinstance(value, dict) and not value):
+        return False
+    return any(torch.is_tensor(leaf) and leaf.is_meta for leaf in tree_leaves(value))
 
 
 def _slots(value: Any) -> list[Slot]:
@@ -161,6 +175,21 @@ def _allocate_each(model: nn.Module, devices: dict[str, torch.device]) -> None:
         empty = torch.empty_like(tensor, device=devices[name])
         new = nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
         torch.utils.swap_tensors(tensor, new)
+
+
+def _replace(model: nn.Module, device: torch.device) -> None:
+    """New tensors in the place of all: fake ones cannot be swapped. Tied ones stay tied."""
+    new: dict[int, Any] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is None:
+                    continue
+                if id(old) not in new:
+                    empty = torch.empty_strided(old.size(), old.stride(), dtype=old.dtype, device=device)
+                    kept = isinstance(old, nn.Parameter)
+                    new[id(old)] = nn.Parameter(empty, requires_grad=old.requires_grad) if kept else empty
+                tensors[name] = new[id(old)]
 
 
 @torch.no_grad()

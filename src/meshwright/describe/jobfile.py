@@ -7,14 +7,18 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from meshwright.describe.hugging_face_job import hugging_face_job
+from meshwright.describe.presets import preset_job
 from meshwright.errors import JobError, MeshwrightError, one_line
 from meshwright.facts.job import Job
 
 
 def load_job(text: str) -> Job:
-    """`file.py` (its variable `job`) or `file.py:name`."""
-    if text.startswith(("hf:", "preset:")):
-        raise JobError(f"{text}: jobs from configs and presets come with the planner; give a Python file with a job.")
+    """`file.py` (its variable `job`), `file.py:name`, `preset:NAME`, or `hf:` with a config of transformers."""
+    if text.startswith("preset:"):
+        return preset_job(text.removeprefix("preset:"))
+    if text.startswith("hf:"):
+        return hugging_face_job(text.removeprefix("hf:"))
     path, _, name = text.partition(":") if not Path(text).exists() else (text, "", "")
     module = _load(Path(path))
     job = getattr(module, name or "job", None)

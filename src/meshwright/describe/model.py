@@ -8,7 +8,8 @@ from torch import nn
 from meshwright.describe.blocks import find_blocks
 from meshwright.describe.blueprint import Blueprint, record
 from meshwright.describe.flow import DropoutWatcher, Flow, Watcher
-from meshwright.describe.observe import Observed, observe, trace
+from meshwright.describe.observe import Observed, Understudy, observe, trace
+from meshwright.describe.repeats import find_repeats
 from meshwright.describe.tensor import find_tensor_plan
 from meshwright.describe.units import find_units
 from meshwright.errors import JobError, one_line
@@ -24,10 +25,13 @@ def describe(job: Job) -> ModelFacts:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise JobError("The model has no trainable parameter; nothing could be trained.")
     _check_optimizer(job, model)
-    observed, unseen = observe(job, blueprint)
-    blocks = find_blocks(model, hint=job.blocks, called=observed.called if observed else None)
+    blocks = find_blocks(model, hint=job.blocks)
+    understudy = Understudy(find_repeats(model, blocks))
+    observed, unseen = observe(job, blueprint, understudy=understudy)
+    if observed and job.blocks is None:
+        blocks = tuple(name for name in blocks if name in observed.called)
     watcher = DropoutWatcher(find_units(model, blocks, observed.called) if observed else ())
-    flow, _ = trace(job, blueprint, watcher) if observed else (None, "")
+    flow, _ = trace(job, blueprint, watcher, understudy=understudy) if observed else (None, "")
     return ModelFacts(
         parameters=parameter_facts(model, observed),
         blocks=blocks,
@@ -35,8 +39,8 @@ def describe(job: Job) -> ModelFacts:
         optimizer_slots=_optimizer_slots(job, model),
         batch_norms=batch_norm_names(model),
         weight_per_sample=observed.weight_per_sample if observed else None,
-        tensor_plan=find_tensor_plan(job, blueprint, blocks) if observed else None,
-        read_elsewhere=read_elsewhere(job, blueprint) if observed else (),
+        tensor_plan=find_tensor_plan(job, blueprint, blocks, understudy) if observed else None,
+        read_elsewhere=read_elsewhere(job, blueprint, understudy) if observed else (),
         drops=watcher.drops,
         unseen=unseen,
     )
@@ -46,10 +50,12 @@ def call_facts(flow: Flow) -> tuple[CallFacts, ...]:
     return tuple(CallFacts(name=c.name, flops=c.flops, reads=tuple(sorted(c.reads))) for c in flow.calls)
 
 
-def read_elsewhere(job: Job, blueprint: Blueprint) -> tuple[str, ...]:
+def read_elsewhere(job: Job, blueprint: Blueprint, understudy: Understudy | None = None) -> tuple[str, ...]:
     """Names of parameters that the model reads outside of the modules that hold them."""
-    owners = [name for name, module in blueprint.model.named_modules() if any(True for _ in module.parameters(False))]
-    flow, _ = trace(job, blueprint, Watcher([name for name in owners if name]))
+    owners = frozenset(name for name, module in blueprint.model.named_modules() if name and _holds(module))
+    flow = understudy.flows.get(owners) if understudy else None
+    if flow is None:
+        flow, _ = trace(job, blueprint, Watcher(owners), understudy=understudy)
     if flow is None:
         return ()
     found = {source for sources in (flow.needs, *(call.needs for call in flow.calls)) for source in sources}
@@ -61,6 +67,11 @@ def read_elsewhere(job: Job, blueprint: Blueprint) -> tuple[str, ...]:
     for call in flow.calls:
         names |= {n for n in call.reads if not any(alias.startswith(f"{call.name}.") for alias in aliases[n])}
     return tuple(sorted(alias for name in names for alias in aliases[name]))
+
+
+def _holds(module: nn.Module) -> bool:
+    """Whether a module holds parameters itself."""
+    return any(parameter is not None for parameter in module._parameters.values())
 
 
 def batch_norm_names(model: nn.Module) -> tuple[str, ...]:
@@ -109,12 +120,24 @@ def _optimizer_slots(job: Job, model: nn.Module) -> float:
     """Bytes of state per byte of parameter, seen on tiny parameters after one step."""
     parameters = _small_parameters(model)
     optimizer = job.optimizer(parameters)
-    for parameter in parameters:
+    # One of each group and shape is enough: an optimizer leaves out what has no gradient.
+    alike = {
+        parameter: (number, parameter.shape)
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    stepped = {kind: parameter for parameter, kind in alike.items()}
+    for parameter in stepped.values():
         parameter.grad = torch.zeros_like(parameter)
     try:
         optimizer.step()
     except Exception:  # an optimizer that wants a closure; Adam's two moments are the common case
         return 2.0
-    state = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
-    held = sum(value.numel() * value.itemsize for value in state if value.dim() > 0)
-    return held / max(1, sum(p.numel() * p.itemsize for p in parameters if p.dim() > 0))
+    held = {kind: _state_bytes(optimizer, parameter) for kind, parameter in stepped.items()}
+    whole = sum(p.numel() * p.itemsize for p in parameters if p.dim() > 0)
+    return sum(held[kind] for kind in alike.values()) / max(1, whole)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
+    state = [value for value in optimizer.state.get(parameter, {}).values() if torch.is_tensor(value)]
+    return sum(value.numel() * value.itemsize for value in state if value.dim() > 0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
@@ -24,7 +26,9 @@ from torch.utils.data import default_collate
 
 from meshwright.describe.blueprint import Blueprint, set_attributes
 from meshwright.describe.flow import Flow, Watcher
+from meshwright.describe.repeats import Follower, Repeats
 from meshwright.describe.tape import Slot
+from meshwright.describe.template import watch_calls
 from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
 
@@ -96,45 +100,80 @@ def _kind(value: Any) -> str:
     return "Tensor" if torch.is_tensor(value) else type(value).__name__
 
 
+class Understudy:
+    """What one model keeps from pass to pass: fake tensors, blocks that need not run each time, and flows."""
+
+    def __init__(self, repeats: Repeats) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.repeats = repeats
+        self.flows: dict[frozenset[str], Flow] = {}
+        """By the modules that were watched."""
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def stand_ins(self, blueprint: Blueprint) -> dict[str, torch.Tensor]:
+        """For one pass, which may put other tensors in the place of these."""
+        if self._tensors:
+            set_attributes(blueprint.model, blueprint.attributes, _attribute)
+        else:
+            self._tensors = _stand_ins(blueprint)
+        return dict(self._tensors)
+
+
 def observe(
-    job: Job, blueprint: Blueprint, watch: AbstractContextManager[Any] | None = None
+    job: Job,
+    blueprint: Blueprint,
+    watch: AbstractContextManager[Any] | None = None,
+    *,
+    understudy: Understudy | None = None,
 ) -> tuple[Observed | None, str]:
     """One step on fake tensors; on real ones where the model looks at values and is small; else the reason why not.
 
     `watch` is active meanwhile, closer to the model than the fake tensors are.
     """
-    return _on_fake_tensors(job, blueprint, make_batch(job, SAMPLES), lambda batch: _step(job, blueprint, batch, watch))
+    batch = make_batch(job, SAMPLES)
+    return _on_fake_tensors(blueprint, batch, partial(_step, job, blueprint, watch), understudy)
 
 
-def trace(job: Job, blueprint: Blueprint, watcher: Watcher, batch: Any = None) -> tuple[Flow | None, str]:
+def trace(
+    job: Job,
+    blueprint: Blueprint,
+    watcher: Watcher,
+    batch: Any = None,
+    *,
+    understudy: Understudy | None = None,
+    follower: Follower | None = None,
+) -> tuple[Flow | None, str]:
     """The flow of one forward pass and loss between the modules that `watcher` watches, as `observe` sees it."""
     batch = make_batch(job, SAMPLES) if batch is None else batch
 
-    def run(data: Any) -> Flow:
+    def run(data: Any, under: Understudy | None) -> Flow:
         watcher.forget()
-        tensors = _stand_ins(blueprint)
+        tensors = under.stand_ins(blueprint) if under else _stand_ins(blueprint)
         parameters = {name: tensors[name] for name, _ in blueprint.model.named_parameters()}
-        with watcher.watching(blueprint.model, parameters), _given(blueprint.model, tensors):
+        short = under.repeats.running(watcher, follower) if under else nullcontext()
+        with watcher.watching(blueprint.model, parameters), _given(blueprint.model, tensors), short:
             total, _ = _forward(job, blueprint.model, data)
         return watcher.flow(total)
 
-    return _on_fake_tensors(job, blueprint, batch, run)
+    return _on_fake_tensors(blueprint, batch, run, understudy)
 
 
 Result = TypeVar("Result")
 
 
 def _on_fake_tensors(
-    job: Job, blueprint: Blueprint, batch: Any, run: Callable[[Any], Result]
+    blueprint: Blueprint, batch: Any, run: Callable[[Any, Understudy | None], Result], understudy: Understudy | None
 ) -> tuple[Result | None, str]:
     """What `run` gives on a fake copy of the batch, or on the batch itself, or the reason why neither can be."""
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
+    if understudy is not None:
+        # Whatever goes wrong where blocks are left out is looked at again with all of them.
+        with suppress(Exception), understudy.mode:
+            return run(_fake(understudy.mode, batch), understudy), ""
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        # A batch may lie on a GPU; what is asked here is asked of a CPU.
-        fake = tree_map(lambda leaf: mode.from_tensor(leaf.cpu()) if torch.is_tensor(leaf) else leaf, batch)
         with mode:
-            return run(fake), ""
+            return run(_fake(mode, batch), None), ""
     except JobError:
         raise
     except Exception as error:
@@ -145,11 +184,16 @@ def _on_fake_tensors(
         if large:
             return None, one_line(error).removesuffix(".")
     try:
-        return run(tree_map(lambda leaf: leaf.cpu() if torch.is_tensor(leaf) else leaf, batch)), ""
+        return run(tree_map(lambda leaf: leaf.cpu() if torch.is_tensor(leaf) else leaf, batch), None), ""
     except JobError:
         raise
     except Exception as error:
         raise _misfit(error) from error
+
+
+def _fake(mode: FakeTensorMode, batch: Any) -> Any:
+    """A batch may lie on a GPU; what is asked here is asked of a CPU."""
+    return tree_map(lambda leaf: mode.from_tensor(leaf.cpu()) if torch.is_tensor(leaf) else leaf, batch)
 
 
 def _misfit(error: Exception) -> JobError:
@@ -159,18 +203,26 @@ def _misfit(error: Exception) -> JobError:
     )
 
 
-def _step(job: Job, blueprint: Blueprint, batch: Any, watch: AbstractContextManager[Any] | None) -> Observed:
+def _step(
+    job: Job, blueprint: Blueprint, watch: AbstractContextManager[Any] | None, batch: Any, under: Understudy | None
+) -> Observed:
     """Forward and backward with stand-ins for all parameters, buffers and plain tensors."""
     model = blueprint.model
-    tensors = _stand_ins(blueprint)
+    tensors = under.stand_ins(blueprint) if under else _stand_ins(blueprint)
     wanted = {name: tensors[name] for name, p in model.named_parameters() if p.requires_grad}
-    with _given(model, tensors):
-        with watch or nullcontext(), _calls(model) as called:
+    with _given(model, tensors), under.repeats.running() if under else nullcontext():
+        with watch or nullcontext(), watch_calls(model) as called:
             total, weight = _forward(job, model, batch)
         if not total.requires_grad:
             raise JobError("The loss does not depend on any trainable parameter; nothing could be trained.")
         gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
-    used = frozenset(name for name, gradient in zip(wanted, gradients, strict=True) if gradient is not None)
+    trained = {id(tensor) for tensor in under.repeats.trained} if under else set()
+    used = frozenset(
+        name
+        for (name, tensor), gradient in zip(wanted.items(), gradients, strict=True)
+        if gradient is not None or id(tensor) in trained
+    )
+    called |= under.repeats.called if under else set()
     return Observed(used, frozenset(called), None if torch.is_tensor(weight) else float(weight) / SAMPLES)
 
 
@@ -200,19 +252,6 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_meta:
         return tensor.detach().clone()
     empty = torch.empty_strided(size, stride, dtype=tensor.dtype, device="cpu")
+    if isinstance(empty, FakeTensor):
+        return empty
     return empty.normal_(std=0.02) if empty.is_floating_point() else empty.zero_()
-
-
-@contextmanager
-def _calls(model: nn.Module) -> Iterator[set[str]]:
-    """Names of the modules that are called meanwhile."""
-    called: set[str] = set()
-    hooks = [
-        module.register_forward_pre_hook(lambda module, args, name=name: called.add(name))
-        for name, module in model.named_modules()
-    ]
-    try:
-        yield called
-    finally:
-        for hook in hooks:
-            hook.remove()

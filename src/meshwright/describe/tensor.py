@@ -19,7 +19,8 @@ from torch import nn
 
 from meshwright.describe.blueprint import Blueprint
 from meshwright.describe.flow import Call, Flow, TensorLeaf, Value, Watcher
-from meshwright.describe.observe import trace
+from meshwright.describe.observe import Understudy, trace
+from meshwright.describe.repeats import Follower
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.tensor import ROLES, SOURCES, TensorPlan, TensorRow
@@ -45,16 +46,21 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, at
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
 
 
-def find_tensor_plan(job: Job, blueprint: Blueprint, blocks: Sequence[str]) -> TensorPlan:
+def find_tensor_plan(
+    job: Job, blueprint: Blueprint, blocks: Sequence[str], understudy: Understudy | None = None
+) -> TensorPlan:
     """Every layer with a weight matrix and what becomes of it. Raises JobError for a hint that does not fit."""
     model = blueprint.model
     layers = {name: module for name, module in model.named_modules() if _is_matrix(module)}
-    watcher = Watcher(_owners(model))
+    owners = _owners(model)
+    watcher = Watcher(owners)
     outputs = _Outputs(watcher, layers)
     watcher.seen = outputs.look
-    flow, unseen = trace(job, blueprint, watcher)
+    flow, unseen = trace(job, blueprint, watcher, understudy=understudy, follower=outputs)
+    if understudy is not None and flow is not None:
+        understudy.flows[frozenset(owners)] = flow
     given = _from_model(model, layers) | _from_job(job, layers)
-    found = _Finder(model, layers, flow, tuple(blocks), given, outputs)
+    found = _Finder(model, layers, flow, frozenset(blocks), given, outputs)
     return TensorPlan(rows=tuple(found.rows(unseen)), sequence=found.has_sequence())
 
 
@@ -77,10 +83,12 @@ def _is_matrix(module: nn.Module) -> bool:
 
 def _owners(model: nn.Module) -> list[str]:
     """Modules that own parameters and hold no other such modules, which would hide those."""
-    owners = {name for name, module in model.named_modules() if any(p is not None for p in module._parameters.values())}
-    return [
-        name for name in owners if not any(other.startswith(f"{name}." if name else "") for other in owners - {name})
-    ]
+    owners = [name for name, module in model.named_modules() if any(p is not None for p in module._parameters.values())]
+    above = {"" for name in owners if name}
+    for name in owners:
+        parts = name.split(".")
+        above |= {".".join(parts[:count]) for count in range(1, len(parts))}
+    return [name for name in owners if name not in above]
 
 
 def _from_job(job: Job, layers: Mapping[str, nn.Module]) -> dict[str, tuple[str, str]]:
@@ -123,13 +131,31 @@ def _role(role: str, module: nn.Module) -> str:
     return "vocabulary" if isinstance(module, nn.Embedding) and role != "whole" else role
 
 
-class _Outputs:
+class _Outputs(Follower):
     """Watches what becomes of linear layers' outputs: into how many heads they are cut, into how many pieces."""
 
     def __init__(self, watcher: Watcher, layers: Mapping[str, nn.Module]) -> None:
         self._watcher, self._layers = watcher, layers
         self.heads: dict[str, int] = {}
         self.pieces: dict[str, int] = {}
+        self._learned: dict[str, list[tuple[dict[str, int], str, int]]] = {}
+        """Of each block that ran first: what was noted in it, where, by the names in the block."""
+
+    def may_repeat(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Not where a block may cut the output of a layer before it."""
+        return all(self._origin(x) is None for x in inputs)
+
+    def learned(self, block: str) -> None:
+        self._learned[block] = [
+            (noted, name.removeprefix(block), number)
+            for noted in (self.heads, self.pieces)
+            for name, number in noted.items()
+            if name.startswith(f"{block}.")
+        ]
+
+    def repeated(self, block: str, first: str) -> None:
+        for noted, name, number in self._learned[first]:
+            noted.setdefault(block + name, number)
 
     def look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         if (func in _VIEWS or func in _SPLITS) and args[0].dim() > 0:
@@ -182,7 +208,7 @@ class _Finder:
     model: nn.Module
     layers: dict[str, nn.Module]
     flow: Flow | None
-    blocks: tuple[str, ...]
+    blocks: frozenset[str]
     given: dict[str, tuple[str, str]]
     outputs: _Outputs
     role: dict[str, str] = field(default_factory=dict)
@@ -201,6 +227,8 @@ class _Finder:
         for call in self.flow.calls if self.flow else ():
             self._note_readers(call.name, call.reads | call.needs)
         self._note_readers("", self.flow.needs if self.flow else frozenset())
+        self._called = {call.name for call in self.flow.calls} if self.flow else set()
+        self._call_blocks = [self._block(call.name) for call in self.flow.calls] if self.flow else []
 
     def _note_readers(self, reader: str, sources: frozenset[Any]) -> None:
         for source in sources:
@@ -240,7 +268,7 @@ class _Finder:
             return "its rows are renormalised or its gradient is sparse"
         if self.flow is None:
             return ""
-        if not any(call.name == name for call in self.flow.calls):
+        if name not in self._called:
             return NEVER_CALLED
         for parameter in self._names[name]:
             if any(parameter not in self._names.get(reader, ()) for reader in self._readers.get(parameter, ())):
@@ -302,7 +330,7 @@ class _Finder:
                 continue
             visited.add(source.call)
             other = self.flow.calls[source.call]
-            if self._block(other.name) != block:
+            if self._call_blocks[source.call] != block:
                 strange |= not block  # what comes out of blocks is the residual stream, which is whole
                 continue
             if other.name in self.layers:
@@ -318,7 +346,11 @@ class _Finder:
         return all(p.dim() < 2 for p in self.model.get_submodule(name).parameters())
 
     def _block(self, name: str) -> str:
-        return next((block for block in self.blocks if name.startswith(f"{block}.")), "")
+        """The block that a module lies in; blocks never lie in each other."""
+        while name := name.rpartition(".")[0]:
+            if name in self.blocks:
+                return name
+        return ""
 
     def _agree_on_tied(self) -> None:
         """Layers that share a weight are divided alike, or none of them is."""

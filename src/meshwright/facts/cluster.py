@@ -1,4 +1,7 @@
-"""What a job runs on: nodes, devices and their memory. `8xA100-40GB`, `4x8xH100-80GB`, `local`, or a JSON file."""
+"""What a job runs on: nodes, devices, their memory and the link between nodes.
+
+`8xA100-40GB`, `4x8xH100-80GB@3200Gbps`, `local`, or a JSON file. What those devices can do is in the catalogue.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ClusterError
+from meshwright.facts.links import BETWEEN_KINDS
+from meshwright.facts.overrides import check_overrides
 
 LOCAL = "local"
 """The device of a cluster that stands for this machine, until somebody looks at the machine."""
 
-_SHAPE = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<devices>\d+)x(?P<device>[A-Za-z].*)")
-_DEVICE = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_.]*(?:-[A-Za-z0-9_.]+)*?)(?:-(?P<memory>\d+(?:\.\d+)?)gi?b)?", re.I)
+_SHAPE = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<devices>\d+)x(?P<device>[A-Za-z][^@]*)(?:@(?P<link>.*))?")
+_DEVICE = re.compile(
+    r"(?P<name>[A-Za-z][A-Za-z0-9_.]*(?:-[A-Za-z0-9_.]+)*?)"
+    r"(?:-(?P<memory>\d+(?:\.\d+)?)gi?b(?P<form>-(?:pcie|sxm\d?))?)?",
+    re.I,
+)
+_LINK = re.compile(r"(?P<gbps>\d+(?:\.\d+)?)gbps(?::(?P<kind>[a-z]+))?", re.I)
 _FORMS = "Write DEVICESxNAME-MEMORY, as in 8xA100-40GB; NODESxDEVICESxNAME, as in 4x8xH100-80GB; local; or FILE.json."
+_LINK_FORMS = f"Write Gbit/s of a node, as in @3200Gbps or @400Gbps:roce; kinds are {', '.join(BETWEEN_KINDS)}."
 _JSON_FORM = '{"devices_per_node": 8, "device": "A100-40GB"}'
 
 
@@ -31,7 +42,13 @@ class Cluster:
     device: str
     """NAME or NAME-NNGB, as `A100-40GB`; `cpu`; or `local`, which is resolved where the machine can be seen."""
     memory_gib: float | None = None
-    """Memory of one device. None: what the device's name says, and unknown where it says nothing."""
+    """Memory of one device. None: what the device's name says, and the catalogue's where it says nothing."""
+    between_gbps: float | None = None
+    """Gbit/s of one node to the others. None: what nodes with this device usually have."""
+    between_kind: str | None = None
+    """What the nodes are joined by, one of BETWEEN_KINDS. None: what nodes with this device usually have."""
+    hardware: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Parts of `Hardware` that replace the catalogue's: what `probe` measured, or what somebody knows better."""
     source: str = field(default="", compare=False)
     """The file that it came from; "" where it came from text. Where a value came from is no part of the value."""
 
@@ -41,6 +58,8 @@ class Cluster:
         device, memory = _read_device(self.device)
         object.__setattr__(self, "device", device)
         object.__setattr__(self, "memory_gib", _check_memory(memory if self.memory_gib is None else self.memory_gib))
+        _check_link(self.between_gbps, self.between_kind)
+        object.__setattr__(self, "hardware", check_overrides(self.hardware))
         if device == LOCAL and self.devices != 1:
             raise ClusterError(f"local stands for this machine as it is and takes no count. {_FORMS}")
 
@@ -73,7 +92,8 @@ class Cluster:
             hint = f"; did you mean '1x{text}'?" if _DEVICE.fullmatch(text) else "."
             raise ClusterError(f"Cannot read the cluster {text!r}{hint} {_FORMS}")
         nodes, devices = int(found["nodes"] or 1), int(found["devices"])
-        return cls(nodes=nodes, devices_per_node=devices, device=found["device"])
+        gbps, kind = _read_link(found["link"])
+        return cls(nodes=nodes, devices_per_node=devices, device=found["device"], between_gbps=gbps, between_kind=kind)
 
     def __str__(self) -> str:
         # A file can say more than a shape can, so a cluster from a file is named by the file.
@@ -82,7 +102,7 @@ class Cluster:
         if self.device == LOCAL:
             return LOCAL
         nodes = f"{self.nodes}x" if self.nodes > 1 else ""
-        return f"{nodes}{self.devices_per_node}x{self.device}"
+        return f"{nodes}{self.devices_per_node}x{self.device}{_show_link(self.between_gbps, self.between_kind)}"
 
     @property
     def devices(self) -> int:
@@ -130,4 +150,30 @@ def _read_device(text: object) -> tuple[str, float | None]:
     if found["memory"] is None:
         return found[0], None
     # Device names say GB for what is GiB: an A100-40GB has 40 x 2^30 bytes on board.
-    return f"{found['name']}-{found['memory']}GB", float(found["memory"])
+    form = (found["form"] or "").upper().replace("PCIE", "PCIe")
+    return f"{found['name']}-{found['memory']}GB{form}", float(found["memory"])
+
+
+def _read_link(text: str | None) -> tuple[float | None, str | None]:
+    if text is None:
+        return None, None
+    found = _LINK.fullmatch(text)
+    if found is None:
+        raise ClusterError(f"Cannot read the link between nodes {text!r}. {_LINK_FORMS}")
+    return float(found["gbps"]), found["kind"] and found["kind"].lower()
+
+
+def _show_link(gbps: float | None, kind: str | None) -> str:
+    if gbps is None:
+        return ""
+    return f"@{int(gbps) if gbps == int(gbps) else gbps}Gbps{f':{kind}' if kind else ''}"
+
+
+def _check_link(gbps: object, kind: object) -> None:
+    is_number = isinstance(gbps, (int, float)) and not isinstance(gbps, bool) and gbps > 0
+    if gbps is not None and not is_number:
+        raise ClusterError(f"between_gbps is {gbps!r}, and has to be a number above 0. {_LINK_FORMS}")
+    if kind is not None and kind not in BETWEEN_KINDS:
+        raise ClusterError(f"The link between nodes is of kind {kind!r}, which is unknown. {_LINK_FORMS}")
+    if kind is not None and gbps is None:
+        raise ClusterError(f"The link between nodes has a kind, {kind}, but no speed. {_LINK_FORMS}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -17,6 +17,8 @@ from meshwright.facts.model import ModelFacts
 
 SENDS_INTEGERS = TorchVersion(torch.__version__) >= "2.13"
 """Older stages want a gradient of all that they receive."""
+EXACTLY = 1 << 40
+"""Costs are compared as whole numbers, so that equal blocks weigh the same wherever they stand."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +55,17 @@ def cut_stages(facts: ModelFacts, count: int, hint: Sequence[str] | None = None)
             f"{count} stages were asked for, but the model has {len(borders) + 1} blocks to put into them ({known}); "
             f"use at most {len(borders) + 1} stages, or name the first module of each stage in Job(stages=[...])."
         )
-    costs = _costs(facts)
+    until = [0, *accumulate(round(cost * EXACTLY) for cost in _costs(facts))]
 
     @cache
     def best(start: int, stages: int) -> tuple[float, tuple[int, ...]]:
         """The cost of the dearest of so many stages over the calls from `start` on, and where the later ones begin."""
         if stages == 1:
-            return sum(costs[start:]), ()
+            return until[-1] - until[start], ()
         options = []
         for border in (b for b in borders if b > start):
             dearest, later = best(border, stages - 1)
-            options.append((max(sum(costs[start:border]), dearest), (border, *later)))
+            options.append((max(until[border] - until[start], dearest), (border, *later)))
         return min(options, default=(float("inf"), ()))
 
     return Stages((0, *best(0, count)[1]), len(facts.calls))

@@ -1,0 +1,34 @@
+"""`meshwright probe`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.outcome import print_result
+
+NOTES = """The file's name stands for the cluster wherever one is asked for; its numbers replace the catalogue's.
+Leave the machine to itself meanwhile. Under torchrun on several nodes the link between them is measured, too."""
+
+
+def probe(
+    ranks: Annotated[int | None, typer.Option(min=1, help="Processes to start; from 2 on, links too.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The cluster file to write, as in cluster.json.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU is taken where there is one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """Measure this machine: matrix products, memory, copies, launches, and collectives by size.
+
+    [bold]meshwright probe[/]
+
+    [bold]meshwright probe --ranks 8 --out cluster.json[/]
+    """
+    from meshwright.report.probe import probe_page
+    from meshwright.runtime.probe import probe_command
+
+    document = probe_command(ranks=ranks, device=device, out=out)
+    if document is not None:
+        print_result(document, probe_page(document), as_json=as_json)

@@ -1,0 +1,209 @@
+"""Blocks that are alike run once in a pass; the others give what the first one gave, in their own names.
+
+A pass on fake tensors asks for structure, not for values, and eighty blocks of a transformer have one structure. So the
+first block of a kind runs as it is, and is watched. A later one that has the same modules, parameters and attributes
+and is called with inputs of the same layout returns fresh tensors that hang on its own inputs and parameters as the
+first one's did. Whatever casts doubt on that makes a block run as it is: a number of its own that is asked for, a
+tensor from elsewhere than its inputs, parameters and buffers, one that it changes or keeps, a number taken from a
+tensor, an autograd function of its own. What a block reaches through globals and closures is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.describe.flow import Source, Watcher
+from meshwright.describe.kinds import NotAlike, arrival_of, kind_of, numbers_of, surroundings
+from meshwright.describe.template import Template, input_source, learn
+
+
+class Follower:
+    """Somebody who notes things of his own during a pass, and is told of blocks that do not run."""
+
+    def may_repeat(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether a block with these inputs may be left out."""
+        return True
+
+    def learned(self, block: str) -> None:
+        """The first block of a kind has run."""
+
+    def repeated(self, block: str, first: str) -> None:
+        """A block was left out that is like the one that ran first."""
+
+
+@dataclass
+class Repeats:
+    """The blocks of a model that are like another one."""
+
+    blocks: dict[str, nn.Module]
+    kinds: dict[str, int]
+    """The kind of each block."""
+    numbers: dict[int, tuple[tuple[str, str], ...]]
+    """Of each kind: attributes, by module in the block and name, in which its blocks differ."""
+    called: set[str] = field(default_factory=set)
+    """Modules in blocks that were left out, which would have been called."""
+    trained: list[torch.Tensor] = field(default_factory=list)
+    """Parameters of blocks that were left out, to which a gradient would have come."""
+
+    @contextmanager
+    def running(self, watcher: Watcher | None = None, follower: Follower | None = None) -> Iterator[None]:
+        """Leave out what need not run, until the context ends."""
+        run = _Pass(self, _Echo(watcher) if watcher else None, follower or Follower())
+        before = {name: vars(block).get("forward") for name, block in self.blocks.items()}
+        for name, block in self.blocks.items():
+            block.forward = partial(run.forward, name, block.forward)
+        try:
+            yield
+        finally:
+            for name, block in self.blocks.items():
+                vars(block).pop("forward") if before[name] is None else vars(block).update(forward=before[name])
+        if run.echo is not None:
+            run.echo.finish()
+
+
+def find_repeats(model: nn.Module, blocks: Iterable[str]) -> Repeats:
+    """Those of the blocks that are like another one, but perhaps for their number."""
+    modules = {name: model.get_submodule(name) for name in blocks}
+    equal = _grouped(modules, numbered=False)
+    single = {names[0]: modules[names[0]] for names in equal if len(names) == 1}
+    groups = [names for names in (*equal, *_grouped(single, numbered=True)) if len(names) > 1]
+    kinds = {name: kind for kind, names in enumerate(groups) for name in names}
+    numbers = {kind: _differing([modules[name] for name in names]) for kind, names in enumerate(groups)}
+    return Repeats({name: modules[name] for name in kinds}, kinds, numbers)
+
+
+def _grouped(modules: dict[str, nn.Module], *, numbered: bool) -> list[list[str]]:
+    found: dict[Any, list[str]] = {}
+    for name, module in modules.items():
+        with suppress(NotAlike):
+            found.setdefault(kind_of(module, numbered=numbered), []).append(name)
+    return list(found.values())
+
+
+def _differing(blocks: Sequence[nn.Module]) -> tuple[tuple[str, str], ...]:
+    """Attributes whose whole numbers are not the same in all blocks."""
+    first, *others = map(numbers_of, blocks)
+    return tuple(place for place, number in first.items() if any(other[place] != number for other in others))
+
+
+@dataclass
+class _Pass:
+    """One forward pass, and backward where there is one."""
+
+    repeats: Repeats
+    echo: _Echo | None
+    follower: Follower
+    templates: dict[Any, Template | None] = field(default_factory=dict)
+    """By kind, layout of inputs and surroundings; None where every block has to run."""
+
+    def forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        inputs: list[torch.Tensor] = []
+        try:
+            arrival = arrival_of((args, kwargs), inputs)
+        except NotAlike:
+            return forward(*args, **kwargs)
+        if self.echo is not None and self.echo.is_hidden(name):
+            return forward(*args, **kwargs)
+        key = self.repeats.kinds[name], arrival, surroundings(), self.echo is not None and self.echo.is_watched
+        if key not in self.templates:
+            return self._learn(key, name, inputs, partial(forward, *args, **kwargs))
+        template = self.templates[key]
+        # The first one always runs, also when its forward pass is repeated in the backward pass.
+        if template is None or template.block == name or not self.follower.may_repeat(inputs):
+            return forward(*args, **kwargs)
+        return self._repeat(template, name, inputs)
+
+    def _learn(self, key: Any, name: str, inputs: list[torch.Tensor], run: Callable[[], Any]) -> Any:
+        watched = self.echo.watched_in(name) if self.echo is not None else ()
+        block, numbers = self.repeats.blocks[name], self.repeats.numbers[self.repeats.kinds[name]]
+        output, self.templates[key] = learn(name, block, inputs, run, watched=watched, numbers=numbers)
+        self.follower.learned(name)
+        return output
+
+    def _repeat(self, template: Template, name: str, inputs: list[torch.Tensor]) -> Any:
+        parameters = dict(self.repeats.blocks[name].named_parameters())
+        trained = [parameters[inner] for inner in template.trains]
+        output, made = template.make(inputs, trained, partial(self.repeats.trained.extend, trained))
+        self.repeats.called |= {f"{name}.{inner}" if inner else name for inner in template.called}
+        if self.echo is not None:
+            self.echo.tell(template, name, parameters, inputs, made)
+        self.follower.repeated(name, template.block)
+        return output
+
+
+class _Echo:
+    """Tells a watcher what it would have seen, had a block run. It knows the watcher from inside."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._first: dict[str, int] = {}
+        """The calls of blocks that are watched themselves and ran first, by block."""
+        self._later: dict[int, str] = {}
+        """The calls of blocks that were left out, with the one that ran first."""
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a watched call is under way: that of the block, unless it is hidden."""
+        return self._watcher._open is not None
+
+    def is_hidden(self, name: str) -> bool:
+        """Whether the block is part of a larger module that is watched as one."""
+        return self._watcher._open is not None and self._watcher._open.name != name
+
+    def watched_in(self, name: str) -> list[str]:
+        """Modules in a block that are watched; none if the block itself is."""
+        if self._watcher._open is not None:
+            self._first[name] = self._watcher._open.index
+            return []
+        return [inner.removeprefix(f"{name}.") for inner in self._watcher._names if inner.startswith(f"{name}.")]
+
+    def tell(
+        self,
+        template: Template,
+        name: str,
+        parameters: Mapping[str, torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor],
+    ) -> None:
+        watcher, offset = self._watcher, len(self._watcher.calls)
+        known = {inner: watcher.sources(tensor) for inner, tensor in parameters.items()}
+        known |= {input_source(place): watcher.sources(tensor) for place, tensor in enumerate(inputs)}
+        if watcher._open is not None:
+            read = _there({*template.reads, *map(input_source, template.touched)}, known, offset)
+            watcher._open.reads |= {source for source in read if isinstance(source, str)}
+            watcher._open.needs |= {source for source in read if not isinstance(source, str)}
+            self._later[watcher._open.index] = template.block
+            return
+        for call in template.calls:
+            reads = _there(call.reads, known, offset)
+            own = frozenset(source for source in reads if isinstance(source, str))
+            needs = _there(call.needs, known, offset) | (reads - own)
+            watcher.calls.append(replace(call, name=f"{name}.{call.name}", needs=needs, reads=own))
+            watcher._returned.append([])
+        for tensor, sources in zip(made, template.sources, strict=True):
+            watcher._sources[tensor] = _there(sources, known, offset)
+
+    def finish(self) -> None:
+        """Calls of blocks that were left out get what is known of the first one's."""
+        calls = self._watcher.calls
+        for index, block in self._later.items():
+            own = calls[index]
+            calls[index] = replace(calls[self._first[block]], name=own.name, needs=own.needs, reads=own.reads)
+
+
+def _there(sources: Iterable[Source], known: dict[str, frozenset[Source]], offset: int) -> frozenset[Source]:
+    """A template's sources as those of another block, whose calls begin at `offset`."""
+    found: set[Source] = set()
+    for source in sources:
+        if isinstance(source, str):
+            found |= known[source]
+        else:
+            found.add(replace(source, call=source.call + offset))
+    return frozenset(found)

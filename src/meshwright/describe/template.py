@@ -1,0 +1,260 @@
+"""Run one block and note what a block of the same kind would do with inputs of the same layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.describe.flow import CONSTANTS, NUMBERS, Call, Source, Watcher
+from meshwright.describe.kinds import NotAlike, state_of
+from meshwright.describe.number import counting
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that a block made and returned; another block returns one like it."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Given:
+    """One of the block's own inputs, returned as it came."""
+
+    place: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """What is known of the block that ran: inputs by their places, parameters by their names in the block."""
+
+    block: str
+    output: Any
+    """With `Made` and `Given` for tensors."""
+    touched: frozenset[int]
+    """Inputs that an operator reads."""
+    reads: frozenset[str]
+    """Parameters that an operator reads."""
+    reach: frozenset[int]
+    """Inputs to which the output hands a gradient on."""
+    trains: frozenset[str]
+    """Parameters to which the output hands a gradient on."""
+    called: frozenset[str]
+    """Modules in it that are called."""
+    calls: tuple[Call, ...] = ()
+    """The watched calls in it. Their sources are each other, the block's parameters, and `input_source`s."""
+    sources: tuple[frozenset[Source], ...] = ()
+    """Of each `Made`, as those of the calls are."""
+
+    def make(
+        self, inputs: Sequence[torch.Tensor], trained: Sequence[torch.Tensor], mark: Callable[[], None]
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """An output for these inputs, and the tensors that were made for it. `mark` is called if a gradient comes."""
+        made: list[torch.Tensor] = []
+        reached = [inputs[place] for place in sorted(self.reach)]
+
+        def build(part: Any) -> Any:
+            if isinstance(part, Given):
+                return inputs[part.place]
+            if isinstance(part, Made):
+                # One parameter is enough to make the output differentiable; `mark` speaks for all.
+                made.append(_Hang.apply(part, mark, *reached, *trained[:1]) if part.differentiable else part.empty())
+                return made[-1]
+            return _mapped(build, part)
+
+        return build(self.output), made
+
+
+def input_source(place: int) -> str:
+    """What a template calls an input where a source is meant; no parameter has a space in its name."""
+    return f"input {place}"
+
+
+def learn(
+    name: str,
+    block: nn.Module,
+    inputs: list[torch.Tensor],
+    run: Callable[[], Any],
+    *,
+    watched: Sequence[str],
+    numbers: Collection[tuple[str, str]],
+) -> tuple[Any, Template | None]:
+    """What `run`, the block's own forward pass, gives; and a template, where blocks like it can be left out by that.
+
+    `watched` are modules in the block, `numbers` attributes in which others differ from it.
+    """
+    watcher, parameters = Watcher(watched), dict(block.named_parameters())
+    sources = {input_source(place): tensor for place, tensor in enumerate(inputs)}
+    guard = _Guard(block, parameters, inputs)
+    with ExitStack() as stack:
+        called = stack.enter_context(watch_calls(block))
+        counted = stack.enter_context(counting(block, numbers))
+        if watched:
+            stack.enter_context(watcher.watching(block, parameters | sources))
+        stack.enter_context(guard)
+        output = run()
+    if any(number.asked for number in counted):
+        return output, None
+    try:
+        described, made = guard.describe(output)
+        reach, trains = _gradients(made, inputs, parameters)
+    except NotAlike:
+        return output, None
+    return output, Template(
+        block=name,
+        output=described,
+        touched=frozenset(guard.touched),
+        reads=frozenset(guard.reads),
+        reach=reach,
+        trains=trains,
+        called=frozenset(called),
+        calls=tuple(watcher.calls),
+        sources=tuple(watcher.sources(tensor) for tensor in made),
+    )
+
+
+@contextmanager
+def watch_calls(model: nn.Module) -> Iterator[set[str]]:
+    """Names of the modules that are called meanwhile."""
+    called: set[str] = set()
+    hooks = [
+        module.register_forward_pre_hook(lambda module, args, name=name: called.add(name))
+        for name, module in model.named_modules()
+    ]
+    try:
+        yield called
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Guard(TorchDispatchMode):
+    """Sees whether a block deals with anything but its inputs, its own tensors, and what it makes of them."""
+
+    def __init__(
+        self, block: nn.Module, parameters: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> None:
+        super().__init__()
+        self._block, self._state = block, state_of(block)
+        self._outer = [*inputs, *parameters.values(), *block.buffers()]
+        self._versions = [tensor._version for tensor in self._outer]
+        self._names = {id(tensor): name for name, tensor in parameters.items()}
+        self._places = {id(tensor): place for place, tensor in reversed(list(enumerate(inputs)))}
+        self._known = {id(tensor): tensor for tensor in self._outer}  # alive, so that no identity is used twice
+        self._strange = False
+        self.touched: set[int] = set()
+        self.reads: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                self._look(leaf)
+        self._strange |= isinstance(result, NUMBERS)
+        self._known |= {id(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        return result
+
+    def _look(self, tensor: torch.Tensor) -> None:
+        self._strange |= id(tensor) not in self._known
+        if id(tensor) in self._places:
+            self.touched.add(self._places[id(tensor)])
+        if id(tensor) in self._names:
+            self.reads.add(self._names[id(tensor)])
+
+    def describe(self, output: Any) -> tuple[Any, list[torch.Tensor]]:
+        """The output with `Made` and `Given` in it, and the tensors that stand behind the former."""
+        changed = [tensor._version for tensor in self._outer] != self._versions
+        if self._strange or changed or state_of(self._block) != self._state:
+            raise NotAlike
+        made: list[torch.Tensor] = []
+        described = self._part(output, made)
+        storages = [tensor.untyped_storage()._cdata for tensor in (*self._outer, *made)]
+        apart = len(set(storages)) - len(set(storages[: len(self._outer)])) == len(made)
+        if not apart or sum(tensor.requires_grad for tensor in made) > 1:
+            raise NotAlike
+        return described, made
+
+    def _part(self, part: Any, made: list[torch.Tensor]) -> Any:
+        if id(part) in self._places:
+            return Given(self._places[id(part)])
+        if isinstance(part, torch.Tensor) and id(part) in self._known:
+            made.append(part)
+            return Made(part.shape, part.stride(), part.dtype, part.requires_grad)
+        return _mapped(lambda inner: self._part(inner, made), part)
+
+
+class _Hang(torch.autograd.Function):
+    """An output that hangs on inputs and a parameter as far as gradients are concerned, and is computed of nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Made, mark: Callable[[], None], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.mark, ctx.layouts = mark, [(tensor.shape, tensor.dtype) for tensor in tensors]
+        return made.empty()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        ctx.mark()
+        coming = (gradients[0].shape, gradients[0].dtype)
+        return (
+            None,
+            None,
+            *(gradients[0] if own == coming else torch.empty(own[0], dtype=own[1]) for own in ctx.layouts),
+        )
+
+
+def _gradients(
+    made: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor]
+) -> tuple[frozenset[int], frozenset[str]]:
+    """Inputs and parameters that autograd's graph leads to."""
+    leaves, edges = _edges(made, {(tensor.grad_fn, tensor.output_nr) for tensor in inputs if tensor.grad_fn})
+    places = [
+        place
+        for place, tensor in enumerate(inputs)
+        if id(tensor) in leaves or (tensor.grad_fn, tensor.output_nr) in edges
+    ]
+    return frozenset(places), frozenset(name for name, tensor in parameters.items() if id(tensor) in leaves)
+
+
+def _edges(made: Sequence[torch.Tensor], ends: set[tuple[Any, int]]) -> tuple[set[int], set[tuple[Any, int]]]:
+    """The leaves, by identity, and those of the ends that are found on the way back from tensors."""
+    leaves: set[int] = set()
+    waiting = [(tensor.grad_fn, tensor.output_nr) for tensor in made if tensor.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        edge = waiting.pop()
+        node: Any = edge[0]
+        if edge in ends:
+            continue
+        if isinstance(node, BackwardCFunction):
+            raise NotAlike  # an author's own function may keep a gradient to itself
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        fresh = {following for following in node.next_functions if following[0] is not None} - seen
+        seen |= fresh
+        waiting += fresh
+    return leaves, seen & ends
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """A plain container with its parts changed, or a constant."""
+    if type(value) in (tuple, list):
+        return type(value)(change(part) for part in value)
+    if type(value) is dict:
+        return {key: change(part) for key, part in value.items()}
+    if isinstance(value, CONSTANTS):
+        return value
+    raise NotAlike

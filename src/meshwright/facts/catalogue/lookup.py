@@ -1,0 +1,142 @@
+"""From a cluster to the numbers that a forecast divides by."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any
+
+from meshwright.errors import ClusterError
+from meshwright.facts.catalogue.cards import CARDS, OTHER_NAMES, UNKNOWN_GPU, Card
+from meshwright.facts.cluster import LOCAL, Cluster
+from meshwright.facts.hardware import Hardware, Link
+from meshwright.facts.links import KINDS
+from meshwright.facts.overrides import is_complete, lay_over
+from meshwright.units import GIB
+
+MEASURED = "measured"
+"""How the source of a measured number begins: it is what is reached, where a data sheet's is what could be."""
+GBPS = 1e9 / 8
+"""Bytes a second."""
+_LAUNCH = 6e-6
+_CPU_LAUNCH = 4e-6
+
+
+def hardware_of(cluster: Cluster) -> Hardware:
+    """What a node of the cluster can do: the catalogue's numbers, with what the cluster says of itself laid over."""
+    if cluster.device == LOCAL:
+        raise ClusterError("local stands for this machine, which has to be looked at first: use `local_cluster()`.")
+    name = catalogue_name(cluster.device)
+    if name is None and not is_complete(cluster.hardware):
+        raise ClusterError(_unknown(cluster.device))
+    base = hardware_of_device(name)
+    hardware = Hardware.from_json(lay_over(base.to_json(), cluster.hardware)) if cluster.hardware else base
+    return _with_memory(_with_link(replace(hardware, device=cluster.device), cluster), cluster)
+
+
+def hardware_of_device(name: str | None) -> Hardware:
+    """What the catalogue says of one of its names; of a GPU that it does not know for None."""
+    card = UNKNOWN_GPU if name is None else CARDS[name]
+    is_cpu = name == "cpu"
+    kind, rate = card.within
+    return Hardware(
+        device=name or "gpu",
+        memory=round(card.gib * GIB),
+        flops={dtype: rate * 1e12 for dtype, rate in card.tflops.items()},
+        bandwidth=card.gb_s * 1e9,
+        launch=_CPU_LAUNCH if is_cpu else _LAUNCH,
+        within=Link(kind=kind, bandwidth=rate * 1e9, latency=KINDS[kind].latency),
+        between=_between(card.node.gbps, card.node.kind),
+        host=Link(kind="shared-memory" if is_cpu else "pcie", bandwidth=card.host_gb_s * 1e9, latency=10e-6),
+        host_memory=round(card.node.host_gib * GIB),
+        sources=_sources(card),
+    )
+
+
+def catalogue_names() -> tuple[str, ...]:
+    """Every device that the catalogue knows."""
+    return tuple(CARDS)
+
+
+def catalogue_name(device: str) -> str | None:
+    """The catalogue's name for what a user calls a device; None where it has none."""
+    by_folded = {_fold(name): name for name in CARDS} | {_fold(other): name for other, name in OTHER_NAMES.items()}
+    return by_folded.get(_fold(device))
+
+
+def name_of_gpu(name: str, memory: int) -> str | None:
+    """The catalogue's name for what a driver calls a GPU, as in `NVIDIA A100-SXM4-40GB`; None where it has none."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    fitting = [
+        known for known, card in CARDS.items() if _model(known) <= words and abs(memory / GIB / card.gib - 1) < 0.05
+    ]
+    if "nvl" in words:  # two H100 on one board: the memory of no other
+        return None
+    by_form = [known for known in fitting if known.endswith("-PCIe") == ("pcie" in words)]
+    return next(iter(by_form or fitting), None)
+
+
+def is_measured(hardware: Hardware, field: str) -> bool:
+    """Whether a number (`within.bandwidth`, say) was measured, and so needs no allowance for what is not reached."""
+    return hardware.sources.get(field, "").startswith(MEASURED)
+
+
+def _model(name: str) -> set[str]:
+    """The words of a catalogue's name that tell the model: `RTX-4090` and `A100`, without memory and form."""
+    return set(re.sub(r"-\d+gb|-pcie", "", name.lower()).split("-"))
+
+
+def _fold(name: str) -> str:
+    """SXM is the usual form, and `A100-80GB-SXM4` and `A100-SXM-80GB` are `A100-80GB`."""
+    return re.sub(r"-sxm\d?|nvidia-|[-_ ]", "", name.lower().replace("geforce-", ""))
+
+
+def _unknown(device: str) -> str:
+    stem = _fold(device)
+    variants = [name for name in CARDS if stem and _fold(name).startswith(stem)]
+    near = get_close_matches(device.upper(), [*CARDS, *OTHER_NAMES], 1, cutoff=0.4)
+    if variants:
+        hint = f"it comes as {', '.join(variants)}: say which."
+    else:
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint += f"It knows {', '.join(CARDS)}; `meshwright probe --out cluster.json` measures any other."
+    return f"The catalogue has no device {device!r}; {hint}"
+
+
+def _between(gbps: float, kind: str) -> Link:
+    return Link(kind=kind, bandwidth=gbps * GBPS, latency=KINDS[kind].latency)
+
+
+def _with_link(hardware: Hardware, cluster: Cluster) -> Hardware:
+    if cluster.between_gbps is None:
+        return hardware
+    between = _between(cluster.between_gbps, cluster.between_kind or hardware.between.kind)
+    said = {"between.bandwidth": "the cluster's text", "between.latency": KINDS[between.kind].source}
+    return replace(hardware, between=between, sources={**hardware.sources, **said})
+
+
+def _with_memory(hardware: Hardware, cluster: Cluster) -> Hardware:
+    """A memory that is not the one in the device's name was measured, or is known better."""
+    nominal = Cluster(device=cluster.device).memory_gib
+    if cluster.memory_gib is None or cluster.memory_gib == nominal or "memory" in cluster.hardware:
+        return hardware
+    sources = {**hardware.sources, "memory": "the cluster's file"}
+    return replace(hardware, memory=round(cluster.memory_gib * GIB), sources=sources)
+
+
+def _sources(card: Card) -> dict[str, Any]:
+    within = KINDS[card.within[0]].source
+    return {
+        "memory": "what torch.cuda.get_device_properties tells on such a device, to 0.3 GiB",
+        "flops": f"{card.sheet}: peak rates by format, dense",
+        "bandwidth": f"{card.sheet}: memory bandwidth",
+        "launch": "assumed of eager PyTorch on a current server's core, until probe measures it",
+        "within.bandwidth": f"{card.sheet}: interconnect, half of the total of both directions",
+        "within.latency": within,
+        "between.bandwidth": card.node.name,
+        "between.latency": KINDS[card.node.kind].source,
+        "host.bandwidth": f"{card.sheet}: the slot's rate in one direction",
+        "host.latency": "assumed of one copy between host and device",
+        "host_memory": card.node.name,
+    }

@@ -1,0 +1,83 @@
+"""What a cluster file says of its hardware: any part of `Hardware`, checked, and laid over what the catalogue says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from meshwright.errors import ClusterError
+from meshwright.facts.hardware import Hardware, Link
+
+_LINKS = ("within", "between", "host")
+_KEYS = tuple(item.name for item in fields(Hardware))
+_LINK_KEYS = tuple(item.name for item in fields(Link))
+_WORDS = ("device", "kind")
+
+
+def check_overrides(value: object) -> dict[str, Any]:
+    """The overrides as they are; an error that names the first key or number that cannot be."""
+    found = _as_mapping("hardware", value)
+    for key, part in found.items():
+        _check_key("hardware", key, _KEYS)
+        if key in _LINKS:
+            _check_link(key, part)
+        elif key == "flops":
+            for dtype, number in _as_mapping("hardware.flops", part).items():
+                _check_number(f"hardware.flops.{dtype}", number)
+        elif key == "sources":
+            _as_mapping("hardware.sources", part)
+        elif key not in _WORDS:
+            _check_number(f"hardware.{key}", part)
+    return dict(found)
+
+
+def lay_over(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON of a `Hardware` with parts replaced; links, flops and sources are replaced by their own parts.
+
+    A number that is replaced loses the source it had.
+    """
+    result = {**base, "sources": dict(base.get("sources", {}))}
+    for key, part in overrides.items():
+        if key in (*_LINKS, "flops"):
+            result[key] = {**base.get(key, {}), **part}
+        elif key != "sources":
+            result[key] = part
+        if key in _LINKS:
+            result["sources"].update({f"{key}.{name}": "the cluster's file" for name in part})
+        elif key != "sources":
+            result["sources"][key] = "the cluster's file"
+    result["sources"].update(overrides.get("sources", {}))
+    return result
+
+
+def is_complete(overrides: Mapping[str, Any]) -> bool:
+    """Whether they say all that there is to say, so that no catalogue is needed."""
+    needed = set(_KEYS) - {"sources", "device"}
+    return needed <= set(overrides) and all(set(_LINK_KEYS) <= set(overrides[name]) for name in _LINKS)
+
+
+def _check_link(name: str, value: object) -> None:
+    for key, part in _as_mapping(f"hardware.{name}", value).items():
+        _check_key(f"hardware.{name}", key, _LINK_KEYS)
+        if key not in _WORDS:
+            _check_number(f"hardware.{name}.{key}", part)
+
+
+def _as_mapping(name: str, value: object) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    raise ClusterError(f'{name} is {value!r}, and has to be a JSON object, as in {{"hardware": {{"launch": 5e-6}}}}.')
+
+
+def _check_key(where: str, key: str, known: tuple[str, ...]) -> None:
+    if key not in known:
+        near = get_close_matches(key, known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ClusterError(f"{where} has no key {key!r}; {hint}Keys: {', '.join(known)}.")
+
+
+def _check_number(name: str, number: object) -> None:
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
+        raise ClusterError(f"{name} is {number!r}, and has to be a number above 0: bytes, seconds, or those a second.")

@@ -1,0 +1,68 @@
+"""The quick grade of forecast: closed form over a model's costs, thousands of candidates a second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.facts.forecast import Forecast
+from meshwright.facts.hardware import Hardware
+from meshwright.planner.arrangement import Arrangement
+from meshwright.planner.memory import forecast_memory
+from meshwright.planner.stagewise import Loads
+from meshwright.planner.time import Timing, forecast_time
+
+GIB = 2**30
+CONTEXT = 1.2 * GIB
+"""What a CUDA process takes of its device beside tensors: its context, and workspaces of cuBLAS and NCCL."""
+MARGIN = 0.025
+"""The share of a device's memory that a caching allocator cannot put to use in the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """What one step would take."""
+
+    ranks: tuple[Forecast, ...]
+    """Memory by cause of one rank of each pipeline stage, and on the fullest of them also the time."""
+    fullest: int
+    """Which of these ranks holds most."""
+    timing: Timing
+
+    @property
+    def forecast(self) -> Forecast:
+        """Of the fullest rank."""
+        return Forecast(memory=self.ranks[self.fullest].memory, time=self.timing.parts)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the fullest rank's allocator holds."""
+        return self.ranks[self.fullest].peak
+
+    @property
+    def peak(self) -> int:
+        """Bytes allocated on the fullest rank."""
+        return allocated(self.ranks[self.fullest])
+
+    def fits(self, hardware: Hardware) -> bool:
+        return self.reserved <= usable(hardware)
+
+
+def usable(hardware: Hardware) -> float:
+    """Bytes of a device that tensors can have."""
+    if hardware.device == "cpu":
+        return float(hardware.memory)
+    return hardware.memory * (1 - MARGIN) - CONTEXT
+
+
+def allocated(forecast: Forecast) -> int:
+    return forecast.peak - forecast.memory.get("allocator", 0)
+
+
+def account(arrangement: Arrangement, loads: Loads, hardware: Hardware, per_node: int) -> Account:
+    """Memory and time of an arrangement; raises `Refused` where the model cannot be cut so."""
+    timing = forecast_time(arrangement, loads, hardware, per_node)
+    far = arrangement.pp > 1 and arrangement.ranks > per_node
+    stalls = far and (timing.stalls or arrangement.tp > per_node)
+    ranks = tuple(forecast_memory(arrangement, loads, stalls=stalls))
+    fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].peak)
+    return Account(ranks=ranks, fullest=fullest, timing=timing)

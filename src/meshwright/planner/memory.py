@@ -1,0 +1,110 @@
+"""Bytes by cause on the fullest rank of each pipeline stage, in closed form."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from meshwright import schedules
+from meshwright.facts.forecast import Forecast
+from meshwright.planner.arrangement import Arrangement
+from meshwright.planner.stagewise import Loads, StageLoad
+
+GATHERED_UNITS = 2
+"""Blocks that FSDP2 holds whole at a time: the one that computes and the next one, which is being gathered."""
+SLACK = 0.10
+"""What the caching allocator holds beyond what is asked of it, as a share of activations and temporaries: blocks that
+do not fit what is asked for next (measured on an H200: 2 to 9 % of the peak in eager, docs/tracing.md)."""
+
+
+def forecast_memory(arrangement: Arrangement, loads: Loads, *, stalls: bool = False) -> list[Forecast]:
+    """One forecast for each pipeline rank, in order; raises `Refused` where the model cannot be cut so."""
+    stages = loads.of(arrangement, stalls=stalls)
+    return [_of_rank(arrangement, stages, rank) for rank in range(arrangement.pp)]
+
+
+def _of_rank(arrangement: Arrangement, stages: tuple[StageLoad, ...], rank: int) -> Forecast:
+    own = [stages[stage] for stage in _stages_of(arrangement, rank)]
+    flights = in_flight(arrangement)[rank]
+    kept, climb = _activations(own, flights)
+    logits = min(climb, max(stage.logits for stage in own))
+    memory = {
+        **_states(arrangement, own),
+        "activations": kept + climb - logits,
+        "gathered": _gathered(arrangement, own),
+        "logits": logits,
+    }
+    memory["communication"] = _buffers(arrangement, own)
+    memory["allocator"] = SLACK * (kept + climb)
+    return Forecast(memory={cause: round(size) for cause, size in memory.items()})
+
+
+def _states(arrangement: Arrangement, own: list[StageLoad]) -> dict[str, float]:
+    elements, trainable = sum(s.elements for s in own), sum(s.trainable for s in own)
+    on_device = 0 if arrangement.offload else 1
+    optimizer = trainable * arrangement.moment_bytes + elements * arrangement.master_bytes
+    parameters = elements * (arrangement.parameter_bytes / arrangement.parameters_over + arrangement.cast_bytes)
+    return {
+        "parameters": 0.0 if arrangement.offload == "params" else parameters,
+        "gradients": trainable * (arrangement.gradient_bytes / arrangement.gradients_over + arrangement.beside_bytes),
+        "optimizer": on_device * optimizer / arrangement.optimizer_over,
+    }
+
+
+def _activations(own: list[StageLoad], flights: tuple[int, ...]) -> tuple[float, float]:
+    """Bytes that other micro-batches keep while the fullest moment of one is passed through, and that moment's."""
+    others = [max(0, count - 1) * stage.kept for stage, count in zip(own, flights, strict=True)]
+    fullest = max(range(len(own)), key=lambda i: own[i].climb - own[i].kept)
+    resting = sum(stage.kept for i, stage in enumerate(own) if i != fullest and flights[i])
+    return sum(others) + resting, own[fullest].climb
+
+
+def _gathered(arrangement: Arrangement, own: list[StageLoad]) -> float:
+    """Parameters that are whole for a while, and gradients that are not divided yet."""
+    if not arrangement.gathers:
+        return 0.0
+    low = {"fp32": 4}.get(arrangement.precision, 2)
+    blocks = [unit.elements for stage in own for unit in stage.units if unit.is_block]
+    whole = sum(stage.elements for stage in own)
+    rest = whole - sum(blocks)
+    """What is in no block is gathered with the model's root and stays."""
+    held = GATHERED_UNITS * max(blocks, default=0) + rest if arrangement.reshards else whole
+    gradients = max([*blocks, rest], default=0) * (low + arrangement.reduce_bytes)
+    return held * low + gradients
+
+
+def _buffers(arrangement: Arrangement, own: list[StageLoad]) -> float:
+    """What a sum over ranks needs beside the gradients themselves."""
+    if arrangement.data == 1 or arrangement.gathers:
+        return 0.0
+    largest = max((unit.elements for stage in own for unit in stage.units), default=0)
+    if arrangement.optimizer_over > 1:
+        return float(largest * arrangement.reduce_bytes)
+    return 0.0
+
+
+def _stages_of(arrangement: Arrangement, rank: int) -> list[int]:
+    if arrangement.virtual == 1:
+        return [rank]
+    if arrangement.schedule in ("zbv", "dualpipev"):
+        return [rank, 2 * arrangement.pp - 1 - rank]
+    return [rank + turn * arrangement.pp for turn in range(arrangement.virtual)]
+
+
+@lru_cache(maxsize=4096)
+def _flights(schedule: str, ranks: int, virtual: int, micro_batches: int) -> tuple[tuple[int, ...], ...]:
+    if schedule == "1f1b":
+        return tuple((min(micro_batches, ranks - rank),) for rank in range(ranks))
+    if schedule in ("gpipe", "layers"):
+        return tuple((micro_batches if schedule == "gpipe" else 1,) for _ in range(ranks))
+    # What is in flight does not grow once the pipeline is full, so a short run tells of a long one.
+    count = schedules.micro_batches_near(schedule, ranks, min(micro_batches, 4 * ranks))
+    made = schedules.make(schedule, ranks, count)
+    found = schedules.count_in_flight(made, until=schedules.Kind.BACKWARD_WEIGHT)
+    return tuple(tuple(found.stages[stage] for stage in made.stages_of(rank)) for rank in range(ranks))
+
+
+def in_flight(arrangement: Arrangement) -> tuple[tuple[int, ...], ...]:
+    """For each pipeline rank, how many micro-batches each of its stages keeps activations of."""
+    if arrangement.pp == 1:
+        return ((1,),)
+    return _flights(arrangement.schedule, arrangement.pp, arrangement.virtual, arrangement.micro_batches)

@@ -1,0 +1,195 @@
+"""Rows of measured runs, in the columns of public benchmark tables: read, and put into the planner's own words."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.describe.decoder import Shape
+from meshwright.errors import BadInput
+from meshwright.facts.cluster import Cluster
+from meshwright.planner.arrangement import ITEMSIZE, Arrangement
+
+NEEDED = (
+    "arch n_layers d_model n_heads d_ff vocab seq_len gpu gpus_per_node n_gpus dp_replicate dp_shard zero_stage tp pp "
+    "micro_batch grad_accum status"
+).split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured run of a decoder."""
+
+    name: str
+    arch: str
+    shape: Shape
+    cluster: Cluster
+    arrangement: Arrangement
+    fits: bool
+    tokens_per_s: float | None
+    """Of one device."""
+    peak_gib: float | None
+    loss: str = "plain"
+    """How cross entropy is computed: "plain", "shifted" as Megatron and nanotron do, or "fused" as MPT's trainer does."""
+
+    @property
+    def cell(self) -> tuple[str, int]:
+        """Runs that could have been chosen between."""
+        return self.arch, self.cluster.devices
+
+    @property
+    def step(self) -> float | None:
+        """Measured seconds of one step."""
+        if self.tokens_per_s is None:
+            return None
+        a = self.arrangement
+        samples = a.data * a.micro_batch * a.micro_batches
+        return samples * self.shape.length / (self.tokens_per_s * self.cluster.devices)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a CSV file; an error names the line and the column that cannot be read."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+            if missing:
+                raise BadInput(f"{path} has no column {missing[0]!r}; needed are {', '.join(NEEDED)}.")
+            return [_read(values, path, number) for number, values in enumerate(reader, start=2)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"Cannot read {path}: {error}.") from error
+
+
+def _read(values: Mapping[str, Any], path: Path, line: int) -> Row:
+    try:
+        return _row(values, line)
+    except (ValueError, KeyError) as error:
+        raise BadInput(f"{path}, line {line}: {error}.") from error
+
+
+def _row(values: Mapping[str, Any], line: int) -> Row:
+    number = _Numbers(values)
+    learned = values["arch"].lower().startswith(("mpt", "gpt"))
+    # Gradients are summed in another dtype than the parameters have, beside them: Megatron's way, and its loss.
+    accumulators = _dtype(values, "grad_dtype", "fp32") != _dtype(values, "param_dtype", "fp32")
+    return Row(
+        name=values.get("row") or f"line {line}",
+        arch=values["arch"],
+        shape=Shape(
+            layers=number("n_layers"),
+            width=number("d_model"),
+            heads=number("n_heads"),
+            kv_heads=number("n_kv_heads", number("n_heads")),
+            feed_forward=number("d_ff"),
+            vocabulary=number("vocab"),
+            length=number("seq_len"),
+            gated=_is_true(values.get("gated_mlp")),
+            tied=_is_true(values.get("tied_embeddings")),
+            norm="layer" if learned else "rms",
+            positions="learned" if learned else "rotary",
+            biases=learned,
+        ),
+        cluster=_cluster(values, number),
+        arrangement=_arrangement(values, number),
+        fits=values["status"] == "ok",
+        tokens_per_s=_float(values.get("tok_s_gpu")),
+        peak_gib=_float(values.get("peak_mem_gib")),
+        loss="fused" if values["arch"].lower().startswith("mpt") else "shifted" if accumulators else "plain",
+    )
+
+
+def _cluster(values: Mapping[str, Any], number: _Numbers) -> Cluster:
+    devices, per_node = number("n_gpus"), number("gpus_per_node")
+    return Cluster(
+        nodes=-(-devices // per_node),
+        devices_per_node=min(devices, per_node),
+        device=values["gpu"],
+        memory_gib=_float(values.get("gpu_mem_gib")),
+        between_gbps=_float(values.get("inter_node_gbps")) if devices > per_node else None,
+        between_kind=_link(values) if devices > per_node else None,
+    )
+
+
+NETWORKS = {"nanotron": "efa", "llm-foundry": "roce", "fms-fsdp": "roce"}
+"""What joins the nodes of public sweeps, by a word of their source: Hugging Face's cluster is made of AWS p5 nodes, and
+the other two name RoCE."""
+
+
+def _link(values: Mapping[str, Any]) -> str | None:
+    """What joins the nodes: a column of its own, or what is known of the source."""
+    if values.get("inter_node_link"):
+        return str(values["inter_node_link"])
+    source = values.get("source") or ""
+    return next((kind for word, kind in NETWORKS.items() if word in source), None)
+
+
+def _arrangement(values: Mapping[str, Any], number: _Numbers) -> Arrangement:
+    shards, replicas, stage = number("dp_shard"), number("dp_replicate"), number("zero_stage")
+    compute = _dtype(values, "compute_dtype", "bf16")
+    rest, gradient = ITEMSIZE[_dtype(values, "param_dtype", "fp32")], ITEMSIZE[_dtype(values, "grad_dtype", "fp32")]
+    master = ITEMSIZE[_dtype(values, "master_dtype", "fp32")]
+    over = shards if stage else 1
+    beside = master > rest
+    return Arrangement(
+        data=shards * replicas,
+        shards=over,
+        tp=number("tp"),
+        pp=number("pp"),
+        schedule=values.get("pp_schedule") or ("1f1b" if number("pp") > 1 else ""),
+        micro_batch=number("micro_batch"),
+        micro_batches=number("grad_accum"),
+        precision=compute,
+        recompute=values.get("activation_ckpt") or "none",
+        compile=_is_true(values.get("compile")),
+        parameters_over=over if stage == 3 else 1,
+        gradients_over=over if stage >= 2 else 1,
+        optimizer_over=over,
+        parameter_bytes=rest,
+        gradient_bytes=gradient,
+        beside_bytes=rest if gradient > rest and stage < 2 and number("grad_accum") > 1 else 0,
+        moment_bytes=2 * master,
+        master_bytes=master if beside else 0,
+        cast_bytes=0 if ITEMSIZE[compute] == rest or stage == 3 else ITEMSIZE[compute],
+        reshards=stage == 3,
+        reduce_bytes=gradient,
+        # What is summed beside the parameters is sent when the sum is complete.
+        overlaps=gradient == rest or stage >= 2,
+        sequence=_is_true(values.get("sequence_parallel")),
+    )
+
+
+class _Numbers:
+    """Reads whole numbers from a row, with the column's name in the error."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def __call__(self, name: str, default: int | None = None) -> int:
+        text = self._values.get(name) or ""
+        if not text and default is not None:
+            return default
+        try:
+            number = float(text)
+        except ValueError:
+            raise ValueError(f"{name} is {text!r}, and has to be a number") from None
+        if number != int(number) or number < (0 if name == "zero_stage" else 1):
+            raise ValueError(f"{name} is {text!r}, and has to be a whole number of at least 1")
+        return int(number)
+
+
+def _dtype(values: Mapping[str, Any], name: str, default: str) -> str:
+    dtype = values.get(name) or default
+    if dtype not in ITEMSIZE:
+        raise ValueError(f"{name} is {dtype!r}; known are {', '.join(ITEMSIZE)}")
+    return str(dtype)
+
+
+def _is_true(text: Any) -> bool:
+    return str(text or "").strip().lower() in ("true", "1", "yes")
+
+
+def _float(text: Any) -> float | None:
+    return float(text) if text not in (None, "") else None

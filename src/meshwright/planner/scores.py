@@ -1,0 +1,98 @@
+"""How good forecasts are: errors of memory and time, who fits, and what following the first choice would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+from meshwright.planner.account import GIB, Account
+from meshwright.planner.rows import Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A row and what the planner says of it."""
+
+    row: Row
+    account: Account | None
+    """None where it is refused."""
+    fits: bool
+    reason: str = ""
+    """Why it is refused, or does not fit."""
+
+    @property
+    def memory_error(self) -> float | None:
+        """Relative. A pipeline's measurement is that of its first rank, which is who prints."""
+        if self.account is None or self.row.peak_gib is None:
+            return None
+        return self.account.ranks[0].peak / GIB / self.row.peak_gib - 1
+
+    @property
+    def time_error(self) -> float | None:
+        """Relative, of a step's seconds."""
+        if self.account is None or self.row.step is None:
+            return None
+        return self.account.timing.total / self.row.step - 1
+
+
+def score(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """All scores, as `validate --json` prints them."""
+    return {
+        "rows": len(outcomes),
+        "memory": _errors(outcome.memory_error for outcome in outcomes),
+        "time": _errors(outcome.time_error for outcome in outcomes),
+        "fit": _fit(outcomes),
+        "regret": _regret(outcomes),
+    }
+
+
+def _errors(found: Iterable[float | None]) -> dict[str, Any]:
+    errors = [error for error in found if error is not None]
+    if not errors:
+        return {"n": 0, "mape": None, "median_abs": None, "median_signed": None}
+    return {
+        "n": len(errors),
+        "mape": mean(map(abs, errors)),
+        "median_abs": median(map(abs, errors)),
+        "median_signed": median(errors),
+    }
+
+
+def _fit(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    failed = [outcome for outcome in outcomes if not outcome.row.fits]
+    ran = [outcome for outcome in outcomes if outcome.row.fits]
+    return {
+        "n": len(outcomes),
+        "recall": mean(not outcome.fits for outcome in failed) if failed else None,
+        "false_alarm": mean(not outcome.fits for outcome in ran) if ran else None,
+    }
+
+
+def _regret(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """In each cell, how much slower the measured run of our first choice is than the fastest measured run."""
+    cells: dict[Any, list[Outcome]] = {}
+    for outcome in outcomes:
+        cells.setdefault((outcome.row.cell, outcome.row.shape), []).append(outcome)
+    found = [_cell_regret(members) for members in cells.values() if len(members) > 1]
+    regrets = sorted(regret for regret in found if regret is not None)
+    if not regrets:
+        return {"cells": 0, "median": None, "p90": None}
+    return {"cells": len(regrets), "median": median(regrets), "p90": regrets[min(len(regrets) - 1, len(regrets) * 9 // 10)]}
+
+
+def _cell_regret(members: list[Outcome]) -> float | None:
+    steps = [speed for outcome in members if (speed := outcome.row.tokens_per_s) is not None]
+    known = [outcome for outcome in members if outcome.fits and outcome.account is not None]
+    if not steps or not known:
+        return None
+    chosen = max(known, key=_forecast_speed)
+    # A first choice that did not run costs the whole run.
+    return max(steps) / chosen.row.tokens_per_s - 1 if chosen.row.tokens_per_s else 1.0
+
+
+def _forecast_speed(outcome: Outcome) -> float:
+    assert outcome.account is not None
+    a = outcome.row.arrangement
+    return a.data * a.micro_batch * a.micro_batches / outcome.account.timing.total

@@ -1,0 +1,216 @@
+"""What each pipeline stage computes, keeps and holds, for one micro-batch size and one degree of tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from meshwright.errors import Refused
+from meshwright.facts.costs import ModelCosts, UnitCosts
+from meshwright.facts.hardware import Hardware
+from meshwright.facts.model import ModelFacts
+from meshwright.planner import kernels
+from meshwright.planner.arrangement import Arrangement
+from meshwright.strategies.stages import Stages, cut_stages
+
+
+MET = 1.8
+"""Micro-batches of a pipeline's first stage whose gathered inputs are back with the allocator at the fullest moment: what
+another stream gathered returns when the host has met the device, which the first stage does when it first waits for a
+gradient (published sweep on H100 nodes: of two in flight hardly any is held twice, of eight nearly all)."""
+
+
+WIDE = 16
+"""Ranks of a tensor axis from which on that takes longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitLoad:
+    """One unit at one micro-batch size, on one rank of a tensor axis."""
+
+    name: str
+    is_block: bool
+    forward: float
+    """Seconds on the device."""
+    backward: float
+    forward_launches: int
+    backward_launches: int
+    kept: float
+    """Bytes; likewise the next three."""
+    output: float
+    forward_peak: float
+    backward_peak: float
+    elements: int
+    """Elements of the parameters that it reads, its part of those that are divided."""
+    trainable: int
+    tensors: int
+    """How many parameters these are."""
+    divided_layers: int
+    """Layers after which a tensor axis has to communicate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLoad:
+    """Consecutive units on one stage."""
+
+    units: tuple[UnitLoad, ...]
+    elements: int
+    """Of all parameters that the stage holds, each once."""
+    trainable: int
+    tensors: int
+
+    @cached_property
+    def kept(self) -> float:
+        return sum(unit.kept for unit in self.units)
+
+    @cached_property
+    def climb(self) -> float:
+        """Bytes at the fullest moment of one micro-batch's forward and backward, over what others keep."""
+        before, peak = 0.0, 0.0
+        for unit in self.units:
+            peak = max(peak, before + unit.forward_peak, before + unit.backward_peak)
+            before += unit.kept
+        return max(peak, before)
+
+    @cached_property
+    def logits(self) -> float:
+        """The part of `climb` that the loss takes, on the stage that has it."""
+        last = self.units[-1] if self.units else None
+        return max(last.forward_peak, last.backward_peak) if last is not None and not last.elements else 0.0
+
+
+class Loads:
+    """Stages of one model, made once and asked for often."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        costs: Mapping[tuple[str, str], ModelCosts],
+        hardware: Hardware,
+        *,
+        by_compute: bool = False,
+    ) -> None:
+        """`by_compute` cuts as others do: a stage takes calls until it has its share of the computation."""
+        self._facts, self._costs, self._hardware = facts, costs, hardware
+        self._counts = {name: (p.count, p.trainable and p.used) for p in facts.parameters for name in p.names}
+        self._first = {name: p.name for p in facts.parameters for name in p.names}
+        self._stages = lru_cache(maxsize=4096)(self._cut)
+        self._unit = lru_cache(maxsize=16384)(self._load)
+        cut = cut_by_compute if by_compute else cut_stages
+        self._borders = lru_cache(maxsize=64)(lambda count: cut(facts, count) if count > 1 else None)
+
+    def of(self, arrangement: Arrangement, *, stalls: bool = False) -> tuple[StageLoad, ...]:
+        """The stages of an arrangement; raises `Refused` where the model cannot be cut so.
+
+        `stalls` says that its devices wait for their hosts.
+        """
+        return self._stages(
+            self._costs[arrangement.precision, arrangement.recompute],
+            arrangement.compile,
+            arrangement.micro_batch,
+            arrangement.tp,
+            arrangement.stages,
+            _held_twice(arrangement) if stalls else 1.0,
+        )
+
+    def _cut(
+        self, costs: ModelCosts, compiled: bool, micro_batch: int, tp: int, stages: int, whole: float
+    ) -> tuple[StageLoad, ...]:
+        loads = [self._unit(costs, compiled, index, micro_batch, tp, whole) for index in range(len(costs.units))]
+        cut = self._borders(stages)
+        if cut is None:
+            groups = [range(len(loads))]
+        else:
+            groups = [cut.calls_of(stage) for stage in range(stages)]
+            groups[-1] = range(groups[-1].start, len(loads))
+        return tuple(self._stage([loads[i] for i in group], [costs.units[i] for i in group], tp) for group in groups)
+
+    def _stage(self, loads: list[UnitLoad], units: list[UnitCosts], tp: int) -> StageLoad:
+        names = {self._first[name] for unit in units for name in unit.parameters}
+        elements, trainable = self._held(names, tp)
+        return StageLoad(units=tuple(loads), elements=elements, trainable=trainable, tensors=len(names))
+
+    def _held(self, names: set[str], tp: int) -> tuple[int, int]:
+        """Elements on one rank of a tensor axis, and those of them that are trained."""
+        elements = trainable = 0
+        for name in names:
+            count, trained = self._counts[name]
+            part = count // tp if tp > 1 and self._is_divided(name, tp) else count
+            elements += part
+            trainable += part if trained else 0
+        return elements, trainable
+
+    def _load(
+        self, costs: ModelCosts, compiled: bool, index: int, micro_batch: int, tp: int, whole: float
+    ) -> UnitLoad:
+        unit = costs.units[index]
+        layers = self._divided_layers(unit, tp)
+        plan = self._facts.tensor_plan
+        parts = tp if layers or (plan is not None and plan.sequence) else 1
+        elements, trainable = self._held({self._first[name] for name in unit.parameters}, tp)
+        forward, backward = (
+            sum(kernels.seconds(kernel, micro_batch, parts, self._hardware, compiled) for kernel in part)
+            for part in (unit.forward, unit.backward)
+        )
+        # A divided layer's input is gathered, and plain autograd keeps it whole for the gradient of the weight.
+        gathered = layers * whole * self._stream(costs, micro_batch) * (1 - 1 / parts) if unit.is_block else 0.0
+        kept = unit.kept.at(micro_batch) / parts + gathered
+        saved = kept * (1 - kernels.KEPT_COMPILED) if compiled and unit.is_block else 0.0
+        return UnitLoad(
+            name=unit.name,
+            is_block=unit.is_block,
+            forward=forward,
+            backward=backward,
+            forward_launches=kernels.launches(unit.forward, compiled),
+            backward_launches=kernels.launches(unit.backward, compiled),
+            kept=kept - saved,
+            # What leaves a head stays divided, so no unit sends more than what flows between blocks.
+            output=min(unit.output.at(micro_batch), self._stream(costs, micro_batch)),
+            forward_peak=unit.forward_peak.at(micro_batch) / parts + gathered,
+            backward_peak=unit.backward_peak.at(micro_batch) / parts + gathered - saved,
+            elements=elements,
+            trainable=trainable,
+            tensors=len(unit.parameters),
+            divided_layers=layers,
+        )
+
+    def _stream(self, costs: ModelCosts, micro_batch: int) -> float:
+        """Bytes that flow from block to block."""
+        sizes = [unit.output.at(micro_batch) for unit in costs.units if unit.is_block]
+        return max(sizes or [unit.output.at(micro_batch) for unit in costs.units])
+
+    @lru_cache(maxsize=None)  # noqa: B019  # lives as long as the plan that asks
+    def _divided(self, tp: int) -> dict[str, str]:
+        """The role of every module that so many ranks divide."""
+        plan = self._facts.tensor_plan
+        return {} if plan is None else {row.module: row.role for row in plan.for_ranks(tp).divided}
+
+    def _is_divided(self, name: str, tp: int) -> bool:
+        names = next(p.names for p in self._facts.parameters if p.name == name)
+        return any(alias.rpartition(".")[0] in self._divided(tp) for alias in names)
+
+    def _divided_layers(self, unit: UnitCosts, tp: int) -> int:
+        """Layers whose outputs are sums over the axis, so that it communicates there: rows, and vocabularies."""
+        if tp == 1:
+            return 0
+        modules = {name.rpartition(".")[0] for name in unit.parameters}
+        roles = [role for module, role in self._divided(tp).items() if module in modules and role != "column"]
+        return len(roles)
+
+
+def _held_twice(arrangement: Arrangement) -> float:
+    """The share of gathered inputs that is not back with the allocator where hosts wait; wide axes wait longer."""
+    return max(0.0, 1 - MET * max(1.0, arrangement.tp / WIDE) / arrangement.stages)
+
+
+def cut_by_compute(facts: ModelFacts, count: int) -> Stages:
+    """Stages that go on until they have their share of the computation, as nanotron cuts."""
+    total, done, starts = sum(call.flops for call in facts.calls), 0.0, [0]
+    for index, call in enumerate(facts.calls):
+        done += call.flops
+        if len(starts) < count and done >= total * len(starts) / count:
+            starts.append(index + 1)
+    if len(starts) < count:
+        raise Refused(f"{count} stages were asked for, but nothing would be left to compute for the last of them.")
+    return Stages(tuple(starts), len(facts.calls))

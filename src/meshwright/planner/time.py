@@ -1,0 +1,289 @@
+"""Seconds of one step by cause: compute, the host, each axis's exposed communication, idle stages, the update.
+
+Streams run side by side: a device computes while its links carry what does not have to be waited for, so what is
+exposed falls out instead of being assumed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshwright.facts.hardware import Hardware
+from meshwright.planner.arrangement import Arrangement
+from meshwright.planner.collectives import Group, group_on, seconds
+from meshwright.planner.stagewise import Loads, StageLoad, UnitLoad
+
+COLLECTIVE_HOST = 440e-6
+"""Seconds that the host spends on a collective that compute waits for, in eager PyTorch: with tensor parallelism a block
+of a decoder takes 4.4 to 4.8 ms however narrow it is, on H100 nodes under nanotron (published sweep of the ultra-scale
+playbook), of which its eight collectives are all but the launches."""
+NEIGHBOUR_STALL = 300e-6
+"""Seconds that each rank of a tensor axis adds to each of its collectives where a pipeline's neighbours are on other
+nodes: hosts that also wait for the network meet late, and a collective waits for the last (same sweep)."""
+UPDATE_BYTES = 28
+"""Of one element in a fused Adam step: parameter, gradient and two moments are read, all but the gradient written."""
+STREAM = 0.72
+MESSAGE = 256e6
+"""Bytes of the largest message that engines send at once; more is several, one after the other."""
+BUCKET = 25e6
+"""Bytes of gradients that DDP sends at once."""
+
+
+@dataclass
+class Timing:
+    """Seconds by cause, adding up to the step."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def add(self, cause: str, seconds: float) -> None:
+        self.parts[cause] = self.parts.get(cause, 0.0) + seconds
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def stalls(self) -> bool:
+        """Whether devices wait for their hosts."""
+        return self.parts.get("host", 0.0) > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where an arrangement runs: who talks to whom over which links."""
+
+    hardware: Hardware
+    per_node: int
+    """Devices of a node."""
+    arrangement: Arrangement
+
+    @property
+    def tensor(self) -> Group:
+        return group_on(self.arrangement.tp, 1, self.per_node)
+
+    @property
+    def shard(self) -> Group:
+        return group_on(self.arrangement.shards, self.arrangement.tp, self.per_node)
+
+    @property
+    def replica(self) -> Group:
+        a = self.arrangement
+        return group_on(a.data // a.shards, a.tp * a.shards, self.per_node)
+
+    @property
+    def data(self) -> Group:
+        return group_on(self.arrangement.data, self.arrangement.tp, self.per_node)
+
+    @property
+    def neighbour(self) -> Group:
+        """A stage and the next one."""
+        return group_on(2, self.arrangement.tp * self.arrangement.data, self.per_node)
+
+    def time(self, kind: str, size: float, group: Group) -> float:
+        """Seconds to send so many bytes, in messages that are not larger than gradients are collected to."""
+        if group.ranks == 1 or size <= 0:
+            return 0.0
+        messages = max(1, round(size / MESSAGE))
+        return messages * seconds(kind, size / messages, group, self.hardware)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """A stage's forward or backward of one micro-batch."""
+
+    compute: float
+    tensor: float
+    """Communication of the tensor axis, which compute waits for."""
+    host: float
+    """What the host needs beyond both."""
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.tensor + self.host
+
+
+def forecast_time(arrangement: Arrangement, loads: Loads, hardware: Hardware, per_node: int) -> Timing:
+    """Raises `Refused` where the model cannot be cut so."""
+    site = Site(hardware=hardware, per_node=per_node, arrangement=arrangement)
+    stages = loads.of(arrangement)
+    timing = Timing()
+    if arrangement.pp > 1:
+        _pipeline(timing, site, stages)
+    elif arrangement.gathers:
+        _gathering(timing, site, stages[0])
+    else:
+        _plain(timing, site, stages[0])
+    _update(timing, site, stages)
+    return timing
+
+
+def stage_passes(site: Site, stage: StageLoad) -> tuple[Pass, Pass]:
+    """Forward and backward of one micro-batch on one stage."""
+    return _pass(site, stage.units, backward=False), _pass(site, stage.units, backward=True)
+
+
+def _pass(site: Site, units: tuple[UnitLoad, ...], *, backward: bool) -> Pass:
+    compute = sum(unit.backward if backward else unit.forward for unit in units)
+    tensor, meetings = 0.0, 0
+    if backward:
+        compute += _accumulating(site, sum(unit.trainable for unit in units))
+    for unit in units:
+        times, count = _tensor_time(site, unit, backward=backward)
+        tensor, meetings = tensor + times, meetings + count
+    launches = sum(unit.backward_launches if backward else unit.forward_launches for unit in units)
+    asked = launches * site.hardware.launch + meetings * _meeting(site)
+    return Pass(compute=compute, tensor=tensor, host=max(0.0, asked - compute - tensor))
+
+
+def _accumulating(site: Site, elements: int) -> float:
+    """Adding a micro-batch's gradients to the sum: one is read, the other read and written."""
+    a = site.arrangement
+    low = 4 if a.precision == "fp32" else 2
+    if a.micro_batches == 1 and low == a.gradient_bytes:
+        return 0.0
+    return elements * (low + 2 * a.gradient_bytes) / (site.hardware.bandwidth * STREAM)
+
+
+def _meeting(site: Site) -> float:
+    """Host seconds of one collective of the tensor axis."""
+    if site.hardware.device == "cpu":
+        return 0.0
+    crosses = site.arrangement.pp > 1 and site.neighbour.nodes > 1
+    stall = NEIGHBOUR_STALL * site.arrangement.tp if crosses and not site.arrangement.compile else 0.0
+    return COLLECTIVE_HOST + stall
+
+
+def _tensor_time(site: Site, unit: UnitLoad, *, backward: bool) -> tuple[float, int]:
+    """Seconds and number of a unit's collectives along the tensor axis.
+
+    Where the sequence is divided, each divided layer gathers before and scatters after, and the other way round in
+    backward.
+    """
+    if not unit.divided_layers or site.arrangement.tp == 1:
+        return 0.0, 0
+    group, size = site.tensor, unit.output
+    if not site.arrangement.sequence:
+        return unit.divided_layers * site.time("all_reduce", size, group), unit.divided_layers
+    once = site.time("all_gather", size, group) + site.time("reduce_scatter", size, group)
+    return unit.divided_layers * once, unit.divided_layers * 2
+
+
+def _plain(timing: Timing, site: Site, stage: StageLoad) -> None:
+    """Whole parameters on every rank: micro-batches one after another, gradients summed in the last one."""
+    a = site.arrangement
+    forward, backward = stage_passes(site, stage)
+    for part in (forward, backward):
+        _add_pass(timing, part, a.micro_batches)
+    sent = _gradient_sum(site, stage.trainable)
+    if a.overlaps:
+        # The first gradients are ready after the last unit's backward, the last bucket after all of it.
+        least = site.time("all_reduce", min(BUCKET, stage.trainable * a.reduce_bytes), site.data)
+        sent = max(least, sent - backward.total)
+    timing.add("data", sent if a.data > 1 else 0.0)
+
+
+def _gradient_sum(site: Site, elements: int) -> float:
+    """Seconds until every rank that updates an element has its sum over ranks."""
+    a = site.arrangement
+    size = elements * a.reduce_bytes
+    if a.optimizer_over > 1 or a.gradients_over > 1:
+        return site.time("reduce_scatter", size, site.shard) + site.time("all_reduce", size / a.shards, site.replica)
+    return site.time("all_reduce", size, site.data)
+
+
+def _gathering(timing: Timing, site: Site, stage: StageLoad) -> None:
+    """FSDP: each block's parameters are gathered while the one before computes; gradients leave while the next does."""
+    a = site.arrangement
+    low = 4 if a.precision == "fp32" else 2
+    gathers = [site.time("all_gather", unit.elements * low, site.shard) if unit.elements else 0.0 for unit in stage.units]
+    reduces = [_gradient_sum(site, unit.trainable) if unit.trainable else 0.0 for unit in stage.units]
+    forward, backward = stage_passes(site, stage)
+    steps = [
+        (unit.forward + _tensor_time(site, unit, backward=False)[0], unit.backward + _tensor_time(site, unit, backward=True)[0])
+        for unit in stage.units
+    ]
+    for part in (forward, backward):
+        _add_pass(timing, part, a.micro_batches)
+    first = _streams([f for f, _ in steps], gathers, None) - sum(f for f, _ in steps)
+    back = [b for _, b in reversed(steps)]
+    again = list(reversed(gathers)) if a.reshards else [0.0] * len(gathers)
+    middle = _streams(back, again, None) - sum(back)
+    last = _streams(back, again, list(reversed(reduces))) - sum(back)
+    hidden = forward.host + backward.host
+    exposed = a.micro_batches * first + (a.micro_batches - 1) * middle + last - a.micro_batches * hidden
+    timing.add("data", max(last * 0.0, exposed))
+
+
+def _streams(compute: list[float], gathers: list[float], reduces: list[float] | None) -> float:
+    """When the last of a row of units is done, with one gather ahead and reductions behind on the same link."""
+    link = begun = done = 0.0
+    for index, seconds_ in enumerate(compute):
+        # A gather may begin when the unit before the one that computes now has been let go.
+        link = max(link, begun) + gathers[index]
+        begun = max(done, link if gathers[index] else 0.0)
+        done = begun + seconds_
+        if reduces is not None and reduces[index]:
+            link = max(link, done if index + 1 == len(compute) else begun) + reduces[index]
+    return max(done, link if reduces is not None else done)
+
+
+def _pipeline(timing: Timing, site: Site, stages: tuple[StageLoad, ...]) -> None:
+    """Closed form of a schedule: the dearest rank computes all its micro-batches, and waits for the others' first."""
+    a = site.arrangement
+    passes = [stage_passes(site, stage) for stage in stages]
+    ranks = [[i for i in range(len(stages)) if _rank_of(a, i) == rank] for rank in range(a.pp)]
+    work = [sum(passes[i][0].total + passes[i][1].total for i in own) for own in ranks]
+    dearest = max(range(a.pp), key=work.__getitem__)
+    for i in ranks[dearest]:
+        for part in passes[i]:
+            _add_pass(timing, part, a.micro_batches)
+    timing.add("bubble", _bubble(a, work, passes))
+    hops = 2 * (a.pp - 1)
+    size = max(stage.units[-1].output for stage in stages[:-1] if stage.units) / (a.tp if a.sequence else 1)
+    timing.add("stages", hops * site.time("send", size, site.neighbour))
+    busiest = max(stages, key=lambda stage: stage.trainable)
+    if a.data > 1:
+        timing.add("data", _gradient_sum(site, busiest.trainable))
+
+
+def _bubble(a: Arrangement, work: list[float], passes: list[tuple[Pass, Pass]]) -> float:
+    """Seconds that the dearest rank waits for others in one step."""
+    if a.schedule == "layers":
+        return sum(work) - max(work)
+    others = sum(work) - max(work)
+    if a.schedule == "interleaved":
+        return others / a.virtual
+    if a.schedule == "zb":
+        # The weights' part of backward, about a third of the work, fills the gap.
+        return others / 3
+    if a.schedule in ("zbv", "dualpipev"):
+        return others / 6
+    return others
+
+
+def _rank_of(a: Arrangement, stage: int) -> int:
+    turn, place = divmod(stage, a.pp)
+    return a.pp - 1 - place if a.schedule in ("zbv", "dualpipev") and turn % 2 else place
+
+
+def _add_pass(timing: Timing, part: Pass, times: int) -> None:
+    timing.add("compute", part.compute * times)
+    timing.add("tensor", part.tensor * times)
+    timing.add("host", part.host * times)
+
+
+def _update(timing: Timing, site: Site, stages: tuple[StageLoad, ...]) -> None:
+    a, h = site.arrangement, site.hardware
+    busiest = max(stage.trainable for stage in stages) * a.virtual
+    own = busiest / a.optimizer_over
+    timing.add("update", own * UPDATE_BYTES / (h.bandwidth * STREAM))
+    if a.offload:
+        moved = own * (a.gradient_bytes + a.parameter_bytes)
+        timing.add("host copies", moved / h.host.bandwidth + own * UPDATE_BYTES / (HOST_BANDWIDTH / site.per_node))
+    if a.optimizer_over > 1 and not a.gathers:
+        low = 4 if a.precision == "fp32" else 2
+        timing.add("data", site.time("all_gather", busiest * low, site.shard))
+
+
+HOST_BANDWIDTH = 2e11
+"""Bytes a second of a two-socket server's memory, which its devices share: eight channels of DDR4-3200 a socket."""

@@ -1,0 +1,74 @@
+"""What `probe` measured, for the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.units import show_bytes, show_seconds
+
+
+def probe_page(document: dict[str, Any]) -> Group:
+    """All that the document of `probe` holds."""
+    ranks = f"{document['ranks']} rank{'s' * (document['ranks'] > 1)}"
+    title = f"{document['machine']}, {ranks}, torch {document['torch']}: {document['seconds']:.0f} s"
+    parts: list[RenderableType] = [Text(title, style="bold"), _device(document), _matmuls(document["matmul"])]
+    if document["collectives"]:
+        parts += [_collectives(document["collectives"]), _links(document["links"])]
+    return Group(*parts)
+
+
+def _device(document: dict[str, Any]) -> Table:
+    table = Table(title="device", title_justify="left", show_header=False)
+    table.add_column("", style="bold")
+    table.add_column("", justify="right")
+    table.add_row("memory bandwidth", _speed(document["bandwidth"]))
+    table.add_row("launching a kernel", show_seconds(document["launch"]))
+    for key, value in (document["host"] or {}).items():
+        name = {"to_device": "host to device", "to_host": "device to host", "latency": "smallest copy"}[key]
+        table.add_row(name, show_seconds(value) if key == "latency" else _speed(value))
+    return table
+
+
+def _matmuls(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="matrix products", title_justify="left")
+    for column in ("dtype", "m x n x k"):
+        table.add_column(column)
+    table.add_column("TFLOP/s", justify="right")
+    for row in rows:
+        table.add_row(row["dtype"], " x ".join(map(str, row["shape"])), f"{row['flops'] / 1e12:.3g}")
+    return table
+
+
+def _collectives(rows: list[dict[str, Any]]) -> Table:
+    """A row a kind and layout, a column a size: time and bus bandwidth."""
+    table = Table(title="collectives: time, and bytes a second on the wire of a ring", title_justify="left")
+    sizes = sorted({row["bytes"] for row in rows})
+    for column in ("collective", "ranks"):
+        table.add_column(column)
+    for size in sizes:
+        table.add_column(show_bytes(size), justify="right")
+    cells = {(row["layout"], row["kind"], row["bytes"]): row for row in rows}
+    for layout, kind in dict.fromkeys((row["layout"], row["kind"]) for row in rows):
+        found = [cells.get((layout, kind, size)) for size in sizes]
+        words = [f"{show_seconds(row['seconds'])}\n{_speed(row['bus'])}" if row else "" for row in found]
+        table.add_row(kind, layout, *words)
+    return table
+
+
+def _links(links: dict[str, dict[str, float]]) -> Table:
+    table = Table(title="links, fitted to what runs as a ring", title_justify="left")
+    table.add_column("link")
+    for column in ("bandwidth", "latency", "rows off by (median)"):
+        table.add_column(column, justify="right")
+    for name, link in links.items():
+        place = {"within": "within a node", "between": "between nodes"}[name]
+        table.add_row(place, _speed(link["bandwidth"]), show_seconds(link["latency"]), f"{link['error']:.0%}")
+    return table
+
+
+def _speed(bytes_a_second: float) -> str:
+    return f"{bytes_a_second / 1e9:.3g} GB/s"

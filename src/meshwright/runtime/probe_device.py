@@ -1,0 +1,110 @@
+"""Measure one device: matrix products by shape and dtype, its memory, copies to its host, and launching a kernel."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from math import prod
+from statistics import median
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+BUDGET = 0.3
+"""Seconds that one measurement may take, about."""
+BATCHES = 5
+"""The median of so many is taken, so that one disturbance does not count."""
+MOST = 2000
+"""Repetitions in a batch."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SLOW = 0.1
+"""Seconds of a call after which nothing larger of its kind is tried: a busy or small machine stays within a minute."""
+GPU_SHAPES = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 1024, 4096))
+CPU_SHAPES = ((256, 256, 256), (2048, 256, 512), (1024, 1024, 1024))
+HALF_SHAPES = ((128, 128, 128), (256, 256, 256), (512, 512, 512))
+"""Of CPUs in half precision, which may take ten times as long."""
+GPU_COPY, CPU_COPY = 2**28, 2**26
+"""Bytes: more than caches hold."""
+Agree = Callable[[float], float]
+
+
+def time_of(
+    action: Callable[[], Any], device: torch.device, *, budget: float = BUDGET, agree: Agree = lambda seconds: seconds
+) -> float:
+    """Seconds of one call, the median over batches. Ranks that act together `agree` on how long one call took."""
+    action()  # the first one plans, allocates and connects
+    once = agree(_batch(action, device, 1))
+    if once > budget:
+        return once
+    count = max(1, min(MOST, int(budget / BATCHES / once)))
+    batches = max(1, min(BATCHES, int(budget / once)))
+    return median(_batch(action, device, count) / count for _ in range(batches))
+
+
+def measure_matmuls(device: torch.device) -> list[dict[str, Any]]:
+    """One row a dtype and shape, in operations a second."""
+    rows = []
+    for name in DTYPES:
+        for shape in _shapes(name, device):
+            rows.append(_matmul(name, shape, device))
+            if 2 * prod(shape) / rows[-1]["flops"] > SLOW:
+                break
+    return rows
+
+
+def measure_memory(device: torch.device) -> float:
+    """Bytes a second, read and written together, of a copy within the device."""
+    size = GPU_COPY if device.type == "cuda" else CPU_COPY
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / time_of(lambda: target.copy_(source), device)
+
+
+def measure_launch(device: torch.device) -> float:
+    """Seconds of one operator on next to no data: what the host needs to start it."""
+    value = torch.zeros(8, device=device)
+    return time_of(lambda: value.add_(1.0), device)
+
+
+def measure_host_copies(device: torch.device) -> dict[str, float]:
+    """Bytes a second from and to pinned memory of the host, and the seconds that the smallest copy takes."""
+    host = torch.empty(GPU_COPY, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(GPU_COPY, dtype=torch.uint8, device=device)
+    return {
+        "to_device": GPU_COPY / time_of(lambda: there.copy_(host, non_blocking=True), device),
+        "to_host": GPU_COPY / time_of(lambda: host.copy_(there, non_blocking=True), device),
+        "latency": time_of(lambda: there[:8].copy_(host[:8]), device),
+    }
+
+
+def _batch(action: Callable[[], Any], device: torch.device, count: int) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        action()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _matmul(name: str, shape: tuple[int, int, int], device: torch.device) -> dict[str, Any]:
+    (m, n, k), dtype = shape, DTYPES[name]
+    left = torch.randn(m, k, device=device).to(dtype)
+    right = torch.randn(n, k, device=device).to(dtype)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a CPU that has no units for the dtype: the number says it
+        seconds = time_of(lambda: linear(left, right), device)
+    return {"dtype": name, "shape": list(shape), "flops": 2 * m * n * k / seconds}
+
+
+def _shapes(dtype: str, device: torch.device) -> tuple[tuple[int, int, int], ...]:
+    if device.type == "cuda":
+        # Torch would emulate bf16 on a V100 or T4, whose units have none.
+        return GPU_SHAPES if dtype != "bf16" or torch.cuda.get_device_capability(device) >= (8, 0) else ()
+    return CPU_SHAPES if dtype == "fp32" else HALF_SHAPES

@@ -1,0 +1,67 @@
+"""What torch and the system say of this machine, with nothing measured: what `local` stands for."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.facts.catalogue import hardware_of_device, name_of_gpu
+from meshwright.facts.cluster import Cluster
+from meshwright.runtime.place import choose_device
+from meshwright.units import GIB
+
+_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def local_cluster(device: str | None = None, *, devices: int | None = None) -> Cluster:
+    """This machine as a cluster: its GPUs by the catalogue's name, or its cores as one CPU device each.
+
+    `devices` cuts a CPU into as many equal parts instead, or takes only so many GPUs.
+    """
+    if choose_device(device) == "cuda":
+        return _gpus(devices or torch.cuda.device_count())
+    count = devices or len(os.sched_getaffinity(0))
+    memory = host_memory()
+    hardware = {"memory": memory // count, "host_memory": memory, "sources": _said("memory", "host_memory")}
+    return Cluster(devices_per_node=count, device="cpu", memory_gib=memory / count / GIB, hardware=hardware)
+
+
+def host_memory() -> int:
+    """Bytes of memory that processes here can have: the machine's, or the container's where that is less."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _LIMIT.read_text().strip() if _LIMIT.exists() else "max"
+    return min(memory, int(limit)) if limit.isdigit() else memory
+
+
+def machine_words(device: torch.device) -> str:
+    """What was measured, as a source says it: `2 cores, aarch64` or `NVIDIA H200`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}"
+
+
+def _gpus(count: int) -> Cluster:
+    properties = torch.cuda.get_device_properties(0)
+    known = name_of_gpu(properties.name, properties.total_memory)
+    said: dict[str, Any] = {"memory": properties.total_memory, "host_memory": host_memory()}
+    if known is None:
+        # Its file has to say everything, because the catalogue says nothing of it.
+        assumed = hardware_of_device(None).to_json()
+        said = {**assumed, **said, "sources": {**assumed["sources"], **_said(*said)}}
+        del said["device"]
+    else:
+        said["sources"] = _said(*said)
+    gib = properties.total_memory / GIB
+    return Cluster(devices_per_node=count, device=known or _as_device(properties.name), memory_gib=gib, hardware=said)
+
+
+def _as_device(name: str) -> str:
+    return "-".join(word for word in name.split() if word != "NVIDIA")
+
+
+def _said(*fields: str) -> dict[str, str]:
+    return dict.fromkeys(fields, f"torch {torch.__version__} and the system of this machine")

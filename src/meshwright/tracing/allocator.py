@@ -1,0 +1,116 @@
+"""A model of PyTorch's CUDA caching allocator: what it would hold for the same sequence of requests.
+
+Rules and sizes are those of c10/cuda/CUDACachingAllocator.cpp with its default settings. Requests are rounded up to 512
+bytes and served from the smallest free block of their pool and stream that is large enough; a block is split if enough
+is left; neighbours that are free become one. Nothing goes back to the device, as long as there is memory. A block that
+is not split counts whole as allocated: so `torch.cuda.max_memory_allocated()` is more than the sum of the requests.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+MIB = 1 << 20
+ROUNDING = 512
+SMALL = MIB
+"""The largest request that the pool of small blocks serves."""
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB
+OWN_SEGMENT = 10 * MIB
+"""Requests from here on get a segment of their own size, if no free block is large enough."""
+OWN_ROUNDING = 2 * MIB
+
+
+@dataclass(eq=False)
+class Chunk:
+    """A part of a segment."""
+
+    address: int
+    size: int
+    pool: tuple[bool, int]
+    """Whether it serves small requests, and its stream."""
+    free: bool = True
+    before: Chunk | None = None
+    after: Chunk | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.size, self.address
+
+
+@dataclass
+class Allocator:
+    """Segments that were taken from the device, cut into chunks."""
+
+    reserved: int = 0
+    allocated: int = 0
+    _free: dict[tuple[bool, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    """By pool: sizes and addresses of free chunks, smallest first."""
+    _chunks: dict[int, Chunk] = field(default_factory=dict)
+    """By address."""
+
+    def allocate(self, size: int, stream: int = 0) -> Chunk:
+        """Serve a request; the chunk may be larger than what was asked for."""
+        size = max(ROUNDING, round_up(size, ROUNDING))
+        pool = size <= SMALL, stream
+        chunk = self._best_fit(size, pool) or self._new_segment(size, pool)
+        left = chunk.size - size
+        if left >= ROUNDING if pool[0] else left > SMALL:
+            self._split(chunk, size)
+        chunk.free = False
+        self.allocated += chunk.size
+        return chunk
+
+    def release(self, chunk: Chunk) -> None:
+        """The chunk is free again, and one with its free neighbours."""
+        self.allocated -= chunk.size
+        chunk.free = True
+        if chunk.after is not None and chunk.after.free:
+            self._take(chunk.after)
+            self._join(chunk, chunk.after)
+        if chunk.before is not None and chunk.before.free:
+            self._take(chunk.before)
+            chunk = chunk.before
+            assert chunk.after is not None
+            self._join(chunk, chunk.after)
+        insort(self._free[chunk.pool], chunk.key)
+
+    def _best_fit(self, size: int, pool: tuple[bool, int]) -> Chunk | None:
+        chunks = self._free[pool]
+        place = bisect_left(chunks, (size, -1))
+        return self._chunks[chunks.pop(place)[1]] if place < len(chunks) else None
+
+    def _new_segment(self, size: int, pool: tuple[bool, int]) -> Chunk:
+        if size <= SMALL:
+            length = SMALL_SEGMENT
+        else:
+            length = LARGE_SEGMENT if size < OWN_SEGMENT else round_up(size, OWN_ROUNDING)
+        chunk = Chunk(self.reserved, length, pool)
+        self._chunks[chunk.address] = chunk
+        self.reserved += length
+        return chunk
+
+    def _split(self, chunk: Chunk, size: int) -> None:
+        rest = Chunk(chunk.address + size, chunk.size - size, chunk.pool, before=chunk, after=chunk.after)
+        if rest.after is not None:
+            rest.after.before = rest
+        chunk.size, chunk.after = size, rest
+        self._chunks[rest.address] = rest
+        insort(self._free[rest.pool], rest.key)
+
+    def _join(self, chunk: Chunk, after: Chunk) -> None:
+        chunk.size += after.size
+        chunk.after = after.after
+        if chunk.after is not None:
+            chunk.after.before = chunk
+        del self._chunks[after.address]
+
+    def _take(self, chunk: Chunk) -> None:
+        chunks = self._free[chunk.pool]
+        del chunks[bisect_left(chunks, chunk.key)]
+
+
+def round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

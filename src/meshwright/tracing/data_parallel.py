@@ -1,0 +1,73 @@
+"""DistributedDataParallel for fake tensors: the same buckets and the same sums.
+
+PyTorch's reducer is C++ that reads the values of its bookkeeping, which fake tensors do not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+MIB = 1 << 20
+
+
+class Buckets(nn.Module):
+    """Gradients are views into buckets, which are summed one after another as backward fills them."""
+
+    def __init__(
+        self, module: nn.Module, *, process_group: Any = None, bucket_cap_mb: int = 25, **options: Any
+    ) -> None:
+        super().__init__()
+        self.module, self._group, self._synced = module, process_group, True
+        parameters = [p for p in module.parameters() if p.requires_grad][::-1]  # as backward comes by them
+        first = dist._DEFAULT_FIRST_BUCKET_BYTES
+        metas = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parameters]
+        groups, _ = dist._compute_bucket_assignment_by_size(metas, [first, bucket_cap_mb * MIB])
+        for indices in groups:
+            self._fill([parameters[index] for index in indices])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """The sum of a bucket is always the fake world's."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._synced = False
+        try:
+            yield
+        finally:
+            self._synced = True
+
+    def _fill(self, parameters: list[nn.Parameter]) -> None:
+        buffer = parameters[0].new_zeros(sum(p.numel() for p in parameters))
+        waiting = set(range(len(parameters)))
+        start = 0
+        for index, parameter in enumerate(parameters):
+            view = buffer[start : start + parameter.numel()].view(parameter.shape)
+            start += parameter.numel()
+            parameter.register_post_accumulate_grad_hook(self._hook(buffer, view, index, waiting, len(parameters)))
+
+    def _hook(self, buffer: torch.Tensor, view: torch.Tensor, index: int, waiting: set[int], count: int) -> Any:
+        @torch.no_grad()
+        def gradient_is_there(parameter: torch.Tensor) -> None:
+            if (
+                parameter.grad is not None
+                and parameter.grad.untyped_storage()._cdata != buffer.untyped_storage()._cdata
+            ):
+                view.copy_(parameter.grad)
+                parameter.grad = view
+            waiting.discard(index)
+            if self._synced and not waiting:
+                dist.all_reduce(buffer, group=self._group)
+                buffer.div_(self._group.size())
+            if not waiting:
+                waiting.update(range(count))
+
+        return gradient_is_there

@@ -1,0 +1,92 @@
+"""The operators of a step, each with what it costs, counted where several are alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from meshwright.facts.trace import Operation
+
+aten = torch.ops.aten
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_PHASES = ("forward", "backward", "update")
+_MATMULS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+
+
+@dataclass
+class Operations:
+    """What was computed, by kind and size."""
+
+    counts: Counter[Operation] = field(default_factory=Counter)
+
+    def note(
+        self, func: Any, args: Any, kwargs: Any, found: Any, given: list[Tensor], made: list[Tensor], phase: str
+    ) -> None:
+        """Count an operator. Views, bare allocations and questions (where a tensor lies) run no kernel."""
+        packet = func._overloadpacket
+        runs = func._schema.is_mutable or (made and not func.is_view and packet.__name__ not in _ALLOCATIONS)
+        if phase not in _PHASES or not runs:
+            return
+        formula = flop_registry.get(packet)
+        flops = float(formula(*args, **kwargs, out_val=found)) if formula else 0.0
+        kind = _kind(packet) if formula else "other"
+        operation = Operation(
+            kind=kind,
+            dtype=_dtype(given or made),
+            flops=flops,
+            bytes=float(_moved(func, args, given, made)),
+            shape=_shape(packet, args) if kind == "matmul" else (),
+            phase=phase,
+        )
+        self.counts[operation] += 1
+
+
+def _kind(packet: Any) -> str:
+    name = packet.__name__
+    if "attention" in name:
+        return "attention"
+    return "convolution" if "conv" in name else "matmul"
+
+
+def _dtype(tensors: list[Tensor]) -> str:
+    """That of the largest tensor of a precision."""
+    known = [tensor for tensor in tensors if tensor.dtype in _DTYPES]
+    return _DTYPES[max(known, key=lambda tensor: tensor.numel()).dtype] if known else "fp32"
+
+
+def _moved(func: Any, args: Any, given: list[Tensor], made: list[Tensor]) -> int:
+    """Bytes read and written."""
+    written = _changed(func, args) if func._schema.is_mutable else made
+    return sum(map(_size, given)) + sum(map(_size, written))
+
+
+def _changed(func: Any, args: Any) -> list[Tensor]:
+    """What an operator changes in place. A fused update may scale its gradients, but is not asked to here."""
+    named = zip(func._schema.arguments, args, strict=False)
+    changed = [arg for a, arg in named if a.alias_info is not None and a.alias_info.is_write and a.name != "grads"]
+    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
+
+
+def _size(tensor: Tensor) -> int:
+    """Of what lies in memory: an expanded dim is one element."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return prod(sizes) * tensor.element_size()
+
+
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "set_"}
+
+
+def _shape(packet: Any, args: Any) -> tuple[int, ...]:
+    """(batch, m, n, k) of a product of matrices."""
+    if packet not in _MATMULS:
+        return ()
+    a, b = args[-2:] if packet in (aten.mm, aten.bmm) else args[1:3]
+    batch = a.shape[0] if a.dim() == 3 else 1
+    return int(batch), int(a.shape[-2]), int(b.shape[-1]), int(a.shape[-1])

@@ -1,0 +1,189 @@
+"""Write down what a step on fake tensors allocates, computes and sends, operator by operator."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.tracing.memory import Block, Ledger
+from meshwright.tracing.messages import Messages, is_collective
+from meshwright.tracing.operations import Operations
+from meshwright.tracing.workspaces import Workspaces
+
+_FIND_SHAPE = "_propagate_tensor_meta_non_cached"
+_resize = torch.UntypedStorage.resize_
+
+
+class Recorder(TorchDispatchMode):
+    """While active, every storage that is made is followed to its end, and every operator and collective is noted."""
+
+    def __init__(self, messages: Messages) -> None:
+        super().__init__()
+        self.ledger, self.operations, self.messages = Ledger(), Operations(), messages
+        self.phase = "build"
+        """"build", "forward_backward" or "update"; which half of the second, autograd tells."""
+        self._in_loss = self._paused = False
+        self._workspaces = Workspaces(self.ledger)
+        self._blocks: dict[int, Block | None] = {}
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._hosts: set[int] = set()
+        self._outputs: set[int] = set()
+        """Elements of what the loss was given: what has as many in backward is its gradient."""
+        self._streams: dict[int, int] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """FSDP2 frees and takes memory by resizing storages, which no operator shows.
+
+        And DTensor tries an operator on whole fake tensors to learn its result's shape, which takes no memory.
+        """
+        recorder = self
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            found = _resize(storage, size)
+            recorder._resized(storage)
+            return found
+
+        with (
+            patch.object(torch.UntypedStorage, "resize_", resize),
+            patch.object(ShardingPropagator, _FIND_SHAPE, self._unrecorded(getattr(ShardingPropagator, _FIND_SHAPE))),
+            self,
+        ):
+            yield
+
+    def _unrecorded(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, self._paused = self._paused, True
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._paused = before
+
+        return call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it computes on its local tensor, which comes by here
+        if self._paused:
+            return func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        pinned = kwargs.pop("pin_memory", None)
+        found = func(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+        if any(map(_is_meta, made)):
+            return found  # asked for its shape only: on a GPU it takes no memory either
+        self._follow(made, on_host=bool(pinned) or self._all_on_host(given))
+        if is_collective(func):
+            for tensor, cause in self.messages.note(func, args, self.step_phase):
+                self.tell(tensor, cause, only={"activations", "temporary"})
+        else:
+            self._workspaces.note(func, args, made, self.step_phase)
+            self.operations.note(func, args, kwargs, found, given, made, self.step_phase)
+        return found
+
+    @property
+    def step_phase(self) -> str:
+        if self.phase != "forward_backward":
+            return self.phase
+        return "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+
+    def tell(self, tensor: Tensor, cause: str, only: set[str] | None = None) -> None:
+        """Say what a tensor's memory is spent on, where the operator that made it did not show it."""
+        block = self._blocks.get(_local(tensor).untyped_storage()._cdata)
+        if block is not None and (only is None or block.cause in only):
+            block.cause = cause
+
+    @contextmanager
+    def loss_of(self, outputs: Any) -> Iterator[None]:
+        """Around the loss of a model's outputs."""
+        with torch._C.DisableTorchFunction():  # under a tensor axis, asking would gather what is divided
+            for tensor in tree_leaves(outputs):
+                if isinstance(tensor, Tensor):
+                    self._outputs.add(_local(tensor).numel())
+                    self.tell(tensor, "logits")
+        self._in_loss = True
+        try:
+            yield
+        finally:
+            self._in_loss = False
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+        self.at(phase)
+
+    def at(self, moment: str) -> None:
+        """What the rank is doing from now on."""
+        self.ledger.moment = moment
+
+    def begin(self) -> int:
+        """Count operators and messages anew; gives the number of events so far."""
+        self.operations.counts.clear()
+        self.messages.counts.clear()
+        return len(self.ledger.events)
+
+    def _follow(self, tensors: list[Tensor], on_host: bool) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._watched:
+                if (block := self._blocks[key]) is not None and storage.nbytes() > block.bytes:
+                    self._resized(storage)
+                continue
+            self._watched[key] = weakref.ref(storage, partial(self._gone, key))
+            if on_host:
+                self._hosts.add(key)
+                self._blocks[key] = None
+            else:
+                self._blocks[key] = self.ledger.allocate(storage.nbytes(), self._cause(tensor), self._stream())
+
+    def _cause(self, tensor: Tensor) -> str:
+        phase = self.step_phase
+        if self._in_loss or (phase == "backward" and tensor.numel() in self._outputs):
+            return "logits"
+        if phase == "forward" or (phase == "backward" and torch.is_grad_enabled()):  # what is computed again
+            return "activations"
+        return "temporary"
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._watched or key in self._hosts:
+            return
+        self.ledger.free(self._blocks[key])
+        self._blocks[key] = self.ledger.allocate(storage.nbytes(), "gathered", self._stream())
+
+    def _gone(self, key: int, storage: Any) -> None:
+        block = self._blocks.pop(key)
+        del self._watched[key]
+        self._hosts.discard(key)
+        if block is not None and block.cause == "activations" and self.step_phase == "forward":
+            block.cause = "temporary"
+        self.ledger.free(block)
+
+    def _all_on_host(self, tensors: list[Tensor]) -> bool:
+        return bool(self._hosts) and bool(tensors) and all(t.untyped_storage()._cdata in self._hosts for t in tensors)
+
+    def _stream(self) -> int:
+        """FSDP2 computes and allocates on streams of its own; those of a CPU do nothing, but can be told apart."""
+        stream = torch.cpu.current_stream()
+        return self._streams.setdefault(id(stream), len(self._streams))
+
+
+def _is_meta(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,124 @@
+"""The traced grade of forecast: one step by the very `build` that training uses, without memory and without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright import schedules
+from meshwright.build.check import check
+from meshwright.errors import MeshwrightError, Refused, one_line
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.facts.trace import Trace
+from meshwright.strategies import Place
+from meshwright.strategies.pipeline import (
+    count_micro_batches,
+    count_stages,
+    is_pipelined,
+    pipeline_ranks,
+    schedule_name,
+)
+from meshwright.strategies.stages import cut_stages
+from meshwright.tracing.extrapolate import extrapolate
+from meshwright.tracing.record import Recorded, record_step
+from meshwright.tracing.shorter import Stack, blocks_of_stages, find_stack, shorten
+
+SIZES, SIZES_OF_A_STAGE = (4, 8), (3, 6)
+"""Blocks of the two shorter models that a longer one is known from; under a pipeline, of each stage."""
+
+
+def trace_step(
+    job: Job,
+    facts: ModelFacts,
+    strategy: Strategy,
+    *,
+    ranks: int,
+    rank: int = 0,
+    device: str = "cuda",
+    whole: bool = False,
+) -> Trace:
+    """What `rank` of `ranks` allocates, computes and sends in one optimizer step.
+
+    A model of many blocks that are alike is traced with few of them, twice, unless the `whole` is wanted.
+    """
+    resolved = _refuse(job, facts, strategy, ranks, device)
+    eager = replace(resolved, compile=False)
+    try:
+        recorded = None if whole else _from_shorter(job, facts, eager, ranks, rank)
+        recorded = recorded or record_step(job, facts, eager, ranks, rank)
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise Refused(
+            f"A step under {resolved} cannot be traced on fake tensors: {one_line(error)} "
+            "Use the planner's account, or rehearse it on a GPU."
+        ) from error
+    return _trace(recorded, rank, ranks, _unseen(resolved))
+
+
+def trace_roles(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int) -> list[Trace]:
+    """One trace for each distinct role: the places of a pipeline, or rank 0 where all ranks do the same.
+
+    Places between the first and the last that hold as many blocks do the same as each other, but for what is in
+    flight: the earlier one holds more micro-batches, so it stands for them.
+    """
+    resolved = _refuse(job, facts, strategy, ranks, "cuda")
+    places = pipeline_ranks(resolved) if is_pipelined(resolved) else 1
+    chosen = sorted({0, min(1, places - 1), places - 1})
+    return [trace_step(job, facts, strategy, ranks=ranks, rank=place * ranks // places) for place in chosen]
+
+
+def _refuse(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, device: str) -> Strategy:
+    """The strategy with its sizes, or why it cannot be traced."""
+    if device != "cuda":
+        raise Refused(f"A trace is of a CUDA device, but {device!r} was asked for; leave `device` out.")
+    if strategy.data == "dp":
+        raise Refused("dp is one process with several GPUs, which no fake world has; trace ddp instead.")
+    if facts.unseen:
+        raise Refused(f"The model does not run on fake tensors, so it cannot be traced: {facts.unseen}.")
+    return check(job, facts, strategy, Place(device="cpu", devices=ranks, ranks=ranks, local_ranks=1))
+
+
+def _from_shorter(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, rank: int) -> Recorded | None:
+    """What the whole model would show, where that takes longer to see than the two shorter ones."""
+    stack = find_stack(facts)
+    small, large = SIZES_OF_A_STAGE if is_pipelined(strategy) else SIZES
+    if stack is None or (blocks := _blocks_of(job, facts, strategy, stack, ranks, rank)) <= small + large + 1:
+        return None
+    shorter = [shorten(job, facts, strategy, stack, size) for size in (small, large)]
+    records = [record_step(s.job, s.facts, strategy, ranks, rank) for s in shorter if s is not None]
+    return extrapolate(*records, sizes=(small, large), to=blocks) if len(records) == 2 else None
+
+
+def _blocks_of(job: Job, facts: ModelFacts, strategy: Strategy, stack: Stack, ranks: int, rank: int) -> float:
+    """Blocks of the model; under a pipeline, those that the rank's stages have, on average."""
+    if not is_pipelined(strategy):
+        return stack.blocks
+    by_stage = blocks_of_stages(facts, stack, cut_stages(facts, count_stages(strategy), job.stages))
+    places, count = pipeline_ranks(strategy), count_micro_batches(strategy, job.global_batch)
+    own = schedules.make(schedule_name(strategy), places, count).stages_of(rank * places // ranks)
+    return sum(len(by_stage[stage]) for stage in own) / len(own)
+
+
+def _unseen(strategy: Strategy) -> str:
+    found = []
+    if strategy.compile:
+        found.append("compile was traced as eager, which keeps more for backward")
+    if strategy.offload == "params":
+        found.append("offload=params was traced as if sharded parameters lay on the device")
+    return "; ".join(found)
+
+
+def _trace(recorded: Recorded, rank: int, ranks: int, unseen: str) -> Trace:
+    memory = max(recorded.peaks.values(), key=lambda causes: causes.total())
+    return Trace(
+        rank=rank,
+        ranks=ranks,
+        memory={cause: size for cause, size in memory.items() if size},
+        reserved=recorded.reserved,
+        operations=tuple(replace(operation, count=count) for operation, count in recorded.operations.items()),
+        messages=tuple(replace(message, count=count) for message, count in recorded.messages.items()),
+        unseen=unseen,
+        stages=recorded.stages,
+    )

@@ -1,0 +1,100 @@
+"""What operators keep for backward on a GPU, seen without one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from meshwright.describe.as_on_cuda import as_on_cuda
+
+BATCH, HEADS, LENGTH, WIDTH = 2, 4, 100, 64
+
+
+def kept_by(function, *inputs: Tensor) -> dict[tuple[tuple[int, ...], torch.dtype], int]:
+    """Shapes and dtypes of what is kept for backward beside the inputs, with their number."""
+    known = {tensor.untyped_storage()._cdata for tensor in inputs}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in known and tensor.numel() > 2:  # two small ones are random state
+            kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function(*inputs).sum().backward()
+    found: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
+    for tensor in kept.values():
+        key = tuple(tensor.shape), tensor.dtype
+        found[key] = found.get(key, 0) + 1
+    return found
+
+
+def heads(dtype: torch.dtype, length: int = LENGTH) -> list[Tensor]:
+    return [torch.empty(BATCH, HEADS, length, WIDTH, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def test_flash_attention_keeps_its_output_and_a_number_a_row_and_head() -> None:
+    with FakeTensorMode(), as_on_cuda():
+        kept = kept_by(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), *heads(torch.bfloat16))
+    assert kept == {
+        ((BATCH, HEADS, LENGTH, WIDTH), torch.bfloat16): 1,
+        ((BATCH, HEADS, LENGTH), torch.float32): 1,
+    }
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_in_fp32_or_with_a_mask_is_memory_efficient(masked: bool) -> None:
+    dtype = torch.bfloat16 if masked else torch.float32
+    with FakeTensorMode(), as_on_cuda():
+        mask = torch.empty(LENGTH, LENGTH, dtype=torch.bool) if masked else None
+        kept = kept_by(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask), *heads(dtype))
+    assert kept[(BATCH, HEADS, 128), torch.float32] == 1  # rows are padded to a multiple of 32
+    assert kept[(BATCH, HEADS, LENGTH, WIDTH), dtype] == 1
+    assert len(kept) == (3 if masked else 2)
+
+
+def test_grouped_queries_in_fp32_are_composed() -> None:
+    with FakeTensorMode(), as_on_cuda():
+        q, k, v = heads(torch.float32)
+        k, v = (x[:, :2].detach().requires_grad_() for x in (k, v))
+        found = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert "Efficient" not in str(found.grad_fn) and "Flash" not in str(found.grad_fn)
+
+
+def test_rms_norm_keeps_one_number_a_row() -> None:
+    with FakeTensorMode(), as_on_cuda():
+        x = torch.empty(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        kept = kept_by(lambda x, weight: F.rms_norm(x, (WIDTH,), weight), x, weight)
+        assert x.grad is not None and weight.grad is not None
+    assert kept == {((BATCH, LENGTH, 1), torch.float32): 1}
+
+
+def test_dropout_keeps_bools() -> None:
+    with FakeTensorMode(), as_on_cuda():
+        x = torch.empty(BATCH, LENGTH, WIDTH, requires_grad=True)
+        kept = kept_by(lambda x: F.dropout(x, 0.1), x)
+    assert kept == {((BATCH, LENGTH, WIDTH), torch.bool): 1}
+
+
+def test_layer_norm_keeps_statistics_in_fp32() -> None:
+    with FakeTensorMode(), as_on_cuda():
+        x = torch.empty(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        kept = kept_by(lambda x: F.layer_norm(x, (WIDTH,)), x)
+    assert kept == {((BATCH, LENGTH, 1), torch.float32): 2}
+
+
+def test_outside_all_is_as_before() -> None:
+    def nodes() -> list[str]:
+        q, k, v = heads(torch.bfloat16)
+        attention = F.scaled_dot_product_attention(q, k, v)
+        return [type(found.grad_fn).__name__ for found in (attention, F.rms_norm(q, (WIDTH,)), F.dropout(q, 0.1))]
+
+    with FakeTensorMode():
+        before = nodes()
+        with as_on_cuda(), as_on_cuda():
+            inside = nodes()
+        after = nodes()
+    assert before == after
+    assert not set(inside) & set(before)

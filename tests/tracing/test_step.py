@@ -1,0 +1,232 @@
+"""One rank's step on fake tensors in a fake world: memory, operators and messages."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from meshwright import Job
+from meshwright.describe.model import describe
+from meshwright.errors import Refused
+from meshwright.facts.strategy import Strategy
+from meshwright.facts.trace import Trace
+from meshwright.tracing import trace_roles, trace_step
+from meshwright.tracing.shorter import find_stack
+
+WIDTH, LENGTH, VOCABULARY, SAMPLES, LAYERS = 64, 32, 512, 16, 2
+CUBLAS = 64 << 20
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.silu(self.up(x)))
+
+
+class Decoder(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.token(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return F.cross_entropy(logits.flatten(0, 1), batch["x"].flatten(), reduction="sum"), batch["x"].numel()
+
+
+@cache
+def job_of(layers: int = LAYERS) -> Job:
+    return Job(
+        model=partial(Decoder, layers),
+        inputs=lambda batch: (batch["x"],),
+        loss=loss,
+        optimizer=partial(AdamW, lr=1e-3),
+        sample=lambda n: {"x": torch.randint(VOCABULARY, (n, LENGTH))},
+        global_batch=SAMPLES,
+        max_norm=1.0,
+    )
+
+
+@cache
+def facts_of(job: Job):
+    return describe(job)
+
+
+@cache
+def trace(strategy: str, ranks: int = 1, rank: int = 0, layers: int = LAYERS, whole: bool = False) -> Trace:
+    job = job_of(layers)
+    return trace_step(job, facts_of(job), Strategy.parse(strategy), ranks=ranks, rank=rank, whole=whole)
+
+
+def weights(layers: int = LAYERS) -> int:
+    return 2 * VOCABULARY * WIDTH + layers * (WIDTH + 12 * WIDTH * WIDTH)
+
+
+def sent(trace: Trace, kind: str, axis: str, phase: str | None = None) -> float:
+    return sum(
+        message.bytes * message.count
+        for message in trace.messages
+        if (message.kind, message.axis) == (kind, axis) and phase in (None, message.phase)
+    )
+
+
+def test_what_lasts_is_counted_to_the_byte() -> None:
+    memory = trace("single").memory
+    assert memory["parameters"] == pytest.approx(4 * weights(), rel=0.01)
+    assert memory["optimizer"] == pytest.approx(8 * weights(), rel=0.02)  # with a step counter for each parameter
+    logits = 4 * SAMPLES * LENGTH * VOCABULARY
+    assert memory["logits"] == pytest.approx(3 * logits, rel=0.01)  # they, their log-softmax and a gradient
+    assert memory["temporary"] == pytest.approx(CUBLAS, rel=0.01)
+
+
+def test_activations_are_what_the_kernels_keep() -> None:
+    rows = SAMPLES * LENGTH
+    # Per block in fp32: the input and normalised; q, k, v in one and the mixed; the sum; before and after silu.
+    block = 4 * rows * WIDTH * (2 + 3 + 1 + 1 + 4 + 4) + 4 * rows + 4 * SAMPLES * 4 * 32
+    ids = 8 * rows
+    embedded = 4 * rows * WIDTH
+    assert trace("single").memory["activations"] == pytest.approx(LAYERS * block + embedded + ids, rel=0.02)
+
+
+def test_flops_of_forward_and_backward() -> None:
+    flops: Counter[str] = Counter()
+    for operation in trace("single").operations:
+        if operation.kind == "matmul":
+            flops[operation.phase] += operation.flops * operation.count
+    matrices = LAYERS * 12 * WIDTH * WIDTH + VOCABULARY * WIDTH
+    assert flops["forward"] == 2 * SAMPLES * LENGTH * matrices
+    assert flops["backward"] == 2 * flops["forward"]
+
+
+def test_a_matmul_has_its_shape() -> None:
+    shapes = {operation.shape: operation.count for operation in trace("single").operations if operation.shape}
+    assert shapes[1, SAMPLES * LENGTH, 4 * WIDTH, WIDTH] >= LAYERS
+
+
+def test_the_update_reads_and_writes_all_states() -> None:
+    moved = max(op.bytes for op in trace("single").operations if op.phase == "update")
+    assert moved == pytest.approx(4 * weights() * 7, rel=0.05)  # four are read, three written
+
+
+def test_ddp_sums_every_gradient_once() -> None:
+    found = trace("ddp", 8)
+    assert sent(found, "all_reduce", "data", "backward") == pytest.approx(4 * weights(), rel=0.01)
+    assert found.peak < trace("single").peak
+
+
+def test_fsdp_gathers_twice_and_scatters_once() -> None:
+    found = trace("fsdp", 8)
+    blocks = 4 * LAYERS * (WIDTH + 12 * WIDTH * WIDTH)
+    root = 4 * weights() - blocks
+    assert sent(found, "all_gather", "data") == pytest.approx(2 * blocks + root, rel=0.01)
+    assert sent(found, "reduce_scatter", "data") == pytest.approx(4 * weights(), rel=0.01)
+    assert found.memory["parameters"] == pytest.approx(4 * weights() / 8, rel=0.05)
+    assert found.memory["gathered"] >= root
+
+
+@pytest.mark.parametrize("strategy", ["zero1,bf16", "zero2", "hsdp=2x4", "fsdp:grad-op,bf16", "single,fp16,mb=8"])
+def test_every_data_strategy_is_traced(strategy: str) -> None:
+    ranks = 1 if strategy.startswith("single") else 8
+    found = trace(strategy, ranks)
+    assert found.peak > CUBLAS and found.reserved >= found.peak
+    assert {operation.phase for operation in found.operations} == {"forward", "backward", "update"}
+
+
+def test_recomputing_keeps_less_and_computes_more() -> None:
+    plain, full = trace("single"), trace("single,ac=full")
+    assert full.memory["activations"] < 0.5 * plain.memory["activations"]
+    matmuls = [
+        sum(op.flops * op.count for op in found.operations if (op.kind, op.phase) == ("matmul", "backward"))
+        for found in (plain, full)
+    ]
+    assert matmuls[1] >= 1.25 * matmuls[0]  # blocks are a half of all
+
+
+def test_offloaded_states_are_not_on_the_device() -> None:
+    counters = 512 * (2 + 5 * LAYERS)
+    assert trace("single,offload=optimizer").memory.get("optimizer", 0) <= counters
+
+
+def test_tensor_parallel_divides_and_says_so() -> None:
+    found = trace("tp=2", 2)
+    assert found.memory["parameters"] < 0.6 * trace("single").memory["parameters"]
+    assert sent(found, "all_gather", "tensor") > 0
+
+
+def test_roles_of_a_pipeline() -> None:
+    job = job_of()
+    first, last = trace_roles(job, facts_of(job), Strategy.parse("pp=2:1f1b"), 2)
+    assert (first.stages, last.stages) == ((0,), (1,))
+    boundary = 4 * SAMPLES * LENGTH * WIDTH
+    assert sent(first, "send", "stage", "forward") == boundary
+    assert sent(last, "send", "stage") == boundary
+    assert "logits" not in first.memory and last.memory["logits"] > 0
+
+
+def test_without_a_pipeline_there_is_one_role() -> None:
+    job = job_of()
+    assert [found.rank for found in trace_roles(job, facts_of(job), Strategy.parse("ddp"), 4)] == [0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp,bf16"])
+def test_a_long_model_is_known_from_shorter_ones(strategy: str) -> None:
+    layers = 16
+    short, whole = (trace(strategy, 4, layers=layers, whole=whole) for whole in (False, True))
+    assert short.peak - CUBLAS == pytest.approx(whole.peak - CUBLAS, rel=0.01)
+    for cause in ("activations", "logits", "optimizer"):
+        assert short.memory[cause] == pytest.approx(whole.memory[cause], rel=0.01)
+    assert short.reserved == pytest.approx(whole.reserved, rel=0.05)
+    for name in ("flops", "bytes"):
+        totals = [sum(getattr(op, name) * op.count for op in found.operations) for found in (short, whole)]
+        assert totals[0] == pytest.approx(totals[1], rel=0.001)
+    messages = [sum(message.bytes * message.count for message in found.messages) for found in (short, whole)]
+    assert messages[0] == pytest.approx(messages[1], rel=0.001)
+
+
+def test_blocks_that_differ_are_no_stack() -> None:
+    def build() -> nn.Module:
+        model = Decoder(3)
+        model.blocks[1].up = nn.Linear(WIDTH, 8 * WIDTH, bias=False)
+        model.blocks[1].down = nn.Linear(8 * WIDTH, WIDTH, bias=False)
+        return model
+
+    assert find_stack(facts_of(job_of())) is not None
+    assert find_stack(describe(replace(job_of(), model=build))) is None
+
+
+def test_an_optimizer_that_was_left_open_updates_lists() -> None:
+    job = replace(job_of(), optimizer=lambda params: SGD(params, lr=0.1, momentum=0.9))
+    found = trace_step(job, facts_of(job_of()), Strategy.parse("single"), ranks=1)
+    assert sum(operation.count for operation in found.operations if operation.phase == "update") < 20
+
+
+def test_what_cannot_be_traced_is_refused() -> None:
+    job = job_of()
+    with pytest.raises(Refused, match="dp is one process"):
+        trace_step(job, facts_of(job), Strategy.parse("dp=2"), ranks=2)
+    with pytest.raises(Refused, match="CUDA device"):
+        trace_step(job, facts_of(job), Strategy.parse("single"), ranks=1, device="cpu")
+
+
+def test_compiling_is_told() -> None:
+    assert "compile" in trace("single,compile").unseen

@@ -30,6 +30,8 @@ class Node:
 
 
 SINGLE = Node("single", 1)
+Loads = Callable[[Node, Node], bool]
+"""Whether a target (the first one) loads what a source saved."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Matrix:
         self._end = self._folder / "expected"
 
     def run(
-        self, sources: Sequence[Node] | None = None, *, loads: Callable[[Node, Node], bool] = lambda target, source: True
+        self, sources: Sequence[Node] | None = None, *, loads: Loads = lambda target, source: True
     ) -> dict[Node, Future[list[Move]]]:
         """What came of all sources (None: all nodes) under each node that `loads` them.
 

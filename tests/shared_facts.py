@@ -1,4 +1,4 @@
-"""What rank 0 found out, for all ranks and for all later calls: looking at a model takes longer than most steps of it."""
+"""What rank 0 found out, for all ranks and all later calls: looking at a model takes longer than most steps of it."""
 
 from __future__ import annotations
 

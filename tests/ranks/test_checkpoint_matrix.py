@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint_moves import LOSS_RTOL, SINGLE, Matrix, Move, Node, in_memory
+from checkpoint_moves import LOSS_RTOL, SINGLE, Loads, Matrix, Move, Node, in_memory
 from meshwright.checkpoint.manifest import read_manifest
 from rank_pool import RankPool
 
@@ -45,13 +45,12 @@ MATRICES = {
 ALL_PAIRS_UP_TO = 5
 """Nodes."""
 WRITTEN = {SINGLE, Node("fsdp", 4), Node("tp=2,fsdp", 4), Node("op=2", 2), Node("pp=2:interleaved,fsdp", 4)}
-"""Whole tensors; parts along dim 0; parts along two dims, or of one operator; only the tensors of a rank's own stages."""
+"""Whole tensors; parts along dim 0; along two dims, or of single operators; only the tensors of a rank's own stages."""
 LOADED = {SINGLE, Node("fsdp", 4)}
 """Whole, and in parts."""
 
 
-def loads_among(nodes: list[Node]) -> Callable[[Node, Node], bool]:
-    """Whether a target loads what a source saved."""
+def loads_among(nodes: list[Node]) -> Loads:
     every = len(nodes) <= ALL_PAIRS_UP_TO
     return lambda target, source: every or source in WRITTEN or target in LOADED or source == target
 

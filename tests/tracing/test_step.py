@@ -230,3 +230,11 @@ def test_what_cannot_be_traced_is_refused() -> None:
 
 def test_compiling_is_told() -> None:
     assert "compile" in trace("single,compile").unseen
+
+
+@pytest.mark.slow
+def test_worlds_of_one_process_do_not_meet() -> None:
+    """DTensor's caches would hand the second rank the first one's groups."""
+    first, last = (trace("pp=2:1f1b,fsdp=2", 4, rank=rank) for rank in (0, 2))
+    assert (first.stages, last.stages) == ((0,), (1,))
+    assert sent(last, "reduce_scatter", "data") > 0

@@ -29,6 +29,10 @@ SWITCH = 0.745
 """Of what rings reach, the rate at which a switch sums: 275 of 370 GB/s among 8 H100, say NCCL's authors."""
 SWITCH_LATENCY = 25e-6
 """Seconds of a sum in the switch, NCCL's own tuning table."""
+HALF_RING = 0.78
+"""Of what an all-reduce's ring carries, what an all-gather's or reduce-scatter's does when PyTorch asks for it: 250 GB/s
+of 256 MB among 8 H100 (nanotron's playbook), where nccl-tests reach 365 with larger ones."""
+_HALF_RINGS = ("all_gather", "reduce_scatter")
 ONE_PROTOCOL = ("efa",)
 """Links over which NCCL has no protocol for small messages: AWS advises NCCL_PROTO=simple on EFA."""
 PAIRS_AT_ONCE = 8
@@ -121,6 +125,8 @@ class _Path:
     """Seconds from neighbour to neighbour on a node."""
     far_hop: float
     """Seconds from node to node."""
+    half_ring: float = 1.0
+    """Of what a ring within a node carries, what an all-gather or reduce-scatter reaches."""
     sums_in_switch: bool = False
 
 
@@ -147,8 +153,13 @@ def _path(group: Group, links: _Links, protocol: _Protocol) -> _Path:
         crowded=_between(group, links) * protocol.bandwidth / (1 + contention * (group.nodes - 1)),
         hop=links.within.latency * protocol.within,
         far_hop=links.between.latency * protocol.between,
+        half_ring=HALF_RING if _is_half(group, links) else 1.0,
         sums_in_switch=(links.within.kind == "nvlink-sharp" and group.per_node >= SWITCH_RANKS and protocol is _LARGE),
     )
+
+
+def _is_half(group: Group, links: _Links) -> bool:
+    return group.nodes == 1 and links.within.kind == "nvlink-sharp" and not links.reached[0]
 
 
 def _within(group: Group, links: _Links) -> float:
@@ -166,7 +177,7 @@ def _between(group: Group, links: _Links) -> float:
 
 def _ring(kind: str, size: float, group: Group, path: _Path) -> float:
     """Every step waits for the slowest hop: an all-gather of 2 GB over 256 H100 runs as slowly as that says."""
-    speeds = [path.within] * (group.per_node > 1) + [path.between] * (group.nodes > 1)
+    speeds = [path.within * (path.half_ring if kind in _HALF_RINGS else 1.0)] * (group.per_node > 1) + [path.between] * (group.nodes > 1)
     hop = path.far_hop if group.nodes > 1 else path.hop
     return ring_steps(kind, group.ranks) * hop + ring_bytes(kind, size, group.ranks) / min(speeds)
 

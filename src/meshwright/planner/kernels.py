@@ -17,7 +17,7 @@ from functools import lru_cache
 from meshwright.facts.costs import Kernel
 from meshwright.facts.hardware import Hardware
 
-MATMUL = 0.65
+MATMUL = 0.64
 ATTENTION = {"Hopper": 0.36, "other": 0.58}
 STREAM = 0.72
 LEAST = 3e-6

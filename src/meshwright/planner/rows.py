@@ -132,7 +132,7 @@ def _arrangement(values: Mapping[str, Any], number: _Numbers) -> Arrangement:
     rest, gradient = ITEMSIZE[_dtype(values, "param_dtype", "fp32")], ITEMSIZE[_dtype(values, "grad_dtype", "fp32")]
     master = ITEMSIZE[_dtype(values, "master_dtype", "fp32")]
     over = shards if stage else 1
-    beside = master > rest
+    beside, summed = master > rest, number("grad_accum") > 1
     return Arrangement(
         data=shards * replicas,
         shards=over,
@@ -145,11 +145,12 @@ def _arrangement(values: Mapping[str, Any], number: _Numbers) -> Arrangement:
         recompute=values.get("activation_ckpt") or "none",
         compile=_is_true(values.get("compile")),
         parameters_over=over if stage == 3 else 1,
-        gradients_over=over if stage >= 2 else 1,
+        # A single micro-batch needs no sum: its gradients go to their shards as they are.
+        gradients_over=over if stage >= 2 or (stage == 1 and beside and not summed) else 1,
         optimizer_over=over,
         parameter_bytes=rest,
         gradient_bytes=gradient,
-        beside_bytes=rest if gradient > rest and stage < 2 and number("grad_accum") > 1 else 0,
+        beside_bytes=rest if gradient > rest and stage < 2 and (summed or stage) else 0,
         moment_bytes=2 * master,
         master_bytes=master if beside else 0,
         cast_bytes=0 if ITEMSIZE[compute] == rest or stage == 3 else ITEMSIZE[compute],

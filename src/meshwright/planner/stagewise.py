@@ -114,6 +114,11 @@ class Loads:
             _held_twice(arrangement) if stalls else 1.0,
         )
 
+    def model_flops(self, precision: str) -> float:
+        """Of forward and backward for one sample, without recomputing."""
+        plain = self._costs.get((precision, "none")) or next(iter(self._costs.values()))
+        return plain.flops(1)
+
     def _cut(
         self, costs: ModelCosts, compiled: bool, micro_batch: int, tp: int, stages: int, whole: float
     ) -> tuple[StageLoad, ...]:
@@ -201,7 +206,7 @@ class Loads:
 
 def _held_twice(arrangement: Arrangement) -> float:
     """The share of gathered inputs that is not back with the allocator where hosts wait; wide axes wait longer."""
-    return max(0.0, 1 - MET * max(1.0, arrangement.tp / WIDE) / arrangement.stages)
+    return max(0.1, 1 - MET * max(1.0, arrangement.tp / WIDE) / arrangement.stages)
 
 
 def cut_by_compute(facts: ModelFacts, count: int) -> Stages:

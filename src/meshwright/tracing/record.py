@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import debug as tensor_debug
 from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -177,6 +178,9 @@ def _fake_world(ranks: int, rank: int) -> Iterator[World]:
         yield replace(world, weightless=True)
     finally:
         world.leave()
+        # DTensor takes meshes of the same sizes for one and the same, and would find groups that are no more.
+        getattr(tensor_debug, "_clear_sharding_prop_cache", lambda: None)()
+        getattr(tensor_debug, "_clear_fast_path_sharding_prop_cache", lambda: None)()
 
 
 @contextmanager

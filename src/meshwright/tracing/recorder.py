@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -56,11 +56,12 @@ class Recorder(TorchDispatchMode):
             recorder._resized(storage)
             return found
 
-        with (
-            patch.object(torch.UntypedStorage, "resize_", resize),
-            patch.object(ShardingPropagator, _FIND_SHAPE, self._unrecorded(getattr(ShardingPropagator, _FIND_SHAPE))),
-            self,
-        ):
+        find_shape = getattr(ShardingPropagator, _FIND_SHAPE, None)
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize))
+            if find_shape is not None:
+                stack.enter_context(patch.object(ShardingPropagator, _FIND_SHAPE, self._unrecorded(find_shape)))
+            stack.enter_context(self)
             yield
 
     def _unrecorded(self, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,94 @@
+"""Why the first plan won and what each rival would cost, in a user's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from meshwright.facts.plan import GIB, Plan
+from meshwright.planner.search import TIE
+
+CAUSES = {
+    "compute": "computing",
+    "tensor": "waiting for the tensor axis",
+    "host": "waiting for the host",
+    "data": "waiting for the data axis",
+    "bubble": "idle in the pipeline",
+    "stages": "sending between stages",
+    "update": "the optimizer",
+    "host copies": "copying to and from the host",
+}
+
+
+def explain(plans: list[Plan]) -> list[Plan]:
+    """The same plans with their reasons: the first against the second, the others against the first."""
+    if not plans:
+        return []
+    first, *others = plans
+    return [replace(first, why=_why_first(first, others)), *(replace(p, why=_why_not(p, first)) for p in others)]
+
+
+def _why_first(first: Plan, others: list[Plan]) -> tuple[str, ...]:
+    sentences = [f"{_share(first)}."]
+    ties = [plan for plan in others if abs(plan.forecast.step / first.forecast.step - 1) <= TIE]
+    slower = [plan for plan in others if plan.forecast.step > first.forecast.step * (1 + TIE)]
+    if ties:
+        sentences.append(f"As fast, as far as we know, and less plain: {_named(ties)}.")
+    if slower:
+        nearest = slower[0]
+        sentences.append(f"{nearest.strategy} would take {_percent(nearest, first)} longer: {_difference(nearest, first)}.")
+    return tuple(sentences)
+
+
+def _why_not(plan: Plan, first: Plan) -> tuple[str, ...]:
+    saved = (first.peak - plan.peak) / GIB
+    ratio = plan.forecast.step / first.forecast.step - 1
+    memory = f"save {saved:.1f} GiB" if saved > 0 else f"take {-saved:.1f} GiB more"
+    time = f"cost {ratio:.0%}" if ratio > TIE else "be as fast" if ratio >= -TIE else f"be {-ratio:.0%} faster"
+    joined = "and" if (saved > 0) == (ratio <= TIE) else "but"
+    sentence = f"would {memory} {joined} {time}"
+    return (f"{sentence}: {_difference(plan, first)}." if ratio > TIE else f"{sentence}.",)
+
+
+def _share(plan: Plan) -> str:
+    """Where the time goes: the two largest parts."""
+    step = plan.forecast.step
+    parts = sorted(plan.forecast.time.items(), key=lambda part: -part[1])[:2]
+    listed = [f"{CAUSES.get(cause, cause)} {seconds / step:.0%}" for cause, seconds in parts if seconds / step >= 0.01]
+    return f"of a step of {_milliseconds(step)}, {' and '.join(listed)}"
+
+
+def _difference(plan: Plan, other: Plan) -> str:
+    """What makes one slower than the other: the cause that grows most."""
+    change = plan.forecast - other.forecast
+    cause, seconds = max(change.time.items(), key=lambda part: part[1])
+    return f"{_milliseconds(seconds)} more of {CAUSES.get(cause, cause)}"
+
+
+def _percent(plan: Plan, other: Plan) -> str:
+    return f"{plan.forecast.step / other.forecast.step - 1:.0%}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+
+
+def _named(plans: list[Plan]) -> str:
+    names = [str(plan.strategy) for plan in plans[:3]]
+    return ", ".join(names) + (f" and {len(plans) - 3} more" if len(plans) > 3 else "")
+
+
+def advise(tightest: Plan | None, room: float, tries: list[tuple[str, Callable[[], Plan | None]]]) -> tuple[str, ...]:
+    """What to change where nothing fits: the first of each kind of change that helps."""
+    if tightest is None:
+        return ("No candidate can run here; the reasons are listed.",)
+    need = tightest.forecast.peak / GIB
+    advice = [f"Nothing fits: the smallest is {tightest.strategy} with {need:.1f} of {room / GIB:.1f} GiB."]
+    for change, attempt in tries:
+        plan = attempt()
+        if plan is not None:
+            held = f"{plan.forecast.peak / GIB:.1f} GiB"
+            advice.append(f"{change} would fit: {plan.strategy}, {held}, {_milliseconds(plan.forecast.step)} a step.")
+    if len(advice) == 1:
+        advice.append("Neither recomputing, offloading nor eight times the devices would fit: the model is too large.")
+    return tuple(advice)

@@ -1,0 +1,197 @@
+"""From candidates to a ranking: refuse what cannot be, account for the rest, keep what fits, fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from meshwright.errors import MeshwrightError, Refused
+from meshwright.facts.cluster import Cluster
+from meshwright.facts.forecast import Forecast
+from meshwright.facts.hardware import Hardware
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.plan import GIB, Plan, Refusal, Speed
+from meshwright.facts.strategy import Strategy
+from meshwright.facts.trace import Trace
+from meshwright.planner.account import Account, account, usable
+from meshwright.planner.arrangement import Arrangement, arrange
+from meshwright.planner.candidates import plainness
+from meshwright.planner.kernels import peak_flops
+from meshwright.planner.stagewise import Loads
+from meshwright.strategies import Place, data_strategy
+from meshwright.strategies.pipeline import is_pipelined, refuse_pipeline
+
+TIE = 0.03
+"""Plans whose times differ by less than this are as fast as each other, as far as we know."""
+ERROR_BARS = {"account": {"memory": 0.10, "time": 0.20}, "trace": {"memory": 0.03, "time": 0.20}}
+"""Published runs are within this share of our forecasts about three times in four (docs/planner.md)."""
+
+Tracer = Callable[[Strategy], list[Trace]]
+"""Traces one rank of each role of a strategy."""
+
+
+@dataclass
+class Found:
+    """What a search has seen so far."""
+
+    plans: list[Plan] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+    unfit: list[Plan] = field(default_factory=list)
+    candidates: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is planned for, and with."""
+
+    facts: ModelFacts
+    loads: Loads
+    cluster: Cluster
+    hardware: Hardware
+    global_batch: int
+
+    @property
+    def place(self) -> Place:
+        device = "cpu" if self.hardware.device == "cpu" else "cuda"
+        per_node = self.cluster.devices_per_node
+        return Place(device=device, devices=per_node, ranks=self.cluster.devices, local_ranks=per_node)
+
+
+def search(setting: Setting, candidates: Iterable[Strategy]) -> Found:
+    """Think through every candidate. Those that only take more memory than one that does not fit are passed over."""
+    found = Found()
+    full: dict[Strategy, int] = {}
+    for candidate in candidates:
+        found.candidates += 1
+        like = replace(candidate, micro_batch=None)
+        if like in full and candidate.micro_batch is not None and candidate.micro_batch >= full[like]:
+            reason = f"does not fit with mb={full[like]} either"
+            found.refused.append(Refusal(strategy=str(candidate), reason=reason))
+            continue
+        try:
+            plan = consider(setting, candidate)
+        except MeshwrightError as error:
+            found.refused.append(Refusal(strategy=str(candidate), reason=str(error)))
+            continue
+        if plan.fits:
+            found.plans.append(plan)
+        else:
+            full.setdefault(like, candidate.micro_batch or 0)
+            found.unfit.append(plan)
+            found.refused.append(Refusal(strategy=str(candidate), reason=plan.why[0]))
+    found.plans.sort(key=lambda plan: plan.forecast.step)
+    return found
+
+
+def consider(setting: Setting, candidate: Strategy) -> Plan:
+    """One strategy's plan, whether it fits or not; raises where it cannot be."""
+    strategy = candidate.resolve(setting.cluster.devices)
+    if reason := refuse(setting, strategy):
+        raise Refused(reason)
+    arrangement = arrange(strategy, setting.facts, setting.global_batch)
+    found = account(arrangement, setting.loads, setting.hardware, setting.cluster.devices_per_node)
+    return _plan(setting, strategy, arrangement, found)
+
+
+def refuse(setting: Setting, strategy: Strategy) -> str | None:
+    """Why the engine would not run it."""
+    facts = setting.facts
+    if strategy.precision not in setting.hardware.flops:
+        return f"{setting.hardware.device} has no units for {strategy.precision}; use fp16 or fp32."
+    if reason := data_strategy(strategy).refuse(strategy, facts, setting.place):
+        return reason
+    if strategy.tp > 1:
+        if facts.tensor_plan is None:
+            return f"tp={strategy.tp} was asked, but the model's layers could not be followed."
+        if reason := facts.tensor_plan.refuse(strategy.tp):
+            return reason
+    if is_pipelined(strategy):
+        return refuse_pipeline(strategy, facts, setting.global_batch)
+    if facts.batch_norms and strategy.micro_batch not in (None, setting.global_batch // strategy.data_ranks):
+        return f"BatchNorm ({facts.batch_norms[0]}) normalises over a micro-batch, and cutting the batch changes that."
+    return None
+
+
+def _plan(setting: Setting, strategy: Strategy, arrangement: Arrangement, found: Account) -> Plan:
+    fits = found.fits(setting.hardware)
+    room = usable(setting.hardware)
+    why = () if fits else (f"needs {found.reserved / GIB:.1f} of {room / GIB:.1f} GiB: {_largest(found.forecast)}",)
+    held = found.forecast.memory
+    written = (held.get("parameters", 0) + held.get("optimizer", 0)) / GIB
+    return Plan(
+        strategy=strategy,
+        forecast=found.forecast,
+        fits=fits,
+        why=why,
+        speed=_speed(setting, arrangement, found),
+        error_bar=ERROR_BARS["account"],
+        stages=found.ranks if len(found.ranks) > 1 else (),
+        host_gib=_host_gib(setting, arrangement),
+        saving_gib=written / max(1, arrangement.data // max(arrangement.shards, 1)),
+    )
+
+
+def _largest(forecast: Forecast) -> str:
+    parts = sorted(forecast.memory.items(), key=lambda part: -part[1])[:2]
+    return " and ".join(f"{size / GIB:.1f} GiB of {cause}" for cause, size in parts)
+
+
+def _speed(setting: Setting, arrangement: Arrangement, found: Account) -> Speed:
+    step = found.timing.total
+    tokens = setting.facts.weight_per_sample
+    devices = setting.cluster.devices
+    flops = setting.loads.model_flops(arrangement.precision) * setting.global_batch
+    return Speed(
+        samples_per_s=setting.global_batch / step,
+        tokens_per_s_per_device=setting.global_batch * tokens / step / devices if tokens and tokens > 1 else None,
+        mfu=flops / (step * devices * peak_flops(setting.hardware, arrangement.precision)),
+    )
+
+
+def _host_gib(setting: Setting, arrangement: Arrangement) -> float:
+    """Host memory of one node's ranks that holds what is offloaded."""
+    if not arrangement.offload:
+        return 0.0
+    stages = setting.loads.of(arrangement)
+    elements = max(stage.trainable for stage in stages) / arrangement.optimizer_over
+    each = arrangement.moment_bytes + arrangement.master_bytes + arrangement.gradient_bytes
+    return elements * each * setting.cluster.devices_per_node / GIB
+
+
+def best_of_each_kind(plans: list[Plan]) -> list[Plan]:
+    """The fastest of each way to lay the axes, fastest first: a ranking of fifty micro-batch sizes helps nobody."""
+    kinds: dict[tuple[object, ...], Plan] = {}
+    for plan in plans:
+        s = plan.strategy
+        kind = (s.data, s.variant, s.hsdp_replicas, s.tp, s.op, s.pp, s.schedule, s.precision)
+        kinds.setdefault(kind, plan)
+        best = kinds[kind]
+        if plan.forecast.step <= best.forecast.step * (1 + TIE) and plainness(s) < plainness(best.strategy):
+            kinds[kind] = plan
+    return sorted(kinds.values(), key=lambda plan: plan.forecast.step)
+
+
+def choose(plans: list[Plan]) -> list[Plan]:
+    """Fastest first, but of those that are as fast as the first the plainest stands before it."""
+    if not plans:
+        return []
+    fastest = plans[0].forecast.step
+    ties = [plan for plan in plans if plan.forecast.step <= fastest * (1 + TIE)]
+    first = min(ties, key=lambda plan: (plainness(plan.strategy), plan.forecast.step))
+    return [first, *(plan for plan in plans if plan is not first)]
+
+
+def with_traces(setting: Setting, plan: Plan, traces: list[Trace]) -> Plan:
+    """The plan with its memory as a step on fake tensors shows it."""
+    fullest = max(traces, key=lambda trace: trace.reserved)
+    memory = {**fullest.memory, "allocator": max(0, fullest.reserved - fullest.peak)}
+    fits = fullest.reserved <= usable(setting.hardware)
+    stages = tuple(Forecast(memory=trace.memory) for trace in traces) if len(traces) > 1 else ()
+    return replace(
+        plan,
+        forecast=Forecast(memory=memory, time=plan.forecast.time),
+        fits=fits,
+        grade="trace",
+        error_bar=ERROR_BARS["trace"],
+        stages=stages,
+    )

@@ -73,11 +73,18 @@ class _Shapes:
         job, facts, costs = self._facts[key]
         policy = row.arrangement.precision, row.arrangement.recompute
         if policy not in costs:
-            costs[policy] = measure_costs(job, facts, *policy)
+            costs[policy] = self._plain(key, policy[0]).recomputed(policy[1])
         place = (key, row.cluster)
         if place not in self._loads:
             self._loads[place] = Loads(facts, costs, hardware, by_compute=True)
         return self._loads[place]
+
+
+    def _plain(self, key: tuple[Shape, str], precision: str) -> ModelCosts:
+        job, facts, costs = self._facts[key]
+        if (precision, "none") not in costs:
+            costs[precision, "none"] = measure_costs(job, facts, precision)
+        return costs[precision, "none"]
 
 
 _JOBS: dict[str, Callable[[Shape], Job]] = {
@@ -151,9 +158,11 @@ class Planner:
 
     def measure(self, allowed: Allowed) -> None:
         """Costs of every policy that is allowed, each traced once."""
-        for policy in product(allowed.precisions, dict.fromkeys(("none", *allowed.recompute))):
-            if policy not in self._costs:
-                self._costs[policy] = measure_costs(self.job, self.facts, *policy)
+        for precision, recompute in product(allowed.precisions, dict.fromkeys(("none", *allowed.recompute))):
+            if (precision, "none") not in self._costs:
+                self._costs[precision, "none"] = measure_costs(self.job, self.facts, precision)
+            plain = self._costs[precision, "none"]
+            self._costs.setdefault((precision, recompute), plain.recomputed(recompute))
 
     def search(self, cluster: Cluster, wishes: Wishes) -> Found:
         if wishes.strategies:

@@ -83,7 +83,7 @@ def test_train_writes_records_and_a_checkpoint(folder: Path) -> None:
 
 
 def test_torchrun_starts_and_restarts_the_ranks(folder: Path) -> None:
-    """A rank that is killed once, by its own data, when it comes to the third step."""
+    """A rank that is killed once, by its own data, when it comes to the third step: one restart is enough."""
     killing = """
 class Killing(type(job.data)):
     def __getitem__(self, index):
@@ -98,7 +98,7 @@ class Killing(type(job.data)):
 job.data.__class__ = Killing
 """
     (folder / "job.py").write_text("import os, pathlib\n" + JOB + killing)
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "4", "-m")
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "-m")
     words = ("train", "job.py", "--strategy", "zero2", "--steps", "4", "--out", "run", "--save-every", "1", "--json")
     done = meshwright(*words, folder=folder, launcher=launcher)
     assert done.returncode == 0, done.stderr

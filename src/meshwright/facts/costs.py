@@ -6,7 +6,7 @@ the last one. All sizes are affine in the samples of a micro-batch, so two trace
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class Kernel:
     flops: Size
     bytes: Size
     """Read and written."""
+    made: Size = Size()
+    """Bytes of its results."""
     shape: tuple[Size, ...] = ()
     """Of a matmul: (batch, m, n, k)."""
 
@@ -66,15 +68,29 @@ class ModelCosts:
     """All units in the order of their calls, the loss last."""
 
     precision: str
-    recompute: str
     units: tuple[UnitCosts, ...]
-    update_launches: int = 1
-    """Kernels of an optimizer step that do not grow with the parameters."""
-
-    @property
-    def loss(self) -> UnitCosts:
-        return self.units[-1]
+    recompute: str = "none"
 
     def flops(self, samples: float) -> float:
         """Of forward and backward for so many samples."""
         return sum(k.flops.at(samples) for unit in self.units for k in (*unit.forward, *unit.backward))
+
+    def recomputed(self, kind: str) -> ModelCosts:
+        """The same model where blocks recompute: all (`full`), or all but products and attention (`selective`)."""
+        if kind == "none":
+            return self
+        made: dict[str, UnitCosts] = {}
+        for unit in self.units:
+            if unit.like not in made:
+                made[unit.like] = _recomputed(unit, kind) if unit.is_block else unit
+        units = tuple(replace(made[u.like], name=u.name, parameters=u.parameters) for u in self.units)
+        return replace(self, units=units, recompute=kind)
+
+
+def _recomputed(unit: UnitCosts, kind: str) -> UnitCosts:
+    dear = [kernel for kernel in unit.forward if kernel.kind != "other" and kind == "selective"]
+    again = tuple(kernel for kernel in unit.forward if kernel not in dear)
+    kept = unit.output
+    for kernel in dear:
+        kept = kept + kernel.made
+    return replace(unit, backward=(*again, *unit.backward), kept=kept, backward_peak=unit.backward_peak + unit.output)

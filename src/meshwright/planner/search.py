@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 
 from meshwright.errors import MeshwrightError, Refused
 from meshwright.facts.cluster import Cluster
@@ -50,7 +51,15 @@ class Setting:
     hardware: Hardware
     global_batch: int
 
-    @property
+    @cached_property
+    def refuse_tensor(self) -> Callable[[int], str | None]:
+        """Why so many ranks cannot divide the model's layers; asked often."""
+        plan = self.facts.tensor_plan
+        if plan is None:
+            return lambda ranks: f"tp={ranks} was asked, but the model's layers could not be followed."
+        return cache(plan.refuse)
+
+    @cached_property
     def place(self) -> Place:
         device = "cpu" if self.hardware.device == "cpu" else "cuda"
         per_node = self.cluster.devices_per_node
@@ -101,9 +110,7 @@ def refuse(setting: Setting, strategy: Strategy) -> str | None:
     if reason := data_strategy(strategy).refuse(strategy, facts, setting.place):
         return reason
     if strategy.tp > 1:
-        if facts.tensor_plan is None:
-            return f"tp={strategy.tp} was asked, but the model's layers could not be followed."
-        if reason := facts.tensor_plan.refuse(strategy.tp):
+        if reason := setting.refuse_tensor(strategy.tp):
             return reason
     if is_pipelined(strategy):
         return refuse_pipeline(strategy, facts, setting.global_batch)

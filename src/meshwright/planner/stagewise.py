@@ -96,7 +96,10 @@ class Loads:
         self._counts = {name: (p.count, p.trainable and p.used) for p in facts.parameters for name in p.names}
         self._first = {name: p.name for p in facts.parameters for name in p.names}
         self._stages = lru_cache(maxsize=4096)(self._cut)
-        self._unit = lru_cache(maxsize=16384)(self._load)
+        self._stream = lru_cache(maxsize=512)(self._flow)
+        self._names = {p.name: p.names for p in facts.parameters}
+        self.model_flops = lru_cache(maxsize=8)(self._flops)
+        self._holdings = lru_cache(maxsize=512)(self._hold)
         cut = cut_by_compute if by_compute else cut_stages
         self._borders = lru_cache(maxsize=64)(lambda count: cut(facts, count) if count > 1 else None)
 
@@ -106,7 +109,7 @@ class Loads:
         `stalls` says that its devices wait for their hosts.
         """
         return self._stages(
-            self._costs[arrangement.precision, arrangement.recompute],
+            (arrangement.precision, arrangement.recompute),
             arrangement.compile,
             arrangement.micro_batch,
             arrangement.tp,
@@ -114,27 +117,38 @@ class Loads:
             _held_twice(arrangement) if stalls else 1.0,
         )
 
-    def model_flops(self, precision: str) -> float:
+    def _flops(self, precision: str) -> float:
         """Of forward and backward for one sample, without recomputing."""
         plain = self._costs.get((precision, "none")) or next(iter(self._costs.values()))
         return plain.flops(1)
 
     def _cut(
-        self, costs: ModelCosts, compiled: bool, micro_batch: int, tp: int, stages: int, whole: float
+        self, policy: tuple[str, str], compiled: bool, micro_batch: int, tp: int, stages: int, whole: float
     ) -> tuple[StageLoad, ...]:
-        loads = [self._unit(costs, compiled, index, micro_batch, tp, whole) for index in range(len(costs.units))]
+        units = self._costs[policy].units
+        made: dict[str, UnitLoad] = {}
+        for unit in units:
+            if unit.like not in made:
+                made[unit.like] = self._load(policy, unit, compiled, micro_batch, tp, whole)
+        loads = [made[unit.like] for unit in units]
         cut = self._borders(stages)
         if cut is None:
             groups = [range(len(loads))]
         else:
             groups = [cut.calls_of(stage) for stage in range(stages)]
             groups[-1] = range(groups[-1].start, len(loads))
-        return tuple(self._stage([loads[i] for i in group], [costs.units[i] for i in group], tp) for group in groups)
+        held = self._holdings(tp, stages)
+        return tuple(
+            StageLoad(units=tuple(loads[i] for i in group), elements=elements, trainable=trainable, tensors=tensors)
+            for group, (elements, trainable, tensors) in zip(groups, held, strict=True)
+        )
 
-    def _stage(self, loads: list[UnitLoad], units: list[UnitCosts], tp: int) -> StageLoad:
-        names = {self._first[name] for unit in units for name in unit.parameters}
-        elements, trainable = self._held(names, tp)
-        return StageLoad(units=tuple(loads), elements=elements, trainable=trainable, tensors=len(names))
+    def _hold(self, tp: int, stages: int) -> list[tuple[int, int, int]]:
+        """For each stage: elements, those that are trained, and how many parameters they are."""
+        calls, cut = self._facts.calls, self._borders(stages)
+        groups = [cut.calls_of(stage) for stage in range(stages)] if cut else [range(len(calls))]
+        names = [{self._first[name] for i in group for name in calls[i].reads} for group in groups]
+        return [(*self._held(own, tp), len(own)) for own in names]
 
     def _held(self, names: set[str], tp: int) -> tuple[int, int]:
         """Elements on one rank of a tensor axis, and those of them that are trained."""
@@ -147,10 +161,9 @@ class Loads:
         return elements, trainable
 
     def _load(
-        self, costs: ModelCosts, compiled: bool, index: int, micro_batch: int, tp: int, whole: float
+        self, policy: tuple[str, str], unit: UnitCosts, compiled: bool, micro_batch: int, tp: int, whole: float
     ) -> UnitLoad:
-        unit = costs.units[index]
-        layers = self._divided_layers(unit, tp)
+        layers, stream = self._divided_layers(unit, tp), self._stream(policy, micro_batch)
         plan = self._facts.tensor_plan
         parts = tp if layers or (plan is not None and plan.sequence) else 1
         elements, trainable = self._held({self._first[name] for name in unit.parameters}, tp)
@@ -159,7 +172,7 @@ class Loads:
             for part in (unit.forward, unit.backward)
         )
         # A divided layer's input is gathered, and plain autograd keeps it whole for the gradient of the weight.
-        gathered = layers * whole * self._stream(costs, micro_batch) * (1 - 1 / parts) if unit.is_block else 0.0
+        gathered = layers * whole * stream * (1 - 1 / parts) if unit.is_block else 0.0
         kept = unit.kept.at(micro_batch) / parts + gathered
         saved = kept * (1 - kernels.KEPT_COMPILED) if compiled and unit.is_block else 0.0
         return UnitLoad(
@@ -171,7 +184,7 @@ class Loads:
             backward_launches=kernels.launches(unit.backward, compiled),
             kept=kept - saved,
             # What leaves a head stays divided, so no unit sends more than what flows between blocks.
-            output=min(unit.output.at(micro_batch), self._stream(costs, micro_batch)),
+            output=min(unit.output.at(micro_batch), stream),
             forward_peak=unit.forward_peak.at(micro_batch) / parts + gathered,
             backward_peak=unit.backward_peak.at(micro_batch) / parts + gathered - saved,
             elements=elements,
@@ -180,10 +193,11 @@ class Loads:
             divided_layers=layers,
         )
 
-    def _stream(self, costs: ModelCosts, micro_batch: int) -> float:
+    def _flow(self, policy: tuple[str, str], micro_batch: int) -> float:
         """Bytes that flow from block to block."""
-        sizes = [unit.output.at(micro_batch) for unit in costs.units if unit.is_block]
-        return max(sizes or [unit.output.at(micro_batch) for unit in costs.units])
+        units = self._costs[policy].units
+        sizes = [unit.output.at(micro_batch) for unit in units if unit.is_block]
+        return max(sizes or [unit.output.at(micro_batch) for unit in units])
 
     @lru_cache(maxsize=None)  # noqa: B019  # lives as long as the plan that asks
     def _divided(self, tp: int) -> dict[str, str]:
@@ -192,8 +206,7 @@ class Loads:
         return {} if plan is None else {row.module: row.role for row in plan.for_ranks(tp).divided}
 
     def _is_divided(self, name: str, tp: int) -> bool:
-        names = next(p.names for p in self._facts.parameters if p.name == name)
-        return any(alias.rpartition(".")[0] in self._divided(tp) for alias in names)
+        return any(alias.rpartition(".")[0] in self._divided(tp) for alias in self._names[name])
 
     def _divided_layers(self, unit: UnitCosts, tp: int) -> int:
         """Layers whose outputs are sums over the axis, so that it communicates there: rows, and vocabularies."""

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from meshwright.build.batch import Batch
 from meshwright.build.check import check, refuse_missing_gpus
@@ -25,7 +26,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.data import Loader, Order
-from meshwright.runtime.environment import announce, launched
+from meshwright.runtime.environment import Launched, announce, launched, restart_count
 from meshwright.runtime.place import choose_device, place_for, place_of
 
 
@@ -162,5 +163,20 @@ def enter_world(device: str | None, patience: timedelta = PATIENCE) -> World:
         local_rank=place.local_rank,
         local_ranks=place.local_ranks,
         device=torch.device(kind, place.local_rank) if kind == "cuda" else torch.device(kind),
+        store=_meeting_anew(place, patience),
         patience=patience,
     )
+
+
+def _meeting_anew(place: Launched, patience: timedelta) -> dist.Store | None:
+    """A part of torchrun's store for ranks that it started anew; None is all of it.
+
+    The store outlives the ranks: one that is quicker than its peers would find the addresses that they had before, and
+    wait for somebody who is gone.
+    """
+    restarts = restart_count()
+    if not restarts:
+        return None
+    store, _, _ = next(dist.rendezvous("env://", place.rank, place.ranks, timeout=patience))
+    store.set_timeout(patience)
+    return dist.PrefixStore(f"restart-{restarts}", store)

@@ -17,7 +17,7 @@ from meshwright.build.build import apply_precision
 from meshwright.build.precision import loss_under
 from meshwright.build.recompute import recompute_blocks
 from meshwright.describe.as_on_cuda import as_on_cuda
-from meshwright.describe.blueprint import record, set_attributes
+from meshwright.describe.blueprint import Blueprint, record, set_attributes
 from meshwright.describe.observe import call_model, make_batch
 from meshwright.describe.tape import Slot
 from meshwright.errors import JobError, one_line
@@ -33,14 +33,22 @@ LOSS = "loss"
 
 
 def measure_costs(job: Job, facts: ModelFacts, precision: str, recompute: str = "none") -> ModelCosts:
-    """What a micro-batch of a job costs under a precision and a way of recomputing, as a CUDA device would run it."""
+    """What a micro-batch of a job costs under a precision, as a CUDA device would run it.
+
+    With `recompute` the blocks are run as they recompute. `ModelCosts.recomputed` says nearly the same of a plain trace.
+    """
     if facts.unseen:
         raise JobError(f"The model's step could not be seen on fake tensors: {facts.unseen}.")
-    small, large = (_trace(job, facts, precision, recompute, samples) for samples in SIZES)
+    blueprint = record(job.model, seed=0)
+    blocks = [blueprint.model.get_submodule(name) for name in facts.blocks]
+    apply_precision(blueprint.model, blocks, DTYPES[precision], pure=False, casts_itself=True)
+    if recompute != "none":
+        recompute_blocks(blocks or [blueprint.model], recompute)
+    small, large = (_trace(job, facts, blueprint, precision, samples) for samples in SIZES)
     units = [_unit(low, high) for low, high in zip(small, large, strict=True)]
     by_name = {unit.name: unit for unit in units}
     twins = [replace(by_name[unit.like], name=unit.name, parameters=unit.parameters) for unit in units]
-    return ModelCosts(precision=precision, recompute=recompute, units=tuple(twins))
+    return ModelCosts(precision=precision, units=tuple(twins), recompute=recompute)
 
 
 @dataclass
@@ -123,23 +131,17 @@ class _Recorder:
         (segment.backward if self._backward else segment.forward).append(work)
 
 
-def _trace(job: Job, facts: ModelFacts, precision: str, recompute: str, samples: int) -> list[_Segment]:
-    blueprint = record(job.model, seed=0)
+def _trace(job: Job, facts: ModelFacts, blueprint: Blueprint, precision: str, samples: int) -> list[_Segment]:
     model, dtype = blueprint.model, DTYPES[precision]
-    blocks = [model.get_submodule(name) for name in facts.blocks]
-    apply_precision(model, blocks, dtype, pure=False, casts_itself=True)
-    if recompute != "none":
-        recompute_blocks(blocks or [model], recompute)
     batch = make_batch(job, samples)
     recorder = _Recorder(facts)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, as_on_cuda():
             set_attributes(model, blueprint.attributes, _empty_slot)
-            tensors = {name: _empty(p, dtype).requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
-            tensors |= {name: _empty(b, b.dtype) for name, b in model.named_buffers()}
+            tensors = _parameters(model, facts, dtype) | {name: _empty(b, b.dtype) for name, b in model.named_buffers()}
             fake = tree_map(lambda leaf: mode.from_tensor(leaf.cpu()) if torch.is_tensor(leaf) else leaf, batch)
             recorder.meter.known([*tensors.values(), *(x for x in tree_leaves(fake) if torch.is_tensor(x))])
-            for tensor in tensors.values():
+            for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
                 if tensor.requires_grad:
                     tensor.register_post_accumulate_grad_hook(_forget_gradient)
             with stateless._reparametrize_module(model, tensors, tie_weights=True), ExitStack() as hooks:
@@ -152,6 +154,26 @@ def _trace(job: Job, facts: ModelFacts, precision: str, recompute: str, samples:
     except Exception as error:
         raise JobError(f"The model's costs could not be seen on fake tensors: {one_line(error)}") from error
     return recorder.segments
+
+
+def _parameters(model: nn.Module, facts: ModelFacts, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A stand-in for every parameter; blocks share theirs where they are of the same sizes, which costs no truth."""
+    shared: dict[Any, torch.Tensor] = {}
+    found = {}
+    for name, parameter in model.named_parameters():
+        block = next((block for block in _outer(name) if block in facts.blocks), None)
+        inner = name.removeprefix(f"{block}.") if block else name
+        key = (inner, tuple(parameter.shape), parameter.dtype, parameter.requires_grad) if block else name
+        if key not in shared:
+            shared[key] = _empty(parameter, dtype).requires_grad_(parameter.requires_grad)
+        found[name] = shared[key]
+    return found
+
+
+def _outer(name: str) -> list[str]:
+    """The modules that a parameter lies in, by name."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _forget_gradient(parameter: torch.Tensor) -> None:
@@ -276,6 +298,7 @@ def _unit(small: _Segment, large: _Segment) -> UnitCosts:
                 dtype=a.dtype,
                 flops=between(a.flops, b.flops),
                 bytes=between(a.bytes, b.bytes),
+                made=between(a.made, b.made),
                 shape=tuple(between(x, y) for x, y in zip(a.shape, b.shape, strict=False)),
             )
             for a, b in zip(low, high, strict=True)

@@ -25,6 +25,8 @@ class Ran:
     dtype: str
     flops: float
     bytes: float
+    made: float
+    """Bytes of its results."""
     shape: tuple[int, ...]
 
 
@@ -93,6 +95,7 @@ def _work(func: Any, args: Any, kwargs: Any, result: Any, given: list[torch.Tens
         dtype=_DTYPES.get(largest.dtype if largest is not None else torch.float32, "fp32"),
         flops=flops,
         bytes=float(_touched(name, given, made)),
+        made=float(sum(_bytes(leaf) for leaf in made)),
         shape=_shape(name, given),
     )
 

@@ -69,6 +69,16 @@ def train_and_save(world: World, setting: Setup, target: str, steps: int = BEFOR
     return stretch
 
 
+def train_and_save_twice(world: World, setting: Setup, half: str, whole: str) -> None:
+    """On the way and at the end."""
+    run = make_run(world, setting)
+    _let_loss_scale_move(run)
+    take_steps(run, BEFORE)
+    run.save(half)
+    take_steps(run, AFTER)
+    run.save(whole)
+
+
 def go_on(
     world: World, setting: Setup, sources: list[str], expected: str, scratch: str, lossy: bool = False
 ) -> list[Arrival]:

@@ -18,13 +18,13 @@ LAYERS = (
     ("build",),
     ("checkpoint",),
     ("planner", "tracing", "runtime"),
-    ("api", "planning", "__init__"),
+    ("api", "planning", "validation", "__init__"),
     ("report",),
     ("cli",),
     ("__main__",),
 )
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
-ROOT_FILES = {"errors", "units", "version", "api", "planning", "__init__"}
+ROOT_FILES = {"errors", "units", "version", "api", "planning", "validation", "__init__"}
 
 
 def module_name(path: Path) -> str:

@@ -106,6 +106,10 @@ def is_interrupted(attempt: Attempt, rank: int) -> None:
     wait_for_the_end()
 
 
+def waits(attempt: Attempt, rank: int) -> None:
+    wait_for_the_end()
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_SECONDS
     while not condition():

@@ -7,96 +7,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from meshwright.describe.decoder import Shape, decoder_job
-from meshwright.describe.decoder_losses import fused_loss_job, shifted_loss_job
+from meshwright.describe.jobfile import load_job
 from meshwright.describe.model import describe
-from meshwright.errors import MeshwrightError, Refused
+from meshwright.errors import BadInput, MeshwrightError
 from meshwright.facts.catalogue import hardware_of
-from meshwright.facts.cluster import Cluster
+from meshwright.facts.cluster import LOCAL, Cluster
 from meshwright.facts.costs import ModelCosts
-from meshwright.facts.hardware import Hardware
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.plan import Plan, Ranking
 from meshwright.facts.strategy import Strategy
-from meshwright.planner.account import GIB, account, usable
+from meshwright.planner.account import usable
+from meshwright.planner.arrangement import cut_batch
 from meshwright.planner.candidates import Allowed, candidates
 from meshwright.planner.explain import advise, explain
-from meshwright.planner.rows import Row, read_rows
-from meshwright.planner.scores import Outcome
 from meshwright.planner.search import Found, Setting, best_of_each_kind, choose, search, with_traces
 from meshwright.planner.stagewise import Loads
+from meshwright.runtime.probe_machine import local_cluster
+from meshwright.strategies.pipeline import pipeline_ranks
+from meshwright.tracing import trace_roles
 from meshwright.tracing.costs import measure_costs
-from meshwright.tracing.step import trace_roles
 
-Progress = Callable[[int, int], None]
-"""Told how many of how many are done."""
-
-
-def validate_rows(path: Path, progress: Progress = lambda done, total: None) -> list[Outcome]:
-    """What the planner says of every measured run in a CSV file."""
-    rows = read_rows(path)
-    shapes = _Shapes()
-    outcomes = []
-    for row in rows:
-        outcomes.append(_outcome(row, shapes))
-        progress(len(outcomes), len(rows))
-    return outcomes
-
-
-def _outcome(row: Row, shapes: _Shapes) -> Outcome:
-    hardware = hardware_of(row.cluster)
-    try:
-        found = account(row.arrangement, shapes.loads(row, hardware), hardware, row.cluster.devices_per_node)
-    except Refused as error:
-        return Outcome(row=row, account=None, fits=False, reason=str(error))
-    fits = found.fits(hardware)
-    reason = "" if fits else f"{found.reserved / GIB:.1f} of {usable(hardware) / GIB:.1f} GiB"
-    return Outcome(row=row, account=found, fits=fits, reason=reason)
-
-
-class _Shapes:
-    """Decoders by shape, each described and traced once."""
-
-    def __init__(self) -> None:
-        self._facts: dict[tuple[Shape, str], tuple[Job, ModelFacts, dict[tuple[str, str], ModelCosts]]] = {}
-        self._loads: dict[object, Loads] = {}
-
-    def loads(self, row: Row, hardware: Hardware) -> Loads:
-        key = (row.shape, row.loss)
-        if key not in self._facts:
-            job = _JOBS[row.loss](row.shape)
-            self._facts[key] = job, describe(job), {}
-        job, facts, costs = self._facts[key]
-        policy = row.arrangement.precision, row.arrangement.recompute
-        if policy not in costs:
-            costs[policy] = self._plain(key, policy[0]).recomputed(policy[1])
-        place = (key, row.cluster)
-        if place not in self._loads:
-            self._loads[place] = Loads(facts, costs, hardware, by_compute=True)
-        return self._loads[place]
-
-
-    def _plain(self, key: tuple[Shape, str], precision: str) -> ModelCosts:
-        job, facts, costs = self._facts[key]
-        if (precision, "none") not in costs:
-            costs[precision, "none"] = measure_costs(job, facts, precision)
-        return costs[precision, "none"]
-
-
-_JOBS: dict[str, Callable[[Shape], Job]] = {
-    "plain": lambda shape: decoder_job(shape, global_batch=1),
-    "shifted": lambda shape: shifted_loss_job(shape, global_batch=1),
-    "fused": lambda shape: fused_loss_job(shape, global_batch=1),
-}
-
-
-def unexplained(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Runs that failed though by our account they fit: not for memory, or we are wrong."""
-    return [outcome for outcome in outcomes if not outcome.row.fits and outcome.fits]
+PATIENCE = 8.0
+"""Seconds after which no further finalist is traced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +44,7 @@ class Wishes:
     fast: bool = False
     """Whether to leave the finalists untraced."""
     finalists: int = 3
-    listed: int = 12
+    listed: int = 10
     global_batch: int | None = None
     """Instead of the job's own."""
 
@@ -118,9 +53,7 @@ def plan(job: Job, cluster: Cluster, wishes: Wishes | None = None, *, name: str 
     """All strategies for a job on a cluster, ranked; the finalists traced unless that is not wished."""
     wishes = wishes or Wishes()
     started = time.perf_counter()
-    batch = wishes.global_batch or job.global_batch
-    facts = describe(job)
-    planner = Planner(job, facts, batch)
+    planner = Planner(job, describe(job), wishes.global_batch or job.global_batch)
     found = planner.search(cluster, wishes)
     plans = choose(best_of_each_kind(found.plans))
     if not wishes.fast:
@@ -134,6 +67,37 @@ def plan(job: Job, cluster: Cluster, wishes: Wishes | None = None, *, name: str 
         seconds=time.perf_counter() - started,
         advice=() if plans else planner.advise(cluster, wishes, found),
     )
+
+
+def plan_command(job: str, on: str, wishes: Wishes) -> Ranking:
+    """What `meshwright plan` does."""
+    cluster = Cluster.parse(on)
+    if cluster.device == LOCAL:
+        cluster = local_cluster()
+    return plan(load_job(job), cluster, wishes, name=job)
+
+
+def read_allowed(
+    *, precision: str, recompute: str, offload: str, compile: bool, tensor: bool, pipeline: bool
+) -> Allowed:
+    """What the command line's words allow; an unknown one is an error that names the known ones."""
+    left = _words("offload", offload, ("none", "optimizer", "params"))
+    return Allowed(
+        precisions=_words("precision", precision, ("fp32", "bf16", "fp16")),
+        recompute=_words("ac", recompute, ("none", "selective", "full")),
+        offload=tuple("" if word == "none" else word for word in left),
+        compile=(False, True) if compile else (False,),
+        tensor=tensor,
+        pipeline=pipeline,
+    )
+
+
+def _words(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    unknown = next((word for word in words if word not in known), None)
+    if unknown is not None or not words:
+        raise BadInput(f"--{option} {text!r}: {unknown!r} is not one of {', '.join(known)}; join several with commas.")
+    return words
 
 
 class Planner:
@@ -156,33 +120,32 @@ class Planner:
             )
         return self._settings[cluster]
 
-    def measure(self, allowed: Allowed) -> None:
-        """Costs of every policy that is allowed, each traced once."""
-        for precision, recompute in product(allowed.precisions, dict.fromkeys(("none", *allowed.recompute))):
-            if (precision, "none") not in self._costs:
-                self._costs[precision, "none"] = measure_costs(self.job, self.facts, precision)
-            plain = self._costs[precision, "none"]
-            self._costs.setdefault((precision, recompute), plain.recomputed(recompute))
-
     def search(self, cluster: Cluster, wishes: Wishes) -> Found:
-        if wishes.strategies:
-            chosen = [Strategy.parse(text) for text in wishes.strategies]
-            policies = Allowed(
-                precisions=tuple(dict.fromkeys(s.precision for s in chosen)),
-                recompute=tuple(dict.fromkeys(s.recompute for s in chosen)),
-            )
-            self.measure(policies)
+        """Think through all that is allowed, or just what is named."""
+        chosen = [Strategy.parse(text) for text in wishes.strategies]
+        for strategy in chosen:
+            self._measure(strategy.precision, strategy.recompute)
+        if chosen:
             return search(self.setting(cluster), chosen)
-        self.measure(wishes.allowed)
+        for precision, recompute in product(wishes.allowed.precisions, wishes.allowed.recompute):
+            self._measure(precision, recompute)
         return search(self.setting(cluster), candidates(self.facts, cluster, self.global_batch, wishes.allowed))
+
+    def _measure(self, precision: str, recompute: str) -> None:
+        """Costs under a policy; each precision is traced once."""
+        if (precision, "none") not in self._costs:
+            self._costs[precision, "none"] = measure_costs(self.job, self.facts, precision)
+        self._costs.setdefault((precision, recompute), self._costs[precision, "none"].recomputed(recompute))
 
     def trace_first(self, cluster: Cluster, plans: list[Plan], count: int) -> list[Plan]:
         """The first plans with their memory traced; one that turns out not to fit gives way to the next."""
-        setting, traced, rest = self.setting(cluster), [], list(plans)
-        while rest and len(traced) < count:
+        setting, rest = self.setting(cluster), list(plans)
+        traced: list[Plan] = []
+        started = time.perf_counter()
+        while rest and len(traced) < count and time.perf_counter() - started < PATIENCE:
             plan = rest.pop(0)
             try:
-                traces = trace_roles(self.job, self.facts, plan.strategy, cluster.devices)
+                traces = trace_roles(self._short(plan.strategy), self.facts, plan.strategy, cluster.devices)
             except MeshwrightError:
                 traced.append(plan)  # it stays an account
                 continue
@@ -191,16 +154,31 @@ class Planner:
                 traced.append(checked)
         return [*traced, *rest]
 
+    def _short(self, strategy: Strategy) -> Job:
+        """The job with a batch that is just enough to fill the strategy: more of the same takes no more memory."""
+        size, count = cut_batch(strategy, self.global_batch)
+        enough = min(count, pipeline_ranks(strategy) + 1)
+        return replace(self.job, global_batch=size * enough * strategy.data_ranks)
+
     def advise(self, cluster: Cluster, wishes: Wishes, found: Found) -> tuple[str, ...]:
+        """What would make it fit."""
         tightest = min(found.unfit, key=lambda plan: plan.forecast.peak, default=None)
-        room = usable(self.setting(cluster).hardware)
-        return advise(tightest, room, [
-            ("Recomputing all activations (--ac full)", lambda: self._first(cluster, wishes, recompute=("full",))),
-            ("Offloading the optimizer (--offload optimizer)", lambda: self._first(cluster, wishes, recompute=("full",), offload=("optimizer",))),
-            *((f"{times} times the nodes", partial(self._first, replace(cluster, nodes=cluster.nodes * times), wishes)) for times in (2, 4, 8)),
-        ])
+        offloaded = {"recompute": ("full",), "offload": ("optimizer",)}
+        tries: list[tuple[str, Callable[[], Plan | None]]] = [
+            ("Recomputing all activations (--ac full)", partial(self._first, cluster, wishes, recompute=("full",))),
+            ("Offloading the optimizer (--offload optimizer)", partial(self._first, cluster, wishes, **offloaded)),
+        ]
+        for times in (2, 4, 8):
+            larger = replace(cluster, nodes=cluster.nodes * times)
+            tries.append((f"{times} times the nodes", partial(self._first, larger, wishes)))
+        return advise(tightest, usable(self.setting(cluster).hardware), tries)
 
     def _first(self, cluster: Cluster, wishes: Wishes, **changes: Any) -> Plan | None:
         wider = replace(wishes, strategies=(), allowed=replace(wishes.allowed, **changes))
         plans = self.search(cluster, wider).plans
         return plans[0] if plans else None
+
+
+def named_strategies(words: Sequence[str]) -> tuple[str, ...]:
+    """Strategies as they were written, each checked."""
+    return tuple(str(Strategy.parse(word)) for word in words)

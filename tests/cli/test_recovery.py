@@ -450,15 +450,27 @@ def test_a_loss_that_is_no_number(call: Call, folder: Path) -> None:
 
 @slow
 @pytest.mark.parametrize(
-    ("ranks", "strategy", "undisturbed"), [(2, "ddp", "whole_on_two"), (1, "single", "whole_alone")]
+    ("ranks", "strategy", "undisturbed", "signals"),
+    [(2, "ddp", "whole_on_two", {"SIGTERM": 7}), (1, "single", "whole_alone", {"SIGTERM": 4, "SIGUSR1": 7})],
+    ids=["two ranks", "alone"],
 )
 def test_signals_save_and_end(
-    request: pytest.FixtureRequest, call: Call, folder: Path, ranks: int, strategy: str, undisturbed: str
+    request: pytest.FixtureRequest,
+    call: Call,
+    folder: Path,
+    ranks: int,
+    strategy: str,
+    undisturbed: str,
+    signals: dict[str, int],
 ) -> None:
-    """A run that is asked to stop, resumed, asked again and resumed again."""
+    """A run that is asked to stop and resumed; alone also asked again and resumed again.
+
+    That both signals reach the ranks is in tests/runtime/test_launch.py.
+    """
     words = ("--strategy", strategy, "--ranks", ranks, "--steps", STEPS, "--out", "run", "--resume")
     whole, run = request.getfixturevalue(undisturbed), folder / "run"
-    for name, before, step in (("SIGTERM", None, 4), ("SIGUSR1", 4, 7)):
+    before = None
+    for name, step in signals.items():
         (folder / "once").unlink(missing_ok=True)
         (folder / "job.py").write_text(JOB + signal_once(name) + sample_at(step, ranks=ranks, rank=ranks - 1))
         summary = start(folder, *words, "--grace", LIMIT_SECONDS).summary
@@ -467,8 +479,9 @@ def test_signals_save_and_end(
         assert steps_recorded(run) == list(range(1, step + 1))
         assert find_checkpoint(run).name == f"step-0000000{step}" and damage_of(find_checkpoint(run)) == []
         assert processes_of(folder) == []
+        before = step
     asked = [event for event in lines(run / "events.jsonl") if event["event"] == "asked to stop"]
-    assert [(event["signal"], event["step"]) for event in asked] == [("SIGTERM", 4), ("SIGUSR1", 7)]
+    assert [(event["signal"], event["step"]) for event in asked] == [*signals.items()]
     summary = call(*words).summary
     assert (summary["resumed_at"], summary["stopped"], summary["saved"]) == (7, None, STEPS)
     assert first_change(find_checkpoint(run), find_checkpoint(whole)) is None

@@ -8,7 +8,7 @@ import checkpoint_programs
 import recovery_programs
 from checkpoint_contents import first_change
 from checkpoint_jobs import facts_of
-from checkpoint_programs import Setup
+from checkpoint_programs import AFTER, Setup
 from meshwright.checkpoint.manifest import RNG
 from meshwright.checkpoint.whole import WholeTensors
 from rank_pool import RankPool
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 JOB = "dropping"
 """Dropout, a schedule, clipping, a tied weight. Its gradients come in another order than DDP guesses, so buckets that
 move after the first step show in it."""
-BEFORE, AFTER = 3, 3
 
 # Sums over four ranks round by their order; over two there is only one.
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp", "hsdp=2x2", "tp=2,fsdp", "pp=2:1f1b", "ddp,bf16", "fsdp,fp16"]
@@ -28,8 +27,7 @@ STRATEGIES = ["ddp", "zero1", "zero2", "fsdp", "hsdp=2x2", "tp=2,fsdp", "pp=2:1f
 def test_a_resumed_run_ends_at_the_same_bits(four_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     setting = Setup(JOB, facts_of(JOB), strategy)
     whole, half, end = (tmp_path / name for name in ("whole", "half", "end"))
-    four_ranks(checkpoint_programs.train_and_save, setting, str(whole), BEFORE + AFTER)
-    four_ranks(checkpoint_programs.train_and_save, setting, str(half), BEFORE)
+    four_ranks(checkpoint_programs.train_and_save_twice, setting, str(half), str(whole))
     assert first_change(half, whole) is not None
     four_ranks(recovery_programs.resume_and_save, setting, str(half), AFTER, str(end))
     assert first_change(end, whole) is None

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import api as multiprocessing
 
 from meshwright.errors import NonFiniteLoss, RankFailed
 from meshwright.runtime import preemption
@@ -17,7 +18,7 @@ from meshwright.runtime.agent import Meeting
 from meshwright.runtime.launch import launch
 from toy_worker import wait_for
 
-TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGURG)
 
 
 @pytest.fixture(autouse=True)
@@ -123,3 +124,18 @@ def test_stuck_ranks_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_interrupt_ends_at_once() -> None:
     with pytest.raises(KeyboardInterrupt):
         run("is_interrupted", max_restarts=3)
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_ranks_are_started_leaves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch's agent knows the ranks that it would end."""
+    start = multiprocessing.get_subprocess_handler
+
+    def start_and_be_interrupted(*args: Any, **rest: Any) -> Any:
+        started = start(*args, **rest)
+        os.kill(os.getpid(), signal.SIGINT)
+        return started
+
+    monkeypatch.setattr(multiprocessing, "get_subprocess_handler", start_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run("waits", max_restarts=3)

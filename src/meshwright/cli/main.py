@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from meshwright.cli import checkpoint, layout, probe, train, verify
+from meshwright.cli import checkpoint, layout, plan, probe, train, validate, verify
 from meshwright.cli.outcome import main_with_exit_codes
 
 app = typer.Typer(
@@ -19,8 +19,10 @@ app = typer.Typer(
 )
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("layout", epilog=layout.NOTES)(layout.layout)
+app.command("plan", epilog=plan.NOTES)(plan.plan)
 app.command("probe", epilog=probe.NOTES)(probe.probe)
 app.command("train", epilog=train.NOTES)(train.train)
+app.command("validate", epilog=validate.NOTES)(validate.validate)
 app.command("verify", epilog=verify.NOTES)(verify.verify)
 
 

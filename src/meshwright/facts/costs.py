@@ -88,8 +88,11 @@ class ModelCosts:
 
 
 def _recomputed(unit: UnitCosts, kind: str) -> UnitCosts:
-    dear = [kernel for kernel in unit.forward if kernel.kind != "other" and kind == "selective"]
-    again = tuple(kernel for kernel in unit.forward if kernel not in dear)
+    products = [place for place, kernel in enumerate(unit.forward) if kernel.kind != "other"]
+    dear = [unit.forward[place] for place in products if kind == "selective"]
+    # Recomputing ends when backward has all it needs, which is before the last product: nobody needs its result.
+    needed = unit.forward[: products[-1]] if products else unit.forward
+    again = tuple(kernel for kernel in needed if kernel not in dear)
     kept = unit.output
     for kernel in dear:
         kept = kept + kernel.made

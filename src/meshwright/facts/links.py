@@ -66,7 +66,7 @@ KINDS: Mapping[str, LinkKind] = MappingProxyType(
         ),
         "efa": LinkKind(
             efficiency=0.9,
-            latency=40e-6,
+            latency=43e-6,
             contention=0.2,
             source="256 MB collectives on 2 to 64 nodes of 8 H100 (nanotron's playbook, means over runs)",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
@@ -113,3 +114,24 @@ def cut_batch(strategy: Strategy, global_batch: int) -> tuple[int, int]:
         return -(-samples // count), count
     size = min(strategy.micro_batch or samples, samples)
     return size, -(-samples // size)
+
+
+def rank_of(arrangement: Arrangement, stage: int) -> int:
+    """The pipeline rank that a stage lies on."""
+    turn, place = divmod(stage, arrangement.pp)
+    folds = arrangement.schedule and FAMILIES[arrangement.schedule].placement == "v"
+    return arrangement.pp - 1 - place if folds and turn % 2 else place
+
+
+def stages_of(arrangement: Arrangement) -> tuple[tuple[int, ...], ...]:
+    """For each pipeline rank, its stages."""
+    return _stages_of(arrangement.pp, arrangement.virtual, arrangement.schedule)
+
+
+@lru_cache(maxsize=512)
+def _stages_of(pp: int, virtual: int, schedule: str) -> tuple[tuple[int, ...], ...]:
+    laid = Arrangement(pp=pp, virtual=virtual, schedule=schedule, micro_batch=1, micro_batches=1)
+    own: list[list[int]] = [[] for _ in range(pp)]
+    for stage in range(pp * virtual):
+        own[rank_of(laid, stage)].append(stage)
+    return tuple(map(tuple, own))

@@ -10,7 +10,8 @@ from meshwright.facts.cluster import Cluster
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 
-SCHEDULES = ("1f1b", "interleaved", "zb", "gpipe", "zbv")
+SCHEDULES = ("1f1b", "interleaved", "zbv")
+"""Those that are searched; `gpipe` holds more than `1f1b` and is no faster, and `zb` is between `1f1b` and `zbv`."""
 SHARDED = ("zero1", "zero2", "fsdp", "fsdp:grad-op")
 
 
@@ -50,7 +51,7 @@ def _model_axes(facts: ModelFacts, cluster: Cluster, allowed: Allowed) -> list[t
 
 
 def _data_axes(ranks: int, inner: int, cluster: Cluster) -> list[str]:
-    """The ways to lay so many data ranks; hybrids shard within a node, or within a few of them, and replicate beyond."""
+    """The ways to lay so many data ranks; hybrids shard within a node or a few of them, and replicate beyond."""
     if ranks == 1:
         return [""]
     shards = [n for n in _divisors(ranks) if 1 < n < ranks and n * inner >= cluster.devices_per_node]

@@ -30,8 +30,8 @@ SWITCH = 0.745
 SWITCH_LATENCY = 25e-6
 """Seconds of a sum in the switch, NCCL's own tuning table."""
 HALF_RING = 0.78
-"""Of what an all-reduce's ring carries, what an all-gather's or reduce-scatter's does when PyTorch asks for it: 250 GB/s
-of 256 MB among 8 H100 (nanotron's playbook), where nccl-tests reach 365 with larger ones."""
+"""Of what an all-reduce's ring carries, what an all-gather's or reduce-scatter's does: 250 GB/s of 256 MB among 8 H100
+under PyTorch (nanotron's playbook), where nccl-tests reach 365 with larger ones."""
 _HALF_RINGS = ("all_gather", "reduce_scatter")
 ONE_PROTOCOL = ("efa",)
 """Links over which NCCL has no protocol for small messages: AWS advises NCCL_PROTO=simple on EFA."""
@@ -177,7 +177,9 @@ def _between(group: Group, links: _Links) -> float:
 
 def _ring(kind: str, size: float, group: Group, path: _Path) -> float:
     """Every step waits for the slowest hop: an all-gather of 2 GB over 256 H100 runs as slowly as that says."""
-    speeds = [path.within * (path.half_ring if kind in _HALF_RINGS else 1.0)] * (group.per_node > 1) + [path.between] * (group.nodes > 1)
+    speeds = [path.within * (path.half_ring if kind in _HALF_RINGS else 1.0)] * (group.per_node > 1) + [
+        path.between
+    ] * (group.nodes > 1)
     hop = path.far_hop if group.nodes > 1 else path.hop
     return ring_steps(kind, group.ranks) * hop + ring_bytes(kind, size, group.ranks) / min(speeds)
 

@@ -36,7 +36,9 @@ def _why_first(first: Plan, others: list[Plan]) -> tuple[str, ...]:
         sentences.append(f"As fast, as far as we know, and less plain: {_named(ties)}.")
     if slower:
         nearest = slower[0]
-        sentences.append(f"{nearest.strategy} would take {_percent(nearest, first)} longer: {_difference(nearest, first)}.")
+        sentences.append(
+            f"{nearest.strategy} would take {_percent(nearest, first)} longer: {_difference(nearest, first)}."
+        )
     return tuple(sentences)
 
 

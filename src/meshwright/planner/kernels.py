@@ -4,8 +4,8 @@ Where the numbers come from:
 
 - A matrix product of 8192 cubed in bf16 reaches 796 of 989 TFLOP/s on an H200 (measured here), and in a training step
   on a GPU that is hot and also moves data less: `MATMUL`.
-- FlashAttention-2 (Dao 2023, figures 4 to 7) reaches up to 0.7 of an A100 and 0.35 of an H100, whose newer matrix
-  instructions it does not use; backward less than forward.
+- FlashAttention-2 (Dao 2023, figures 4 to 7) reaches 0.4 to 0.7 of an A100, less with narrow heads and in backward, and
+  0.35 of an H100, whose newer matrix instructions it does not use: `ATTENTION`.
 - A device copy on an H200 reaches 4.3 of 4.8 TB/s (measured here); kernels that compute reach a little less: `STREAM`.
 - A kernel takes about 3 microseconds even if it has nothing to do: `LEAST`.
 """
@@ -18,7 +18,7 @@ from meshwright.facts.costs import Kernel
 from meshwright.facts.hardware import Hardware
 
 MATMUL = 0.64
-ATTENTION = {"Hopper": 0.36, "other": 0.58}
+ATTENTION = {"Hopper": 0.33, "other": 0.46}
 STREAM = 0.72
 LEAST = 3e-6
 TILE = 128

@@ -6,24 +6,39 @@ from functools import lru_cache
 
 from meshwright import schedules
 from meshwright.facts.forecast import Forecast
-from meshwright.planner.arrangement import Arrangement
+from meshwright.planner.arrangement import Arrangement, rank_of, stages_of
 from meshwright.planner.stagewise import Loads, StageLoad
 
 GATHERED_UNITS = 2
 """Blocks that FSDP2 holds whole at a time: the one that computes and the next one, which is being gathered."""
-SLACK = 0.10
+FEW = 8
+"""Pipeline ranks up to which every one is looked at."""
+SLACK = 0.07
 """What the caching allocator holds beyond what is asked of it, as a share of activations and temporaries: blocks that
 do not fit what is asked for next (measured on an H200: 2 to 9 % of the peak in eager, docs/tracing.md)."""
 
 
-def forecast_memory(arrangement: Arrangement, loads: Loads, *, stalls: bool = False) -> list[Forecast]:
-    """One forecast for each pipeline rank, in order; raises `Refused` where the model cannot be cut so."""
+def forecast_memory(
+    arrangement: Arrangement, loads: Loads, *, stalls: bool = False, every: bool = False
+) -> list[Forecast]:
+    """Forecasts of pipeline ranks, first to last; raises `Refused` where the model cannot be cut so.
+
+    Of a long pipeline only the ranks that can be the fullest, unless `every` one is asked for.
+    """
     stages = loads.of(arrangement, stalls=stalls)
-    return [_of_rank(arrangement, stages, rank) for rank in range(arrangement.pp)]
+    ranks = range(arrangement.pp) if every or arrangement.pp <= FEW else _ends(arrangement, stages)
+    return [_of_rank(arrangement, stages, rank) for rank in ranks]
+
+
+def _ends(arrangement: Arrangement, stages: tuple[StageLoad, ...]) -> list[int]:
+    """The first ranks have most in flight, the last the loss, and one the most parameters."""
+    heaviest = max(range(len(stages)), key=lambda stage: stages[stage].elements)
+    last = arrangement.pp - 1
+    return sorted({0, 1, rank_of(arrangement, heaviest), last - 1, last})
 
 
 def _of_rank(arrangement: Arrangement, stages: tuple[StageLoad, ...], rank: int) -> Forecast:
-    own = [stages[stage] for stage in _stages_of(arrangement, rank)]
+    own = [stages[stage] for stage in stages_of(arrangement)[rank]]
     flights = in_flight(arrangement)[rank]
     kept, climb = _activations(own, flights)
     logits = min(climb, max(stage.logits for stage in own))
@@ -82,22 +97,19 @@ def _buffers(arrangement: Arrangement, own: list[StageLoad]) -> float:
     return 0.0
 
 
-def _stages_of(arrangement: Arrangement, rank: int) -> list[int]:
-    if arrangement.virtual == 1:
-        return [rank]
-    if arrangement.schedule in ("zbv", "dualpipev"):
-        return [rank, 2 * arrangement.pp - 1 - rank]
-    return [rank + turn * arrangement.pp for turn in range(arrangement.virtual)]
-
-
 @lru_cache(maxsize=4096)
 def _flights(schedule: str, ranks: int, virtual: int, micro_batches: int) -> tuple[tuple[int, ...], ...]:
     if schedule == "1f1b":
         return tuple((min(micro_batches, ranks - rank),) for rank in range(ranks))
     if schedule in ("gpipe", "layers"):
         return tuple((micro_batches if schedule == "gpipe" else 1,) for _ in range(ranks))
+    if ranks > FEW:
+        # Long pipelines are as full as short ones, for their length.
+        few = _flights(schedule, FEW, virtual, max(FEW, round(micro_batches * FEW / ranks)))
+        places = [few[round(rank * (FEW - 1) / (ranks - 1))] for rank in range(ranks)]
+        return tuple(tuple(min(micro_batches, round(count * ranks / FEW)) for count in place) for place in places)
     # What is in flight does not grow once the pipeline is full, so a short run tells of a long one.
-    count = schedules.micro_batches_near(schedule, ranks, min(micro_batches, 4 * ranks))
+    count = schedules.micro_batches_near(schedule, ranks, min(micro_batches, 3 * ranks))
     made = schedules.make(schedule, ranks, count)
     found = schedules.count_in_flight(made, until=schedules.Kind.BACKWARD_WEIGHT)
     return tuple(tuple(found.stages[stage] for stage in made.stages_of(rank)) for rank in range(ranks))

@@ -14,9 +14,9 @@ from meshwright.facts.cluster import Cluster
 from meshwright.planner.arrangement import ITEMSIZE, Arrangement
 
 NEEDED = (
-    "arch n_layers d_model n_heads d_ff vocab seq_len gpu gpus_per_node n_gpus dp_replicate dp_shard zero_stage tp pp "
-    "micro_batch grad_accum status"
-).split()
+    *("arch", "n_layers", "d_model", "n_heads", "d_ff", "vocab", "seq_len", "gpu", "gpus_per_node", "n_gpus"),
+    *("dp_replicate", "dp_shard", "zero_stage", "tp", "pp", "micro_batch", "grad_accum", "status"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Row:
     """Of one device."""
     peak_gib: float | None
     loss: str = "plain"
-    """How cross entropy is computed: "plain", "shifted" as Megatron and nanotron do, or "fused" as MPT's trainer does."""
+    """How cross entropy is computed: "plain", "shifted" as Megatron and nanotron do, or "fused" as for MPT."""
 
     @property
     def cell(self) -> tuple[str, int]:

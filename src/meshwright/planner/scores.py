@@ -79,7 +79,11 @@ def _regret(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     regrets = sorted(regret for regret in found if regret is not None)
     if not regrets:
         return {"cells": 0, "median": None, "p90": None}
-    return {"cells": len(regrets), "median": median(regrets), "p90": regrets[min(len(regrets) - 1, len(regrets) * 9 // 10)]}
+    return {
+        "cells": len(regrets),
+        "median": median(regrets),
+        "p90": regrets[min(len(regrets) - 1, len(regrets) * 9 // 10)],
+    }
 
 
 def _cell_regret(members: list[Outcome]) -> float | None:

@@ -68,28 +68,76 @@ class Setting:
 
 def search(setting: Setting, candidates: Iterable[Strategy]) -> Found:
     """Think through every candidate. Those that only take more memory than one that does not fit are passed over."""
-    found = Found()
-    full: dict[Strategy, int] = {}
+    found, known = Found(), _Known()
     for candidate in candidates:
         found.candidates += 1
-        like = replace(candidate, micro_batch=None)
-        if like in full and candidate.micro_batch is not None and candidate.micro_batch >= full[like]:
-            reason = f"does not fit with mb={full[like]} either"
+        reason = known.foretells(candidate)
+        if reason:
             found.refused.append(Refusal(strategy=str(candidate), reason=reason))
             continue
         try:
             plan = consider(setting, candidate)
         except MeshwrightError as error:
+            known.cannot(candidate, str(error))
             found.refused.append(Refusal(strategy=str(candidate), reason=str(error)))
             continue
+        known.considered(candidate, fits=plan.fits)
         if plan.fits:
             found.plans.append(plan)
         else:
-            full.setdefault(like, candidate.micro_batch or 0)
             found.unfit.append(plan)
             found.refused.append(Refusal(strategy=str(candidate), reason=plan.why[0]))
     found.plans.sort(key=lambda plan: plan.forecast.step)
     return found
+
+
+class _Known:
+    """What earlier candidates say of later ones: memory grows with the micro-batch, and offloading never saves time."""
+
+    def __init__(self) -> None:
+        self._full: dict[tuple[object, ...], int] = {}
+        self._fits: set[tuple[object, ...]] = set()
+        self._refused: dict[tuple[object, ...], str] = {}
+
+    def foretells(self, candidate: Strategy) -> str:
+        """Why a candidate need not be thought through; empty if it must be."""
+        size = candidate.micro_batch or 0
+        smallest = self._full.get(_policies(candidate))
+        if smallest is not None and size >= smallest:
+            return f"does not fit with mb={smallest} either"
+        if candidate.offload and (*_axes(candidate), candidate.recompute, size) in self._fits:
+            return "fits without offloading, which is faster"
+        return self._refused.get((*_axes(candidate), size), "")
+
+    def considered(self, candidate: Strategy, *, fits: bool) -> None:
+        size = candidate.micro_batch or 0
+        if fits:
+            self._fits.add((*_axes(candidate), candidate.recompute, size))
+        elif candidate.micro_batch is not None:
+            self._full.setdefault(_policies(candidate), size)
+
+    def cannot(self, candidate: Strategy, reason: str) -> None:
+        self._refused.setdefault((*_axes(candidate), candidate.micro_batch or 0), reason)
+
+
+def _axes(s: Strategy) -> tuple[object, ...]:
+    return (
+        s.data,
+        s.data_size,
+        s.variant,
+        s.hsdp_replicas,
+        s.tp,
+        s.op,
+        s.pp,
+        s.schedule,
+        s.layers,
+        s.precision,
+        s.compile,
+    )
+
+
+def _policies(s: Strategy) -> tuple[object, ...]:
+    return *_axes(s), s.recompute, s.offload
 
 
 def consider(setting: Setting, candidate: Strategy) -> Plan:
@@ -109,9 +157,8 @@ def refuse(setting: Setting, strategy: Strategy) -> str | None:
         return f"{setting.hardware.device} has no units for {strategy.precision}; use fp16 or fp32."
     if reason := data_strategy(strategy).refuse(strategy, facts, setting.place):
         return reason
-    if strategy.tp > 1:
-        if reason := setting.refuse_tensor(strategy.tp):
-            return reason
+    if strategy.tp > 1 and (reason := setting.refuse_tensor(strategy.tp)):
+        return reason
     if is_pipelined(strategy):
         return refuse_pipeline(strategy, facts, setting.global_batch)
     if facts.batch_norms and strategy.micro_batch not in (None, setting.global_batch // strategy.data_ranks):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
+from typing import Any
 
 from meshwright.errors import Refused
 from meshwright.facts.costs import ModelCosts, UnitCosts
@@ -14,9 +15,8 @@ from meshwright.planner import kernels
 from meshwright.planner.arrangement import Arrangement
 from meshwright.strategies.stages import Stages, cut_stages
 
-
 MET = 1.8
-"""Micro-batches of a pipeline's first stage whose gathered inputs are back with the allocator at the fullest moment: what
+"""Micro-batches of a pipeline's first stage whose gathered inputs are back with the allocator when it is fullest: what
 another stream gathered returns when the host has met the device, which the first stage does when it first waits for a
 gradient (published sweep on H100 nodes: of two in flight hardly any is held twice, of eight nearly all)."""
 
@@ -59,6 +59,14 @@ class StageLoad:
     """Of all parameters that the stage holds, each once."""
     trainable: int
     tensors: int
+
+    @cached_property
+    def counted(self) -> tuple[tuple[UnitLoad, int], ...]:
+        """Units that are alike once, with how often they come."""
+        counts: dict[int, list[Any]] = {}
+        for unit in self.units:
+            counts.setdefault(id(unit), [unit, 0])[1] += 1
+        return tuple((unit, times) for unit, times in counts.values())
 
     @cached_property
     def kept(self) -> float:
@@ -199,7 +207,7 @@ class Loads:
         sizes = [unit.output.at(micro_batch) for unit in units if unit.is_block]
         return max(sizes or [unit.output.at(micro_batch) for unit in units])
 
-    @lru_cache(maxsize=None)  # noqa: B019  # lives as long as the plan that asks
+    @cache  # noqa: B019  # lives as long as the plan that asks
     def _divided(self, tp: int) -> dict[str, str]:
         """The role of every module that so many ranks divide."""
         plan = self._facts.tensor_plan

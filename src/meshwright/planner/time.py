@@ -7,19 +7,23 @@ exposed falls out instead of being assumed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from meshwright.facts.hardware import Hardware
-from meshwright.planner.arrangement import Arrangement
+from meshwright.planner.arrangement import Arrangement, stages_of
 from meshwright.planner.collectives import Group, group_on, seconds
-from meshwright.planner.stagewise import Loads, StageLoad, UnitLoad
+from meshwright.planner.stagewise import WIDE, Loads, StageLoad, UnitLoad
 
 COLLECTIVE_HOST = 440e-6
-"""Seconds that the host spends on a collective that compute waits for, in eager PyTorch: with tensor parallelism a block
+"""Seconds that the host spends on a collective that compute waits for, in eager PyTorch: with a tensor axis a block
 of a decoder takes 4.4 to 4.8 ms however narrow it is, on H100 nodes under nanotron (published sweep of the ultra-scale
 playbook), of which its eight collectives are all but the launches."""
-NEIGHBOUR_STALL = 300e-6
+NEIGHBOUR_STALL = 270e-6
 """Seconds that each rank of a tensor axis adds to each of its collectives where a pipeline's neighbours are on other
 nodes: hosts that also wait for the network meet late, and a collective waits for the last (same sweep)."""
+NEIGHBOUR_HOST = 300e-6
+"""Seconds that the host spends on receiving a micro-batch's activations or gradients and sending the results on, in
+PyTorch's pipeline runtime: two batched sends and receives."""
 UPDATE_BYTES = 28
 """Of one element in a fused Adam step: parameter, gradient and two moments are read, all but the gradient written."""
 STREAM = 0.72
@@ -57,24 +61,24 @@ class Site:
     """Devices of a node."""
     arrangement: Arrangement
 
-    @property
+    @cached_property
     def tensor(self) -> Group:
         return group_on(self.arrangement.tp, 1, self.per_node)
 
-    @property
+    @cached_property
     def shard(self) -> Group:
         return group_on(self.arrangement.shards, self.arrangement.tp, self.per_node)
 
-    @property
+    @cached_property
     def replica(self) -> Group:
         a = self.arrangement
         return group_on(a.data // a.shards, a.tp * a.shards, self.per_node)
 
-    @property
+    @cached_property
     def data(self) -> Group:
         return group_on(self.arrangement.data, self.arrangement.tp, self.per_node)
 
-    @property
+    @cached_property
     def neighbour(self) -> Group:
         """A stage and the next one."""
         return group_on(2, self.arrangement.tp * self.arrangement.data, self.per_node)
@@ -119,19 +123,22 @@ def forecast_time(arrangement: Arrangement, loads: Loads, hardware: Hardware, pe
 
 def stage_passes(site: Site, stage: StageLoad) -> tuple[Pass, Pass]:
     """Forward and backward of one micro-batch on one stage."""
-    return _pass(site, stage.units, backward=False), _pass(site, stage.units, backward=True)
+    return _pass(site, stage, backward=False), _pass(site, stage, backward=True)
 
 
-def _pass(site: Site, units: tuple[UnitLoad, ...], *, backward: bool) -> Pass:
-    compute = sum(unit.backward if backward else unit.forward for unit in units)
-    tensor, meetings = 0.0, 0
+def _pass(site: Site, stage: StageLoad, *, backward: bool) -> Pass:
+    compute = tensor = asked = 0.0
+    meeting = _meeting(site) if site.arrangement.tp > 1 else 0.0
+    for unit, times in stage.counted:
+        compute += times * (unit.backward if backward else unit.forward)
+        waited, meetings = _tensor_time(site, unit)
+        tensor += times * waited
+        launches = unit.backward_launches if backward else unit.forward_launches
+        asked += times * (launches * site.hardware.launch + meetings * meeting)
     if backward:
-        compute += _accumulating(site, sum(unit.trainable for unit in units))
-    for unit in units:
-        times, count = _tensor_time(site, unit, backward=backward)
-        tensor, meetings = tensor + times, meetings + count
-    launches = sum(unit.backward_launches if backward else unit.forward_launches for unit in units)
-    asked = launches * site.hardware.launch + meetings * _meeting(site)
+        compute += _accumulating(site, stage.trainable)
+    if site.arrangement.pp > 1 and site.hardware.device != "cpu":
+        asked += NEIGHBOUR_HOST
     return Pass(compute=compute, tensor=tensor, host=max(0.0, asked - compute - tensor))
 
 
@@ -149,12 +156,13 @@ def _meeting(site: Site) -> float:
     if site.hardware.device == "cpu":
         return 0.0
     crosses = site.arrangement.pp > 1 and site.neighbour.nodes > 1
-    stall = NEIGHBOUR_STALL * site.arrangement.tp if crosses and not site.arrangement.compile else 0.0
+    tp = site.arrangement.tp
+    stall = NEIGHBOUR_STALL * tp * max(1.0, tp / WIDE) if crosses and not site.arrangement.compile else 0.0
     return COLLECTIVE_HOST + stall
 
 
-def _tensor_time(site: Site, unit: UnitLoad, *, backward: bool) -> tuple[float, int]:
-    """Seconds and number of a unit's collectives along the tensor axis.
+def _tensor_time(site: Site, unit: UnitLoad) -> tuple[float, int]:
+    """Seconds and number of a unit's collectives along the tensor axis in one direction.
 
     Where the sequence is divided, each divided layer gathers before and scatters after, and the other way round in
     backward.
@@ -195,43 +203,53 @@ def _gathering(timing: Timing, site: Site, stage: StageLoad) -> None:
     """FSDP: each block's parameters are gathered while the one before computes; gradients leave while the next does."""
     a = site.arrangement
     low = 4 if a.precision == "fp32" else 2
-    gathers = [site.time("all_gather", unit.elements * low, site.shard) if unit.elements else 0.0 for unit in stage.units]
-    reduces = [_gradient_sum(site, unit.trainable) if unit.trainable else 0.0 for unit in stage.units]
+    moves = {
+        unit.name: (
+            site.time("all_gather", unit.elements * low, site.shard),
+            _gradient_sum(site, unit.trainable) if unit.trainable else 0.0,
+            _tensor_time(site, unit)[0],
+        )
+        for unit, _ in stage.counted
+    }
     forward, backward = stage_passes(site, stage)
-    steps = [
-        (unit.forward + _tensor_time(site, unit, backward=False)[0], unit.backward + _tensor_time(site, unit, backward=True)[0])
-        for unit in stage.units
-    ]
     for part in (forward, backward):
         _add_pass(timing, part, a.micro_batches)
-    first = _streams([f for f, _ in steps], gathers, None) - sum(f for f, _ in steps)
-    back = [b for _, b in reversed(steps)]
-    again = list(reversed(gathers)) if a.reshards else [0.0] * len(gathers)
-    middle = _streams(back, again, None) - sum(back)
-    last = _streams(back, again, list(reversed(reduces))) - sum(back)
-    hidden = forward.host + backward.host
-    exposed = a.micro_batches * first + (a.micro_batches - 1) * middle + last - a.micro_batches * hidden
-    timing.add("data", max(last * 0.0, exposed))
+    ahead = [(unit.forward + moves[unit.name][2], moves[unit.name][0], 0.0) for unit in stage.units]
+    gathers = 1.0 if a.reshards else 0.0
+    back = [(u.backward + moves[u.name][2], gathers * moves[u.name][0], 0.0) for u in reversed(stage.units)]
+    final = [
+        (compute, gather, moves[u.name][1]) for (compute, gather, _), u in zip(back, reversed(stage.units), strict=True)
+    ]
+    exposed = a.micro_batches * _exposed(ahead) + (a.micro_batches - 1) * _exposed(back) + _exposed(final)
+    # While the host is behind, links catch up.
+    timing.add("data", max(0.0, exposed - a.micro_batches * (forward.host + backward.host)))
 
 
-def _streams(compute: list[float], gathers: list[float], reduces: list[float] | None) -> float:
-    """When the last of a row of units is done, with one gather ahead and reductions behind on the same link."""
-    link = begun = done = 0.0
-    for index, seconds_ in enumerate(compute):
-        # A gather may begin when the unit before the one that computes now has been let go.
-        link = max(link, begun) + gathers[index]
-        begun = max(done, link if gathers[index] else 0.0)
-        done = begun + seconds_
-        if reduces is not None and reduces[index]:
-            link = max(link, done if index + 1 == len(compute) else begun) + reduces[index]
-    return max(done, link if reduces is not None else done)
+def _exposed(row: list[tuple[float, float, float]]) -> float:
+    """Seconds that a row of units (compute, gather before, reduce after) waits for its one link.
+
+    One gather runs ahead: it may begin when the unit before the one that computes now has been let go.
+    """
+    link = begun = done = computed = 0.0
+    for compute, gather, reduce in row:
+        link = max(link, begun) + gather
+        begun = max(done, link if gather else 0.0)
+        done = begun + compute
+        computed += compute
+        if reduce:
+            link = max(link, begun) + reduce
+    return max(done, link if row and row[-1][2] else done) - computed
 
 
 def _pipeline(timing: Timing, site: Site, stages: tuple[StageLoad, ...]) -> None:
     """Closed form of a schedule: the dearest rank computes all its micro-batches, and waits for the others' first."""
     a = site.arrangement
-    passes = [stage_passes(site, stage) for stage in stages]
-    ranks = [[i for i in range(len(stages)) if _rank_of(a, i) == rank] for rank in range(a.pp)]
+    made: dict[object, tuple[Pass, Pass]] = {}
+    for stage in stages:
+        if stage.counted not in made:
+            made[stage.counted] = stage_passes(site, stage)
+    passes = [made[stage.counted] for stage in stages]
+    ranks = stages_of(a)
     work = [sum(passes[i][0].total + passes[i][1].total for i in own) for own in ranks]
     dearest = max(range(a.pp), key=work.__getitem__)
     for i in ranks[dearest]:
@@ -259,11 +277,6 @@ def _bubble(a: Arrangement, work: list[float], passes: list[tuple[Pass, Pass]]) 
     if a.schedule in ("zbv", "dualpipev"):
         return others / 6
     return others
-
-
-def _rank_of(a: Arrangement, stage: int) -> int:
-    turn, place = divmod(stage, a.pp)
-    return a.pp - 1 - place if a.schedule in ("zbv", "dualpipev") and turn % 2 else place
 
 
 def _add_pass(timing: Timing, part: Pass, times: int) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from meshwright.runtime.attempt import Attempt
 from meshwright.runtime.failure import Failure, first_failure
+from meshwright.runtime.interrupts import Interrupts
 from meshwright.runtime.preemption import GRACE, Forwarding
 
 HOST = "127.0.0.1"
@@ -68,7 +69,14 @@ class Agent(LocalElasticAgent):
     """Starts ranks, and all of them anew when one fails in a way that this may mend."""
 
     def __init__(
-        self, command: tuple[str, ...], ranks: int, folder: Path, *, max_restarts: int = 0, grace: float = GRACE
+        self,
+        command: tuple[str, ...],
+        ranks: int,
+        folder: Path,
+        *,
+        interrupts: Interrupts,
+        max_restarts: int = 0,
+        grace: float = GRACE,
     ) -> None:
         spec = WorkerSpec(
             role="rank",
@@ -83,6 +91,7 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder), redirects=_only_rank_0_speaks(ranks)))
         self.attempt = Attempt(folder, 0)
         self.forwarding = Forwarding(lambda: self.attempt, grace=grace)
+        self._interrupts = interrupts
         self.failure: Failure | None = None
         """What the last attempt failed of."""
 
@@ -91,8 +100,9 @@ class Agent(LocalElasticAgent):
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
         self.attempt, self.failure = Attempt(self.attempt.folder, restarts), None
         self.attempt.set_up()
-        pids: dict[int, Any] = super()._start_workers(worker_group)
-        self.attempt.started(pids)
+        with self._interrupts.after_start():
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+            self.attempt.started(pids)
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from meshwright.runtime.agent import Agent
 from meshwright.runtime.environment import environment_for_ranks
+from meshwright.runtime.interrupts import UNUSED, Interrupts
 from meshwright.runtime.preemption import GRACE
 
 WORKER = "meshwright.runtime.worker"
@@ -47,12 +45,12 @@ def launch(
         command = (sys.executable, "-u", "-m", "meshwright.runtime.rank", worker)
         for logger in SILENT:
             logging.getLogger(logger).setLevel(logging.CRITICAL)
-        agent = Agent(command, ranks, Path(folder), max_restarts=max_restarts, grace=grace)
-        ending = ENDING if saves else (*ENDING, "SIGTERM")
+        interrupts = Interrupts(ENDING if saves else (*ENDING, "SIGTERM"))
+        agent = Agent(command, ranks, Path(folder), interrupts=interrupts, max_restarts=max_restarts, grace=grace)
         try:
             with (
-                environment_for_ranks(ranks, folder, ending=ending),
-                _handlers_put_back(ending),
+                environment_for_ranks(ranks, folder, ending=(UNUSED,)),
+                interrupts,
                 agent.forwarding if saves else nullcontext(),
             ):
                 agent.run()
@@ -62,15 +60,3 @@ def launch(
             results += agent.attempt.results()
         if agent.failure is not None:
             raise agent.failure.error(agent.attempt.number)
-
-
-@contextmanager
-def _handlers_put_back(names: tuple[str, ...]) -> Iterator[None]:
-    """The agent takes signals and never gives them back."""
-    before = {name: signal.getsignal(getattr(signal, name)) for name in names}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for name, handler in before.items():
-                signal.signal(getattr(signal, name), handler)

@@ -35,7 +35,7 @@ LOSS = "loss"
 def measure_costs(job: Job, facts: ModelFacts, precision: str, recompute: str = "none") -> ModelCosts:
     """What a micro-batch of a job costs under a precision, as a CUDA device would run it.
 
-    With `recompute` the blocks are run as they recompute. `ModelCosts.recomputed` says nearly the same of a plain trace.
+    With `recompute` blocks are run as they recompute; `ModelCosts.recomputed` says nearly the same of a plain trace.
     """
     if facts.unseen:
         raise JobError(f"The model's step could not be seen on fake tensors: {facts.unseen}.")
@@ -149,7 +149,7 @@ def _trace(job: Job, facts: ModelFacts, blueprint: Blueprint, precision: str, sa
                 with recorder.meter:
                     total, _ = loss_under(precision, job)(call_model(job, model, fake), fake)
                     recorder.begin_backward()
-                    total.backward()  # type: ignore[no-untyped-call]
+                    total.backward()
                     recorder.end_backward()
     except Exception as error:
         raise JobError(f"The model's costs could not be seen on fake tensors: {one_line(error)}") from error
@@ -220,7 +220,7 @@ def _watch(model: nn.Module, facts: ModelFacts, recorder: _Recorder, hooks: Exit
     for name in dict.fromkeys(call.name for call in facts.calls):
         module = model.get_submodule(name)
         original = module.__dict__.get("forward")
-        module.forward = around(name, module)  # type: ignore[method-assign]
+        module.forward = around(name, module)
         hooks.callback(_restore, module, original)
 
 
@@ -228,7 +228,7 @@ def _restore(module: nn.Module, original: Any) -> None:
     if original is None:
         del module.forward
     else:
-        module.forward = original  # type: ignore[method-assign]
+        module.forward = original
 
 
 def _signature(module: nn.Module) -> tuple[Any, ...]:
@@ -260,7 +260,7 @@ class _Through(torch.autograd.Function):
     """Outputs of given shapes that depend on the inputs, with nothing computed in between."""
 
     @staticmethod
-    def forward(ctx: Any, outlines: Sequence[_Like], *inputs: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, outlines: Sequence[_Like], *inputs: torch.Tensor) -> Any:
         ctx.inputs = [(tuple(x.shape), x.dtype) for x in inputs]
         return tuple(torch.empty(like.shape, dtype=like.dtype) for like in outlines)
 

@@ -31,7 +31,7 @@ class Ran:
 
 
 class Meter(TorchDispatchMode):
-    """While it is active, every operator is told to `ran`, and `live` is the bytes that hang on tensors made meanwhile."""
+    """While active it tells every operator to `ran`; `live` is the bytes that hang on tensors made meanwhile."""
 
     def __init__(self, ran: Callable[[Ran], None]) -> None:
         super().__init__()
@@ -55,19 +55,21 @@ class Meter(TorchDispatchMode):
     def known(self, tensors: list[torch.Tensor]) -> None:
         """Tensors that were there before: their bytes do not count."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._storages[storage._cdata] = weakref.ref(storage, lambda ref, key=storage._cdata: self._forget(key, 0))
+            self._note(tensor.untyped_storage(), 0)
 
     def _hold(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._storages:
+        if storage._cdata in self._storages:
             return
         # The caching allocator hands out multiples of 512 bytes.
         size = -(-storage.nbytes() // 512) * 512
-        self._storages[key] = weakref.ref(storage, lambda ref: self._forget(key, size))
+        self._note(storage, size)
         self.live += size
         self.peak = max(self.peak, self.live)
+
+    def _note(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+        self._storages[key] = weakref.ref(storage, lambda ref: self._forget(key, size))
 
     def _forget(self, key: int, size: int) -> None:
         self._storages.pop(key, None)

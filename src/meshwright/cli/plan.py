@@ -1,0 +1,57 @@
+"""`meshwright plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.outcome import print_result
+
+NOTES = """Needs no GPU. Finalists are traced on fake tensors unless --fast. Exit 1 where nothing fits."""
+
+
+def plan(
+    job: Annotated[str, typer.Argument(help="A Python file with a `job`, preset:NAME, or hf:DIR of a config.")],
+    on: Annotated[str, typer.Option("--on", help="The cluster: 8xA100-40GB, 4x8xH100-80GB, local, or FILE.json.")],
+    strategies: Annotated[list[str] | None, typer.Option(help="Only these, one or more words.")] = None,
+    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    precision: Annotated[str, typer.Option(help="Precisions to choose between, with commas.")] = "bf16",
+    ac: Annotated[str, typer.Option(help="Recomputing to choose between.")] = "none,selective,full",
+    offload: Annotated[str, typer.Option(help="Offloading to choose between.")] = "none,optimizer",
+    compile: Annotated[bool, typer.Option("--compile", help="Also consider torch.compile.")] = False,
+    tensor: Annotated[bool, typer.Option(help="Consider tensor parallelism.")] = True,
+    pipeline: Annotated[bool, typer.Option(help="Consider pipelines.")] = True,
+    batch: Annotated[int | None, typer.Option(min=1, help="Global batch, instead of the job's own.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Plans to list.")] = 10,
+    fast: Annotated[bool, typer.Option("--fast", help="Leave the finalists untraced.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page with bars of memory and time.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """Rank the strategies that fit, with memory and time by cause, and say why.
+
+    [bold]meshwright plan examples/gpt.py --on 8xA100-40GB[/]
+
+    [bold]meshwright plan preset:llama3-70b --on 128x8xH100-80GB --fast --json[/]
+
+    [bold]meshwright plan preset:llama3-8b --on 8xH100-80GB --strategies fsdp,bf16 tp=8,bf16[/]
+    """
+    from meshwright.planning import Wishes, named_strategies, plan_command, read_allowed
+    from meshwright.report.plan import plan_page
+
+    allowed = read_allowed(
+        precision=precision, recompute=ac, offload=offload, compile=compile, tensor=tensor, pipeline=pipeline
+    )
+    named = named_strategies([*(strategies or []), *(more or [])])
+    wishes = Wishes(allowed=allowed, strategies=named, fast=fast, listed=top, global_batch=batch)
+    ranking = plan_command(job, on, wishes)
+    document = ranking.to_json()
+    if html is not None:
+        from meshwright.report.plan_html import write_page
+
+        write_page(document, html)
+    print_result(document, plan_page(document), as_json=as_json)
+    if not ranking.plans:
+        raise typer.Exit(1)

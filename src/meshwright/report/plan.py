@@ -1,0 +1,101 @@
+"""A ranking for the terminal: the table, why the first won, and what was refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+REASONS = 6
+"""Kinds of refusals that are listed."""
+
+
+def plan_page(document: dict[str, Any]) -> RenderableType:
+    """What `plan` prints."""
+    plans = document["plans"]
+    parts: list[RenderableType] = []
+    if plans:
+        parts += [_table(document), _why(plans), _memory(plans[0])]
+    parts += [Text(sentence) for sentence in document["advice"]]
+    parts.append(_refused(document))
+    return Group(*parts)
+
+
+def _table(document: dict[str, Any]) -> Table:
+    table = Table(title=f"{document['job']} on {document['cluster']}", title_justify="left")
+    table.add_column("strategy")
+    for column in ("step", "speed", "peak", "reserved", "mfu"):
+        table.add_column(column, justify="right")
+    table.add_column("time goes to")
+    for plan in document["plans"]:
+        table.add_row(
+            plan["strategy"],
+            _milliseconds(plan["step_ms"]),
+            _speed(plan),
+            f"{plan['peak_gib']:.1f} GiB{'*' if plan['grade'] == 'trace' else ''}",
+            f"{plan['reserved_gib']:.1f} GiB",
+            f"{plan['mfu']:.0%}",
+            _shares(plan["time"]),
+        )
+    traced = any(plan["grade"] == "trace" for plan in document["plans"])
+    bars = document["plans"][0]["error_bar"]
+    notes = [f"memory within {bars['memory']:.0%}, time within {bars['time']:.0%}, three times in four"] if bars else []
+    table.caption = "; ".join([*(["* traced on fake tensors"] if traced else []), *notes])
+    return table
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value / 1e3:.2f} s" if value >= 1e3 else f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
+
+
+def _speed(plan: dict[str, Any]) -> str:
+    tokens = plan["tokens_per_s_per_device"]
+    return f"{tokens:,.0f} tok/s/dev" if tokens else f"{plan['samples_per_s']:,.0f} samples/s"
+
+
+def _shares(time: dict[str, float]) -> str:
+    total = sum(time.values()) or 1.0
+    parts = sorted(time.items(), key=lambda part: -part[1])
+    return ", ".join(f"{cause} {value / total:.0%}" for cause, value in parts if value / total >= 0.03)
+
+
+def _why(plans: list[dict[str, Any]]) -> RenderableType:
+    lines = Text()
+    for plan in plans:
+        lines.append(f"{plan['strategy']}  ", style="bold")
+        lines.append(" ".join(plan["why"]) + "\n")
+    return lines
+
+
+def _memory(plan: dict[str, Any]) -> Table:
+    table = Table(title=f"memory of {plan['strategy']}", title_justify="left", show_header=False)
+    table.add_column("", style="bold")
+    table.add_column("", justify="right")
+    for cause, size in plan["memory"].items():
+        if size >= 0.005:
+            table.add_row(cause, f"{size:.2f} GiB")
+    if plan["stages"]:
+        peaks = ", ".join(f"{stage['peak_gib']:.1f}" for stage in plan["stages"])
+        table.add_row("ranks of the pipeline", f"{peaks} GiB")
+    if plan["host_gib"]:
+        table.add_row("host memory of a node", f"{plan['host_gib']:.1f} GiB")
+    return table
+
+
+def _refused(document: dict[str, Any]) -> Text:
+    """How many were considered, and the commonest reasons against them."""
+    counts = Counter(_kind(refusal["reason"]) for refusal in document["refused"])
+    shown = Text(f"{document['candidates']:,} candidates in {document['seconds']:.1f} s; ")
+    shown.append(f"{len(document['refused']):,} refused or too large:\n")
+    for reason, count in counts.most_common(REASONS):
+        shown.append(f"  {count:,}  {reason}\n")
+    return shown
+
+
+def _kind(reason: str) -> str:
+    if reason.startswith("needs "):
+        return "do not fit"
+    return "do not fit with a smaller micro-batch either" if reason.startswith("does not fit with") else reason

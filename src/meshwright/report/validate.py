@@ -1,0 +1,57 @@
+"""Scores of the planner for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.planner.scores import Outcome
+
+
+def validate_page(document: dict[str, Any], outcomes: Sequence[Outcome], worst: int) -> RenderableType:
+    """What `validate` prints."""
+    table = Table(title=f"{document['rows']} measured runs", title_justify="left")
+    for column in ("", "rows", "mean error", "median error", "bias"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name in ("memory", "time"):
+        found = document[name]
+        shares = [_share(found[key]) for key in ("mape", "median_abs", "median_signed")]
+        table.add_row(name, str(found["n"]), *shares)
+    fit, regret = document["fit"], document["regret"]
+    lines = Text(
+        f"fit: found {_share(fit['recall'])} of those that failed, false alarms {_share(fit['false_alarm'])}\n"
+    )
+    lines.append(f"regret of the first choice: median {_share(regret['median'])}, ")
+    lines.append(f"nine in ten below {_share(regret['p90'])} ({regret['cells']} cells)\n")
+    return Group(table, lines, _unexplained(outcomes), _worst(outcomes, worst))
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _unexplained(outcomes: Sequence[Outcome]) -> Text:
+    names = [outcome.row.name for outcome in outcomes if not outcome.row.fits and outcome.fits]
+    if not names:
+        return Text("")
+    listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+    return Text(f"failed though they fit by our account, so not for memory or we are wrong: {len(names)} ({listed})\n")
+
+
+def _worst(outcomes: Sequence[Outcome], count: int) -> RenderableType:
+    table = Table(title="furthest off", title_justify="left")
+    for column in ("row", "memory", "time"):
+        table.add_column(column, justify="left" if column == "row" else "right")
+    known = [o for o in outcomes if o.memory_error is not None or o.time_error is not None]
+    known.sort(key=lambda o: -max(abs(o.memory_error or 0), abs(o.time_error or 0)))
+    for outcome in known[:count]:
+        table.add_row(outcome.row.name, _signed(outcome.memory_error), _signed(outcome.time_error))
+    return table if count else Text("")
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.0%}"

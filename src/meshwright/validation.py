@@ -1,0 +1,86 @@
+"""The planner held against measured runs: every row's decoder is built, described and traced, and its run forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from meshwright.describe.decoder import Shape, decoder_job
+from meshwright.describe.decoder_losses import fused_loss_job, shifted_loss_job
+from meshwright.describe.model import describe
+from meshwright.errors import Refused
+from meshwright.facts.catalogue import hardware_of
+from meshwright.facts.costs import ModelCosts
+from meshwright.facts.hardware import Hardware
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.planner.account import GIB, account, usable
+from meshwright.planner.rows import Row, read_rows
+from meshwright.planner.scores import Outcome
+from meshwright.planner.stagewise import Loads
+from meshwright.tracing.costs import measure_costs
+
+Progress = Callable[[int, int], None]
+"""Told how many of how many are done."""
+
+
+def validate_rows(path: Path, progress: Progress = lambda done, total: None) -> list[Outcome]:
+    """What the planner says of every measured run in a CSV file."""
+    rows = read_rows(path)
+    shapes = _Shapes()
+    outcomes = []
+    for row in rows:
+        outcomes.append(_outcome(row, shapes))
+        progress(len(outcomes), len(rows))
+    return outcomes
+
+
+def _outcome(row: Row, shapes: _Shapes) -> Outcome:
+    hardware = hardware_of(row.cluster)
+    try:
+        found = account(row.arrangement, shapes.loads(row, hardware), hardware, row.cluster.devices_per_node)
+    except Refused as error:
+        return Outcome(row=row, account=None, fits=False, reason=str(error))
+    fits = found.fits(hardware)
+    reason = "" if fits else f"{found.reserved / GIB:.1f} of {usable(hardware) / GIB:.1f} GiB"
+    return Outcome(row=row, account=found, fits=fits, reason=reason)
+
+
+class _Shapes:
+    """Decoders by shape, each described and traced once."""
+
+    def __init__(self) -> None:
+        self._facts: dict[tuple[Shape, str], tuple[Job, ModelFacts, dict[tuple[str, str], ModelCosts]]] = {}
+        self._loads: dict[object, Loads] = {}
+
+    def loads(self, row: Row, hardware: Hardware) -> Loads:
+        key = (row.shape, row.loss)
+        if key not in self._facts:
+            job = _JOBS[row.loss](row.shape)
+            self._facts[key] = job, describe(job), {}
+        job, facts, costs = self._facts[key]
+        policy = row.arrangement.precision, row.arrangement.recompute
+        if policy not in costs:
+            costs[policy] = self._plain(key, policy[0]).recomputed(policy[1])
+        place = (key, row.cluster)
+        if place not in self._loads:
+            self._loads[place] = Loads(facts, costs, hardware, by_compute=True)
+        return self._loads[place]
+
+    def _plain(self, key: tuple[Shape, str], precision: str) -> ModelCosts:
+        job, facts, costs = self._facts[key]
+        if (precision, "none") not in costs:
+            costs[precision, "none"] = measure_costs(job, facts, precision)
+        return costs[precision, "none"]
+
+
+_JOBS: dict[str, Callable[[Shape], Job]] = {
+    "plain": lambda shape: decoder_job(shape, global_batch=1),
+    "shifted": lambda shape: shifted_loss_job(shape, global_batch=1),
+    "fused": lambda shape: fused_loss_job(shape, global_batch=1),
+}
+
+
+def unexplained(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Runs that failed though by our account they fit: not for memory, or we are wrong."""
+    return [outcome for outcome in outcomes if not outcome.row.fits and outcome.fits]

@@ -150,7 +150,8 @@ def _arrangement(values: Mapping[str, Any], number: _Numbers) -> Arrangement:
         optimizer_over=over,
         parameter_bytes=rest,
         gradient_bytes=gradient,
-        beside_bytes=rest if gradient > rest and stage < 2 and (summed or stage) else 0,
+        # Without a pipeline it is fullest at the loss, where the last micro-batch's own gradients are gone.
+        beside_bytes=rest if gradient > rest and stage < 2 and number("pp") > 1 and (summed or stage) else 0,
         moment_bytes=2 * master,
         master_bytes=master if beside else 0,
         cast_bytes=0 if ITEMSIZE[compute] == rest or stage == 3 else ITEMSIZE[compute],

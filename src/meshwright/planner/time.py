@@ -14,11 +14,19 @@ from meshwright.planner.arrangement import Arrangement, stages_of
 from meshwright.planner.collectives import Group, group_on, seconds
 from meshwright.planner.stagewise import WIDE, Loads, StageLoad, UnitLoad
 
-COLLECTIVE_HOST = 440e-6
+PYTHON = 24e-6
+"""Seconds that Python and autograd add to each launch in eager mode. A step of a GPT of 24 layers under ddp,bf16 takes
+54.6 ms on an H200, which would compute it in 30 (docs/data/gpu_check.json): some 1,400 operators at 30 us, and 9 ms."""
+STEP_HOST = 6e-3
+"""Seconds of a step in which the device waits: the loss is read, the norm, the optimizer is asked (the same rows)."""
+SHARDED_HOST = 1.1e-3
+"""Seconds that the host spends on gathering or reducing one block's parameters, in FSDP2 and in our ZeRO: the same step
+takes 99 ms under zero1, 112 under fsdp:grad-op and 143 under fsdp, with 50, 50 and 75 of them."""
+COLLECTIVE_HOST = 300e-6
 """Seconds that the host spends on a collective that compute waits for, in eager PyTorch: with a tensor axis a block
 of a decoder takes 4.4 to 4.8 ms however narrow it is, on H100 nodes under nanotron (published sweep of the ultra-scale
 playbook), of which its eight collectives are all but the launches."""
-NEIGHBOUR_STALL = 270e-6
+NEIGHBOUR_STALL = 260e-6
 """Seconds that each rank of a tensor axis adds to each of its collectives where a pipeline's neighbours are on other
 nodes: hosts that also wait for the network meet late, and a collective waits for the last (same sweep)."""
 NEIGHBOUR_HOST = 300e-6
@@ -48,8 +56,8 @@ class Timing:
 
     @property
     def stalls(self) -> bool:
-        """Whether devices wait for their hosts."""
-        return self.parts.get("host", 0.0) > 0
+        """Whether devices wait for their hosts while micro-batches run."""
+        return self.parts.get("host", 0.0) > STEP_HOST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +68,10 @@ class Site:
     per_node: int
     """Devices of a node."""
     arrangement: Arrangement
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.hardware.device == "cpu"
 
     @cached_property
     def tensor(self) -> Group:
@@ -118,6 +130,7 @@ def forecast_time(arrangement: Arrangement, loads: Loads, hardware: Hardware, pe
     else:
         _plain(timing, site, stages[0])
     _update(timing, site, stages)
+    timing.add("host", 0.0 if site.is_cpu else STEP_HOST)
     return timing
 
 
@@ -129,17 +142,29 @@ def stage_passes(site: Site, stage: StageLoad) -> tuple[Pass, Pass]:
 def _pass(site: Site, stage: StageLoad, *, backward: bool) -> Pass:
     compute = tensor = asked = 0.0
     meeting = _meeting(site) if site.arrangement.tp > 1 else 0.0
+    launch = site.hardware.launch + (0.0 if site.is_cpu else PYTHON)
     for unit, times in stage.counted:
         compute += times * (unit.backward if backward else unit.forward)
         waited, meetings = _tensor_time(site, unit)
         tensor += times * waited
         launches = unit.backward_launches if backward else unit.forward_launches
-        asked += times * (launches * site.hardware.launch + meetings * meeting)
+        asked += times * (launches * launch + meetings * meeting)
     if backward:
         compute += _accumulating(site, stage.trainable)
-    if site.arrangement.pp > 1 and site.hardware.device != "cpu":
-        asked += NEIGHBOUR_HOST
+    if not site.is_cpu:
+        asked += NEIGHBOUR_HOST * (site.arrangement.pp > 1) + _sharded_host(site, stage, backward=backward)
     return Pass(compute=compute, tensor=tensor, host=max(0.0, asked - compute - tensor))
+
+
+def _sharded_host(site: Site, stage: StageLoad, *, backward: bool) -> float:
+    """Host seconds of the data axis's own collectives in one micro-batch, unit by unit."""
+    a = site.arrangement
+    if a.shards == 1:
+        return 0.0
+    gathers = a.gathers and (a.reshards or not backward)
+    reduces = backward / a.micro_batches  # in the last micro-batch only
+    units = sum(times for unit, times in stage.counted if unit.elements)
+    return units * SHARDED_HOST * (gathers + reduces)
 
 
 def _accumulating(site: Site, elements: int) -> float:
@@ -153,7 +178,7 @@ def _accumulating(site: Site, elements: int) -> float:
 
 def _meeting(site: Site) -> float:
     """Host seconds of one collective of the tensor axis."""
-    if site.hardware.device == "cpu":
+    if site.is_cpu:
         return 0.0
     crosses = site.arrangement.pp > 1 and site.neighbour.nodes > 1
     tp = site.arrangement.tp

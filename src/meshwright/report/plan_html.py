@@ -1,0 +1,124 @@
+"""A ranking as one HTML file that opens anywhere: no script, and nothing is asked of a network.
+
+    write_page(ranking.to_json(), Path("plan.html"))
+
+The page is `plan_page.html`, which escapes whatever it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+from meshwright.errors import OutputError, one_line
+from meshwright.report.plan_bars import MEMORY, TIME, Chart, Quantity, memory_chart, memory_room, time_chart
+from meshwright.report.plan_refusals import kinds_of_refusals
+from meshwright.units import show_seconds
+
+
+def write_page(document: dict[str, Any], path: Path) -> None:
+    """The page of the document that `plan --json` prints."""
+    text = page(document)
+    try:
+        # A job's path may hold bytes that are no text; they become references.
+        path.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")
+    except OSError as error:
+        raise OutputError(
+            f"The page was to be written to {str(path)!r}, which failed: {one_line(error)} "
+            "Name a file in a folder that is there and can be written to."
+        ) from error
+
+
+def page(document: dict[str, Any]) -> str:
+    """The page as text."""
+    plans = document["plans"]
+    return _template().render(
+        document=document,
+        answer=_answer(document) if plans else (),
+        reasons=[_reasons(plan) for plan in plans],
+        charts=(memory_chart(document), time_chart(document)) if plans else (),
+        columns=COLUMNS,
+        rows=[_row(plan, plans[0]) for plan in plans],
+        breakdowns=[_breakdown(chart, plans, kind) for chart, kind in _charts(document)],
+        accuracy=_accuracy(plans),
+        kinds=kinds_of_refusals(document["refused"]),
+    )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("meshwright", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("plan_page.html")
+
+
+def _answer(document: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """The first plan's figures: what, how much, and a word on it."""
+    plan = document["plans"][0]
+    room = memory_room(document["cluster"])
+    held = f"of {room:,.1f} GiB on each device" if room else "on the fullest rank"
+    figures = [
+        ("step", show_seconds(plan["step_ms"] / 1e3), f"{plan['samples_per_s']:,.1f} samples/s"),
+        ("memory", MEMORY.total(plan["reserved_gib"]), held),
+    ]
+    if plan["tokens_per_s_per_device"]:
+        figures.append(("speed", f"{plan['tokens_per_s_per_device']:,.0f}", "tokens/s on each device"))
+    figures.append(("utilisation", f"{plan['mfu']:.1%}", "of the devices' peak (MFU)"))
+    return figures
+
+
+def _reasons(plan: dict[str, Any]) -> list[str]:
+    """A plan's own sentences, and what else its ranks hold."""
+    sentences = [sentence[:1].upper() + sentence[1:] for sentence in plan["why"]]
+    if plan["stages"]:
+        peaks = ", ".join(f"{stage['peak_gib']:.1f}" for stage in plan["stages"])
+        sentences.append(f"Its stages hold {peaks} GiB, first to last.")
+    if plan["host_gib"]:
+        sentences.append(f"A node's host holds {plan['host_gib']:.1f} GiB of what is offloaded.")
+    return sentences
+
+
+COLUMNS = ("step", "against the first", "tokens/s/device", "samples/s", "MFU", "allocated", "reserved", "forecast")
+
+
+def _row(plan: dict[str, Any], first: dict[str, Any]) -> tuple[str, ...]:
+    """A plan's line of the table, under COLUMNS."""
+    tokens = plan["tokens_per_s_per_device"]
+    return (
+        show_seconds(plan["step_ms"] / 1e3),
+        "" if plan is first else f"{plan['step_ms'] / first['step_ms'] - 1:+.1%}",
+        f"{tokens:,.0f}" if tokens else "-",
+        f"{plan['samples_per_s']:,.2f}",
+        f"{plan['mfu']:.1%}",
+        f"{plan['peak_gib']:,.2f} GiB",
+        f"{plan['reserved_gib']:,.2f} GiB",
+        "traced" if plan["grade"] == "trace" else "closed form",
+    )
+
+
+def _charts(document: dict[str, Any]) -> Sequence[tuple[Chart, Quantity]]:
+    return ((memory_chart(document), MEMORY), (time_chart(document), TIME)) if document["plans"] else ()
+
+
+def _breakdown(chart: Chart, plans: Sequence[Mapping[str, Any]], kind: Quantity) -> dict[str, Any]:
+    """A chart's figures as a table: a line a plan, a column a cause."""
+    return {
+        "title": chart.title,
+        "causes": list(chart.colours),
+        "rows": [[kind.exact(plan[kind.key].get(cause, 0.0)) for cause in chart.colours] for plan in plans],
+    }
+
+
+def _accuracy(plans: Sequence[Mapping[str, Any]]) -> str:
+    """How far the first plan's figures may be off."""
+    bars = plans[0]["error_bar"] if plans else {}
+    return f"Memory within {bars['memory']:.0%}, time within {bars['time']:.0%}, three times in four." if bars else ""

@@ -1,0 +1,52 @@
+"""Candidates that were refused, sorted into a few kinds of reasons."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SHOWN = 100
+"""Candidates of one kind that a page lists; a thousand lines say no more."""
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+_NEED = re.compile(r"needs (\d+(?:\.\d+)?)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Candidates that are refused for the same reason."""
+
+    title: str
+    count: int
+    shown: tuple[tuple[str, str], ...]
+    """Strategies with their own reasons."""
+
+    @property
+    def hidden(self) -> int:
+        return self.count - len(self.shown)
+
+
+def kinds_of_refusals(refused: Sequence[dict[str, str]]) -> list[Kind]:
+    """The commonest kind first; of those that are too large, the one that lacks least first."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for refusal in refused:
+        groups.setdefault(_pattern(refusal["reason"]), []).append((refusal["strategy"], refusal["reason"]))
+    kinds = [_kind(pattern, found) for pattern, found in groups.items()]
+    return sorted(kinds, key=lambda kind: -kind.count)
+
+
+def _pattern(reason: str) -> str:
+    """Reasons that differ in their numbers alone are one; so are all that name too much memory."""
+    return "Too large" if _NEED.match(reason) else _NUMBER.sub("…", reason)
+
+
+def _kind(pattern: str, found: list[tuple[str, str]]) -> Kind:
+    same = len({reason for _, reason in found}) == 1
+    title = found[0][1] if same else pattern
+    nearest = sorted(found, key=lambda entry: _need(entry[1]))
+    return Kind(title=title[:1].upper() + title[1:], count=len(found), shown=tuple(nearest[:SHOWN]))
+
+
+def _need(reason: str) -> float:
+    found = _NEED.match(reason)
+    return float(found[1]) if found else 0.0

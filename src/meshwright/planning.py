@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.describe.jobfile import load_job
 from meshwright.describe.model import describe
-from meshwright.errors import BadInput, MeshwrightError
+from meshwright.errors import BadInput, MeshwrightError, Refused
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import LOCAL, Cluster
 from meshwright.facts.costs import ModelCosts
@@ -182,3 +182,25 @@ class Planner:
 def named_strategies(words: Sequence[str]) -> tuple[str, ...]:
     """Strategies as they were written, each checked."""
     return tuple(str(Strategy.parse(word)) for word in words)
+
+
+def choose_strategy(job: Job, wanted: Strategy, cluster: Cluster) -> Plan:
+    """The plan for `auto`: axes are the planner's to choose, and policies as far as `wanted` leaves them open."""
+    allowed = Allowed(
+        precisions=(wanted.precision,),
+        recompute=(wanted.recompute,) if wanted.recompute != "none" else ("none", "selective", "full"),
+        offload=(wanted.offload,) if wanted.offload else ("", "optimizer"),
+        compile=(wanted.compile,),
+    )
+    ranking = plan(job, cluster, Wishes(allowed=allowed, fast=True))
+    if not ranking.plans:
+        raise Refused(" ".join(ranking.advice))
+    return ranking.plans[0]
+
+
+def resolve_auto(job: Job, strategy: str, *, ranks: int | None, device: str | None) -> str:
+    """The strategy as it was written, or what the planner chose where it says `auto`, for ranks of this machine."""
+    wanted = Strategy.parse(strategy)
+    if not wanted.auto:
+        return strategy
+    return str(choose_strategy(job, wanted, local_cluster(device, devices=ranks)).strategy)

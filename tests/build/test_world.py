@@ -1,5 +1,8 @@
 """A fake world: one rank of many, with real memory and real compute."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -32,3 +35,21 @@ def test_one_rank_of_eight(strategy: str) -> None:
     assert held.memory["parameters"] <= promised.memory["parameters"] * 1.001
     assert held.memory["gradients"] <= promised.memory["gradients"] * 1.001
     assert held.memory["optimizer"] <= promised.memory["optimizer"] * 1.1
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2,bf16", "fsdp"])
+def test_a_trainer_that_nobody_holds_is_freed(strategy: str) -> None:
+    job = tiny_jobs.transformer
+    facts = describe(job)
+    resolved = check(job, facts, Strategy.parse(strategy), place_for("cpu", 8))
+    world = pretend(8, torch.device("cpu"), rank=1)
+    try:
+        trainer = Trainer(job, facts, resolved, world, seed=0)
+        trainer.step(seeded_batch(job, 0))
+        left = [weakref.ref(parameter) for parameter in trainer.engine.model.parameters()]
+        del trainer
+        gc.collect()
+    finally:
+        world.leave()
+    assert left
+    assert not [ref for ref in left if ref() is not None]

@@ -40,6 +40,8 @@ class Arrangement:
     parameter_bytes: int = 4
     """Of one element at rest; likewise the next two."""
     gradient_bytes: int = 4
+    gradients_rest: bool = True
+    """Whether gradients have their memory all the time; else they come as backward goes and go with the update."""
     beside_bytes: int = 0
     """A micro-batch's own gradient that stays beside the sum of all."""
     moment_bytes: float = 8.0
@@ -92,10 +94,12 @@ def arrange(strategy: Strategy, facts: ModelFacts, global_batch: int) -> Arrange
         compile=strategy.compile,
         offload=strategy.offload,
         parameters_over=layout.parameters,
-        gradients_over=layout.gradients,
+        # Gradients travel once a step: until the last micro-batch every rank sums its own, whole.
+        gradients_over=layout.gradients if micro_batches == 1 else 1,
         optimizer_over=layout.optimizer,
         parameter_bytes=rest,
         gradient_bytes=low if strategy.pure else 4,
+        gradients_rest=strategy.data == "ddp" or micro_batches > 1 or is_pipelined(strategy),
         moment_bytes=facts.optimizer_slots * (low if strategy.pure else 4),
         master_bytes=4 if lowered and layout.lowered_copy else 0,
         cast_bytes=low if lowered and not technique.lowers else 0,

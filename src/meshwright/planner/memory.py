@@ -11,6 +11,8 @@ from meshwright.planner.stagewise import Loads, StageLoad
 
 GATHERED_UNITS = 2
 """Blocks that FSDP2 holds whole at a time: the one that computes and the next one, which is being gathered."""
+WORKSPACE = 64 * 2**20
+"""Bytes that cuBLAS takes for itself, twice 32 MiB on Hopper: once for each thread that computes."""
 FEW = 8
 """Pipeline ranks up to which every one is looked at."""
 SLACK = 0.08
@@ -45,12 +47,16 @@ def _of_rank(arrangement: Arrangement, stages: tuple[StageLoad, ...], rank: int)
     logits = min(climb, max(stage.logits for stage in own))
     memory = {
         **_states(arrangement, own),
-        "activations": kept + climb - logits,
-        "gathered": _gathered(arrangement, own),
-        "logits": logits,
+        "activations": kept + climb,
+        "gathered": _gathered(arrangement, own, True),
+        "communication": _buffers(arrangement, own),
+        "temporary": WORKSPACE,
     }
-    memory["communication"] = _buffers(arrangement, own)
-    memory["allocator"] = SLACK * (kept + climb)
+    if not arrangement.gradients_rest:
+        memory |= _with_gradients(arrangement, own[0])
+    memory["logits"] = min(logits, memory["activations"])
+    memory["activations"] -= memory["logits"]
+    memory["allocator"] = SLACK * (memory["activations"] + memory["logits"])
     return Forecast(memory={cause: round(size) for cause, size in memory.items()})
 
 
@@ -74,6 +80,24 @@ def _activations(own: list[StageLoad], flights: tuple[int, ...]) -> tuple[float,
     return sum(others) + resting, own[fullest].climb
 
 
+def _with_gradients(arrangement: Arrangement, stage: StageLoad) -> dict[str, float]:
+    """Activations, gradients and gathered parameters at the moment when they are most together.
+
+    Backward frees what a unit kept and leaves its gradients, so it is fullest at the loss or at the first unit.
+    """
+    each = arrangement.gradient_bytes / arrangement.gradients_over
+    inside, outside = _gathered(arrangement, [stage], True), _gathered(arrangement, [stage], False)
+    before, gradients = stage.kept, 0.0
+    fullest = {"activations": 0.0, "gradients": stage.trainable * each, "gathered": outside}
+    for unit in reversed(stage.units):
+        before -= unit.kept
+        here = before + max(unit.backward_peak, 0.0 if gradients else unit.forward_peak)
+        moment = {"activations": here, "gradients": gradients, "gathered": inside if unit.is_block else outside}
+        fullest = max(fullest, moment, key=lambda held: sum(held.values()))
+        gradients += unit.trainable * each
+    return fullest
+
+
 def _received(arrangement: Arrangement, stages: tuple[StageLoad, ...], rank: int, flights: tuple[int, ...]) -> float:
     """What neighbours sent: the input of every micro-batch in flight, which no unit of the stage counts as its own."""
     first = stages_of(arrangement)[rank][0]
@@ -83,8 +107,8 @@ def _received(arrangement: Arrangement, stages: tuple[StageLoad, ...], rank: int
     return max(flights) * sent / (arrangement.tp if arrangement.sequence else 1)
 
 
-def _gathered(arrangement: Arrangement, own: list[StageLoad]) -> float:
-    """Parameters that are whole for a while, and gradients that are not divided yet."""
+def _gathered(arrangement: Arrangement, own: list[StageLoad], inside: bool) -> float:
+    """Parameters that are whole for a while, and gradients that are not divided yet; `inside` of a block or not."""
     if not arrangement.gathers:
         return 0.0
     low = {"fp32": 4}.get(arrangement.precision, 2)
@@ -92,8 +116,8 @@ def _gathered(arrangement: Arrangement, own: list[StageLoad]) -> float:
     whole = sum(stage.elements for stage in own)
     rest = whole - sum(blocks)
     """What is in no block is gathered with the model's root and stays."""
-    held = GATHERED_UNITS * max(blocks, default=0) + rest if arrangement.reshards else whole
-    gradients = max([*blocks, rest], default=0) * (low + arrangement.reduce_bytes)
+    held = GATHERED_UNITS * inside * max(blocks, default=0) + rest if arrangement.reshards else whole
+    gradients = inside * max(blocks, default=0) * (low + arrangement.reduce_bytes)
     return held * low + gradients
 
 

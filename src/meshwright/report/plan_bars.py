@@ -41,6 +41,10 @@ class Bar:
         """The bar for those who do not see it."""
         return f"{self.strategy}: {self.total}; " + ", ".join(f"{part.cause} {part.amount}" for part in self.parts)
 
+    def amount(self, cause: str) -> str:
+        """The exact figure of a cause, which the bar may not have."""
+        return next((part.amount for part in self.parts if part.cause == cause), "0")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:

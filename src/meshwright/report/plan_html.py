@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from meshwright.errors import OutputError, one_line
-from meshwright.report.plan_bars import MEMORY, TIME, Chart, Quantity, memory_chart, memory_room, time_chart
+from meshwright.report.plan_bars import MEMORY, memory_chart, memory_room, time_chart
 from meshwright.report.plan_refusals import kinds_of_refusals
 from meshwright.units import show_seconds
 
@@ -43,7 +43,6 @@ def page(document: dict[str, Any]) -> str:
         charts=(memory_chart(document), time_chart(document)) if plans else (),
         columns=COLUMNS,
         rows=[_row(plan, plans[0]) for plan in plans],
-        breakdowns=[_breakdown(chart, plans, kind) for chart, kind in _charts(document)],
         accuracy=_accuracy(plans),
         kinds=kinds_of_refusals(document["refused"]),
     )
@@ -78,7 +77,7 @@ def _answer(document: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def _reasons(plan: dict[str, Any]) -> list[str]:
     """A plan's own sentences, and what else its ranks hold."""
-    sentences = [sentence[:1].upper() + sentence[1:] for sentence in plan["why"]]
+    sentences = list(plan["why"])
     if plan["stages"]:
         peaks = ", ".join(f"{stage['peak_gib']:.1f}" for stage in plan["stages"])
         sentences.append(f"Its stages hold {peaks} GiB, first to last.")
@@ -103,19 +102,6 @@ def _row(plan: dict[str, Any], first: dict[str, Any]) -> tuple[str, ...]:
         f"{plan['reserved_gib']:,.2f} GiB",
         "traced" if plan["grade"] == "trace" else "closed form",
     )
-
-
-def _charts(document: dict[str, Any]) -> Sequence[tuple[Chart, Quantity]]:
-    return ((memory_chart(document), MEMORY), (time_chart(document), TIME)) if document["plans"] else ()
-
-
-def _breakdown(chart: Chart, plans: Sequence[Mapping[str, Any]], kind: Quantity) -> dict[str, Any]:
-    """A chart's figures as a table: a line a plan, a column a cause."""
-    return {
-        "title": chart.title,
-        "causes": list(chart.colours),
-        "rows": [[kind.exact(plan[kind.key].get(cause, 0.0)) for cause in chart.colours] for plan in plans],
-    }
 
 
 def _accuracy(plans: Sequence[Mapping[str, Any]]) -> str:

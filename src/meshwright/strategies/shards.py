@@ -8,6 +8,7 @@ are reduce-scattered as soon as all are there, while backward goes on, and its p
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -246,12 +247,18 @@ class ShardedUpdateEngine(Engine):
         return Piece(name, parameter, nn.Parameter(dtensor), rows)
 
     def _hook(self, bucket: Bucket, piece: Piece) -> Any:
+        # Weakly: a parameter holds its hooks where Python's collector cannot see them, so nothing would ever be freed.
+        engine, its_bucket, its_piece = weakref.ref(self), weakref.ref(bucket), weakref.ref(piece)
+
         def gradient_is_there(parameter: torch.Tensor) -> None:
-            piece.take_gradient()
-            if self._last:
-                bucket.waiting -= 1
-                if bucket.waiting == 0:
-                    self._reduce(bucket)
+            own, whole_bucket, own_piece = engine(), its_bucket(), its_piece()
+            if own is None or whole_bucket is None or own_piece is None:
+                return
+            own_piece.take_gradient()
+            if own._last:
+                whole_bucket.waiting -= 1
+                if whole_bucket.waiting == 0:
+                    own._reduce(whole_bucket)
 
         return gradient_is_there
 

@@ -1,0 +1,123 @@
+"""The quick grade of forecast against papers, and against a trace of the very step."""
+
+import pytest
+
+from meshwright.describe.decoder import Shape, decoder_job
+from meshwright.describe.model import describe
+from meshwright.facts.catalogue import hardware_of
+from meshwright.facts.cluster import Cluster
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.planner.account import usable
+from meshwright.planner.arrangement import Arrangement
+from meshwright.planner.memory import forecast_memory
+from meshwright.planner.search import consider
+from meshwright.planning import Planner
+from meshwright.strategies import data_strategy
+from meshwright.tracing import trace_step
+
+GIB = 2**30
+SMALL = Shape(layers=4, width=512, heads=8, kv_heads=8, feed_forward=2048, vocabulary=8192, length=512)
+EIGHT = Cluster.parse("8xH100-80GB")
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return decoder_job(SMALL, global_batch=64)
+
+
+@pytest.fixture(scope="module")
+def facts(job: Job) -> ModelFacts:
+    return describe(job)
+
+
+@pytest.fixture(scope="module")
+def planner(job: Job, facts: ModelFacts) -> Planner:
+    made = Planner(job, facts, job.global_batch)
+    for recompute in ("none", "selective", "full"):
+        made._measure("bf16", recompute)
+    made._measure("fp32", "none")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("over", "gigabytes"), [((1, 1, 1), 120.0), ((1, 1, 64), 31.4), ((1, 64, 64), 16.6), ((64, 64, 64), 1.9)]
+)
+def test_the_zero_paper_s_table(planner: Planner, facts: ModelFacts, over: tuple[int, int, int], gigabytes: float) -> None:
+    """States of 7.5 billion parameters on 64 ranks, mixed precision Adam: whole, stage 1, stage 2, stage 3."""
+    parameters, gradients, optimizer = over
+    arrangement = Arrangement(
+        data=64,
+        shards=64,
+        micro_batch=1,
+        micro_batches=1,
+        parameters_over=parameters,
+        gradients_over=gradients,
+        optimizer_over=optimizer,
+        parameter_bytes=2,
+        gradient_bytes=2,
+        master_bytes=4,
+        moment_bytes=8,
+    )
+    held = forecast_memory(arrangement, planner.setting(EIGHT).loads)[0].memory
+    states = held["parameters"] + held["gradients"] + held["optimizer"]
+    count = sum(parameter.count for parameter in facts.parameters)
+    # The paper prints one decimal.
+    assert states / count * 7.5 == pytest.approx(gigabytes, rel=0.01, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "bound"),
+    [
+        ("ddp,bf16", 0.02),
+        ("ddp,fp32", 0.02),
+        ("zero1,bf16", 0.03),
+        ("fsdp,bf16", 0.01),
+        ("fsdp:grad-op,bf16", 0.01),
+        ("hsdp=2x4,bf16", 0.01),
+        ("fsdp,bf16,ac=full", 0.01),
+        ("fsdp,bf16,ac=selective", 0.01),
+        ("tp=8,bf16", 0.10),
+    ],
+)
+def test_account_and_trace_agree(planner: Planner, job: Job, facts: ModelFacts, strategy: str, bound: float) -> None:
+    resolved = Strategy.parse(strategy).resolve(8)
+    account = consider(planner.setting(EIGHT), resolved)
+    trace = trace_step(job, facts, resolved, ranks=8)
+    assert account.peak == pytest.approx(trace.peak, rel=bound)
+
+
+def test_memory_does_not_shrink_with_the_micro_batch(planner: Planner) -> None:
+    peaks = [consider(planner.setting(EIGHT), Strategy.parse(f"fsdp,bf16,mb={n}")).peak for n in (1, 2, 4, 8)]
+    assert peaks == sorted(peaks)
+    assert peaks[0] < peaks[-1]
+
+
+def test_recomputing_saves_memory_and_costs_time(planner: Planner) -> None:
+    plain, full = (consider(planner.setting(EIGHT), Strategy.parse(f"fsdp,bf16,mb=8{ac}")) for ac in ("", ",ac=full"))
+    assert full.peak < plain.peak
+    assert full.forecast.time["compute"] > 1.2 * plain.forecast.time["compute"]
+
+
+def test_a_pipeline_s_first_rank_has_most_in_flight(planner: Planner) -> None:
+    plan = consider(planner.setting(EIGHT), Strategy.parse("pp=4:1f1b,ddp,bf16,mb=1"))
+    kept = [stage.memory["activations"] for stage in plan.stages]
+    assert len(kept) == 4
+    assert kept[0] > kept[2]
+    assert plan.forecast.time["bubble"] > 0
+
+
+def test_states_are_those_that_the_strategy_promises(planner: Planner, facts: ModelFacts) -> None:
+    for text in ("ddp", "zero1", "zero2", "fsdp"):
+        # With several micro-batches gradients are there at the fullest moment.
+        strategy = Strategy.parse(f"{text},fp32,mb=1").resolve(8)
+        promised = data_strategy(strategy).account(facts, strategy)
+        found = consider(planner.setting(EIGHT), strategy).forecast
+        for cause in ("parameters", "optimizer"):
+            assert found.memory[cause] == pytest.approx(promised.memory[cause], rel=0.02)
+
+
+def test_a_device_is_not_all_for_tensors() -> None:
+    hardware = hardware_of(EIGHT)
+    assert 0.9 * hardware.memory < usable(hardware) < hardware.memory

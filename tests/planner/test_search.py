@@ -1,0 +1,98 @@
+"""Candidates, refusals, ranking and the words for it."""
+
+import pytest
+
+from meshwright.describe.decoder import Shape, decoder_job
+from meshwright.describe.jobfile import load_job
+from meshwright.facts.cluster import Cluster
+from meshwright.facts.job import Job
+from meshwright.facts.plan import Plan, Ranking
+from meshwright.facts.strategy import Strategy
+from meshwright.planner.candidates import Allowed, candidates, plainness
+from meshwright.planning import Wishes, plan
+
+FAST = Wishes(fast=True)
+SMALL = Shape(layers=8, width=1024, heads=16, kv_heads=16, feed_forward=4096, vocabulary=32000, length=1024)
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return decoder_job(SMALL, global_batch=64)
+
+
+@pytest.fixture(scope="module")
+def ranking(job: Job) -> Ranking:
+    return plan(job, Cluster.parse("8xA100-40GB"), FAST, name="small")
+
+
+def test_plans_fit_and_come_fastest_first_but_for_ties(ranking: Ranking) -> None:
+    steps = [found.forecast.step for found in ranking.plans]
+    assert all(found.fits for found in ranking.plans)
+    assert steps[1:] == sorted(steps[1:])
+    assert steps[0] <= 1.03 * min(steps)
+
+
+def test_every_candidate_is_a_plan_or_has_a_reason(ranking: Ranking) -> None:
+    assert ranking.candidates > 500
+    assert all(refusal.reason for refusal in ranking.refused)
+    assert len({refusal.strategy for refusal in ranking.refused}) == len(ranking.refused)
+
+
+def test_a_small_model_is_replicated(ranking: Ranking) -> None:
+    """Nothing is gained by cutting what fits whole; dividing the update may save a little."""
+    first = ranking.plans[0].strategy
+    assert first.data in ("ddp", "zero1")
+    assert (first.tp, first.pp, first.offload, first.recompute) == (1, 1, "", "none")
+
+
+def test_causes_add_up(ranking: Ranking) -> None:
+    for shown in ranking.to_json()["plans"]:
+        assert sum(shown["memory"].values()) == pytest.approx(shown["reserved_gib"])
+        assert sum(shown["time"].values()) == pytest.approx(shown["step_ms"])
+        assert shown["peak_gib"] <= shown["reserved_gib"]
+
+
+def test_rivals_say_what_they_would_cost(ranking: Ranking) -> None:
+    assert all(found.why for found in ranking.plans)
+    assert any("cost" in found.why[0] for found in ranking.plans[1:])
+
+
+def test_a_plan_survives_json(ranking: Ranking) -> None:
+    assert all(Plan.from_json(found.to_json()) == found for found in ranking.plans)
+
+
+def test_only_what_is_named(job: Job) -> None:
+    found = plan(
+        job, Cluster.parse("8xA100-40GB"), Wishes(fast=True, strategies=("fsdp,bf16", "tp=8,bf16", "tp=16,bf16"))
+    )
+    assert {str(each.strategy) for each in found.plans} == {"fsdp=8,bf16", "tp=8,bf16"}
+    assert "tp=16" in found.refused[0].strategy
+
+
+def test_nothing_fits_and_what_would() -> None:
+    found = plan(load_job("preset:llama3-70b:batch=8"), Cluster.parse("8xA100-40GB"), FAST)
+    assert not found.plans
+    assert "Nothing fits" in found.advice[0]
+    assert any("times the nodes" in sentence for sentence in found.advice)
+
+
+def test_bf16_is_refused_where_a_device_has_none(job: Job) -> None:
+    found = plan(job, Cluster.parse("8xV100-16GB"), FAST)
+    assert not found.plans
+    assert "no units for bf16" in found.refused[0].reason
+
+
+def test_candidates_are_resolved_and_legal(job: Job) -> None:
+    from meshwright.describe.model import describe
+
+    cluster = Cluster.parse("2x4xA100-40GB")
+    found = list(candidates(describe(job), cluster, 64, Allowed()))
+    assert len(found) == len(set(found))
+    assert {strategy.resolve(8).data for strategy in found} >= {"ddp", "zero1", "zero2", "fsdp", "hsdp"}
+    assert max(strategy.tp for strategy in found) == 4
+
+
+def test_plainer_is_simpler() -> None:
+    order = ["ddp", "zero1", "fsdp", "tp=2,ddp", "pp=2:1f1b,ddp", "tp=2,pp=2:zbv,fsdp,ac=full"]
+    scores = [plainness(Strategy.parse(text)) for text in order]
+    assert scores == sorted(scores)

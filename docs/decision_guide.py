@@ -7,6 +7,7 @@ python docs/decision_guide.py --models gpt2 --print  # some of it, on the termin
 from __future__ import annotations
 
 import argparse
+import re
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,6 +27,21 @@ from meshwright.planning import Planner, Wishes
 from meshwright.units import gib, show_count, show_seconds
 
 COMMAND = "python docs/decision_guide.py"
+INTRODUCTION = """# Which strategy? A guide by model and memory
+
+What the planner would choose, and where it disagrees with the usual rules of thumb. Written by `{command}` from
+forecasts, not from runs: closed forms, which published runs are within 10 % of in memory and within 20 % of in time,
+three times in four. For your own model ask `meshwright plan JOB --on CLUSTER`.
+
+Eight devices of one node; AdamW; a step of {tokens:,} tokens, in samples of 1,024 tokens (GPT-2) or 2,048. bf16 with
+fp32 masters, and fp16 on V100, which has no bf16. All data, tensor and pipeline axes, recomputing and offloading of the
+optimizer are searched; nothing is compiled. Of plans within {tie} of the fastest the plainest is taken. Tensors can
+have {rooms}.
+
+## The first choice
+
+Axes and policies; time of a step and reserved memory of a device; how the next plainer way fares: how much longer its
+step is, or what it needs at least."""
 FILE = Path(__file__).parent / "decision-guide.md"
 TOKENS = 2**19
 """Of one step, whatever the model."""
@@ -194,7 +210,7 @@ def held_against(first: Plan, found: Found, name: str, takes: Callable[[Strategy
     if best is None:
         return f"{name}: at least {least(found, takes):.0f} GiB"
     longer = best.forecast.step / first.forecast.step - 1
-    return f"{name}: {longer:+.0%} time" if longer > TIE else f"{name}: as fast, less plain"
+    return f"{name}: {percent(longer)} slower" if longer > TIE else f"{name}: as fast, less plain"
 
 
 def fastest(found: Found, takes: Callable[[Strategy], bool]) -> Plan | None:
@@ -228,7 +244,7 @@ def comparison(plan: Plan, first: Plan) -> str:
         return f"is as fast, as far as we know, and {memory}"
     change = plan.forecast - first.forecast
     cause, seconds = max(change.time.items(), key=lambda part: part[1])
-    return f"takes {longer:.0%} longer ({show_seconds(seconds)} more of {CAUSES.get(cause, cause)}) and {memory}"
+    return f"takes {percent(longer)} longer ({show_seconds(seconds)} more of {CAUSES.get(cause, cause)}) and {memory}"
 
 
 def show_plan(plan: Plan) -> str:
@@ -241,34 +257,19 @@ def write(cells: list[Cell]) -> str:
 
 def introduction() -> str:
     rooms = ", ".join(f"{device.room:.1f} GiB on {device.name}" for device in DEVICES)
-    return f"""# Which strategy? A guide by model and memory
-
-{
-        paragraph(f'''What the planner would choose, and where it disagrees with the usual rules of thumb. Written by
-`{COMMAND}` from forecasts, not from runs: closed forms, which published runs are within 10 % of in memory and within
-20 % of in time, three times in four. For your own model ask `meshwright plan JOB --on CLUSTER`.''')
-    }
-
-{
-        paragraph(f'''Eight devices of one node; AdamW; a step of {TOKENS:,} tokens, in samples of 1,024 tokens (GPT-2) or
-2,048. bf16 with fp32 masters, and fp16 on V100, which has no bf16. All data, tensor and pipeline axes, recomputing and
-offloading of the optimizer are searched; nothing is compiled. Of plans within {TIE:.0%} of the fastest the plainest is
-taken. Tensors can have {rooms}.''')
-    }
-
-## The first choice
-
-{
-        paragraph('''Axes and policies; time of a step and reserved memory of a device; how the next plainer way fares: how much
-longer its step is, or what it needs at least.''')
-    }
-"""
+    text = INTRODUCTION.format(command=COMMAND, tokens=TOKENS, tie=percent(TIE), rooms=rooms)
+    return "\n\n".join(paragraph(part) for part in text.split("\n\n")) + "\n"
 
 
 def paragraph(text: str, indent: str = "") -> str:
-    return textwrap.fill(
-        " ".join(text.split()), 120, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
-    )
+    """Lines as long as those of other pages; what stands in backticks stays together."""
+    joined = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), " ".join(text.split()))
+    filled = textwrap.fill(joined, 120, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+    return filled.replace("\0", " ")
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def table(cells: list[Cell]) -> list[str]:

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+from meshwright.build.world import World
 from meshwright.describe.jobfile import load_job
 from meshwright.describe.model import describe
 from meshwright.errors import BadInput, MeshwrightError, Refused
@@ -25,7 +26,10 @@ from meshwright.planner.candidates import Allowed, candidates
 from meshwright.planner.explain import advise, explain
 from meshwright.planner.search import Found, Setting, best_of_each_kind, choose, search, with_traces
 from meshwright.planner.stagewise import Loads
+from meshwright.runtime import run
+from meshwright.runtime.environment import launched
 from meshwright.runtime.probe_machine import local_cluster
+from meshwright.runtime.run import Run
 from meshwright.strategies.pipeline import pipeline_ranks
 from meshwright.tracing import trace_roles
 from meshwright.tracing.costs import measure_costs
@@ -198,9 +202,35 @@ def choose_strategy(job: Job, wanted: Strategy, cluster: Cluster) -> Plan:
     return ranking.plans[0]
 
 
-def resolve_auto(job: Job, strategy: str, *, ranks: int | None, device: str | None) -> str:
-    """The strategy as it was written, or what the planner chose where it says `auto`, for ranks of this machine."""
-    wanted = Strategy.parse(strategy)
+def resolve_auto(
+    job: Job, strategy: Strategy | str, *, ranks: int | None = None, device: str | None = None
+) -> Strategy:
+    """The strategy as it was written, or what the planner chose where it says `auto`.
+
+    It is chosen for so many ranks of this machine, or for those that a launcher gave; every rank chooses the same.
+    """
+    wanted = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     if not wanted.auto:
-        return strategy
-    return str(choose_strategy(job, wanted, local_cluster(device, devices=ranks)).strategy)
+        return wanted
+    place = launched()
+    here = local_cluster(device, devices=place.local_ranks if place else ranks)
+    cluster = replace(here, nodes=place.ranks // place.local_ranks) if place else here
+    return choose_strategy(job, wanted, cluster).strategy
+
+
+def setup(
+    job: Job,
+    strategy: Strategy | str = "ddp",
+    *,
+    seed: int = 0,
+    device: str | None = None,
+    workers: int = 0,
+    facts: ModelFacts | None = None,
+    world: World | None = None,
+) -> Run:
+    """Lay a job out under a strategy over the ranks that this process was launched among; alone if it was not.
+
+    `auto` asks the planner for the strategy that is fastest here.
+    """
+    chosen = resolve_auto(job, strategy, ranks=1, device=device)
+    return run.setup(job, chosen, seed=seed, device=device, workers=workers, facts=facts, world=world)

@@ -44,7 +44,9 @@ def planner(job: Job, facts: ModelFacts) -> Planner:
 @pytest.mark.parametrize(
     ("over", "gigabytes"), [((1, 1, 1), 120.0), ((1, 1, 64), 31.4), ((1, 64, 64), 16.6), ((64, 64, 64), 1.9)]
 )
-def test_the_zero_paper_s_table(planner: Planner, facts: ModelFacts, over: tuple[int, int, int], gigabytes: float) -> None:
+def test_the_zero_paper_s_table(
+    planner: Planner, facts: ModelFacts, over: tuple[int, int, int], gigabytes: float
+) -> None:
     """States of 7.5 billion parameters on 64 ranks, mixed precision Adam: whole, stage 1, stage 2, stage 3."""
     parameters, gradients, optimizer = over
     arrangement = Arrangement(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ ranks are those of the launcher."""
 
 def train(
     job: Annotated[str, typer.Argument(help="A Python file with a variable `job`, or file.py:name.")],
-    strategy: Annotated[str, typer.Option(help="How the job lies over the ranks, as in fsdp,bf16.")] = "ddp",
+    strategy: Annotated[str, typer.Option(help="How the job lies over ranks, as in fsdp,bf16; or auto.")] = "ddp",
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes to start here, one per device.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the whole run, resumed ones included.")] = 100,
     out: Annotated[Path | None, typer.Option(help="Folder for records and checkpoints.")] = None,
@@ -54,7 +55,7 @@ def train(
 
     summary = train_command(
         job=job,
-        strategy=strategy,
+        strategy=_chosen(job, strategy, ranks, device),
         ranks=ranks,
         steps=steps,
         out=out,
@@ -74,3 +75,16 @@ def train(
         print_result(summary, summary_table(summary), as_json=as_json)
         if summary["failed_saves"] and summary["saved"] != summary["steps"]:
             raise MeshwrightError(f"The run's last state, step {summary['steps']}, could not be saved; see above.")
+
+
+def _chosen(job: str, strategy: str, ranks: int | None, device: str | None) -> str:
+    """The strategy as it was written; where it says `auto`, the planner's choice, which is told."""
+    if "auto" not in strategy:
+        return strategy
+    from meshwright.describe.jobfile import load_job
+    from meshwright.planning import resolve_auto
+
+    chosen = str(resolve_auto(load_job(job), strategy, ranks=ranks, device=device))
+    if chosen != strategy:
+        print(f"auto: {chosen}", file=sys.stderr)
+    return chosen

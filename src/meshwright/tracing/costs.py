@@ -18,7 +18,7 @@ from meshwright.build.precision import loss_under
 from meshwright.build.recompute import recompute_blocks
 from meshwright.describe.as_on_cuda import as_on_cuda
 from meshwright.describe.blueprint import Blueprint, record, set_attributes
-from meshwright.describe.observe import call_model, make_batch
+from meshwright.describe.observe import SMALL, call_model, make_batch
 from meshwright.describe.tape import Slot
 from meshwright.errors import JobError, one_line
 from meshwright.facts.costs import Kernel, ModelCosts, Size, UnitCosts
@@ -132,27 +132,51 @@ class _Recorder:
 
 
 def _trace(job: Job, facts: ModelFacts, blueprint: Blueprint, precision: str, samples: int) -> list[_Segment]:
-    model, dtype = blueprint.model, DTYPES[precision]
-    batch = make_batch(job, samples)
-    recorder = _Recorder(facts)
+    """One step on fake tensors; on real ones where the model looks at values and is small."""
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, as_on_cuda():
-            set_attributes(model, blueprint.attributes, _empty_slot)
-            tensors = _parameters(model, facts, dtype) | {name: _empty(b, b.dtype) for name, b in model.named_buffers()}
-            fake = tree_map(lambda leaf: mode.from_tensor(leaf.cpu()) if torch.is_tensor(leaf) else leaf, batch)
-            recorder.meter.known([*tensors.values(), *(x for x in tree_leaves(fake) if torch.is_tensor(x))])
-            for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
-                if tensor.requires_grad:
-                    tensor.register_post_accumulate_grad_hook(_forget_gradient)
-            with stateless._reparametrize_module(model, tensors, tie_weights=True), ExitStack() as hooks:
-                _watch(model, facts, recorder, hooks)
-                with recorder.meter:
-                    total, _ = loss_under(precision, job)(call_model(job, model, fake), fake)
-                    recorder.begin_backward()
-                    total.backward()
-                    recorder.end_backward()
+            return _step(job, facts, blueprint, precision, samples, lambda tensor: mode.from_tensor(tensor.cpu()))
     except Exception as error:
-        raise JobError(f"The model's costs could not be seen on fake tensors: {one_line(error)}") from error
+        if sum(p.count for p in facts.parameters) > SMALL:
+            raise _unseen(error) from error
+    try:
+        # As a CPU computes, so attention may keep its scores: more than a GPU would.
+        return _step(job, facts, blueprint, precision, samples, lambda tensor: tensor.cpu())
+    except Exception as error:
+        raise _unseen(error) from error
+
+
+def _unseen(error: Exception) -> JobError:
+    return JobError(
+        f"The model's costs could not be seen, so its memory and time cannot be told: {one_line(error)} "
+        "A model that looks at values is run on real tensors only where it is small."
+    )
+
+
+def _step(
+    job: Job,
+    facts: ModelFacts,
+    blueprint: Blueprint,
+    precision: str,
+    samples: int,
+    take: Callable[[torch.Tensor], torch.Tensor],
+) -> list[_Segment]:
+    model, recorder = blueprint.model, _Recorder(facts)
+    set_attributes(model, blueprint.attributes, _empty_slot)
+    tensors = _parameters(model, facts, DTYPES[precision])
+    tensors |= {name: _empty(b, b.dtype) for name, b in model.named_buffers()}
+    batch = tree_map(lambda leaf: take(leaf) if torch.is_tensor(leaf) else leaf, make_batch(job, samples))
+    recorder.meter.known([*tensors.values(), *(leaf for leaf in tree_leaves(batch) if torch.is_tensor(leaf))])
+    for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
+        if tensor.requires_grad:
+            tensor.register_post_accumulate_grad_hook(_forget_gradient)
+    with stateless._reparametrize_module(model, tensors, tie_weights=True), ExitStack() as hooks:
+        _watch(model, facts, recorder, hooks)
+        with recorder.meter:
+            total, _ = loss_under(precision, job)(call_model(job, model, batch), batch)
+            recorder.begin_backward()
+            total.backward()
+            recorder.end_backward()
     return recorder.segments
 
 
@@ -183,11 +207,14 @@ def _forget_gradient(parameter: torch.Tensor) -> None:
 
 def _empty(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     dtype = dtype if tensor.is_floating_point() else tensor.dtype
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
+    if not tensor.is_meta:
+        return tensor.detach().to(dtype)
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
+    return empty.normal_(std=0.02) if empty.is_floating_point() else empty.zero_()
 
 
 def _empty_slot(slot: Slot) -> torch.Tensor:
-    return torch.empty_strided(slot.size, slot.stride, dtype=slot.dtype, device="cpu")
+    return _empty(torch.empty_strided(slot.size, slot.stride, dtype=slot.dtype, device="meta"), slot.dtype)
 
 
 def _watch(model: nn.Module, facts: ModelFacts, recorder: _Recorder, hooks: ExitStack) -> None:

@@ -59,7 +59,7 @@ def plan(job: Job, cluster: Cluster, wishes: Wishes | None = None, *, name: str 
     started = time.perf_counter()
     planner = Planner(job, describe(job), wishes.global_batch or job.global_batch)
     found = planner.search(cluster, wishes)
-    plans = choose(best_of_each_kind(found.plans))
+    plans = choose(planner.setting(cluster), best_of_each_kind(found.plans))
     if not wishes.fast:
         plans = planner.trace_first(cluster, plans, wishes.finalists)
     return Ranking(

@@ -67,6 +67,8 @@ def _with_policies(shape: str, samples: int, pp: int, allowed: Allowed) -> Itera
     ):
         if compiled and (strategy.tp > 1 or pp > 1):
             continue
+        if offload and recompute != allowed.recompute[-1]:
+            continue  # what still does not fit when it recomputes all it may is worth the host's bandwidth
         made = replace(strategy, precision=precision, recompute=recompute, offload=offload, compile=compiled)  # type: ignore[arg-type]
         for size in sizes:
             yield replace(made, micro_batch=size)

@@ -45,9 +45,12 @@ def _why_first(first: Plan, others: list[Plan]) -> tuple[str, ...]:
 def _why_not(plan: Plan, first: Plan) -> tuple[str, ...]:
     saved = (first.peak - plan.peak) / GIB
     ratio = plan.forecast.step / first.forecast.step - 1
-    memory = f"save {saved:.1f} GiB" if saved > 0 else f"take {-saved:.1f} GiB more"
+    saved = 0.0 if abs(saved) < 0.05 else saved
+    memory = (
+        f"save {saved:.1f} GiB" if saved > 0 else f"take {-saved:.1f} GiB more" if saved < 0 else "take as much memory"
+    )
     time = f"cost {ratio:.0%}" if ratio > TIE else "be as fast" if ratio >= -TIE else f"be {-ratio:.0%} faster"
-    joined = "and" if (saved > 0) == (ratio <= TIE) else "but"
+    joined = "and" if not saved or (saved > 0) == (ratio <= TIE) else "but"
     sentence = f"would {memory} {joined} {time}"
     return (f"{sentence}: {_difference(plan, first)}." if ratio > TIE else f"{sentence}.",)
 
@@ -57,7 +60,7 @@ def _share(plan: Plan) -> str:
     step = plan.forecast.step
     parts = sorted(plan.forecast.time.items(), key=lambda part: -part[1])[:2]
     listed = [f"{CAUSES.get(cause, cause)} {seconds / step:.0%}" for cause, seconds in parts if seconds / step >= 0.01]
-    return f"of a step of {_milliseconds(step)}, {' and '.join(listed)}"
+    return f"Of a step of {_milliseconds(step)}, {' and '.join(listed)}"
 
 
 def _difference(plan: Plan, other: Plan) -> str:

@@ -24,6 +24,8 @@ from meshwright.strategies.pipeline import is_pipelined, refuse_pipeline
 
 TIE = 0.03
 """Plans whose times differ by less than this are as fast as each other, as far as we know."""
+ROOM = 0.93
+"""The share of a device's memory up to which a plan has room to spare, as far off as forecasts are."""
 ERROR_BARS = {"account": {"memory": 0.10, "time": 0.20}, "trace": {"memory": 0.03, "time": 0.20}}
 """Published runs are within this share of our forecasts about three times in four (docs/planner.md)."""
 
@@ -167,20 +169,23 @@ def refuse(setting: Setting, strategy: Strategy) -> str | None:
 
 
 def _plan(setting: Setting, strategy: Strategy, arrangement: Arrangement, found: Account) -> Plan:
-    fits = found.fits(setting.hardware)
-    room = usable(setting.hardware)
-    why = () if fits else (f"needs {found.reserved / GIB:.1f} of {room / GIB:.1f} GiB: {_largest(found.forecast)}",)
+    room, host = usable(setting.hardware), _host_gib(setting, arrangement)
+    why: tuple[str, ...] = ()
+    if not found.fits(setting.hardware):
+        why = (f"needs {found.reserved / GIB:.1f} of {room / GIB:.1f} GiB: {_largest(found.forecast)}",)
+    elif host > setting.hardware.host_memory / GIB:
+        why = (f"needs {host:.0f} of {setting.hardware.host_memory / GIB:.0f} GiB of a node's host memory",)
     held = found.forecast.memory
     written = (held.get("parameters", 0) + held.get("optimizer", 0)) / GIB
     return Plan(
         strategy=strategy,
         forecast=found.forecast,
-        fits=fits,
+        fits=not why,
         why=why,
         speed=_speed(setting, arrangement, found),
         error_bar=ERROR_BARS["account"],
         stages=found.ranks if len(found.ranks) > 1 else (),
-        host_gib=_host_gib(setting, arrangement),
+        host_gib=host,
         saving_gib=written / max(1, arrangement.data // max(arrangement.shards, 1)),
     )
 
@@ -225,13 +230,13 @@ def best_of_each_kind(plans: list[Plan]) -> list[Plan]:
     return sorted(kinds.values(), key=lambda plan: plan.forecast.step)
 
 
-def choose(plans: list[Plan]) -> list[Plan]:
-    """Fastest first, but of those that are as fast as the first the plainest stands before it."""
+def choose(setting: Setting, plans: list[Plan]) -> list[Plan]:
+    """Fastest first, but of those that are as fast as the first one with room to spare, and the plainest, comes first."""
     if not plans:
         return []
-    fastest = plans[0].forecast.step
+    fastest, enough = plans[0].forecast.step, ROOM * usable(setting.hardware)
     ties = [plan for plan in plans if plan.forecast.step <= fastest * (1 + TIE)]
-    first = min(ties, key=lambda plan: (plainness(plan.strategy), plan.forecast.step))
+    first = min(ties, key=lambda plan: (plan.forecast.peak > enough, plainness(plan.strategy), plan.forecast.step))
     return [first, *(plan for plan in plans if plan is not first)]
 
 

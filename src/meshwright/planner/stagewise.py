@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from meshwright.errors import Refused
@@ -13,6 +13,7 @@ from meshwright.facts.hardware import Hardware
 from meshwright.facts.model import ModelFacts
 from meshwright.planner import kernels
 from meshwright.planner.arrangement import Arrangement
+from meshwright.planner.collectives import seconds
 from meshwright.strategies.stages import Stages, cut_stages
 
 MET = 1.8
@@ -107,6 +108,8 @@ class Loads:
         self._stream = lru_cache(maxsize=512)(self._flow)
         self._names = {p.name: p.names for p in facts.parameters}
         self.model_flops = lru_cache(maxsize=8)(self._flops)
+        self.collective = lru_cache(maxsize=1 << 16)(partial(seconds, hardware=hardware))
+        self._divided = lru_cache(maxsize=64)(self._roles)
         self._holdings = lru_cache(maxsize=512)(self._hold)
         cut = cut_by_compute if by_compute else cut_stages
         self._borders = lru_cache(maxsize=64)(lambda count: cut(facts, count) if count > 1 else None)
@@ -180,7 +183,7 @@ class Loads:
             for part in (unit.forward, unit.backward)
         )
         # A divided layer's input is gathered, and plain autograd keeps it whole for the gradient of the weight.
-        gathered = layers * whole * stream * (1 - 1 / parts) if unit.is_block else 0.0
+        gathered = layers * whole * stream * (1 - 1 / parts) if unit.is_block and policy[1] == "none" else 0.0
         kept = unit.kept.at(micro_batch) / parts + gathered
         saved = kept * (1 - kernels.KEPT_COMPILED) if compiled and unit.is_block else 0.0
         return UnitLoad(
@@ -207,8 +210,7 @@ class Loads:
         sizes = [unit.output.at(micro_batch) for unit in units if unit.is_block]
         return max(sizes or [unit.output.at(micro_batch) for unit in units])
 
-    @cache  # noqa: B019  # lives as long as the plan that asks
-    def _divided(self, tp: int) -> dict[str, str]:
+    def _roles(self, tp: int) -> dict[str, str]:
         """The role of every module that so many ranks divide."""
         plan = self._facts.tensor_plan
         return {} if plan is None else {row.module: row.role for row in plan.for_ranks(tp).divided}
@@ -220,9 +222,9 @@ class Loads:
         """Layers whose outputs are sums over the axis, so that it communicates there: rows, and vocabularies."""
         if tp == 1:
             return 0
+        divided = self._divided(tp)
         modules = {name.rpartition(".")[0] for name in unit.parameters}
-        roles = [role for module, role in self._divided(tp).items() if module in modules and role != "column"]
-        return len(roles)
+        return sum(divided.get(module, "column") != "column" for module in modules)
 
 
 def _held_twice(arrangement: Arrangement) -> float:

@@ -6,12 +6,13 @@ exposed falls out instead of being assumed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from meshwright.facts.hardware import Hardware
 from meshwright.planner.arrangement import Arrangement, stages_of
-from meshwright.planner.collectives import Group, group_on, seconds
+from meshwright.planner.collectives import Group, group_on
 from meshwright.planner.stagewise import WIDE, Loads, StageLoad, UnitLoad
 
 PYTHON = 24e-6
@@ -68,6 +69,8 @@ class Site:
     per_node: int
     """Devices of a node."""
     arrangement: Arrangement
+    collective: Callable[[str, float, Group], float]
+    """Seconds of one collective of so many bytes."""
 
     @property
     def is_cpu(self) -> bool:
@@ -100,7 +103,7 @@ class Site:
         if group.ranks == 1 or size <= 0:
             return 0.0
         messages = max(1, round(size / MESSAGE))
-        return messages * seconds(kind, size / messages, group, self.hardware)
+        return messages * self.collective(kind, size / messages, group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +123,7 @@ class Pass:
 
 def forecast_time(arrangement: Arrangement, loads: Loads, hardware: Hardware, per_node: int) -> Timing:
     """Raises `Refused` where the model cannot be cut so."""
-    site = Site(hardware=hardware, per_node=per_node, arrangement=arrangement)
+    site = Site(hardware=hardware, per_node=per_node, arrangement=arrangement, collective=loads.collective)
     stages = loads.of(arrangement)
     timing = Timing()
     if arrangement.pp > 1:

@@ -46,9 +46,8 @@ def _why_not(plan: Plan, first: Plan) -> tuple[str, ...]:
     saved = (first.peak - plan.peak) / GIB
     ratio = plan.forecast.step / first.forecast.step - 1
     saved = 0.0 if abs(saved) < 0.05 else saved
-    memory = (
-        f"save {saved:.1f} GiB" if saved > 0 else f"take {-saved:.1f} GiB more" if saved < 0 else "take as much memory"
-    )
+    more = f"take {-saved:.1f} GiB more" if saved else "take as much memory"
+    memory = f"save {saved:.1f} GiB" if saved > 0 else more
     time = f"cost {ratio:.0%}" if ratio > TIE else "be as fast" if ratio >= -TIE else f"be {-ratio:.0%} faster"
     joined = "and" if not saved or (saved > 0) == (ratio <= TIE) else "but"
     sentence = f"would {memory} {joined} {time}"

@@ -231,7 +231,7 @@ def best_of_each_kind(plans: list[Plan]) -> list[Plan]:
 
 
 def choose(setting: Setting, plans: list[Plan]) -> list[Plan]:
-    """Fastest first, but of those that are as fast as the first one with room to spare, and the plainest, comes first."""
+    """Fastest first; but of those that are as fast as the first, the plainest that has room to spare leads."""
     if not plans:
         return []
     fastest, enough = plans[0].forecast.step, ROOM * usable(setting.hardware)

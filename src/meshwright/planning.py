@@ -22,6 +22,7 @@ from meshwright.facts.plan import Plan, Ranking
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.account import usable
 from meshwright.planner.arrangement import cut_batch
+from meshwright.planner.calibrate import Calibration
 from meshwright.planner.candidates import Allowed, candidates
 from meshwright.planner.explain import advise, explain
 from meshwright.planner.search import Found, Setting, best_of_each_kind, choose, search, with_traces
@@ -51,13 +52,19 @@ class Wishes:
     listed: int = 10
     global_batch: int | None = None
     """Instead of the job's own."""
+    calibration: Calibration | None = None
+    """Factors that were fitted to the user's own runs."""
+
+    @property
+    def fitted(self) -> tuple[str, ...]:
+        return self.calibration.sentences() if self.calibration else ()
 
 
 def plan(job: Job, cluster: Cluster, wishes: Wishes | None = None, *, name: str = "job") -> Ranking:
     """All strategies for a job on a cluster, ranked; the finalists traced unless that is not wished."""
     wishes = wishes or Wishes()
     started = time.perf_counter()
-    planner = Planner(job, describe(job), wishes.global_batch or job.global_batch)
+    planner = Planner(job, describe(job), wishes.global_batch or job.global_batch, wishes.calibration)
     found = planner.search(cluster, wishes)
     plans = choose(planner.setting(cluster), best_of_each_kind(found.plans))
     if not wishes.fast:
@@ -69,7 +76,7 @@ def plan(job: Job, cluster: Cluster, wishes: Wishes | None = None, *, name: str 
         refused=tuple(found.refused),
         candidates=found.candidates,
         seconds=time.perf_counter() - started,
-        advice=() if plans else planner.advise(cluster, wishes, found),
+        advice=(*wishes.fitted, *(() if plans else planner.advise(cluster, wishes, found))),
     )
 
 
@@ -107,8 +114,9 @@ def _words(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
 class Planner:
     """One described job, planned for as many clusters and wishes as one likes."""
 
-    def __init__(self, job: Job, facts: ModelFacts, global_batch: int) -> None:
+    def __init__(self, job: Job, facts: ModelFacts, global_batch: int, calibration: Calibration | None = None) -> None:
         self.job, self.facts, self.global_batch = job, facts, global_batch
+        self._calibration = calibration or Calibration()
         self._costs: dict[tuple[str, str], ModelCosts] = {}
         self._settings: dict[Cluster, Setting] = {}
 
@@ -121,6 +129,7 @@ class Planner:
                 cluster=cluster,
                 hardware=hardware,
                 global_batch=self.global_batch,
+                calibration=self._calibration,
             )
         return self._settings[cluster]
 

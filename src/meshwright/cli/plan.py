@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshwright.cli.outcome import print_result
+
+if TYPE_CHECKING:
+    from meshwright.planner.calibrate import Calibration
 
 NOTES = """Needs no GPU. Finalists are traced on fake tensors unless --fast. Exit 1 where nothing fits."""
 
@@ -26,6 +29,7 @@ def plan(
     batch: Annotated[int | None, typer.Option(min=1, help="Global batch, instead of the job's own.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Plans to list.")] = 10,
     fast: Annotated[bool, typer.Option("--fast", help="Leave the finalists untraced.")] = False,
+    calibrate: Annotated[Path | None, typer.Option(help="Fit efficiencies to runs, as validate takes them.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with bars of memory and time.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
@@ -45,7 +49,8 @@ def plan(
         precision=precision, recompute=ac, offload=offload, compile=compile, tensor=tensor, pipeline=pipeline
     )
     named = named_strategies([*(strategies or []), *(more or [])])
-    wishes = Wishes(allowed=allowed, strategies=named, fast=fast, listed=top, global_batch=batch)
+    fitted = _fit(calibrate) if calibrate else None
+    wishes = Wishes(allowed=allowed, strategies=named, fast=fast, listed=top, global_batch=batch, calibration=fitted)
     ranking = plan_command(job, on, wishes)
     document = ranking.to_json()
     if html is not None:
@@ -55,3 +60,10 @@ def plan(
     print_result(document, plan_page(document), as_json=as_json)
     if not ranking.plans:
         raise typer.Exit(1)
+
+
+def _fit(rows: Path) -> Calibration:
+    from meshwright.planner.calibrate import calibrate
+    from meshwright.validation import validate_rows
+
+    return calibrate(validate_rows(rows))

@@ -16,6 +16,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
 from meshwright.planner.account import Account, account, usable
 from meshwright.planner.arrangement import Arrangement, arrange
+from meshwright.planner.calibrate import Calibration
 from meshwright.planner.candidates import plainness
 from meshwright.planner.kernels import peak_flops
 from meshwright.planner.stagewise import Loads
@@ -52,6 +53,7 @@ class Setting:
     cluster: Cluster
     hardware: Hardware
     global_batch: int
+    calibration: Calibration = field(default_factory=Calibration)
 
     @cached_property
     def refuse_tensor(self) -> Callable[[int], str | None]:
@@ -170,19 +172,20 @@ def refuse(setting: Setting, strategy: Strategy) -> str | None:
 
 def _plan(setting: Setting, strategy: Strategy, arrangement: Arrangement, found: Account) -> Plan:
     room, host = usable(setting.hardware), _host_gib(setting, arrangement)
+    forecast = setting.calibration.apply(found.forecast)
     why: tuple[str, ...] = ()
-    if not found.fits(setting.hardware):
-        why = (f"needs {found.reserved / GIB:.1f} of {room / GIB:.1f} GiB: {_largest(found.forecast)}",)
+    if forecast.peak > room:
+        why = (f"needs {forecast.peak / GIB:.1f} of {room / GIB:.1f} GiB: {_largest(forecast)}",)
     elif host > setting.hardware.host_memory / GIB:
         why = (f"needs {host:.0f} of {setting.hardware.host_memory / GIB:.0f} GiB of a node's host memory",)
-    held = found.forecast.memory
+    held = forecast.memory
     written = (held.get("parameters", 0) + held.get("optimizer", 0)) / GIB
     return Plan(
         strategy=strategy,
-        forecast=found.forecast,
+        forecast=forecast,
         fits=not why,
         why=why,
-        speed=_speed(setting, arrangement, found),
+        speed=_speed(setting, arrangement, forecast.step),
         error_bar=ERROR_BARS["account"],
         stages=found.ranks if len(found.ranks) > 1 else (),
         host_gib=host,
@@ -195,8 +198,7 @@ def _largest(forecast: Forecast) -> str:
     return " and ".join(f"{size / GIB:.1f} GiB of {cause}" for cause, size in parts)
 
 
-def _speed(setting: Setting, arrangement: Arrangement, found: Account) -> Speed:
-    step = found.timing.total
+def _speed(setting: Setting, arrangement: Arrangement, step: float) -> Speed:
     tokens = setting.facts.weight_per_sample
     devices = setting.cluster.devices
     flops = setting.loads.model_flops(arrangement.precision) * setting.global_batch

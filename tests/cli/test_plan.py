@@ -1,0 +1,84 @@
+"""`plan` and `validate` as a user calls them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from meshwright.cli.main import app
+from meshwright.errors import BadInput, ClusterError, JobError, StrategyError
+
+GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
+RUNNER = CliRunner()
+HEADER = (
+    "row,arch,n_layers,d_model,n_heads,d_ff,gated_mlp,vocab,seq_len,gpu,gpus_per_node,n_gpus,dp_replicate,dp_shard,"
+    "zero_stage,tp,pp,micro_batch,grad_accum,status,tok_s_gpu,peak_mem_gib\n"
+)
+ROW = "a,llama,4,512,8,2048,True,8192,512,A100-40GB,8,8,8,1,0,1,1,8,1,ok,100000,4.0\n"
+
+
+def test_json_has_what_the_design_names() -> None:
+    document = json.loads(RUNNER.invoke(app, ["plan", GPT, "--on", "8xA100-40GB", "--fast", "--json"]).stdout)
+    assert set(document) >= {"job", "cluster", "plans", "refused", "candidates", "seconds"}
+    assert set(document["plans"][0]) >= {
+        *("strategy", "fits", "peak_gib", "reserved_gib", "memory", "step_ms", "time", "samples_per_s"),
+        *("tokens_per_s_per_device", "mfu", "error_bar", "why"),
+    }
+    assert set(document["refused"][0]) == {"strategy", "reason"}
+
+
+def test_the_page_for_people_and_the_finalists_traced(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    found = RUNNER.invoke(app, ["plan", GPT, "--on", "2xH100-80GB", "--strategies", "ddp,bf16", "--html", str(page)])
+    assert found.exit_code == 0, found.output
+    assert "ddp=2,bf16" in found.stdout
+    assert "traced" in found.stdout
+    assert "ddp=2,bf16" in page.read_text()
+
+
+def test_nothing_fits_is_exit_1() -> None:
+    found = RUNNER.invoke(app, ["plan", "preset:llama3-8b:batch=8", "--on", "2xT4", "--precision", "fp16", "--fast"])
+    assert found.exit_code == 1
+    assert "Nothing fits" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (["plan", GPT, "--on", "8xA100-40GB", "--ac", "some"], BadInput, "'some' is not one of none, selective, full"),
+        (["plan", GPT, "--on", "8xA101"], ClusterError, "A101"),
+        (["plan", "preset:llama3-9b", "--on", "8xA100-40GB"], JobError, "llama3-9b"),
+        (["plan", GPT, "--on", "8xA100-40GB", "--strategies", "fdsp"], StrategyError, "fsdp"),
+        (["validate", "no-such-file.csv"], BadInput, "no-such-file.csv"),
+    ],
+)
+def test_bad_input_is_named(arguments: list[str], error: type[Exception], words: str) -> None:
+    found = RUNNER.invoke(app, arguments)
+    assert isinstance(found.exception, error)
+    assert words in str(found.exception)
+
+
+def test_validate_scores_rows_of_one_s_own(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text(HEADER + ROW)
+    document = json.loads(RUNNER.invoke(app, ["validate", str(rows), "--json"]).stdout)
+    assert document["rows"] == document["memory"]["n"] == document["time"]["n"] == 1
+    assert set(document["fit"]) == {"n", "recall", "false_alarm"}
+    assert set(document["regret"]) == {"cells", "median", "p90"}
+
+
+def test_a_row_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text(HEADER + ROW.replace(",512,8,", ",wide,8,"))
+    found = RUNNER.invoke(app, ["validate", str(rows)])
+    assert isinstance(found.exception, BadInput)
+    assert "line 2" in str(found.exception)
+    assert "d_model" in str(found.exception)
+
+
+def test_calibrated_to_one_s_own_rows(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text(HEADER + ROW)
+    command = ["plan", GPT, "--on", "8xA100-40GB", "--fast", "--json", "--calibrate", str(rows)]
+    assert "Fitted to 1 runs" in json.loads(RUNNER.invoke(app, command).stdout)["advice"][0]

@@ -103,7 +103,8 @@ def arrange(strategy: Strategy, facts: ModelFacts, global_batch: int) -> Arrange
         moment_bytes=facts.optimizer_slots * (low if strategy.pure else 4),
         master_bytes=4 if lowered and layout.lowered_copy else 0,
         cast_bytes=low if lowered and not technique.lowers else 0,
-        reshards=strategy.data in ("fsdp", "hsdp") and strategy.variant == "",
+        # Under a pipeline a stage stays gathered for the whole step.
+        reshards=strategy.data in ("fsdp", "hsdp") and strategy.variant == "" and not is_pipelined(strategy),
         reduce_bytes=low if strategy.pure else 4,
         overlaps=technique.overlaps and not is_pipelined(strategy),
         sequence=plan.sequence if plan is not None else False,

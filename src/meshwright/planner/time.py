@@ -289,7 +289,10 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageLoad, ...]) -> None
     timing.add("stages", hops * site.time("send", size, site.neighbour))
     busiest = max(stages, key=lambda stage: stage.trainable)
     if a.data > 1:
-        timing.add("data", _gradient_sum(site, busiest.trainable))
+        timing.add("data", _gradient_sum(site, busiest.trainable * a.virtual))
+    if a.gathers:
+        low = 4 if a.precision == "fp32" else 2
+        timing.add("data", site.time("all_gather", busiest.elements * a.virtual * low, site.shard))
 
 
 def _bubble(a: Arrangement, work: list[float], passes: list[tuple[Pass, Pass]]) -> float:

@@ -1,0 +1,203 @@
+"""Hold the planner against one real GPU: memory and compute of one rank of many worlds, measured and foretold.
+
+    PYTHONPATH=src python benchmarks/plan_gpu.py measure --json docs/data/plan_gpu.json     # on the GPU; ten minutes
+    PYTHONPATH=src python benchmarks/plan_gpu.py score --json docs/data/plan_gpu.json       # anywhere, without a GPU
+
+`measure` runs each case in a process of its own: one rank of a fake world, real tensors, weights made up on the device,
+a first step to warm up and then the peak, what the allocator reserved, and the median time of a step without
+communication. `score` traces and accounts for the same cases on fake tensors and prints both beside the measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+import traceback
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+import meshwright as mw
+from meshwright.build.step import Trainer
+from meshwright.build.world import pretend
+from meshwright.describe.jobfile import load_job
+from meshwright.describe.model import describe
+from meshwright.describe.observe import make_batch
+from meshwright.facts.cluster import Cluster
+from meshwright.facts.strategy import Strategy
+from meshwright.planner.search import consider
+from meshwright.planning import Planner
+from meshwright.tracing import trace_step
+
+GIB = 1 << 30
+STEPS = 5
+SENT = ("tensor", "data", "stages", "bubble")
+"""Causes of time that a rank in a fake world does not have."""
+T5 = "t5-large"
+
+
+@dataclass(frozen=True)
+class Case:
+    job: str
+    strategy: str
+    ranks: int = 1
+    rank: int = 0
+
+
+def _cases() -> list[Case]:
+    one, three, eight = "preset:llama3.2-1b:seq=2048", "preset:llama3.2-3b:seq=2048", "preset:llama3-8b:seq=4096"
+    gpt, bert, vit, resnet = "preset:gpt2-xl", "preset:bert-large", "preset:vit-large", "preset:resnet-152"
+    singles = [Case(f"{one},batch={n}", f"single,bf16{policy}") for n in (4, 8) for policy in ("", ",ac=full")]
+    singles += [Case(f"{one},batch=8", f"single,bf16{policy}") for policy in (",ac=selective", ",compile", ",mb=2")]
+    singles += [Case(f"{gpt}:batch=4", f"single,bf16{policy}") for policy in ("", ",ac=selective", ",compile")]
+    singles += [Case(f"{bert}:batch=16", f"single,{policy}") for policy in ("bf16", "fp32", "bf16,compile")]
+    singles += [Case(f"{vit}:batch=32", f"single,bf16{policy}") for policy in ("", ",ac=full")]
+    singles += [Case(f"{resnet}:batch=64", "single,fp32"), Case(f"{T5}:batch=8", "single,bf16")]
+    worlds = [
+        *(Case(f"{one},batch=64", f"{data},bf16", 8) for data in ("ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op")),
+        *(Case(f"{three},batch=32", f"{data},bf16", 8) for data in ("ddp", "zero1", "fsdp", "hsdp=2x4")),
+        *(Case(f"{eight},batch={n}", f"fsdp,bf16{policy}", n) for n in (8, 64) for policy in ("", ",ac=full")),
+        Case(f"{eight},batch=8", "fsdp:grad-op,bf16,ac=selective", 8),
+        Case(f"{eight},batch=8", "fsdp,bf16,compile", 8),
+        Case(f"{gpt}:batch=32", "fsdp,bf16", 8),
+        Case(f"{vit}:batch=256", "ddp,bf16", 8),
+        Case(f"{three},batch=8", "tp=2,bf16", 2),
+        Case(f"{three},batch=8", "tp=8,bf16", 8),
+        Case(f"{eight},batch=16", "tp=4,fsdp,bf16", 16),
+        *(Case(f"{three},batch=16", "pp=4:1f1b,bf16,mb=2", 4, rank) for rank in (0, 1, 3)),
+    ]
+    return singles + worlds
+
+
+def job_of(text: str) -> mw.Job:
+    if not text.startswith(T5):
+        return load_job(text)
+    from transformers import T5Config
+
+    options = text.removeprefix(T5)
+    with tempfile.TemporaryDirectory() as folder:
+        T5Config(d_model=1024, d_kv=64, d_ff=4096, num_layers=24, num_heads=16, vocab_size=32128).save_pretrained(
+            folder
+        )
+        return load_job(f"hf:{folder}:seq=512,{options.removeprefix(':')}")
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """One rank of a fake world on this machine's GPU."""
+    device = torch.device("cuda", 0)
+    job = job_of(case.job)
+    facts, batch = describe(job), make_batch(job, job.global_batch)
+    world = replace(pretend(case.ranks, device, rank=case.rank), weightless=True)
+    trainer = Trainer(job, facts, Strategy.parse(case.strategy).resolve(case.ranks), world, seed=0)
+    _make_up_weights(trainer)
+    trainer.step(batch)
+    torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(STEPS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        trainer.step(batch)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return {
+        **vars(case),
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+        "step_ms": median(seconds) * 1e3,
+    }
+
+
+@torch.no_grad()
+def _make_up_weights(trainer: Trainer) -> None:
+    """Small numbers on the device itself: filling billions of weights from a seed takes minutes."""
+    for held in trainer.engine.held():
+        local = held.tensor.to_local() if hasattr(held.tensor, "to_local") else held.tensor
+        if local.is_floating_point():
+            local.normal_(std=0.02)
+        else:
+            local.zero_()
+    trainer.engine.loaded()
+
+
+def attempt(case: Case) -> dict[str, Any]:
+    try:
+        return measure(case)
+    except Exception as error:
+        traceback.print_exc()
+        return {**vars(case), "error": f"{type(error).__name__}: {error}"}
+
+
+def measure_all(path: Path, only: str) -> None:
+    cases = [case for case in _cases() if only in f"{case.job} {case.strategy}"]
+    rows = []
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        for row in pool.map(attempt, cases):
+            rows.append(row)
+            print(row, flush=True)
+            document = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
+            path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def foretell(row: dict[str, Any]) -> dict[str, float]:
+    """Account and trace of a measured case, in the same units."""
+    job = job_of(row["job"])
+    facts, strategy = describe(job), Strategy.parse(row["strategy"]).resolve(row["ranks"])
+    nodes = max(1, row["ranks"] // 8)
+    cluster = Cluster(nodes=nodes, devices_per_node=min(8, row["ranks"]), device="H200-141GB")
+    planner = Planner(job, facts, job.global_batch)
+    planner._measure(strategy.precision, strategy.recompute)
+    plan = consider(planner.setting(cluster), strategy)
+    place = row["rank"] * max(1, strategy.pp) // row["ranks"]
+    memory = plan.stages[place] if plan.stages else plan.forecast
+    traced = trace_step(job, facts, strategy, ranks=row["ranks"], rank=row["rank"])
+    return {
+        "account_gib": (memory.peak - memory.memory.get("allocator", 0)) / GIB,
+        "account_reserved_gib": memory.peak / GIB,
+        "traced_gib": traced.peak / GIB,
+        "traced_reserved_gib": traced.reserved / GIB,
+        "compute_ms": sum(s for cause, s in plan.forecast.time.items() if cause not in SENT) * 1e3,
+    }
+
+
+def score(path: Path, only: str) -> None:
+    rows = [row for row in json.loads(path.read_text())["rows"] if "error" not in row]
+    errors: dict[str, list[float]] = {"traced": [], "reserved": [], "account": [], "time": []}
+    for row in rows:
+        if only not in f"{row['job']} {row['strategy']}":
+            continue
+        told = foretell(row)
+        found = {
+            "traced": told["traced_gib"] / row["peak_gib"] - 1,
+            "reserved": told["traced_reserved_gib"] / row["reserved_gib"] - 1,
+            "account": told["account_gib"] / row["peak_gib"] - 1,
+            "time": told["compute_ms"] / row["step_ms"] - 1,
+        }
+        for name, error in found.items():
+            errors[name].append(error)
+        shown = "  ".join(f"{name} {error:+.1%}" for name, error in found.items())
+        print(f"{row['job']:38} {row['strategy']:26} {row['rank']} of {row['ranks']:3}  {shown}", flush=True)
+    for name, found_errors in errors.items():
+        if found_errors:
+            print(
+                f"{name}: mean {mean(map(abs, found_errors)):.2%}, from {min(found_errors):+.1%} to {max(found_errors):+.1%}"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["measure", "score"])
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--only", default="", help="cases whose text holds this")
+    options = parser.parse_args()
+    (measure_all if options.what == "measure" else score)(options.json, options.only)
+
+
+if __name__ == "__main__":
+    main()

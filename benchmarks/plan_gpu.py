@@ -185,9 +185,8 @@ def score(path: Path, only: str) -> None:
         print(f"{row['job']:38} {row['strategy']:26} {row['rank']} of {row['ranks']:3}  {shown}", flush=True)
     for name, found_errors in errors.items():
         if found_errors:
-            print(
-                f"{name}: mean {mean(map(abs, found_errors)):.2%}, from {min(found_errors):+.1%} to {max(found_errors):+.1%}"
-            )
+            off = mean(map(abs, found_errors))
+            print(f"{name}: mean {off:.2%}, from {min(found_errors):+.1%} to {max(found_errors):+.1%}")
 
 
 def main() -> None:

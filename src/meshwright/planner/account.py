@@ -8,12 +8,15 @@ from meshwright.facts.forecast import Forecast
 from meshwright.facts.hardware import Hardware
 from meshwright.planner.arrangement import Arrangement
 from meshwright.planner.memory import forecast_memory
-from meshwright.planner.stagewise import Loads
+from meshwright.planner.stagewise import Loads, held_twice
 from meshwright.planner.time import Timing, forecast_time
 
 GIB = 2**30
 CONTEXT = 1.2 * GIB
 """What a CUDA process takes of its device beside tensors: its context, and workspaces of cuBLAS and NCCL."""
+AHEAD = 1.2
+"""Gathered inputs that streams hold in a pipeline whose host runs ahead, by those that backward needs: what is to be
+scattered waits there too (published sweep: 1.0 to 1.9)."""
 MARGIN = 0.025
 """The share of a device's memory that a caching allocator cannot put to use in the end."""
 
@@ -62,7 +65,22 @@ def account(arrangement: Arrangement, loads: Loads, hardware: Hardware, per_node
     """Memory and time of an arrangement; raises `Refused` where the model cannot be cut so."""
     timing = forecast_time(arrangement, loads, hardware, per_node)
     far = arrangement.pp > 1 and arrangement.ranks > per_node
-    stalls = far and (timing.stalls or arrangement.tp > per_node)
-    ranks = tuple(forecast_memory(arrangement, loads, stalls=stalls))
+    stalls = arrangement.elastic and far and (timing.stalls or arrangement.tp > per_node)
+    held = held_twice(arrangement) if stalls else AHEAD if arrangement.elastic and arrangement.pp > 1 else 1.0
+    ranks = forecast_memory(arrangement, loads, gathered=held)
+    if arrangement.elastic and max(rank.peak for rank in ranks) > usable(hardware):
+        ranks = _squeezed(arrangement, loads, ranks, usable(hardware))
     fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].peak)
-    return Account(ranks=ranks, fullest=fullest, timing=timing)
+    return Account(ranks=tuple(ranks), fullest=fullest, timing=timing)
+
+
+def _squeezed(arrangement: Arrangement, loads: Loads, ranks: list[Forecast], room: float) -> list[Forecast]:
+    """What is held where memory is short: streams give back what they only had not returned yet, and not more."""
+    least = forecast_memory(arrangement, loads, gathered=0.0)
+    if max(rank.peak for rank in least) > room:
+        return ranks
+    held = []
+    for full, small in zip(ranks, least, strict=True):
+        spare = max(0.0, (min(full.peak, room) - small.peak) / 2)
+        held.append(Forecast(memory={**small.memory, "activations": round(small.memory["activations"] + spare)}))
+    return held

@@ -56,6 +56,8 @@ class Arrangement:
     """Of one element of a gradient on its way between ranks."""
     overlaps: bool = True
     """Whether gradients travel while backward runs."""
+    elastic: bool = False
+    """Whether what a tensor axis gathers is held by another stream only, and comes back when memory is short."""
     sequence: bool = True
     """Whether tensor parallelism divides the activations between its layers too."""
 

@@ -15,19 +15,20 @@ WORKSPACE = 64 * 2**20
 """Bytes that cuBLAS takes for itself, twice 32 MiB on Hopper: once for each thread that computes."""
 FEW = 8
 """Pipeline ranks up to which every one is looked at."""
-SLACK = 0.08
+SLACK = 0.09
 """What the caching allocator holds beyond what is asked of it, as a share of activations and temporaries: blocks that
 do not fit what is asked for next (measured on an H200: 2 to 9 % of the peak in eager, docs/tracing.md)."""
 
 
 def forecast_memory(
-    arrangement: Arrangement, loads: Loads, *, stalls: bool = False, every: bool = False
+    arrangement: Arrangement, loads: Loads, *, gathered: float = 1.0, every: bool = False
 ) -> list[Forecast]:
     """Forecasts of pipeline ranks, first to last; raises `Refused` where the model cannot be cut so.
 
-    Of a long pipeline only the ranks that can be the fullest, unless `every` one is asked for.
+    Of a long pipeline only the ranks that can be the fullest, unless `every` one is asked for. `gathered` is the share
+    of a tensor axis's gathered inputs that is held.
     """
-    stages = loads.of(arrangement, stalls=stalls)
+    stages = loads.of(arrangement, gathered=gathered)
     ranks = range(arrangement.pp) if every or arrangement.pp <= FEW else _ends(arrangement, stages)
     return [_of_rank(arrangement, stages, rank) for rank in ranks]
 

@@ -160,6 +160,7 @@ def _arrangement(values: Mapping[str, Any], number: _Numbers) -> Arrangement:
         # What is summed beside the parameters is sent when the sum is complete.
         overlaps=gradient == rest or stage >= 2,
         sequence=_is_true(values.get("sequence_parallel")),
+        elastic=_is_true(values.get("sequence_parallel")),
     )
 
 

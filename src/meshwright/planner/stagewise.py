@@ -114,10 +114,10 @@ class Loads:
         cut = cut_by_compute if by_compute else cut_stages
         self._borders = lru_cache(maxsize=64)(lambda count: cut(facts, count) if count > 1 else None)
 
-    def of(self, arrangement: Arrangement, *, stalls: bool = False) -> tuple[StageLoad, ...]:
+    def of(self, arrangement: Arrangement, *, gathered: float = 1.0) -> tuple[StageLoad, ...]:
         """The stages of an arrangement; raises `Refused` where the model cannot be cut so.
 
-        `stalls` says that its devices wait for their hosts.
+        `gathered` is the share of what a tensor axis gathers that is held until backward.
         """
         return self._stages(
             (arrangement.precision, arrangement.recompute),
@@ -125,7 +125,7 @@ class Loads:
             arrangement.micro_batch,
             arrangement.tp,
             arrangement.stages,
-            _held_twice(arrangement) if stalls else 1.0,
+            gathered,
         )
 
     def _flops(self, precision: str) -> float:
@@ -227,7 +227,7 @@ class Loads:
         return sum(divided.get(module, "column") != "column" for module in modules)
 
 
-def _held_twice(arrangement: Arrangement) -> float:
+def held_twice(arrangement: Arrangement) -> float:
     """The share of gathered inputs that is not back with the allocator where hosts wait; wide axes wait longer."""
     return max(0.1, 1 - MET * max(1.0, arrangement.tp / WIDE) / arrangement.stages)
 

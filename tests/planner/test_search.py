@@ -2,6 +2,7 @@
 
 import pytest
 
+import tiny_jobs
 from meshwright.describe.decoder import Shape, decoder_job
 from meshwright.describe.jobfile import load_job
 from meshwright.facts.cluster import Cluster
@@ -9,7 +10,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.plan import Plan, Ranking
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.candidates import Allowed, candidates, plainness
-from meshwright.planning import Wishes, plan
+from meshwright.planning import Wishes, plan, resolve_auto
 
 FAST = Wishes(fast=True)
 SMALL = Shape(layers=8, width=1024, heads=16, kv_heads=16, feed_forward=4096, vocabulary=32000, length=1024)
@@ -96,3 +97,11 @@ def test_plainer_is_simpler() -> None:
     order = ["ddp", "zero1", "fsdp", "tp=2,ddp", "pp=2:1f1b,ddp", "tp=2,pp=2:zbv,fsdp,ac=full"]
     scores = [plainness(Strategy.parse(text)) for text in order]
     assert scores == sorted(scores)
+
+
+def test_auto_is_a_strategy_for_the_ranks_that_there_are() -> None:
+    chosen = resolve_auto(tiny_jobs.transformer, "auto,ac=full", ranks=2, device="cpu")
+    assert not chosen.auto
+    assert chosen.resolve(2) == chosen
+    assert (chosen.recompute, chosen.precision) == ("full", "fp32")
+    assert resolve_auto(tiny_jobs.transformer, "fsdp", ranks=2, device="cpu") == Strategy.parse("fsdp")

@@ -175,7 +175,7 @@ class Cell:
 
 def fill(subject: Subject, device: Device) -> Cell:
     found = subject.planner.search(device.cluster, Wishes(allowed=allowed(device), fast=True))
-    first = next(iter(choose(best_of_each_kind(found.plans))), None)
+    first = next(iter(choose(subject.planner.setting(device.cluster), best_of_each_kind(found.plans))), None)
     return Cell(
         subject=subject,
         device=device,

@@ -62,6 +62,8 @@ def _data_axes(ranks: int, inner: int, cluster: Cluster) -> list[str]:
 def _with_policies(shape: str, samples: int, pp: int, allowed: Allowed) -> Iterator[Strategy]:
     strategy = Strategy.parse(shape)
     sizes = [size for size in _divisors(samples) if size & (size - 1) == 0 or size == samples]
+    if pp > 1:
+        sizes = [size for size in sizes if size * pp <= samples]  # else the pipeline is never full
     for precision, recompute, offload, compiled in product(
         allowed.precisions, allowed.recompute, allowed.offload, allowed.compile
     ):

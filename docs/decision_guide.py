@@ -210,7 +210,9 @@ def held_against(first: Plan, found: Found, name: str, takes: Callable[[Strategy
     if best is None:
         return f"{name}: at least {least(found, takes):.0f} GiB"
     longer = best.forecast.step / first.forecast.step - 1
-    return f"{name}: {percent(longer)} slower" if longer > TIE else f"{name}: as fast, less plain"
+    if longer > TIE:
+        return f"{name}: {percent(longer)} slower"
+    return f"{name}: as fast, with less room" if best.forecast.peak > first.forecast.peak else f"{name}: as fast"
 
 
 def fastest(found: Found, takes: Callable[[Strategy], bool]) -> Plan | None:

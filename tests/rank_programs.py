@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -76,8 +75,19 @@ def sums_over_ranks(world: World, strategy: str) -> int:
     made.step(seeded_batch(made.job, 0))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         made.step(seeded_batch(made.job, 1))
-        time.sleep(0.3)  # gloo's own thread ends an event when it gets round to it, which may be after the step
-    return sum(event.name.startswith("gloo:") and "reduce" in event.name for event in profile.events())
+        # gloo's own threads end an event when they get round to it: at the latest when they have worked for this step.
+        with torch.profiler.record_function(AFTER):
+            made.step(seeded_batch(made.job, 2))
+    events = profile.events()
+    until = next(event.time_range.start for event in events if event.name == AFTER)
+    return sum(_is_sum(event.name) and event.time_range.start < until for event in events)
+
+
+AFTER = "the step after"
+
+
+def _is_sum(name: str) -> bool:
+    return name.startswith("gloo:") and "reduce" in name
 
 
 def stops(world: World, strategy: str) -> list[bool]:

@@ -76,7 +76,7 @@ def plan(job: Job, cluster: Cluster, wishes: Wishes | None = None, *, name: str 
         refused=tuple(found.refused),
         candidates=found.candidates,
         seconds=time.perf_counter() - started,
-        advice=(*wishes.fitted, *(() if plans else planner.advise(cluster, wishes, found))),
+        advice=(*wishes.fitted, *planner.notes, *(() if plans else planner.advise(cluster, wishes, found))),
     )
 
 
@@ -117,6 +117,8 @@ class Planner:
     def __init__(self, job: Job, facts: ModelFacts, global_batch: int, calibration: Calibration | None = None) -> None:
         self.job, self.facts, self.global_batch = job, facts, global_batch
         self._calibration = calibration or Calibration()
+        self.notes: list[str] = []
+        """What a user should know of how plans were made."""
         self._costs: dict[tuple[str, str], ModelCosts] = {}
         self._settings: dict[Cluster, Setting] = {}
 
@@ -159,8 +161,9 @@ class Planner:
             plan = rest.pop(0)
             try:
                 traces = trace_roles(self._short(plan.strategy), self.facts, plan.strategy, cluster.devices)
-            except MeshwrightError:
-                traced.append(plan)  # it stays an account
+            except MeshwrightError as error:
+                self.notes.append(f"{plan.strategy} could not be traced, and stays an account: {error}")
+                traced.append(plan)
                 continue
             checked = with_traces(setting, plan, traces)
             if checked.fits:

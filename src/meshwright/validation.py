@@ -14,7 +14,8 @@ from meshwright.facts.costs import ModelCosts
 from meshwright.facts.hardware import Hardware
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
-from meshwright.planner.account import GIB, account, usable
+from meshwright.facts.plan import GIB
+from meshwright.planner.account import account, usable
 from meshwright.planner.rows import Row, read_rows
 from meshwright.planner.scores import Outcome
 from meshwright.planner.stagewise import Loads

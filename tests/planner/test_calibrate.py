@@ -8,7 +8,8 @@ from meshwright.describe.decoder import Shape, decoder_job
 from meshwright.describe.model import describe
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import Cluster
-from meshwright.planner.account import GIB, account
+from meshwright.facts.plan import GIB
+from meshwright.planner.account import account
 from meshwright.planner.arrangement import Arrangement
 from meshwright.planner.calibrate import Calibration, calibrate
 from meshwright.planner.rows import Row

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from meshwright.facts.forecast import Forecast
 from meshwright.facts.hardware import Hardware
+from meshwright.facts.plan import GIB
 from meshwright.planner.arrangement import Arrangement
 from meshwright.planner.memory import forecast_memory
 from meshwright.planner.stagewise import Loads, held_twice
 from meshwright.planner.time import Timing, forecast_time
 
-GIB = 2**30
 CONTEXT = 1.2 * GIB
 """What a CUDA process takes of its device beside tensors: its context, and workspaces of cuBLAS and NCCL."""
 AHEAD = 1.2

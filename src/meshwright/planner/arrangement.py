@@ -70,6 +70,11 @@ class Arrangement:
         return self.pp * self.virtual
 
     @property
+    def compute_bytes(self) -> int:
+        """Of one element as it is computed with."""
+        return ITEMSIZE[self.precision]
+
+    @property
     def gathers(self) -> bool:
         return self.parameters_over > 1
 

@@ -112,7 +112,7 @@ def _gathered(arrangement: Arrangement, own: list[StageLoad], inside: bool) -> f
     """Parameters that are whole for a while, and gradients that are not divided yet; `inside` of a block or not."""
     if not arrangement.gathers:
         return 0.0
-    low = {"fp32": 4}.get(arrangement.precision, 2)
+    low = arrangement.compute_bytes
     blocks = [unit.elements for stage in own for unit in stage.units if unit.is_block]
     whole = sum(stage.elements for stage in own)
     rest = whole - sum(blocks)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-from meshwright.planner.account import GIB, Account
+from meshwright.facts.plan import GIB
+from meshwright.planner.account import Account
 from meshwright.planner.rows import Row
 
 

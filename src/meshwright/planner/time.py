@@ -13,6 +13,7 @@ from functools import cached_property
 from meshwright.facts.hardware import Hardware
 from meshwright.planner.arrangement import Arrangement, stages_of
 from meshwright.planner.collectives import Group, group_on
+from meshwright.planner.kernels import STREAM
 from meshwright.planner.stagewise import WIDE, Loads, StageLoad, UnitLoad
 
 PYTHON = 24e-6
@@ -35,7 +36,6 @@ NEIGHBOUR_HOST = 300e-6
 PyTorch's pipeline runtime: two batched sends and receives."""
 UPDATE_BYTES = 28
 """Of one element in a fused Adam step: parameter, gradient and two moments are read, all but the gradient written."""
-STREAM = 0.72
 MESSAGE = 256e6
 """Bytes of the largest message that engines send at once; more is several, one after the other."""
 BUCKET = 25e6
@@ -173,10 +173,9 @@ def _sharded_host(site: Site, stage: StageLoad, *, backward: bool) -> float:
 def _accumulating(site: Site, elements: int) -> float:
     """Adding a micro-batch's gradients to the sum: one is read, the other read and written."""
     a = site.arrangement
-    low = 4 if a.precision == "fp32" else 2
-    if a.micro_batches == 1 and low == a.gradient_bytes:
+    if a.micro_batches == 1 and a.compute_bytes == a.gradient_bytes:
         return 0.0
-    return elements * (low + 2 * a.gradient_bytes) / (site.hardware.bandwidth * STREAM)
+    return elements * (a.compute_bytes + 2 * a.gradient_bytes) / (site.hardware.bandwidth * STREAM)
 
 
 def _meeting(site: Site) -> float:
@@ -230,10 +229,9 @@ def _gradient_sum(site: Site, elements: int) -> float:
 def _gathering(timing: Timing, site: Site, stage: StageLoad) -> None:
     """FSDP: each block's parameters are gathered while the one before computes; gradients leave while the next does."""
     a = site.arrangement
-    low = 4 if a.precision == "fp32" else 2
     moves = {
         unit.name: (
-            site.time("all_gather", unit.elements * low, site.shard),
+            site.time("all_gather", unit.elements * a.compute_bytes, site.shard),
             _gradient_sum(site, unit.trainable) if unit.trainable else 0.0,
             _tensor_time(site, unit)[0],
         )
@@ -291,8 +289,7 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageLoad, ...]) -> None
     if a.data > 1:
         timing.add("data", _gradient_sum(site, busiest.trainable * a.virtual))
     if a.gathers:
-        low = 4 if a.precision == "fp32" else 2
-        timing.add("data", site.time("all_gather", busiest.elements * a.virtual * low, site.shard))
+        timing.add("data", site.time("all_gather", busiest.elements * a.virtual * a.compute_bytes, site.shard))
 
 
 def _bubble(a: Arrangement, work: list[float], passes: list[tuple[Pass, Pass]]) -> float:
@@ -325,8 +322,7 @@ def _update(timing: Timing, site: Site, stages: tuple[StageLoad, ...]) -> None:
         moved = own * (a.gradient_bytes + a.parameter_bytes)
         timing.add("host copies", moved / h.host.bandwidth + own * UPDATE_BYTES / (HOST_BANDWIDTH / site.per_node))
     if a.optimizer_over > 1 and not a.gathers:
-        low = 4 if a.precision == "fp32" else 2
-        timing.add("data", site.time("all_gather", busiest * low, site.shard))
+        timing.add("data", site.time("all_gather", busiest * a.compute_bytes, site.shard))
 
 
 HOST_BANDWIDTH = 2e11

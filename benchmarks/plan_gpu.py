@@ -15,7 +15,7 @@ import json
 import tempfile
 import time
 import traceback
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -58,7 +58,7 @@ def _cases() -> list[Case]:
     singles += [Case(f"{one},batch=8", f"single,bf16{policy}") for policy in (",ac=selective", ",compile", ",mb=2")]
     singles += [Case(f"{gpt}:batch=4", f"single,bf16{policy}") for policy in ("", ",ac=selective", ",compile")]
     singles += [Case(f"{bert}:batch=16", f"single,{policy}") for policy in ("bf16", "fp32", "bf16,compile")]
-    singles += [Case(f"{vit}:batch=32", f"single,bf16{policy}") for policy in ("", ",ac=full")]
+    singles += [Case(f"{vit}:batch=32", f"single,bf16{policy}") for policy in ("", ",ac=full", ",compile")]
     singles += [Case(f"{resnet}:batch=64", "single,fp32"), Case(f"{T5}:batch=8", "single,bf16")]
     worlds = [
         *(Case(f"{one},batch=64", f"{data},bf16", 8) for data in ("ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op")),
@@ -89,29 +89,72 @@ def job_of(text: str) -> mw.Job:
         return load_job(f"hf:{folder}:seq=512,{options.removeprefix(':')}")
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """One rank of a fake world on this machine's GPU."""
-    device = torch.device("cuda", 0)
+def measure(case: Case, alone: Any, detail: bool) -> dict[str, Any]:
+    """One rank of a fake world on this machine's GPU; what needs no GPU runs beside another case."""
     job = job_of(case.job)
     facts, batch = describe(job), make_batch(job, job.global_batch)
-    world = replace(pretend(case.ranks, device, rank=case.rank), weightless=True)
-    trainer = Trainer(job, facts, Strategy.parse(case.strategy).resolve(case.ranks), world, seed=0)
-    _make_up_weights(trainer)
-    trainer.step(batch)
-    torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(STEPS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+    with alone:
+        device = torch.device("cuda", 0)
+        world = replace(pretend(case.ranks, device, rank=case.rank), weightless=True)
+        trainer = Trainer(job, facts, Strategy.parse(case.strategy).resolve(case.ranks), world, seed=0)
+        _make_up_weights(trainer)
+        trainer.step(batch)
+        torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        for _ in range(STEPS):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            trainer.step(batch)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        row = {
+            **vars(case),
+            "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+            "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+            "step_ms": median(seconds) * 1e3,
+            "device": torch.cuda.get_device_name(),
+        }
+        return row | (_look_inside(trainer, batch) if detail else {})
+
+
+def _look_inside(trainer: Trainer, batch: Any) -> dict[str, Any]:
+    """Where a step's time and memory go: kernels by name, and the sizes that are alive at the peak."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         trainer.step(batch)
         torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
+    kernels = {event.key: [event.count, event.device_time_total / 1e3] for event in profile.key_averages()}
+    held = torch.cuda.memory_allocated() / GIB
+    before = _alive()
+    torch.cuda.memory._record_memory_history(context=None, max_entries=1_000_000)
+    trainer.step(batch)
+    torch.cuda.synchronize()
+    changes = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
     return {
-        **vars(case),
-        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
-        "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
-        "step_ms": median(seconds) * 1e3,
+        "held_gib": held,
+        "kernels": dict(sorted(kernels.items(), key=lambda item: -item[1][1])[:60]),
+        "at_peak": _at_peak(before, changes),
     }
+
+
+def _alive() -> dict[int, int]:
+    blocks = (block for segment in torch.cuda.memory._snapshot()["segments"] for block in segment["blocks"])
+    return {block["address"]: block["size"] for block in blocks if block["state"] == "active_allocated"}
+
+
+def _at_peak(alive: dict[int, int], changes: list[dict[str, Any]]) -> list[list[int]]:
+    """Size and number of what is alive at the peak, the largest sums first."""
+    total, most, best = sum(alive.values()), 0, {}
+    for change in changes:
+        if change["action"] == "alloc":
+            alive[change["addr"]] = change["size"]
+            total += change["size"]
+            if total > most:
+                most, best = total, dict(alive)
+        elif change["action"] == "free_completed":
+            total -= alive.pop(change["addr"], 0)
+    sizes = Counter(best.values())
+    return [[size, count] for size, count in sorted(sizes.items(), key=lambda item: -item[0] * item[1])[:60]]
 
 
 @torch.no_grad()
@@ -126,23 +169,28 @@ def _make_up_weights(trainer: Trainer) -> None:
     trainer.engine.loaded()
 
 
-def attempt(case: Case) -> dict[str, Any]:
+def attempt(case: Case, alone: Any, detail: bool, results: Any) -> None:
     try:
-        return measure(case)
+        results.put(measure(case, alone, detail))
     except Exception as error:
         traceback.print_exc()
-        return {**vars(case), "error": f"{type(error).__name__}: {error}"}
+        results.put({**vars(case), "error": f"{type(error).__name__}: {error}"})
 
 
-def measure_all(path: Path, only: str) -> None:
-    cases = [case for case in _cases() if only in f"{case.job} {case.strategy}"]
-    rows = []
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        for row in pool.map(attempt, cases):
-            rows.append(row)
-            print(row, flush=True)
-            document = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
-            path.write_text(json.dumps(document, indent=1) + "\n")
+def measure_all(path: Path, only: str, detail: bool) -> None:
+    """Each case in a process forked from this one, which never touches the GPU; two at a time, one on the GPU."""
+    waiting = [case for case in _cases() if only in f"{case.job} {case.strategy}"]
+    context = get_context("fork")
+    alone, results = context.Lock(), context.Queue()
+    running, rows = 0, []
+    while waiting or running:
+        while waiting and running < 2:
+            context.Process(target=attempt, args=(waiting.pop(0), alone, detail, results)).start()
+            running += 1
+        rows.append(results.get(timeout=300))
+        running -= 1
+        print({name: value for name, value in rows[-1].items() if name not in ("kernels", "at_peak")}, flush=True)
+        path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
 
 
 def foretell(row: dict[str, Any]) -> dict[str, float]:
@@ -194,8 +242,12 @@ def main() -> None:
     parser.add_argument("what", choices=["measure", "score"])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--only", default="", help="cases whose text holds this")
+    parser.add_argument("--detail", action="store_true", help="also keep kernels and what is alive at the peak")
     options = parser.parse_args()
-    (measure_all if options.what == "measure" else score)(options.json, options.only)
+    if options.what == "measure":
+        measure_all(options.json, options.only, options.detail)
+    else:
+        score(options.json, options.only)
 
 
 if __name__ == "__main__":

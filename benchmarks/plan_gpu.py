@@ -17,12 +17,14 @@ import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 import meshwright as mw
 from meshwright.build.step import Trainer
@@ -38,9 +40,22 @@ from meshwright.tracing import trace_step
 
 GIB = 1 << 30
 STEPS = 5
-SENT = ("tensor", "data", "stages", "bubble")
-"""Causes of time that a rank in a fake world does not have."""
+NO_LINKS = {side: {"bandwidth": 1e18, "latency": 1e-12} for side in ("within", "between")}
+"""A rank of a fake world waits for nobody."""
+PAIRS = {
+    "traced": ("traced_gib", "peak_gib"),
+    "reserved": ("reserved_gib", "reserved_gib"),
+    "account": ("account_gib", "peak_gib"),
+    "time": ("compute_ms", "step_ms"),
+}
+"""What is told and what is measured."""
 T5 = "t5-large"
+KINDS = {
+    "attention": ("sdpa", "fmha", "flash", "cudnn::fusion"),
+    "products": ("gemm", "nvjet", "cutlass", "dgrad", "wgrad", "fprop"),
+    "update": ("multi_tensor", "LpNorm"),
+}
+"""Words in the names of CUDA kernels."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +113,7 @@ def measure(case: Case, alone: Any, detail: bool) -> dict[str, Any]:
         world = replace(pretend(case.ranks, device, rank=case.rank), weightless=True)
         trainer = Trainer(job, facts, Strategy.parse(case.strategy).resolve(case.ranks), world, seed=0)
         _make_up_weights(trainer)
+        batch = tree_map(lambda leaf: leaf.pin_memory() if torch.is_tensor(leaf) else leaf, batch)
         trainer.step(batch)
         torch.cuda.reset_peak_memory_stats()
         seconds = []
@@ -111,30 +127,41 @@ def measure(case: Case, alone: Any, detail: bool) -> dict[str, Any]:
             **vars(case),
             "peak_gib": torch.cuda.max_memory_allocated() / GIB,
             "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+            "held_gib": torch.cuda.memory_allocated() / GIB,
             "step_ms": median(seconds) * 1e3,
             "device": torch.cuda.get_device_name(),
         }
-        return row | (_look_inside(trainer, batch) if detail else {})
+        kernels = _kernels(trainer, batch)
+        row["kernel_ms"] = by_kind(kernels)
+        return row | ({"kernels": kernels, **_look_inside(trainer, batch)} if detail else {})
 
 
-def _look_inside(trainer: Trainer, batch: Any) -> dict[str, Any]:
-    """Where a step's time and memory go: kernels by name, and the sizes that are alive at the peak."""
+def _kernels(trainer: Trainer, batch: Any) -> dict[str, tuple[int, float]]:
+    """Number and milliseconds of a step's kernels, by name."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         trainer.step(batch)
         torch.cuda.synchronize()
-    kernels = {event.key: [event.count, event.device_time_total / 1e3] for event in profile.key_averages()}
-    held = torch.cuda.memory_allocated() / GIB
+    return {event.key: (event.count, event.device_time_total / 1e3) for event in profile.key_averages()}
+
+
+def by_kind(kernels: dict[str, tuple[int, float]]) -> dict[str, float]:
+    """Milliseconds of products and convolutions, of attention, of the update and of all other kernels."""
+    found: dict[str, float] = dict.fromkeys((*KINDS, "other"), 0.0)
+    for name, (_, ms) in kernels.items():
+        if "HtoD" not in name:
+            found[next((kind for kind, words in KINDS.items() if any(w in name for w in words)), "other")] += ms
+    return {kind: round(ms, 2) for kind, ms in found.items()}
+
+
+def _look_inside(trainer: Trainer, batch: Any) -> dict[str, Any]:
+    """What is alive at the peak of a step, beside all its kernels."""
     before = _alive()
     torch.cuda.memory._record_memory_history(context=None, max_entries=1_000_000)
     trainer.step(batch)
     torch.cuda.synchronize()
     changes = torch.cuda.memory._snapshot()["device_traces"][0]
     torch.cuda.memory._record_memory_history(enabled=None)
-    return {
-        "held_gib": held,
-        "kernels": dict(sorted(kernels.items(), key=lambda item: -item[1][1])[:60]),
-        "at_peak": _at_peak(before, changes),
-    }
+    return {"at_peak": _at_peak(before, changes)}
 
 
 def _alive() -> dict[int, int]:
@@ -193,48 +220,55 @@ def measure_all(path: Path, only: str, detail: bool) -> None:
         path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
 
 
-def foretell(row: dict[str, Any]) -> dict[str, float]:
-    """Account and trace of a measured case, in the same units."""
-    job = job_of(row["job"])
-    facts, strategy = describe(job), Strategy.parse(row["strategy"]).resolve(row["ranks"])
+@cache
+def _planner(text: str) -> Planner:
+    job = job_of(text)
+    return Planner(job, describe(job), job.global_batch)
+
+
+def account_for(row: dict[str, Any]) -> dict[str, float]:
+    """What the planner's quick grade says of a measured case, in the same units."""
+    planner, strategy = _planner(row["job"]), Strategy.parse(row["strategy"]).resolve(row["ranks"])
     nodes = max(1, row["ranks"] // 8)
-    cluster = Cluster(nodes=nodes, devices_per_node=min(8, row["ranks"]), device="H200-141GB")
-    planner = Planner(job, facts, job.global_batch)
+    cluster = Cluster(nodes=nodes, devices_per_node=min(8, row["ranks"]), device="H200-141GB", hardware=NO_LINKS)
     planner._measure(strategy.precision, strategy.recompute)
     plan = consider(planner.setting(cluster), strategy)
     place = row["rank"] * max(1, strategy.pp) // row["ranks"]
-    memory = plan.stages[place] if plan.stages else plan.forecast
-    traced = trace_step(job, facts, strategy, ranks=row["ranks"], rank=row["rank"])
-    return {
-        "account_gib": (memory.peak - memory.memory.get("allocator", 0)) / GIB,
-        "account_reserved_gib": memory.peak / GIB,
-        "traced_gib": traced.peak / GIB,
-        "traced_reserved_gib": traced.reserved / GIB,
-        "compute_ms": sum(s for cause, s in plan.forecast.time.items() if cause not in SENT) * 1e3,
-    }
+    own = plan.stages[place] if plan.stages else plan.forecast
+    return {"account_gib": (own.peak - own.memory.get("allocator", 0)) / GIB, "compute_ms": own.step * 1e3}
+
+
+def trace(row: dict[str, Any]) -> dict[str, float]:
+    """What a step on fake tensors shows of a measured case."""
+    of, strategy = _planner(row["job"]), Strategy.parse(row["strategy"])
+    traced = trace_step(of.job, of.facts, strategy, ranks=row["ranks"], rank=row["rank"])
+    return {"traced_gib": traced.peak / GIB, "reserved_gib": traced.reserved / GIB}
+
+
+def errors_of(row: dict[str, Any], told: dict[str, float]) -> dict[str, float]:
+    """What was told, by what was measured, less one."""
+    return {name: told[key] / row[measured] - 1 for name, (key, measured) in PAIRS.items() if key in told}
 
 
 def score(path: Path, only: str) -> None:
     rows = [row for row in json.loads(path.read_text())["rows"] if "error" not in row]
-    errors: dict[str, list[float]] = {"traced": [], "reserved": [], "account": [], "time": []}
+    errors: dict[str, list[float]] = {}
     for row in rows:
         if only not in f"{row['job']} {row['strategy']}":
             continue
-        told = foretell(row)
-        found = {
-            "traced": told["traced_gib"] / row["peak_gib"] - 1,
-            "reserved": told["traced_reserved_gib"] / row["reserved_gib"] - 1,
-            "account": told["account_gib"] / row["peak_gib"] - 1,
-            "time": told["compute_ms"] / row["step_ms"] - 1,
-        }
+        found = errors_of(row, account_for(row) | trace(row))
         for name, error in found.items():
-            errors[name].append(error)
-        shown = "  ".join(f"{name} {error:+.1%}" for name, error in found.items())
-        print(f"{row['job']:38} {row['strategy']:26} {row['rank']} of {row['ranks']:3}  {shown}", flush=True)
+            errors.setdefault(name, []).append(error)
+            if name == "traced" and "compile" in row["strategy"]:
+                errors.setdefault("traced, compile", []).append(error)
+        shown = " | ".join(f"{100 * error:+.1f}" for error in found.values())
+        rank = f"{row['rank']} of {row['ranks']}"
+        measured = f"{row['peak_gib']:.2f} | {row['reserved_gib']:.2f} | {row['step_ms']:.0f}"
+        case = f"{row['job'].removeprefix('preset:')} | `{row['strategy']}` | {rank}"
+        print(f"| {case} | {measured} | {shown} |", flush=True)
     for name, found_errors in errors.items():
-        if found_errors:
-            off = mean(map(abs, found_errors))
-            print(f"{name}: mean {off:.2%}, from {min(found_errors):+.1%} to {max(found_errors):+.1%}")
+        off = mean(map(abs, found_errors))
+        print(f"{name}: mean {off:.2%}, from {min(found_errors):+.1%} to {max(found_errors):+.1%}")
 
 
 def main() -> None:

@@ -20,7 +20,8 @@ def test_every_device_is_whole_and_every_number_has_a_source(name: str) -> None:
     assert hardware.flops["fp32"] <= max(hardware.flops.values())
     assert hardware.within.kind in KINDS and hardware.between.kind in BETWEEN_KINDS
     links = {f"{link}.{part}" for link in ("within", "between", "host") for part in ("bandwidth", "latency")}
-    assert set(hardware.sources) == {"memory", "flops", "bandwidth", "launch", "host_memory"} | links
+    reach = {"reach"} if hardware.reach else set()
+    assert set(hardware.sources) == {"memory", "flops", "bandwidth", "launch", "host_memory"} | links | reach
     assert all(hardware.sources.values())
 
 

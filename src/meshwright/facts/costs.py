@@ -37,7 +37,7 @@ class Kernel:
     made: Size = Size()
     """Bytes of its results."""
     shape: tuple[Size, ...] = ()
-    """Of a matmul: (batch, m, n, k)."""
+    """Of a matmul: (batch, m, n, k). Of attention: (batch times heads, queries, keys, width of a head)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,6 +40,8 @@ class Hardware:
     """Between a device and its host's memory."""
     host_memory: int
     """Bytes of memory of one node's host."""
+    reach: Mapping[str, float] = field(default_factory=dict)
+    """Of the peaks, what kernels of a training step reach where it was measured: `matmul`, `attention`, `stream`."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """For each field (`within.bandwidth`, say), the data sheet or measurement that it comes from."""
 

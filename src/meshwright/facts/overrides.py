@@ -13,6 +13,7 @@ from meshwright.facts.hardware import Hardware, Link
 _LINKS = ("within", "between", "host")
 _KEYS = tuple(item.name for item in fields(Hardware))
 _LINK_KEYS = tuple(item.name for item in fields(Link))
+_TABLES = ("flops", "reach")
 _WORDS = ("device", "kind")
 
 
@@ -23,9 +24,9 @@ def check_overrides(value: object) -> dict[str, Any]:
         _check_key("hardware", key, _KEYS)
         if key in _LINKS:
             _check_link(key, part)
-        elif key == "flops":
-            for dtype, number in _as_mapping("hardware.flops", part).items():
-                _check_number(f"hardware.flops.{dtype}", number)
+        elif key in _TABLES:
+            for name, number in _as_mapping(f"hardware.{key}", part).items():
+                _check_number(f"hardware.{key}.{name}", number)
         elif key == "sources":
             _as_mapping("hardware.sources", part)
         elif key not in _WORDS:
@@ -34,13 +35,13 @@ def check_overrides(value: object) -> dict[str, Any]:
 
 
 def lay_over(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON of a `Hardware` with parts replaced; links, flops and sources are replaced by their own parts.
+    """The JSON of a `Hardware` with parts replaced; links, tables and sources are replaced by their own parts.
 
     A number that is replaced loses the source it had.
     """
     result = {**base, "sources": dict(base.get("sources", {}))}
     for key, part in overrides.items():
-        if key in (*_LINKS, "flops"):
+        if key in (*_LINKS, *_TABLES):
             result[key] = {**base.get(key, {}), **part}
         elif key != "sources":
             result[key] = part
@@ -54,7 +55,7 @@ def lay_over(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 
 def is_complete(overrides: Mapping[str, Any]) -> bool:
     """Whether they say all that there is to say, so that no catalogue is needed."""
-    needed = set(_KEYS) - {"sources", "device"}
+    needed = set(_KEYS) - {"sources", "device", "reach"}
     return needed <= set(overrides) and all(set(_LINK_KEYS) <= set(overrides[name]) for name in _LINKS)
 
 

@@ -91,6 +91,40 @@ class Refusal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Against:
+    """Somebody's own choice, read from another framework's config, held against the plans."""
+
+    file: str
+    origin: str
+    """Whose config it is."""
+    strategy: str
+    """As it would lie here; as the file has it where it cannot."""
+    gain: str
+    """What the first plan gains over it, in one sentence."""
+    rank: int | None = None
+    """Its place among the plans, from 1; None where it does not fit or is refused."""
+    plan: Plan | None = None
+    """Its forecast; None where it is refused."""
+    reason: str = ""
+    """Why it does not fit or is refused; empty where it fits."""
+    notes: tuple[str, ...] = ()
+    """What was taken otherwise than the file has it, or left out."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "file": self.file,
+            "origin": self.origin,
+            "strategy": self.strategy,
+            "rank": self.rank,
+            "fits": self.rank is not None,
+            "reason": self.reason,
+            "gain": self.gain,
+            "notes": list(self.notes),
+            "plan": None if self.plan is None else _show(self.plan),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ranking:
     """What `plan` found: plans that fit, fastest first; the rest with their reasons."""
 
@@ -103,6 +137,8 @@ class Ranking:
     seconds: float = 0.0
     advice: tuple[str, ...] = ()
     """What to change where nothing fits; else what is worth knowing."""
+    against: Against | None = None
+    """A choice that was not ours, where one was asked for."""
 
     def to_json(self) -> dict[str, Any]:
         """The document that `plan --json` prints."""
@@ -114,6 +150,7 @@ class Ranking:
             "candidates": self.candidates,
             "seconds": self.seconds,
             "advice": list(self.advice),
+            "against": None if self.against is None else self.against.to_json(),
         }
 
 

@@ -26,7 +26,7 @@ class Account:
     """What one step would take."""
 
     ranks: tuple[Forecast, ...]
-    """Memory by cause of one rank of each pipeline stage, and on the fullest of them also the time."""
+    """Memory by cause of one rank of each place in a pipeline; of a long one, of those that can be the fullest."""
     fullest: int
     """Which of these ranks holds most."""
     timing: Timing
@@ -35,6 +35,16 @@ class Account:
     def forecast(self) -> Forecast:
         """Of the fullest rank."""
         return Forecast(memory=self.ranks[self.fullest].memory, time=self.timing.parts)
+
+    @property
+    def places(self) -> tuple[Forecast, ...]:
+        """Of each place in a pipeline: memory by cause and, where all are known, how long it is busy."""
+        if len(self.ranks) != len(self.timing.busy):
+            return self.ranks if len(self.ranks) > 1 else ()
+        return tuple(
+            Forecast(memory=rank.memory, time={"busy": seconds + self.timing.waits})
+            for rank, seconds in zip(self.ranks, self.timing.busy, strict=True)
+        )
 
     @property
     def reserved(self) -> int:

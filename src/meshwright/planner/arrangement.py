@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
+from meshwright.planner.hosts import ELSEWHERE, OURS, HostCosts
 from meshwright.schedules import FAMILIES
 from meshwright.strategies import data_strategy
 from meshwright.strategies.pipeline import count_micro_batches, is_pipelined, pipeline_ranks, schedule_name
@@ -60,6 +61,8 @@ class Arrangement:
     """Whether what a tensor axis gathers is held by another stream only, and comes back when memory is short."""
     sequence: bool = True
     """Whether tensor parallelism divides the activations between its layers too."""
+    host: HostCosts = ELSEWHERE
+    """What the engine's host needs."""
 
     @property
     def ranks(self) -> int:
@@ -115,6 +118,7 @@ def arrange(strategy: Strategy, facts: ModelFacts, global_batch: int) -> Arrange
         reduce_bytes=low if strategy.pure else 4,
         overlaps=technique.overlaps and not is_pipelined(strategy),
         sequence=plan.sequence if plan is not None else False,
+        host=OURS,
     )
 
 

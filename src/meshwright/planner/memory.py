@@ -47,7 +47,7 @@ def _of_rank(arrangement: Arrangement, stages: tuple[StageLoad, ...], rank: int)
     kept += _received(arrangement, stages, rank, flights)
     logits = min(climb, max(stage.logits for stage in own))
     memory = {
-        **_states(arrangement, own),
+        **_states(arrangement, own, flights),
         "activations": kept + climb,
         "gathered": _gathered(arrangement, own, True),
         "communication": _buffers(arrangement, own),
@@ -61,16 +61,26 @@ def _of_rank(arrangement: Arrangement, stages: tuple[StageLoad, ...], rank: int)
     return Forecast(memory={cause: round(size) for cause, size in memory.items()})
 
 
-def _states(arrangement: Arrangement, own: list[StageLoad]) -> dict[str, float]:
+def _states(arrangement: Arrangement, own: list[StageLoad], flights: tuple[int, ...]) -> dict[str, float]:
     elements, trainable = sum(s.elements for s in own), sum(s.trainable for s in own)
     on_device = 0 if arrangement.offload else 1
     optimizer = trainable * arrangement.moment_bytes + elements * arrangement.master_bytes
-    parameters = elements * (arrangement.parameter_bytes / arrangement.parameters_over + arrangement.cast_bytes)
+    parameters = elements * arrangement.parameter_bytes / arrangement.parameters_over
+    parameters += arrangement.cast_bytes * _cast(arrangement, own, flights)
     return {
         "parameters": 0.0 if arrangement.offload == "params" else parameters,
         "gradients": trainable * (arrangement.gradient_bytes / arrangement.gradients_over + arrangement.beside_bytes),
         "optimizer": on_device * optimizer / arrangement.optimizer_over,
     }
+
+
+def _cast(arrangement: Arrangement, own: list[StageLoad], flights: tuple[int, ...]) -> float:
+    """Elements that lie cast beside the parameters, for each micro-batch in flight; of blocks that recompute, one."""
+    cast = 0
+    for stage, count in zip(own, flights, strict=True):
+        around, blocks, one = stage.cast
+        cast += count * (around + blocks) if arrangement.recompute == "none" else count * around + one
+    return cast
 
 
 def _activations(own: list[StageLoad], flights: tuple[int, ...]) -> tuple[float, float]:

@@ -187,7 +187,7 @@ def _plan(setting: Setting, strategy: Strategy, arrangement: Arrangement, found:
         why=why,
         speed=_speed(setting, arrangement, forecast.step),
         error_bar=ERROR_BARS["account"],
-        stages=found.ranks if len(found.ranks) > 1 else (),
+        stages=found.places,
         host_gib=host,
         saving_gib=written / max(1, arrangement.data // max(arrangement.shards, 1)),
     )

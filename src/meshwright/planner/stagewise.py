@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -47,6 +47,8 @@ class UnitLoad:
     trainable: int
     tensors: int
     """How many parameters these are."""
+    multiplies: bool
+    """Whether products need its parameters again in backward; a table that is looked up is not needed."""
     divided_layers: int
     """Layers after which a tensor axis has to communicate."""
 
@@ -72,6 +74,13 @@ class StageLoad:
     @cached_property
     def kept(self) -> float:
         return sum(unit.kept for unit in self.units)
+
+    @cached_property
+    def cast(self) -> tuple[int, int, int]:
+        """Elements that are cast for a micro-batch and kept for its backward: around the blocks, in all, in one."""
+        around = sum(unit.elements for unit in self.units if unit.multiplies and not unit.is_block)
+        blocks = [unit.elements for unit in self.units if unit.multiplies and unit.is_block]
+        return around, sum(blocks), max(blocks, default=0)
 
     @cached_property
     def climb(self) -> float:
@@ -122,6 +131,7 @@ class Loads:
         return self._stages(
             (arrangement.precision, arrangement.recompute),
             arrangement.compile,
+            kernels.KEPT_COMPILED if arrangement.compile and arrangement.gathers else 1.0,
             arrangement.micro_batch,
             arrangement.tp,
             arrangement.stages,
@@ -134,14 +144,23 @@ class Loads:
         return plain.flops(1)
 
     def _cut(
-        self, policy: tuple[str, str], compiled: bool, micro_batch: int, tp: int, stages: int, whole: float
+        self,
+        policy: tuple[str, str],
+        compiled: bool,
+        keeps: float,
+        micro_batch: int,
+        tp: int,
+        stages: int,
+        whole: float,
     ) -> tuple[StageLoad, ...]:
         units = self._costs[policy].units
         made: dict[str, UnitLoad] = {}
         for unit in units:
             if unit.like not in made:
-                made[unit.like] = self._load(policy, unit, compiled, micro_batch, tp, whole)
+                made[unit.like] = self._load(policy, unit, compiled, keeps, micro_batch, tp, whole)
         loads = [made[unit.like] for unit in units]
+        if compiled:
+            loads[-1] = _fused_loss(loads[-1], loads[-2].output)
         cut = self._borders(stages)
         if cut is None:
             groups = [range(len(loads))]
@@ -172,7 +191,14 @@ class Loads:
         return elements, trainable
 
     def _load(
-        self, policy: tuple[str, str], unit: UnitCosts, compiled: bool, micro_batch: int, tp: int, whole: float
+        self,
+        policy: tuple[str, str],
+        unit: UnitCosts,
+        compiled: bool,
+        keeps: float,
+        micro_batch: int,
+        tp: int,
+        whole: float,
     ) -> UnitLoad:
         layers, stream = self._divided_layers(unit, tp), self._stream(policy, micro_batch)
         plan = self._facts.tensor_plan
@@ -185,7 +211,7 @@ class Loads:
         # A divided layer's input is gathered, and plain autograd keeps it whole for the gradient of the weight.
         gathered = layers * whole * stream * (1 - 1 / parts) if unit.is_block and policy[1] == "none" else 0.0
         kept = unit.kept.at(micro_batch) / parts + gathered
-        saved = kept * (1 - kernels.KEPT_COMPILED) if compiled and unit.is_block else 0.0
+        saved = kept * (1 - keeps) if unit.is_block else 0.0
         return UnitLoad(
             name=unit.name,
             is_block=unit.is_block,
@@ -201,6 +227,7 @@ class Loads:
             elements=elements,
             trainable=trainable,
             tensors=len(unit.parameters),
+            multiplies=any(kernel.kind in ("matmul", "convolution") for kernel in unit.forward),
             divided_layers=layers,
         )
 
@@ -225,6 +252,11 @@ class Loads:
         divided = self._divided(tp)
         modules = {name.rpartition(".")[0] for name in unit.parameters}
         return sum(divided.get(module, "column") != "column" for module in modules)
+
+
+def _fused_loss(loss: UnitLoad, gradient: float) -> UnitLoad:
+    """A compiled loss writes nothing but the gradient of what it is given, in that dtype."""
+    return replace(loss, kept=0.0, forward_peak=0.0, backward_peak=gradient)
 
 
 def held_twice(arrangement: Arrangement) -> float:

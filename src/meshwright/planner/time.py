@@ -13,27 +13,9 @@ from functools import cached_property
 from meshwright.facts.hardware import Hardware
 from meshwright.planner.arrangement import Arrangement, stages_of
 from meshwright.planner.collectives import Group, group_on
-from meshwright.planner.kernels import STREAM
+from meshwright.planner.kernels import moving
 from meshwright.planner.stagewise import WIDE, Loads, StageLoad, UnitLoad
 
-PYTHON = 24e-6
-"""Seconds that Python and autograd add to each launch in eager mode. A step of a GPT of 24 layers under ddp,bf16 takes
-54.6 ms on an H200, which would compute it in 30 (docs/data/gpu_check.json): some 1,400 operators at 30 us, and 9 ms."""
-STEP_HOST = 6e-3
-"""Seconds of a step in which the device waits: the loss is read, the norm, the optimizer is asked (the same rows)."""
-SHARDED_HOST = 1.1e-3
-"""Seconds that the host spends on gathering or reducing one block's parameters, in FSDP2 and in our ZeRO: the same step
-takes 99 ms under zero1, 112 under fsdp:grad-op and 143 under fsdp, with 50, 50 and 75 of them."""
-COLLECTIVE_HOST = 300e-6
-"""Seconds that the host spends on a collective that compute waits for, in eager PyTorch: with a tensor axis a block
-of a decoder takes 4.4 to 4.8 ms however narrow it is, on H100 nodes under nanotron (published sweep of the ultra-scale
-playbook), of which its eight collectives are all but the launches."""
-NEIGHBOUR_STALL = 260e-6
-"""Seconds that each rank of a tensor axis adds to each of its collectives where a pipeline's neighbours are on other
-nodes: hosts that also wait for the network meet late, and a collective waits for the last (same sweep)."""
-NEIGHBOUR_HOST = 300e-6
-"""Seconds that the host spends on receiving a micro-batch's activations or gradients and sending the results on, in
-PyTorch's pipeline runtime: two batched sends and receives."""
 UPDATE_BYTES = 28
 """Of one element in a fused Adam step: parameter, gradient and two moments are read, all but the gradient written."""
 MESSAGE = 256e6
@@ -47,6 +29,10 @@ class Timing:
     """Seconds by cause, adding up to the step."""
 
     parts: dict[str, float] = field(default_factory=dict)
+    waits: float = 0.0
+    """Of the host's, what every step has."""
+    busy: list[float] = field(default_factory=list)
+    """Seconds that each rank of a pipeline works in a step."""
 
     def add(self, cause: str, seconds: float) -> None:
         self.parts[cause] = self.parts.get(cause, 0.0) + seconds
@@ -58,7 +44,7 @@ class Timing:
     @property
     def stalls(self) -> bool:
         """Whether devices wait for their hosts while micro-batches run."""
-        return self.parts.get("host", 0.0) > STEP_HOST
+        return self.parts.get("host", 0.0) > self.waits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +119,8 @@ def forecast_time(arrangement: Arrangement, loads: Loads, hardware: Hardware, pe
     else:
         _plain(timing, site, stages[0])
     _update(timing, site, stages)
-    timing.add("host", 0.0 if site.is_cpu else STEP_HOST)
+    timing.waits = 0.0 if site.is_cpu else arrangement.host.step
+    timing.add("host", timing.waits)
     return timing
 
 
@@ -145,18 +132,45 @@ def stage_passes(site: Site, stage: StageLoad) -> tuple[Pass, Pass]:
 def _pass(site: Site, stage: StageLoad, *, backward: bool) -> Pass:
     compute = tensor = asked = 0.0
     meeting = _meeting(site) if site.arrangement.tp > 1 else 0.0
-    launch = site.hardware.launch + (0.0 if site.is_cpu else PYTHON)
     for unit, times in stage.counted:
-        compute += times * (unit.backward if backward else unit.forward)
+        compute += times * ((unit.backward if backward else unit.forward) + _preparing(site, unit, backward=backward))
         waited, meetings = _tensor_time(site, unit)
         tensor += times * waited
-        launches = unit.backward_launches if backward else unit.forward_launches
-        asked += times * (launches * launch + meetings * meeting)
+        asked += times * (_launching(site, unit, backward=backward) + meetings * meeting)
     if backward:
         compute += _accumulating(site, stage.trainable)
     if not site.is_cpu:
-        asked += NEIGHBOUR_HOST * (site.arrangement.pp > 1) + _sharded_host(site, stage, backward=backward)
+        asked += site.arrangement.host.neighbour * (site.arrangement.pp > 1)
+        asked += _sharded_host(site, stage, backward=backward)
     return Pass(compute=compute, tensor=tensor, host=max(0.0, asked - compute - tensor))
+
+
+def _launching(site: Site, unit: UnitLoad, *, backward: bool) -> float:
+    """Host seconds of asking for all of a unit's kernels."""
+    a = site.arrangement
+    launches = unit.backward_launches if backward else unit.forward_launches
+    if site.is_cpu:
+        return launches * site.hardware.launch
+    plain = each = site.hardware.launch + a.host.operator
+    if a.tp > 1 and unit.divided_layers:
+        each += a.host.divided[backward]
+    casts = unit.tensors if a.cast_bytes else 0
+    if a.recompute == "none" or not unit.is_block:
+        return launches * each + casts * plain
+    again = casts * plain + a.host.repeated if backward else 0.0
+    selecting = (unit.forward_launches + casts) * a.host.selected if a.recompute == "selective" else 0.0
+    return launches * each + casts * plain + again + selecting
+
+
+def _preparing(site: Site, unit: UnitLoad, *, backward: bool) -> float:
+    """Device seconds until a unit's parameters lie where they are read, in the dtype that is computed with."""
+    a = site.arrangement
+    repeats = backward and a.recompute != "none" and unit.is_block
+    if a.cast_bytes and (not backward or repeats):
+        return moving(unit.elements * (a.parameter_bytes + a.compute_bytes), site.hardware)
+    if a.gathers and a.host.gathers_by_copy and (a.reshards or not backward):
+        return moving(unit.elements * 2 * a.compute_bytes, site.hardware)
+    return 0.0
 
 
 def _sharded_host(site: Site, stage: StageLoad, *, backward: bool) -> float:
@@ -167,7 +181,7 @@ def _sharded_host(site: Site, stage: StageLoad, *, backward: bool) -> float:
     gathers = a.gathers and (a.reshards or not backward)
     reduces = backward / a.micro_batches  # in the last micro-batch only
     units = sum(times for unit, times in stage.counted if unit.elements)
-    return units * SHARDED_HOST * (gathers + reduces)
+    return units * a.host.shard * (gathers + reduces)
 
 
 def _accumulating(site: Site, elements: int) -> float:
@@ -175,7 +189,7 @@ def _accumulating(site: Site, elements: int) -> float:
     a = site.arrangement
     if a.micro_batches == 1 and a.compute_bytes == a.gradient_bytes:
         return 0.0
-    return elements * (a.compute_bytes + 2 * a.gradient_bytes) / (site.hardware.bandwidth * STREAM)
+    return moving(elements * (a.compute_bytes + 2 * a.gradient_bytes), site.hardware)
 
 
 def _meeting(site: Site) -> float:
@@ -184,8 +198,9 @@ def _meeting(site: Site) -> float:
         return 0.0
     crosses = site.arrangement.pp > 1 and site.neighbour.nodes > 1
     tp = site.arrangement.tp
-    stall = NEIGHBOUR_STALL * tp * max(1.0, tp / WIDE) if crosses and not site.arrangement.compile else 0.0
-    return COLLECTIVE_HOST + stall
+    host = site.arrangement.host
+    stall = host.stall * tp * max(1.0, tp / WIDE) if crosses and not site.arrangement.compile else 0.0
+    return host.collective + stall
 
 
 def _tensor_time(site: Site, unit: UnitLoad) -> tuple[float, int]:
@@ -278,6 +293,8 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageLoad, ...]) -> None
     ranks = stages_of(a)
     work = [sum(passes[i][0].total + passes[i][1].total for i in own) for own in ranks]
     dearest = max(range(a.pp), key=work.__getitem__)
+    updates = [moving(_updated(a, sum(stages[i].trainable for i in own)), site.hardware) for own in ranks]
+    timing.busy = [a.micro_batches * each + update for each, update in zip(work, updates, strict=True)]
     for i in ranks[dearest]:
         for part in passes[i]:
             _add_pass(timing, part, a.micro_batches)
@@ -317,12 +334,17 @@ def _update(timing: Timing, site: Site, stages: tuple[StageLoad, ...]) -> None:
     a, h = site.arrangement, site.hardware
     busiest = max(stage.trainable for stage in stages) * a.virtual
     own = busiest / a.optimizer_over
-    timing.add("update", own * UPDATE_BYTES / (h.bandwidth * STREAM))
+    timing.add("update", moving(_updated(a, busiest), h))
     if a.offload:
         moved = own * (a.gradient_bytes + a.parameter_bytes)
         timing.add("host copies", moved / h.host.bandwidth + own * UPDATE_BYTES / (HOST_BANDWIDTH / site.per_node))
     if a.optimizer_over > 1 and not a.gathers:
         timing.add("data", site.time("all_gather", busiest * a.compute_bytes, site.shard))
+
+
+def _updated(a: Arrangement, elements: int) -> float:
+    """Bytes that the optimizer reads and writes."""
+    return elements / a.optimizer_over * UPDATE_BYTES
 
 
 HOST_BANDWIDTH = 2e11

@@ -134,6 +134,9 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _shape(name: str, given: list[torch.Tensor]) -> tuple[int, ...]:
+    if "attention" in name and len(given) > 1 and given[0].dim() == given[1].dim() == 4:
+        batch, heads, queries, width = given[0].shape
+        return batch * heads, queries, given[1].shape[2], width
     if name not in _MATMULS or len(given) < 2:
         return ()
     left, right = given[-2:]

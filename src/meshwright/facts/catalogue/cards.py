@@ -7,7 +7,7 @@ tells a process that it has, which is less than what is printed on the card.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,9 @@ class Card:
     host_gb_s: float
     """GB/s to the host in one direction."""
     node: Node
+    reach: Mapping[str, float] = field(default_factory=dict)
+    """Of the peaks, what a training step's kernels were measured to reach."""
+    reach_source: str = ""
 
 
 _DGX_1 = Node("DGX-1 data sheet: four 100 Gbit/s InfiniBand ports, 512 GB", 400, "infiniband", 512)
@@ -106,7 +109,11 @@ CARDS: Mapping[str, Card] = {
     "H100-80GB": Card("NVIDIA H100 data sheet, SXM5", 79.1, _H100, 3350, _NVLINK_4, _PCIE_5, _DGX_H100),
     "H100-80GB-PCIe": _pcie("NVIDIA H100 data sheet, PCIe", 79.1, _H100_PCIE, 2000, _PCIE_5, _H100_SERVER),
     "H100-96GB": Card(_H100_96_SHEET, 94.5, _H100, 2400, _NVLINK_4, _PCIE_5, _H100_HALF),
-    "H200-141GB": Card("NVIDIA H200 data sheet, SXM5", 139.7, _H100, 4800, _NVLINK_4, _PCIE_5, _DGX_H200),
+    "H200-141GB": Card(
+        *("NVIDIA H200 data sheet, SXM5", 139.7, _H100, 4800, _NVLINK_4, _PCIE_5, _DGX_H200),
+        {"matmul": 0.84, "attention": 0.44, "stream": 0.55},
+        "kernels of the steps of docs/data/plan_gpu.json, on one H200 with torch 2.11",
+    ),
     "B200-180GB": Card("NVIDIA HGX B200 data sheet, by 8", 178.3, _B200, 7700, _NVLINK_5, _PCIE_5, _DGX_B200),
     "MI300X-192GB": Card("AMD Instinct MI300X data sheet", 191.7, _MI300X, 5300, _FABRIC, _PCIE_5, _MI300X_NODE),
     "cpu": Card(_CPU_SHEET, 8.0, _CPU, 10, ("shared-memory", 1.0), 10, _ANY),

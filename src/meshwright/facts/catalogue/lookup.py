@@ -50,6 +50,7 @@ def hardware_of_device(name: str | None) -> Hardware:
         between=_between(card.node.gbps, card.node.kind),
         host=Link(kind="shared-memory" if is_cpu else "pcie", bandwidth=card.host_gb_s * 1e9, latency=10e-6),
         host_memory=round(card.node.host_gib * GIB),
+        reach=card.reach,
         sources=_sources(card),
     )
 
@@ -139,4 +140,5 @@ def _sources(card: Card) -> dict[str, Any]:
         "host.bandwidth": f"{card.sheet}: the slot's rate in one direction",
         "host.latency": "assumed of one copy between host and device",
         "host_memory": card.node.name,
+        **({"reach": card.reach_source} if card.reach else {}),
     }

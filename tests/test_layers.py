@@ -13,18 +13,18 @@ PACKAGE = Path(__file__).parents[1] / "src" / "meshwright"
 LAYERS = (
     ("errors", "units", "version"),
     ("facts",),
-    ("describe", "schedules"),
+    ("describe", "exchange", "schedules"),
     ("strategies",),
     ("build",),
     ("checkpoint",),
     ("planner", "tracing", "runtime"),
-    ("api", "planning", "validation", "__init__"),
+    ("against", "api", "planning", "validation", "__init__"),
     ("report",),
     ("cli",),
     ("__main__",),
 )
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
-ROOT_FILES = {"errors", "units", "version", "api", "planning", "validation", "__init__"}
+ROOT_FILES = {"errors", "units", "version", "against", "api", "planning", "validation", "__init__"}
 
 
 def module_name(path: Path) -> str:

@@ -9,10 +9,12 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+from meshwright.against import weigh
 from meshwright.build.world import World
 from meshwright.describe.jobfile import load_job
 from meshwright.describe.model import describe
 from meshwright.errors import BadInput, MeshwrightError, Refused
+from meshwright.exchange import Imported
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import LOCAL, Cluster
 from meshwright.facts.costs import ModelCosts
@@ -54,6 +56,8 @@ class Wishes:
     """Instead of the job's own."""
     calibration: Calibration | None = None
     """Factors that were fitted to the user's own runs."""
+    against: Imported | None = None
+    """A choice that was not ours, to be held against the plans."""
 
     @property
     def fitted(self) -> tuple[str, ...]:
@@ -77,6 +81,7 @@ def plan(job: Job, cluster: Cluster, wishes: Wishes | None = None, *, name: str 
         candidates=found.candidates,
         seconds=time.perf_counter() - started,
         advice=(*wishes.fitted, *planner.notes, *(() if plans else planner.advise(cluster, wishes, found))),
+        against=weigh(planner, cluster, wishes.against, plans, traced=not wishes.fast) if wishes.against else None,
     )
 
 
@@ -137,14 +142,17 @@ class Planner:
 
     def search(self, cluster: Cluster, wishes: Wishes) -> Found:
         """Think through all that is allowed, or just what is named."""
-        chosen = [Strategy.parse(text) for text in wishes.strategies]
-        for strategy in chosen:
-            self._measure(strategy.precision, strategy.recompute)
-        if chosen:
-            return search(self.setting(cluster), chosen)
+        if wishes.strategies:
+            return self.search_named(cluster, [Strategy.parse(text) for text in wishes.strategies])
         for precision, recompute in product(wishes.allowed.precisions, wishes.allowed.recompute):
             self._measure(precision, recompute)
         return search(self.setting(cluster), candidates(self.facts, cluster, self.global_batch, wishes.allowed))
+
+    def search_named(self, cluster: Cluster, strategies: Sequence[Strategy]) -> Found:
+        """Think through these and no others."""
+        for strategy in strategies:
+            self._measure(strategy.precision, strategy.recompute)
+        return search(self.setting(cluster), strategies)
 
     def _measure(self, precision: str, recompute: str) -> None:
         """Costs under a policy; each precision is traced once."""

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from meshwright.cli import checkpoint, layout, plan, probe, train, validate, verify
+from meshwright.cli import checkpoint, export, layout, plan, probe, train, validate, verify
 from meshwright.cli.outcome import main_with_exit_codes
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(checkpoint.app, name="checkpoint")
+app.command("export", epilog=export.NOTES)(export.export)
 app.command("layout", epilog=layout.NOTES)(layout.layout)
 app.command("plan", epilog=plan.NOTES)(plan.plan)
 app.command("probe", epilog=probe.NOTES)(probe.probe)

@@ -10,6 +10,7 @@ import typer
 from meshwright.cli.outcome import print_result
 
 if TYPE_CHECKING:
+    from meshwright.exchange import Imported
     from meshwright.planner.calibrate import Calibration
 
 NOTES = """Needs no GPU. Finalists are traced on fake tensors unless --fast. Exit 1 where nothing fits."""
@@ -30,6 +31,9 @@ def plan(
     top: Annotated[int, typer.Option(min=1, help="Plans to list.")] = 10,
     fast: Annotated[bool, typer.Option("--fast", help="Leave the finalists untraced.")] = False,
     calibrate: Annotated[Path | None, typer.Option(help="Fit efficiencies to runs, as validate takes them.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="A config of DeepSpeed, Accelerate or torchtitan: where it falls, and why.")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with bars of memory and time.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
@@ -41,6 +45,8 @@ def plan(
     [bold]meshwright plan preset:llama3-70b --on 128x8xH100-80GB --fast --json[/]
 
     [bold]meshwright plan preset:llama3-8b --on 8xH100-80GB --strategies fsdp,bf16 tp=8,bf16[/]
+
+    [bold]meshwright plan job.py --on 8xA100-40GB --against accelerate.yaml[/]
     """
     from meshwright.planning import Wishes, named_strategies, plan_command, read_allowed
     from meshwright.report.plan import plan_page
@@ -50,7 +56,15 @@ def plan(
     )
     named = named_strategies([*(strategies or []), *(more or [])])
     fitted = _fit(calibrate) if calibrate else None
-    wishes = Wishes(allowed=allowed, strategies=named, fast=fast, listed=top, global_batch=batch, calibration=fitted)
+    wishes = Wishes(
+        allowed=allowed,
+        strategies=named,
+        fast=fast,
+        listed=top,
+        global_batch=batch,
+        calibration=fitted,
+        against=_read(against, on) if against else None,
+    )
     ranking = plan_command(job, on, wishes)
     document = ranking.to_json()
     if html is not None:
@@ -60,6 +74,15 @@ def plan(
     print_result(document, plan_page(document), as_json=as_json)
     if not ranking.plans:
         raise typer.Exit(1)
+
+
+def _read(file: Path, on: str) -> Imported:
+    """Somebody else's config, for the devices of the cluster where it leaves their number open."""
+    from meshwright.exchange import read_foreign
+    from meshwright.facts.cluster import LOCAL, Cluster
+
+    cluster = Cluster.parse(on)
+    return read_foreign(file, ranks=None if cluster.device == LOCAL else cluster.devices)
 
 
 def _fit(rows: Path) -> Calibration:

@@ -12,13 +12,15 @@ from meshwright.cli.outcome import print_result
 from meshwright.errors import MeshwrightError
 
 NOTES = """A strategy is comma-separated terms: ddp, zero1, zero2, fsdp, fsdp:grad-op, fsdp:no-shard, hsdp=2x4; bf16,
-fp16; ac=selective, ac=full; offload=optimizer, offload=params; mb=4; compile. Under torchrun, Slurm or Kubernetes the
-ranks are those of the launcher."""
+fp16; ac=selective, ac=full; offload=optimizer, offload=params; mb=4; compile; engine=deepspeed. Under torchrun, Slurm
+or Kubernetes the ranks are those of the launcher."""
 
 
 def train(
     job: Annotated[str, typer.Argument(help="A Python file with a variable `job`, or file.py:name.")],
-    strategy: Annotated[str, typer.Option(help="How the job lies over ranks, as in fsdp,bf16; or auto.")] = "ddp",
+    strategy: Annotated[
+        str | None, typer.Option(help="How the job lies over ranks, as in fsdp,bf16; or auto. ddp if not given.")
+    ] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes to start here, one per device.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the whole run, resumed ones included.")] = 100,
     out: Annotated[Path | None, typer.Option(help="Folder for records and checkpoints.")] = None,
@@ -36,6 +38,9 @@ def train(
     max_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm instead of the job's.")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Data-loading processes of each rank.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU is taken where there is one.")] = None,
+    deepspeed_config: Annotated[
+        Path | None, typer.Option(help="A DeepSpeed JSON to run with; it says the strategy where none is given.")
+    ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files to --out.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
@@ -48,11 +53,17 @@ def train(
 
     [bold]meshwright train examples/cnn.py --strategy fsdp --ranks 4 --steps 200 --out runs/cnn --resume[/]
 
+    [bold]meshwright train job.py --deepspeed-config ds.json --ranks 8[/]
+
     [bold]torchrun --nproc-per-node 8 -m meshwright train job.py --strategy fsdp,bf16,ac=selective[/]
     """
     from meshwright.report.tables import summary_table
     from meshwright.runtime.command import train_command
+    from meshwright.strategies.deepspeed.written import read_config, strategy_of
 
+    config = None if deepspeed_config is None else read_config(deepspeed_config)
+    if strategy is None:
+        strategy = "ddp" if config is None else str(strategy_of(config))
     summary = train_command(
         job=job,
         strategy=_chosen(job, strategy, ranks, device),
@@ -70,6 +81,7 @@ def train(
         workers=workers,
         device=device,
         tensorboard=tensorboard,
+        deepspeed_config=config,
     )
     if summary is not None:
         print_result(summary, summary_table(summary), as_json=as_json)

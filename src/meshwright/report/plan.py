@@ -9,6 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.report.plan_against import in_order, place_of, verdict
+
 REASONS = 6
 """Kinds of refusals that are listed."""
 
@@ -19,6 +21,8 @@ def plan_page(document: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = []
     if plans:
         parts += [_table(document), _why(plans), _memory(plans[0])]
+    if document.get("against"):
+        parts.append(_against(document["against"]))
     parts += [Text(sentence) for sentence in document["advice"]]
     parts.append(_refused(document))
     return Group(*parts)
@@ -30,9 +34,12 @@ def _table(document: dict[str, Any]) -> Table:
     for column in ("step", "speed", "peak", "reserved", "mfu"):
         table.add_column(column, justify="right")
     table.add_column("time goes to")
-    for plan in document["plans"]:
+    theirs = place_of(document)
+    for place, plan in in_order(document):
+        if place > len(document["plans"]):
+            table.add_section()
         table.add_row(
-            plan["strategy"],
+            f"{plan['strategy']}  <- theirs, number {place}" if place == theirs else plan["strategy"],
             _milliseconds(plan["step_ms"]),
             _speed(plan),
             f"{plan['peak_gib']:.1f} GiB{'*' if plan['grade'] == 'trace' else ''}",
@@ -67,6 +74,13 @@ def _why(plans: list[dict[str, Any]]) -> RenderableType:
     for plan in plans:
         lines.append(f"{plan['strategy']}  ", style="bold")
         lines.append(" ".join(plan["why"]) + "\n")
+    return lines
+
+
+def _against(against: dict[str, Any]) -> Text:
+    """Somebody else's choice, where it fell, and what there is to gain."""
+    lines = Text(f"{against['file']} ({against['origin']})  ", style="bold")
+    lines.append(" ".join([verdict(against), *against["notes"]]) + "\n", style="not bold")
     return lines
 
 

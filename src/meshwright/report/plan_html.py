@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from meshwright.errors import OutputError, one_line
+from meshwright.report.plan_against import in_order, place_of, verdict
 from meshwright.report.plan_bars import MEMORY, memory_chart, memory_room, time_chart
 from meshwright.report.plan_refusals import kinds_of_refusals
 from meshwright.units import show_seconds
@@ -42,7 +43,9 @@ def page(document: dict[str, Any]) -> str:
         reasons=[_reasons(plan) for plan in plans],
         charts=(memory_chart(document), time_chart(document)) if plans else (),
         columns=COLUMNS,
-        rows=[_row(plan, plans[0]) for plan in plans],
+        rows=_rows(document) if plans else (),
+        against=document.get("against"),
+        verdict=verdict(document["against"]) if document.get("against") else "",
         accuracy=_accuracy(plans),
         kinds=kinds_of_refusals(document["refused"]),
     )
@@ -87,6 +90,12 @@ def _reasons(plan: dict[str, Any]) -> list[str]:
 
 
 COLUMNS = ("step", "against the first", "tokens/s/device", "samples/s", "MFU", "allocated", "reserved", "forecast")
+
+
+def _rows(document: dict[str, Any]) -> list[tuple[str, bool, tuple[str, ...]]]:
+    """Lines of the table: the strategy, whether it is somebody else's choice, and the cells under COLUMNS."""
+    first, theirs = document["plans"][0], place_of(document)
+    return [(plan["strategy"], place == theirs, _row(plan, first)) for place, plan in in_order(document)]
 
 
 def _row(plan: dict[str, Any], first: dict[str, Any]) -> tuple[str, ...]:

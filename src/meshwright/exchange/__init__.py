@@ -1,0 +1,11 @@
+"""Plans in other frameworks' languages: DeepSpeed's, Accelerate's and torchtitan's configs, written and read."""
+
+from __future__ import annotations
+
+from meshwright.exchange.errors import ExchangeError
+from meshwright.exchange.export import TARGETS, export
+from meshwright.exchange.imported import Imported
+from meshwright.exchange.read import read_foreign
+from meshwright.exchange.subject import Exported, Loss, Subject
+
+__all__ = ["TARGETS", "ExchangeError", "Exported", "Imported", "Loss", "Subject", "export", "read_foreign"]

@@ -1,0 +1,178 @@
+"""A strategy as the YAML of `accelerate launch --config_file`. Names and checks are those of Accelerate 1.15."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from meshwright.exchange.batches import cut
+from meshwright.exchange.comments import comments
+from meshwright.exchange.deepspeed import ZERO, zero_section
+from meshwright.exchange.settle import (
+    PLAIN_WORDS,
+    SHARDED,
+    Rule,
+    as_data,
+    drop,
+    drop_axis,
+    impure,
+    offloaded,
+    settle,
+)
+from meshwright.exchange.subject import Exported, Loss, Subject
+from meshwright.facts.grammar import show_data
+from meshwright.facts.strategy import Strategy
+
+WRAP = (
+    "Each block is gathered alone where the model says what its blocks are (_no_split_modules, as transformers' models "
+    "do); else name their class in fsdp_transformer_layer_cls_to_wrap."
+)
+SEVERAL = "Several machines: pass --machine_rank, --main_process_ip and --main_process_port to each accelerate launch."
+ON_CPU = (
+    "Call Accelerator(cpu=True): without it each rank trains alone. MULTI_CPU would start a single process "
+    "where there is no mpirun, and so the type is MULTI_GPU."
+)
+TENSOR = "The tensor axis divides models of transformers that were loaded with a tp_plan."
+
+_AXES: tuple[Rule, ...] = (
+    drop_axis("layers", "Accelerate has no layer-wise placement for training"),
+    drop_axis("op", "Accelerate does not divide single operators"),
+    drop_axis("pp", "Accelerate's config has no pipeline for training"),
+)
+_OPEN: tuple[Rule, ...] = (
+    impure(lambda s: True, "Accelerate keeps fp32 masters; load the model in that dtype, with mixed_precision no"),
+    drop("micro_batch", None, "the batch size is the DataLoader's, in the script", head="mb"),
+)
+_TORCH: tuple[Rule, ...] = (
+    *_AXES,
+    *PLAIN_WORDS,
+    as_data(lambda s: s.data == "ddp" and s.tp > 1, "fsdp", "Accelerate refuses replicas beside a tensor axis"),
+    as_data(lambda s: s.data_size == 1 and s.tp > 1, None, "there is one data rank, and none to shard over"),
+    as_data(lambda s: s.data in ("ddp", "fsdp") and s.data_size == 1, "single", "there is one rank"),
+    offloaded(lambda s: s.data not in SHARDED, "", "Accelerate offloads with FSDP or DeepSpeed only"),
+    offloaded(lambda s: True, "params", "FSDP takes parameters, gradients and optimizer to the host, or nothing"),
+    *_OPEN,
+)
+_ON_CPU: tuple[Rule, ...] = (
+    drop_axis("tp", "Accelerate has no tensor axis on CPU ranks"),
+    as_data(lambda s: s.data in SHARDED, "ddp", "on CPU ranks Accelerate runs DDP where FSDP is asked for"),
+)
+_DEEPSPEED: tuple[Rule, ...] = (
+    *_AXES,
+    drop_axis("tp", "Accelerate's tensor axis does not go with DeepSpeed"),
+    *ZERO,
+    offloaded(lambda s: s.offload == "nvme", "params", "accelerate launch hands no folder on; they go to the host"),
+    drop("recompute", "none", "DeepSpeed has no switch for it; the model's own checkpointing is called", head="ac"),
+    *_OPEN,
+)
+
+
+def write_accelerate(subject: Subject) -> Exported:
+    """FSDP2 or DDP; the DeepSpeed plugin where DeepSpeed is asked for, or is all that has the strategy."""
+    settled, losses, config = _deepspeed(subject) if _needs_deepspeed(subject.strategy) else _torch(subject)
+    text = comments(subject, losses, _remarks(subject, config)) + yaml.safe_dump(config, sort_keys=False)
+    return Exported(to="accelerate", text=text, subject=subject, strategy=settled, without_equal=losses)
+
+
+Written = tuple[Strategy, tuple[Loss, ...], dict[str, Any]]
+
+
+def _needs_deepspeed(strategy: Strategy) -> bool:
+    return strategy.engine == "deepspeed" or strategy.data in ("zero1", "zero2")
+
+
+def _torch(subject: Subject) -> Written:
+    on_cpu = _ON_CPU if subject.device == "cpu" else ()
+    settled, losses = settle(subject, (*on_cpu, *_TORCH, _recompute))
+    if settled.data in SHARDED:
+        config = _base(subject, settled, "FSDP") | {"fsdp_config": _fsdp(settled)}
+    else:
+        config = _base(subject, settled, "NO" if settled.data == "single" else "MULTI_GPU")
+    if settled.tp > 1 or settled.data == "hsdp":
+        config["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": settled.replicas,
+            "parallelism_config_dp_shard_size": settled.shards,
+            "parallelism_config_tp_size": settled.tp,
+        }
+    return settled, losses, config
+
+
+def _deepspeed(subject: Subject) -> Written:
+    settled, losses = settle(subject, (_handed_over, *_DEEPSPEED))
+    steps = cut(subject, replace(settled, micro_batch=subject.strategy.micro_batch), alone=1).steps
+    zero = zero_section(settled)
+    section: dict[str, Any] = {
+        "gradient_accumulation_steps": steps,
+        "gradient_clipping": subject.max_norm or 0.0,
+        "offload_optimizer_device": zero.get("offload_optimizer", {}).get("device", "none"),
+        "offload_param_device": zero.get("offload_param", {}).get("device", "none"),
+        "zero3_init_flag": zero["stage"] == 3,
+        "zero3_save_16bit_model": zero["stage"] == 3,
+        "zero_stage": zero["stage"],
+    }
+    return settled, losses, _base(subject, settled, "DEEPSPEED") | {"deepspeed_config": section}
+
+
+def _handed_over(strategy: Strategy) -> Loss | None:
+    """ZeRO-1 and ZeRO-2 of the torch engine."""
+    if strategy.engine == "deepspeed":
+        return None
+    says = "Accelerate has it through DeepSpeed only, which then runs it"
+    return Loss(term=show_data(strategy), says=says, becomes={"engine": "deepspeed"})
+
+
+def _recompute(strategy: Strategy) -> Loss | None:
+    """FSDP's plugin recomputes whole blocks; the others have no switch."""
+    if strategy.recompute == "none" or (strategy.recompute == "full" and strategy.data in SHARDED):
+        return None
+    sharded = strategy.data in SHARDED
+    says = "FSDP's plugin recomputes whole blocks" if sharded else "only FSDP's plugin has a switch for it"
+    becomes = {"recompute": "full" if sharded else "none"}
+    return Loss(term=f"ac={strategy.recompute}", says=says, becomes=becomes)
+
+
+def _base(subject: Subject, strategy: Strategy, kind: str) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": kind,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": "no" if strategy.precision == "fp32" else strategy.precision,
+        "num_machines": subject.nodes,
+        "num_processes": subject.ranks,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": subject.device == "cpu",
+    }
+    if strategy.precision == "fp8":
+        config["fp8_config"] = {"backend": "AO"}
+    if strategy.compile:
+        config["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
+    return config
+
+
+def _fsdp(strategy: Strategy) -> dict[str, Any]:
+    return {
+        "fsdp_version": 2,
+        "fsdp_activation_checkpointing": strategy.recompute == "full",
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_offload_params": strategy.offload == "params",
+        "fsdp_reshard_after_forward": strategy.variant != "grad-op",
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    }
+
+
+def _remarks(subject: Subject, config: dict[str, Any]) -> list[str]:
+    """What the user of the file should know."""
+    known: list[tuple[str, Callable[[], bool]]] = [
+        (WRAP, lambda: "fsdp_config" in config),
+        (TENSOR, lambda: config.get("parallelism_config", {}).get("parallelism_config_tp_size", 1) > 1),
+        (SEVERAL, lambda: subject.nodes > 1),
+        (ON_CPU, lambda: config["use_cpu"] and subject.ranks > 1),
+    ]
+    return [remark for remark, holds in known if holds()]

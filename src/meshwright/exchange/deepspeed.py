@@ -1,0 +1,110 @@
+"""A strategy as DeepSpeed's JSON. Names and checks are those of DeepSpeed 0.19."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from meshwright.exchange.batches import cut, named
+from meshwright.exchange.settle import (
+    PLAIN_WORDS,
+    Rule,
+    as_data,
+    becomes_precision,
+    drop,
+    drop_axis,
+    impure,
+    offloaded,
+    settle,
+)
+from meshwright.exchange.subject import Exported, Loss, Subject
+from meshwright.facts.strategy import Strategy
+
+STAGES = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
+"""ZeRO's stage of a data axis."""
+
+AXES: tuple[Rule, ...] = (
+    drop_axis("layers", "DeepSpeed has no layer-wise placement"),
+    drop_axis("op", "DeepSpeed does not divide single operators"),
+    drop_axis("pp", "DeepSpeed's pipeline is written in code, as a PipelineModule, and not in its config"),
+    drop_axis("tp", "DeepSpeed's AutoTP (tensor_parallel.autotp_size) knows models of transformers only"),
+)
+ZERO: tuple[Rule, ...] = (
+    *PLAIN_WORDS,
+    as_data(lambda s: s.data == "hsdp", "fsdp", "DeepSpeed shards over all ranks; it is stage 3"),
+    as_data(lambda s: s.variant == "grad-op", "zero2", "whole parameters between forward and backward are stage 2"),
+    as_data(lambda s: s.data == "ddp" and s.data_size == 1, "single", "there is one rank"),
+    becomes_precision(lambda s: s.precision == "fp8", "bf16", "DeepSpeed's config has no fp8; it says bf16"),
+    offloaded(lambda s: stage(s) == 0, "", "DeepSpeed offloads from ZeRO's stage 1 on; nothing leaves the device"),
+    offloaded(lambda s: stage(s) < 3, "optimizer", "below stage 3 DeepSpeed offloads the optimizer alone, to the host"),
+)
+"""What DeepSpeed's engine cannot do, whoever configures it."""
+NOT_IN_CODE: tuple[Rule, ...] = (
+    impure(lambda s: stage(s) == 0, "DeepSpeed leaves out fp32 masters from stage 1 on only"),
+    drop("recompute", "none", "DeepSpeed has no switch for it; the model calls its checkpoint function", head="ac"),
+    drop("compile", False, "it is no part of the config; call engine.compile() after deepspeed.initialize"),
+)
+
+
+def stage(strategy: Strategy) -> int:
+    """ZeRO's stage; a data axis that is not named is one rank or plain replicas."""
+    return STAGES.get(strategy.data or "ddp", 0)
+
+
+def write_deepspeed(subject: Subject) -> Exported:
+    """The config that `deepspeed.initialize(config=...)` takes."""
+    settled, losses = settle(subject, (*AXES, *ZERO, *NOT_IN_CODE))
+    batches = cut(subject, settled, alone=1)
+    losses = (*losses, *named(settled, batches.micro))
+    said = replace(settled, micro_batch=batches.micro, engine="deepspeed")
+    config: dict[str, Any] = {
+        "train_batch_size": batches.total,
+        "train_micro_batch_size_per_gpu": batches.micro,
+        "gradient_accumulation_steps": batches.steps,
+        # Left out, it is 1.0 in DeepSpeed 0.19, and clips what nobody asked to clip.
+        "gradient_clipping": subject.max_norm or 0.0,
+        "zero_optimization": zero_section(said),
+        # The script's optimizer is kept, whatever it is, also where it runs on the host.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **_precision(said),
+        "meshwright": _remarks(subject, losses),
+    }
+    text = json.dumps(config, indent=2) + "\n"
+    return Exported(to="deepspeed", text=text, subject=subject, strategy=said, without_equal=losses)
+
+
+def zero_section(strategy: Strategy) -> dict[str, Any]:
+    """`zero_optimization`: the stage and what leaves the device."""
+    section: dict[str, Any] = {"stage": stage(strategy)}
+    place = {"device": "nvme", "nvme_path": strategy.nvme} if strategy.offload == "nvme" else {"device": "cpu"}
+    if strategy.offload:
+        section["offload_optimizer"] = place
+    if strategy.offload in ("params", "nvme"):
+        section["offload_param"] = dict(place)
+    return section
+
+
+def _precision(strategy: Strategy) -> dict[str, Any]:
+    if strategy.precision == "fp32":
+        return {}
+    word = strategy.precision
+    section: dict[str, Any] = {"enabled": True}
+    if not strategy.pure:
+        # Gradients are summed in fp32, over micro-steps and over ranks, as our bf16 and fp16 mean it.
+        sums = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+        return {word: section, **sums}
+    section[f"{word}_master_weights_and_grads"] = True
+    if word == "bf16":
+        section["bf16_optimizer_states"] = True
+    return {word: section}
+
+
+def _remarks(subject: Subject, losses: tuple[Loss, ...]) -> dict[str, Any]:
+    """JSON has no comments, and DeepSpeed passes over top-level keys that it does not know."""
+    return {
+        "strategy": str(subject.strategy),
+        "ranks": subject.ranks,
+        "without_equal": [str(loss) for loss in losses],
+    }

@@ -1,0 +1,88 @@
+"""Somebody else's settings, read one by one, so that what nobody asked for can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.exchange.errors import ExchangeError
+
+AUTO = "auto"
+"""What Hugging Face's configs of DeepSpeed leave to the script."""
+_FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+class Fields:
+    """One table of a config file. A setting of None, or "auto", counts as one that is not there."""
+
+    def __init__(self, values: Mapping[str, Any], file: Path, prefix: str = "") -> None:
+        self.file = file
+        self._values, self._prefix = values, prefix
+        self._read: set[str] = set()
+        self._tables: dict[str, Fields] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) not in (None, AUTO)
+
+    def path(self, name: str) -> str:
+        """A setting's name, with those of the tables around it."""
+        return f"{self._prefix}{name}"
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """A setting of any kind."""
+        self._read.add(name)
+        return self._values[name] if name in self else default
+
+    def number(self, name: str, default: int) -> int:
+        """A whole number. Some write it as text, or as -1 for what is left."""
+        value = self.take(name, default)
+        text = str(value).strip()
+        if isinstance(value, bool) or not text.removeprefix("-").isdigit():
+            raise self.wrong(name, "a whole number")
+        return int(text)
+
+    def size(self, name: str, default: int = 1) -> int:
+        """A whole number of at least 1."""
+        number = self.number(name, default)
+        if number < 1:
+            raise self.wrong(name, "a whole number of at least 1")
+        return number
+
+    def maybe(self, name: str) -> int | None:
+        """A whole number of at least 1, or None where there is none."""
+        return self.size(name) if name in self else self.take(name)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A truth, also as text."""
+        text = str(self.take(name, default)).strip().lower()
+        if text not in _FLAGS:
+            raise self.wrong(name, "true or false")
+        return _FLAGS[text]
+
+    def word(self, name: str, default: str) -> str:
+        value = self.take(name, default)
+        # YAML reads a bare `no` as a truth.
+        return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value).strip()
+
+    def table(self, name: str) -> Fields:
+        """A table within; empty where there is none."""
+        value = self.take(name, {})
+        if not isinstance(value, Mapping):
+            raise self.wrong(name, "a table of settings")
+        return self._tables.setdefault(name, Fields(value, self.file, f"{self.path(name)}."))
+
+    def skip(self, *names: str) -> None:
+        """Settings that say nothing about how a job lies over ranks."""
+        self._read.update(names)
+
+    def unread(self) -> Iterator[str]:
+        """Settings that nobody has asked for, by their full names."""
+        yield from (self.path(name) for name in self._values if name not in self._read and name in self)
+        for inner in self._tables.values():
+            yield from inner.unread()
+
+    def wrong(self, name: str, wanted: str) -> ExchangeError:
+        """The error of a setting that is not what it should be."""
+        found = self._values.get(name)
+        return ExchangeError(f"{self.file}: {self.path(name)} is {found!r}, and has to be {wanted}.")

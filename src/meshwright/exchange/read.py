@@ -1,0 +1,54 @@
+"""Which framework a config is for, and what strategy it describes."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshwright.exchange import read_accelerate, read_deepspeed, read_torchtitan
+from meshwright.exchange.errors import ExchangeError
+from meshwright.exchange.fields import Fields
+from meshwright.exchange.imported import Imported
+
+_KNOWN = (
+    "a DeepSpeed JSON (zero_optimization), an Accelerate YAML (distributed_type) or a torchtitan TOML ([parallelism])"
+)
+
+
+def read_foreign(path: Path | str, *, ranks: int | None = None) -> Imported:
+    """The strategy of another framework's config, which is recognised by what it holds and not by its name.
+
+    `ranks` are those that it is to run on, where the file leaves that open; a file that names them keeps its own.
+    """
+    path = Path(path)
+    values = _load(path)
+    fields = Fields(values, path)
+    if any(sign in values for sign in read_accelerate.SIGNS):
+        return read_accelerate.read_accelerate(fields, ranks=ranks)
+    if any(isinstance(values.get(sign), Mapping) for sign in read_torchtitan.SIGNS):
+        return read_torchtitan.read_torchtitan(fields, ranks=ranks)
+    if any(sign in values for sign in read_deepspeed.SIGNS):
+        return read_deepspeed.read_deepspeed(fields)
+    found = ", ".join(map(str, list(values)[:4])) or "nothing"
+    raise ExchangeError(f"{path} holds {found}, and is none of the configs that are read here: {_KNOWN}.")
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExchangeError(f"Cannot read {str(path)!r}: {error}. Name {_KNOWN}.") from error
+    # YAML last: it takes nearly any text for something.
+    for parse, mistake in ((json.loads, ValueError), (tomllib.loads, ValueError), (yaml.safe_load, yaml.YAMLError)):
+        try:
+            values = parse(text)
+        except mistake:
+            continue
+        if isinstance(values, Mapping):
+            return values
+    raise ExchangeError(f"{path} is no table of settings in JSON, TOML or YAML; name {_KNOWN}.")

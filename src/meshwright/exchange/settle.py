@@ -1,0 +1,120 @@
+"""From a strategy to what another framework can say: rules, tried in order, each of which may give one term up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from meshwright.exchange.subject import Loss, Subject
+from meshwright.facts.grammar import show_data, show_pipeline
+from meshwright.facts.strategy import Strategy
+
+Rule = Callable[[Strategy], Loss | None]
+"""Looks at the strategy as the rules before it left it."""
+
+SHARDED = ("fsdp", "hsdp")
+"""Data axes that PyTorch's `fully_shard` lays out."""
+
+
+def settle(subject: Subject, rules: Iterable[Rule]) -> tuple[Strategy, tuple[Loss, ...]]:
+    """The strategy as the file will have it, and what was given up on the way."""
+    strategy, losses = subject.strategy, []
+    for rule in rules:
+        loss = rule(strategy)
+        if loss is not None:
+            losses.append(loss)
+            strategy = change(strategy, loss.becomes, subject.ranks)
+    return strategy, tuple(losses)
+
+
+def change(strategy: Strategy, becomes: Mapping[str, Any], ranks: int) -> Strategy:
+    """The strategy with other fields. Ranks that an axis gives up go to the data axis."""
+    size = None if becomes.get("data", strategy.data) in (None, "single") else strategy.data_size
+    changed = replace(strategy, **{"data_size": size, **becomes})
+    if changed.data in (None, "single"):
+        return changed.resolve(ranks)
+    return replace(changed, data_size=ranks // changed.model_ranks)
+
+
+def drop_axis(axis: str, why: str) -> Rule:
+    """Gives up an axis of the model."""
+
+    def rule(strategy: Strategy) -> Loss | None:
+        size = getattr(strategy, axis)
+        if size == 1:
+            return None
+        term = show_pipeline(strategy) if axis == "pp" else f"{axis}={size}"
+        return Loss(term=term, says=f"{why}; its ranks went to the data axis", becomes={axis: 1})
+
+    return rule
+
+
+def drop(field: str, default: Any, why: str, *, head: str = "") -> Rule:
+    """Sets a policy back to its default."""
+
+    def rule(strategy: Strategy) -> Loss | None:
+        value = getattr(strategy, field)
+        if value == default:
+            return None
+        term = head or field
+        return Loss(term=term if value is True else f"{term}={value}", says=why, becomes={field: default})
+
+    return rule
+
+
+def as_data(found: Callable[[Strategy], bool], data: str | None, why: str, *, variant: str = "") -> Rule:
+    """Another data axis than the one that was found."""
+
+    def rule(strategy: Strategy) -> Loss | None:
+        if not found(strategy):
+            return None
+        becomes = {"data": data, "variant": variant, "hsdp_replicas": None}
+        return Loss(term=show_data(strategy), says=why, becomes=becomes)
+
+    return rule
+
+
+def becomes_precision(found: Callable[[Strategy], bool], precision: str, why: str) -> Rule:
+    """Another precision than the one that was found; without master weights only where it is a small one."""
+
+    def rule(strategy: Strategy) -> Loss | None:
+        if not found(strategy):
+            return None
+        pure = strategy.pure and precision != "fp32"
+        return Loss(term=strategy.precision, says=why, becomes={"precision": precision, "pure": pure})
+
+    return rule
+
+
+def impure(found: Callable[[Strategy], bool], why: str) -> Rule:
+    """Keeps master weights where the file cannot leave them out."""
+
+    def rule(strategy: Strategy) -> Loss | None:
+        if not (strategy.pure and found(strategy)):
+            return None
+        return Loss(term=f"{strategy.precision}:pure", says=why, becomes={"pure": False})
+
+    return rule
+
+
+def offloaded(found: Callable[[Strategy], bool], offload: str, why: str) -> Rule:
+    """Something else leaves the device, or nothing."""
+
+    def rule(strategy: Strategy) -> Loss | None:
+        if strategy.offload in ("", offload) or not found(strategy):
+            return None
+        folder = f":{strategy.nvme}" if strategy.nvme else ""
+        becomes = {"offload": offload, "nvme": ""}
+        return Loss(term=f"offload={strategy.offload}{folder}", says=why, becomes=becomes)
+
+    return rule
+
+
+PLAIN_WORDS: tuple[Rule, ...] = (
+    as_data(lambda s: s.data == "dp", "ddp", "one process for all devices is not known there; it is ddp"),
+    as_data(lambda s: s.variant == "no-shard", "ddp", "it is ddp there"),
+    as_data(lambda s: s.data == "hsdp" and s.replicas == 1, "fsdp", "one replica alone is fsdp there"),
+    as_data(lambda s: s.data == "hsdp" and s.shards == 1, "ddp", "replicas of a single shard are ddp there"),
+)
+"""Data axes that are others by another name."""

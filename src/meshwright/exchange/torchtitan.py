@@ -1,0 +1,150 @@
+"""A strategy as torchtitan's TOML. Names and checks are those of v0.2.2, the last release that reads TOML.
+
+Later ones configure in Python and take the same names as options, `--parallelism.tensor_parallel_degree 2`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from meshwright.exchange.batches import Batches, cut, named
+from meshwright.exchange.comments import comments
+from meshwright.exchange.settle import (
+    PLAIN_WORDS,
+    SHARDED,
+    Rule,
+    as_data,
+    becomes_precision,
+    drop,
+    drop_axis,
+    offloaded,
+    settle,
+)
+from meshwright.exchange.subject import Exported, Subject
+from meshwright.facts.strategy import Strategy
+
+SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zb": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+"""PyTorch's names of our schedules, by which torchtitan finds them."""
+FLOAT8 = "quantize.linear.float8"
+LOCAL_BATCH = 8
+"""torchtitan's own local_batch_size."""
+REMARK = (
+    "For torchtitan up to v0.2.2: add [model], [training] seq_len and the rest of your run. Later ones are configured "
+    "in Python and take these names as options, as in --parallelism.tensor_parallel_degree 2; they count batches in "
+    "tokens."
+)
+
+_BY_AUTOCAST = "without FSDP torchtitan computes a tensor axis or a pipeline in fp32"
+_ZERO = "torchtitan has no ZeRO-1 and ZeRO-2; FSDP that keeps parameters gathered till backward is nearest"
+_RULES: tuple[Rule, ...] = (
+    drop_axis("layers", "torchtitan has no layer-wise placement"),
+    drop_axis("op", "torchtitan does not divide single operators"),
+    drop("engine", "torch", "torchtitan runs on PyTorch's own engine"),
+    *PLAIN_WORDS,
+    as_data(lambda s: s.data in ("zero1", "zero2"), "fsdp", _ZERO, variant="grad-op"),
+    as_data(lambda s: s.data == "ddp" and s.model_ranks > 1, "fsdp", "torchtitan's DDP goes with no other axis"),
+    as_data(lambda s: s.data_size == 1 and s.model_ranks > 1, None, "there is one data rank"),
+    as_data(lambda s: s.data_size == 1, "single", "there is one rank"),
+    becomes_precision(lambda s: s.precision == "fp16", "bf16", "torchtitan has no fp16; it says bf16"),
+    becomes_precision(lambda s: _unmixed(s) and s.precision == "bf16" and not s.pure, "fp32", _BY_AUTOCAST),
+    becomes_precision(lambda s: _unmixed(s) and s.precision == "fp8" and not s.pure, "fp32", _BY_AUTOCAST),
+    offloaded(lambda s: s.data not in SHARDED, "", "torchtitan offloads with FSDP only"),
+    offloaded(lambda s: True, "params", "FSDP takes parameters, gradients and optimizer to the host, or nothing"),
+)
+
+
+def _unmixed(strategy: Strategy) -> bool:
+    """Whether torchtitan leaves mixed precision out without an error."""
+    return strategy.data not in SHARDED and strategy.model_ranks > 1
+
+
+def write_torchtitan(subject: Subject) -> Exported:
+    """The file that `--job.config_file` names."""
+    settled, losses = settle(subject, _RULES)
+    batches = cut(subject, settled, alone=1 if settled.pp > 1 else LOCAL_BATCH)
+    losses = (*losses, *named(settled, batches.micro))
+    said = replace(settled, micro_batch=batches.micro)
+    text = comments(subject, losses, (REMARK,)) + _toml(_sections(subject, said, batches))
+    return Exported(to="torchtitan", text=text, subject=subject, strategy=said, without_equal=losses)
+
+
+def _sections(subject: Subject, strategy: Strategy, batches: Batches) -> dict[str, dict[str, Any]]:
+    sections: dict[str, dict[str, Any]] = {
+        "training": _training(subject, strategy, batches),
+        "parallelism": _parallelism(strategy, batches),
+        "activation_checkpoint": {"mode": strategy.recompute},
+        "compile": {"enable": strategy.compile},
+    }
+    if strategy.recompute == "selective":
+        sections["activation_checkpoint"]["selective_ac_option"] = "op"
+    if strategy.precision == "fp8":
+        sections["model"] = {"converters": [FLOAT8]}
+    return sections
+
+
+def _training(subject: Subject, strategy: Strategy, batches: Batches) -> dict[str, Any]:
+    small = strategy.precision != "fp32"
+    section: dict[str, Any] = {
+        "local_batch_size": _local_batch(subject, strategy, batches),
+        "dtype": "bfloat16" if strategy.pure else "float32",
+        "mixed_precision_param": "bfloat16" if small else "float32",
+        "enable_cpu_offload": strategy.offload == "params",
+    }
+    if subject.global_batch is not None:
+        # Left out, torchtitan clips to 1.0.
+        section |= {"global_batch_size": batches.total, "max_norm": subject.max_norm or float("inf")}
+    return section
+
+
+def _local_batch(subject: Subject, strategy: Strategy, batches: Batches) -> int:
+    """What a data rank goes through between two updates of its schedule: under a pipeline all its micro-batches."""
+    if strategy.pp == 1:
+        return batches.micro
+    if subject.global_batch is not None:
+        return batches.micro * batches.steps
+    return batches.micro * 2 * strategy.pp  # enough to fill two stages a rank
+
+
+def _parallelism(strategy: Strategy, batches: Batches) -> dict[str, Any]:
+    section: dict[str, Any] = {
+        "data_parallel_replicate_degree": strategy.replicas,
+        "data_parallel_shard_degree": strategy.shards,
+        "fsdp_reshard_after_forward": _reshard(strategy),
+        "tensor_parallel_degree": strategy.tp,
+        "pipeline_parallel_degree": strategy.pp,
+    }
+    if strategy.pp > 1:
+        section |= {
+            "pipeline_parallel_schedule": SCHEDULES[strategy.schedule],
+            "pipeline_parallel_microbatch_size": batches.micro,
+        }
+    return section
+
+
+def _reshard(strategy: Strategy) -> str:
+    """torchtitan's "default" keeps a pipeline's stage gathered, as our fsdp does there."""
+    if strategy.variant == "grad-op":
+        return "never"
+    return "always" if strategy.data == "fsdp" and strategy.pp == 1 else "default"
+
+
+def _toml(sections: dict[str, dict[str, Any]]) -> str:
+    tables = [
+        f"\n[{name}]\n" + "".join(f"{key} = {_value(value)}\n" for key, value in section.items())
+        for name, section in sections.items()
+    ]
+    return "".join(tables)
+
+
+def _value(value: object) -> str:
+    # JSON's strings, numbers, booleans and lists are TOML's, but for the name of infinity.
+    return "inf" if value == float("inf") else json.dumps(value, ensure_ascii=False)

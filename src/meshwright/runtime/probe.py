@@ -27,6 +27,10 @@ from meshwright.runtime.probe_machine import local_cluster, machine_words
 from meshwright.runtime.run import enter_world
 
 WORKER = "meshwright.runtime.probe"
+REACH = {"matmul": 1.0, "attention": 0.52, "stream": 0.62}
+"""Of a GPU's *measured* rates, what kernels of a step reach: all of what products alone do, and of a copy's bandwidth
+what kernels that also compute can use."""
+REACH_SOURCE = "an H200's steps (docs/data/plan_gpu.json), by what it reaches in products of 8192 cubed and in copies"
 
 
 def probe_command(*, ranks: int | None, device: str | None, out: Path | None) -> dict[str, Any] | None:
@@ -108,6 +112,9 @@ def cluster_of(document: dict[str, Any], world: World) -> Cluster:
     hardware = dict(found.hardware) | {"flops": flops, "bandwidth": document["bandwidth"]}
     hardware["launch"] = document["launch"]
     measured = ["flops", "bandwidth", "launch"]
+    if world.device.type == "cuda":
+        hardware["reach"] = REACH
+        hardware["sources"] = {**hardware["sources"], "reach": REACH_SOURCE}
     links = {name: {key: link[key] for key in ("bandwidth", "latency")} for name, link in document["links"].items()}
     if document["host"] is not None:
         host = document["host"]

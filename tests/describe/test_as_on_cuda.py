@@ -98,3 +98,14 @@ def test_outside_all_is_as_before() -> None:
         after = nodes()
     assert before == after
     assert not set(inside) & set(before)
+
+
+def test_a_bias_that_was_permuted_is_added_to_scores_in_fp32() -> None:
+    with FakeTensorMode(), as_on_cuda():
+        bias = torch.empty(1, LENGTH, LENGTH, HEADS, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+        kept = kept_by(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, bias), *heads(torch.bfloat16))
+        dense = bias.contiguous()
+        fused = kept_by(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dense), *heads(torch.bfloat16))
+    for found, composed in ((kept, True), (fused, False)):
+        sizes = {torch.Size(shape).numel() for shape, dtype in found if dtype == torch.float32}
+        assert (BATCH * HEADS * LENGTH * LENGTH in sizes) == composed

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, AdamW
 
 from meshwright import Job
@@ -15,7 +16,8 @@ from meshwright.describe.model import describe
 from meshwright.errors import Refused
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
-from meshwright.tracing import trace_roles, trace_step
+from meshwright.tracing import recorder, trace_roles, trace_step
+from meshwright.tracing.messages import Messages
 from meshwright.tracing.shorter import find_stack
 
 WIDTH, LENGTH, VOCABULARY, SAMPLES, LAYERS = 64, 32, 512, 16, 2
@@ -228,13 +230,34 @@ def test_what_cannot_be_traced_is_refused() -> None:
         trace_step(job, facts_of(job), Strategy.parse("single"), ranks=1, device="cpu")
 
 
-def test_compiling_is_told() -> None:
-    assert "compile" in trace("single,compile").unseen
-
-
 @pytest.mark.slow
 def test_worlds_of_one_process_do_not_meet() -> None:
     """DTensor's caches would hand the second rank the first one's groups."""
     first, last = (trace("pp=2:1f1b,fsdp=2", 4, rank=rank) for rank in (0, 2))
     assert (first.stages, last.stages) == ((0,), (1,))
     assert sent(last, "reduce_scatter", "data") > 0
+
+
+def test_views_are_made_as_a_fake_mode_makes_them() -> None:
+    def views(x: Tensor) -> list[Tensor]:
+        return [
+            x.view(6, 2),
+            x.t(),
+            x.detach(),
+            x[1:],
+            x[0],
+            x.unsqueeze(0),
+            x.expand(2, 4, 3),
+            *x.split(2),
+            *x.unbind(),
+        ]
+
+    assert all(operator.is_view for operator in recorder._VIEWS)
+    with FakeTensorMode():
+        x = torch.empty(4, 3)
+        plain = [(v.shape, v.stride(), v.storage_offset(), v.device) for v in views(x)]
+        with recorder.Recorder(Messages()) as active:
+            found = views(x)
+            assert [(v.shape, v.stride(), v.storage_offset(), v.device) for v in found] == plain
+            assert {v.untyped_storage()._cdata for v in found} == {x.untyped_storage()._cdata}
+        assert active.ledger.events == []

@@ -6,7 +6,7 @@ PyTorch takes apart before autograd sees them. While `as_on_cuda()` is active th
 
 | operator | on a CPU | on a GPU |
 | --- | --- | --- |
-| `scaled_dot_product_attention` | a flash kernel of its own | flash (fp16, bf16), or memory-efficient (fp32, masks) |
+| `scaled_dot_product_attention` | a flash kernel of its own | flash (16 bits), efficient (fp32, masks) or composed |
 | `rms_norm` | composed of five operators | one that keeps its input and one fp32 number a row |
 | `dropout` | a mask in the input's dtype | a mask of bools |
 | statistics of `layer_norm`, `group_norm` | in the input's dtype | in fp32 |
@@ -34,6 +34,7 @@ HALF = (torch.float16, torch.bfloat16)
 FLASH_WIDEST = 256
 """The widest head that flash attention takes."""
 _active = 0
+_compiled = False
 
 
 @contextmanager
@@ -53,6 +54,17 @@ def as_on_cuda() -> Iterator[None]:
             library._destroy()
 
 
+@contextmanager
+def as_compiled() -> Iterator[None]:
+    """While active, operators stay as a compiler for CUDA would find them, and are not stood in for."""
+    global _compiled
+    before, _compiled = _compiled, True
+    try:
+        yield
+    finally:
+        _compiled = before
+
+
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -67,7 +79,7 @@ def _attention(
     arguments = query, key, value, attn_mask, dropout_p, is_causal
     if _takes_flash(query, key, value, attn_mask, is_causal):
         return _flash(query, key, value, dropout_p, is_causal, scale)
-    if _takes_efficient(query, key, value, enable_gqa):
+    if _takes_efficient(query, key, value, attn_mask, enable_gqa):
         return _efficient(*arguments, scale)
     return aten._scaled_dot_product_attention_math(*arguments, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
 
@@ -83,17 +95,25 @@ def _takes_flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
         and len(widths) == 1
         and max(widths) <= FLASH_WIDEST
         and (square or not is_causal)
+        and all(map(_has_dense_rows, (query, key, value)))
     )
 
 
-def _takes_efficient(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+def _takes_efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> bool:
     return (
         torch.backends.cuda.mem_efficient_sdp_enabled()
         and query.dim() == 4
         and query.dtype in (torch.float32, *HALF)
         and query.shape[-1] == key.shape[-1]
         and not (enable_gqa and query.shape[1] != key.shape[1])
+        and all(map(_has_dense_rows, (query, key, value)))
+        and (mask is None or _has_dense_rows(mask))
     )
+
+
+def _has_dense_rows(tensor: Tensor) -> bool:
+    """A bias that was permuted has its last dim's numbers far apart: then no fused kernel takes it (T5's is such)."""
+    return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, is_causal: bool, scale: float | None) -> Tensor:
@@ -127,6 +147,8 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 def _rms_norm(input: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     if weight is not None and weight.dtype != input.dtype:
         return aten.rms_norm.default.decompose(input, shape, weight, eps)  # type: ignore[no-any-return]
+    if _compiled:
+        return aten._fused_rms_norm(input, list(shape), weight, eps)[0]  # type: ignore[no-any-return]
     return _FusedRmsNorm.apply(input, list(shape), weight)  # type: ignore[no-any-return]
 
 
@@ -170,7 +192,7 @@ class _Statistics(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # it computes on its local tensor, which comes by here
         found = func(*args, **(kwargs or {}))
-        if func not in self.OPERATORS:
+        if func not in self.OPERATORS or _compiled:
             return found
         output, *statistics = found
         return output, *(x if x.dtype not in HALF else torch.empty_like(x, dtype=torch.float32) for x in statistics)

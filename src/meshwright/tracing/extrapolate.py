@@ -27,6 +27,7 @@ def extrapolate(shorter: Recorded, longer: Recorded, *, sizes: tuple[int, int], 
         operations=_operations(shorter.operations, longer.operations, times),
         messages=_messages(shorter.messages, longer.messages, times),
         stages=longer.stages,
+        uncompiled=longer.uncompiled,
     )
 
 

@@ -47,6 +47,13 @@ class Operations:
         )
         self.counts[operation] += 1
 
+    def note_fused(self, moved: int, dtype: torch.dtype, phase: str) -> None:
+        """Count a kernel that a compiler made of many operators; `dtype` is that of most of what it moves."""
+        if phase in _PHASES:
+            name = _DTYPES.get(dtype, "fp32")
+            operation = Operation(kind="other", dtype=name, flops=0.0, bytes=float(moved), shape=(), phase=phase)
+            self.counts[operation] += 1
+
 
 def _kind(packet: Any) -> str:
     name = packet.__name__

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -30,6 +31,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Message, Operation
 from meshwright.strategies import Engine, ddp
 from meshwright.strategies.norm import local
+from meshwright.tracing.compiled import Compiler
 from meshwright.tracing.data_parallel import Buckets
 from meshwright.tracing.messages import Messages
 from meshwright.tracing.recorder import Recorder
@@ -55,6 +57,8 @@ class Recorded:
     operations: Counter[Operation]
     messages: Counter[Message]
     stages: tuple[int, ...]
+    uncompiled: str = ""
+    """Why something that would be compiled was traced as it is."""
 
 
 def record_step(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, rank: int) -> Recorded:
@@ -62,7 +66,8 @@ def record_step(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, ran
     sample = make_batch(job, SAMPLES)
     with _fake_world(ranks, rank) as world, _fake_tensors():
         recorder = Recorder(Messages())
-        with recorder.recording():
+        compiler = Compiler(recorder, partial(_moment_of, facts.blocks))
+        with recorder.recording(), compiler.compiling():
             trainer = Trainer(_watched(job, recorder), facts, strategy, world, seed=0)
             _take_foreach(trainer.optimizer)
             recorder.messages.axes = _axes_of_groups(trainer.axes)
@@ -79,6 +84,7 @@ def record_step(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, ran
                 operations=recorder.operations.counts,
                 messages=recorder.messages.counts,
                 stages=holders.own if holders is not None else (),
+                uncompiled=" ".join(compiler.failed),
             )
 
 
@@ -128,6 +134,14 @@ def _name_moments(model: nn.Module, facts: ModelFacts, recorder: Recorder) -> No
         name = f"block {index}" if index < 2 else f"block {index - len(own)}"
         block.register_forward_pre_hook(_entering(recorder, name))
         block.register_forward_hook(_leaving(recorder, name))
+
+
+def _moment_of(blocks: tuple[str, ...], parameter: str) -> str:
+    """Where a step is that reads a parameter, where a model is compiled as one and its blocks are not called."""
+    index = next((index for index, block in enumerate(blocks) if parameter.startswith(f"{block}.")), None)
+    if index is None:
+        return parameter
+    return f"block {index}" if index < 1 else f"block {index - len(blocks)}"
 
 
 def _entering(recorder: Recorder, name: str) -> Callable[..., None]:

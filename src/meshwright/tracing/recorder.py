@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.tracing.memory import Block, Ledger
 from meshwright.tracing.messages import Messages, is_collective
@@ -23,6 +23,13 @@ from meshwright.tracing.operations import Operations
 from meshwright.tracing.workspaces import Workspaces
 
 _FIND_SHAPE = "_propagate_tensor_meta_non_cached"
+aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+_VIEWS = {
+    *(aten.alias.default, aten.as_strided.default, aten.detach.default, aten.expand.default, aten.permute.default),
+    *(aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.t.default),
+    *(aten.transpose.int, aten.unbind.int, aten.unsqueeze.default, aten.view.default),
+}
 _resize = torch.UntypedStorage.resize_
 
 
@@ -34,7 +41,9 @@ class Recorder(TorchDispatchMode):
         self.ledger, self.operations, self.messages = Ledger(), Operations(), messages
         self.phase = "build"
         """"build", "forward_backward" or "update"; which half of the second, autograd tells."""
-        self._in_loss = self._paused = False
+        self._in_loss = self.paused = False
+        self.drawn_losses = 0
+        """How often a loss was gone through while paused."""
         self._workspaces = Workspaces(self.ledger)
         self._blocks: dict[int, Block | None] = {}
         self._watched: dict[int, weakref.ref[Any]] = {}
@@ -64,26 +73,35 @@ class Recorder(TorchDispatchMode):
             stack.enter_context(self)
             yield
 
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """What runs meanwhile takes no memory, and is at no other moment."""
+        before, moment, self.paused = self.paused, self.ledger.moment, True
+        try:
+            yield
+        finally:
+            self.paused, self.ledger.moment = before, moment
+
     def _unrecorded(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            before, self._paused = self._paused, True
-            try:
+            with self.pausing():
                 return method(*args, **kwargs)
-            finally:
-                self._paused = before
 
         return call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # two of three questions under a tensor axis: answered without a detour
+        if func in _VIEWS and type(args[0]) is FakeTensor and not self.paused:
+            return _view(func, args, kwargs)
         if DTensor in types:
             return NotImplemented  # it computes on its local tensor, which comes by here
-        if self._paused:
+        if self.paused:
             return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
         pinned = kwargs.pop("pin_memory", None)
         found = func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+        given, made = _tensors((args, kwargs)), _tensors(found)
         if any(map(_is_meta, made)):
             return found  # asked for its shape only: on a GPU it takes no memory either
         self._follow(made, on_host=bool(pinned) or self._all_on_host(given))
@@ -91,9 +109,19 @@ class Recorder(TorchDispatchMode):
             for tensor, cause in self.messages.note(func, args, self.step_phase):
                 self.tell(tensor, cause, only={"activations", "temporary"})
         else:
-            self._workspaces.note(func, args, made, self.step_phase)
-            self.operations.note(func, args, kwargs, found, given, made, self.step_phase)
+            self._ran(func, args, kwargs, found, given, made)
         return found
+
+    def ran(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
+        """An operator ran that was not dispatched here."""
+        given, made = (
+            [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in ((args, kwargs), found)
+        )
+        self._ran(func, args, kwargs, found, given, made)
+
+    def _ran(self, func: Any, args: Any, kwargs: Any, found: Any, given: list[Tensor], made: list[Tensor]) -> None:
+        self._workspaces.note(func, args, made, self.step_phase)
+        self.operations.note(func, args, kwargs, found, given, made, self.step_phase)
 
     @property
     def step_phase(self) -> str:
@@ -110,6 +138,10 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def loss_of(self, outputs: Any) -> Iterator[None]:
         """Around the loss of a model's outputs."""
+        if self.paused:
+            self.drawn_losses += 1
+            yield
+            return
         with torch._C.DisableTorchFunction():  # under a tensor axis, asking would gather what is divided
             for tensor in tree_leaves(outputs):
                 if isinstance(tensor, Tensor):
@@ -180,6 +212,21 @@ class Recorder(TorchDispatchMode):
         """FSDP2 computes and allocates on streams of its own; those of a CPU do nothing, but can be told apart."""
         stream = torch.cpu.current_stream()
         return self._streams.setdefault(id(stream), len(self._streams))
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    """Other views of a tensor, which take no memory and run no kernel; most of what DTensor asks for is such.
+
+    As a fake mode would make them, without looking among results of the past, which takes ten times as long.
+    """
+    mode = args[0].fake_mode
+    with in_kernel_invocation_manager(mode):
+        found = func(*args, **(kwargs or {}))
+    return tree_map_only(Tensor, lambda view: FakeTensor(mode, view, args[0].fake_device), found)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _is_meta(tensor: Tensor) -> bool:

@@ -59,7 +59,9 @@ def _looks(facts: ModelFacts, block: str) -> tuple[object, ...]:
         for p in facts.parameters
         if p.name.startswith(start)
     ]
-    calls = [(call.flops, len(call.reads)) for call in facts.calls if call.name == block]
+    calls = [
+        (call.flops, sum(name.startswith(start) for name in call.reads)) for call in facts.calls if call.name == block
+    ]
     return tuple(parameters), tuple(calls)
 
 

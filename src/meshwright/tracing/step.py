@@ -11,7 +11,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
-from meshwright.strategies import Place
+from meshwright.strategies import Place, data_strategy
 from meshwright.strategies.pipeline import (
     count_micro_batches,
     count_stages,
@@ -24,8 +24,11 @@ from meshwright.tracing.extrapolate import extrapolate
 from meshwright.tracing.record import Recorded, record_step
 from meshwright.tracing.shorter import Stack, blocks_of_stages, find_stack, shorten
 
-SIZES, SIZES_OF_A_STAGE = (4, 8), (3, 6)
-"""Blocks of the two shorter models that a longer one is known from; under a pipeline, of each stage."""
+SIZES, SIZES_OF_A_STAGE, SIZES_COMPILED = (4, 8), (3, 6), (2, 4)
+"""Blocks of the two shorter models that a longer one is known from; under a pipeline, of each stage.
+
+A model that is compiled as one is drawn anew for each of its blocks, which takes a second each.
+"""
 
 
 def trace_step(
@@ -43,10 +46,9 @@ def trace_step(
     A model of many blocks that are alike is traced with few of them, twice, unless the `whole` is wanted.
     """
     resolved = _refuse(job, facts, strategy, ranks, device)
-    eager = replace(resolved, compile=False)
     try:
-        recorded = None if whole else _from_shorter(job, facts, eager, ranks, rank)
-        recorded = recorded or record_step(job, facts, eager, ranks, rank)
+        recorded = None if whole else _from_shorter(job, facts, resolved, ranks, rank)
+        recorded = recorded or record_step(job, facts, resolved, ranks, rank)
     except MeshwrightError:
         raise
     except Exception as error:
@@ -54,7 +56,7 @@ def trace_step(
             f"A step under {resolved} cannot be traced on fake tensors: {one_line(error)} "
             "Use the planner's account, or rehearse it on a GPU."
         ) from error
-    return _trace(recorded, rank, ranks, _unseen(resolved))
+    return _trace(recorded, rank, ranks, _unseen(resolved, recorded))
 
 
 def trace_roles(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int) -> list[Trace]:
@@ -83,12 +85,18 @@ def _refuse(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, device:
 def _from_shorter(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, rank: int) -> Recorded | None:
     """What the whole model would show, where that takes longer to see than the two shorter ones."""
     stack = find_stack(facts)
-    small, large = SIZES_OF_A_STAGE if is_pipelined(strategy) else SIZES
+    small, large = _sizes(strategy)
     if stack is None or (blocks := _blocks_of(job, facts, strategy, stack, ranks, rank)) <= small + large + 1:
         return None
     shorter = [shorten(job, facts, strategy, stack, size) for size in (small, large)]
     records = [record_step(s.job, s.facts, strategy, ranks, rank) for s in shorter if s is not None]
     return extrapolate(*records, sizes=(small, large), to=blocks) if len(records) == 2 else None
+
+
+def _sizes(strategy: Strategy) -> tuple[int, int]:
+    if is_pipelined(strategy):
+        return SIZES_OF_A_STAGE
+    return SIZES_COMPILED if strategy.compile and not data_strategy(strategy).overlaps else SIZES
 
 
 def _blocks_of(job: Job, facts: ModelFacts, strategy: Strategy, stack: Stack, ranks: int, rank: int) -> float:
@@ -101,10 +109,10 @@ def _blocks_of(job: Job, facts: ModelFacts, strategy: Strategy, stack: Stack, ra
     return sum(len(by_stage[stage]) for stage in own) / len(own)
 
 
-def _unseen(strategy: Strategy) -> str:
+def _unseen(strategy: Strategy, recorded: Recorded) -> str:
     found = []
-    if strategy.compile:
-        found.append("compile was traced as eager, which keeps more for backward")
+    if recorded.uncompiled:
+        found.append(f"what cannot be compiled on fake tensors was traced as eager: {recorded.uncompiled}")
     if strategy.offload == "params":
         found.append("offload=params was traced as if sharded parameters lay on the device")
     return "; ".join(found)

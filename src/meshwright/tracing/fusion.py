@@ -1,0 +1,245 @@
+"""Which values of a compiled graph get memory, and for how long: rules of Inductor, PyTorch's compiler.
+
+Products, convolutions, attention and the like are kernels of their own, and write what they make. All else is fused: a
+value is written only if somebody reads it who cannot compute it on the way. Those are the caller, a kernel of its own,
+whoever reads a reduction in a later kernel, and several readers of a value that is made of many. Kernels that go over
+as many elements become one if one reads what the other makes or reads. A value is freed when it is read for the last
+time, or written over if the next has its size. Thresholds are Inductor's defaults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx
+
+from meshwright.tracing.layouts import Buffer, buffer_of, find_padding
+from meshwright.tracing.nodes import (
+    REDUCTIONS,
+    Key,
+    base_of,
+    computes,
+    domain_of,
+    is_alone,
+    is_choice,
+    is_scatter,
+    is_view,
+    made_by,
+    matrices_of,
+    name_of,
+    values_of,
+)
+
+READS_IF_SHARED = 4
+"""A value that several read is written if it is made of more values than this."""
+READS, OPERATORS = 8, 30
+"""A value is written if it is made of more values, or by more operators."""
+NEAR = 16
+"""How many kernels back an operator is fused with one that reads the same."""
+
+Keys = dict[Key, None]
+"""Values in the order in which they came."""
+
+
+@dataclass(eq=False)
+class Kernel:
+    """What is launched at once: an operator with a kernel of its own, or fused ones."""
+
+    node: fx.Node | None = None
+    """The operator that is not fused."""
+    rows: int = 0
+    length: int = 1
+    """Elements of what it writes, and how many are reduced to each."""
+    reads: Keys = field(default_factory=dict)
+    writes: Keys = field(default_factory=dict)
+    takes: dict[Key, Key] = field(default_factory=dict)
+    """What is written into the memory of a value that nobody reads any more."""
+    frees: list[Key] = field(default_factory=list)
+    """What nobody reads after it."""
+
+    def fits(self, rows: int, length: int) -> bool:
+        """Whether an operator over so many elements can be part of it."""
+        if self.node is not None:
+            return False
+        if self.length == 1:
+            return self.rows == rows * length
+        return (rows, length) in ((self.rows, self.length), (self.rows, 1), (self.rows * self.length, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """The kernels of a graph in the order in which they run."""
+
+    inputs: tuple[fx.Node, ...]
+    unread: tuple[fx.Node, ...]
+    """Inputs that nobody reads."""
+    kernels: tuple[Kernel, ...]
+    buffers: dict[Key, Buffer]
+    """Of every value that is in memory at some time."""
+    outputs: tuple[tuple[Key, fx.Node] | None, ...]
+    """What is returned: a value, and the node that shows it. None where there is no tensor."""
+
+
+def fuse(graph: fx.Graph, mine: frozenset[str] = frozenset()) -> Program:
+    """What Inductor would run for a graph; it may write over the inputs called `mine` once they are read."""
+    return _Fusion(graph, mine).program()
+
+
+class _Fusion:
+    def __init__(self, graph: fx.Graph, mine: frozenset[str]) -> None:
+        self._nodes, self._mine = list(graph.nodes), mine
+        self._kernels: list[Kernel] = []
+        self._made_by: dict[Key, int] = {}
+        """The kernel that writes a value."""
+        self._inlined: dict[fx.Node, tuple[Keys, int]] = {}
+        """What a value that is not written is made of, and by how many operators."""
+        self._buffers: dict[Key, Buffer] = {}
+        self._roots: dict[fx.Node, Key] = {}
+        """For each node the value whose memory it shows."""
+        self._readers: dict[Key, list[fx.Node]] = {}
+
+    def program(self) -> Program:
+        for node in self._nodes:
+            self._find_root(node)
+        for node in filter(computes, self._nodes):
+            self._lower(node)
+        outputs = tuple(self._output(leaf) for leaf in self._nodes[-1].args[0])
+        kept = {output[0] for output in outputs if output is not None}
+        last = self._last_reads(kept)
+        self._assign_memory(last, kept)
+        inputs = tuple(node for node in self._nodes if node.op == "placeholder")
+        return Program(
+            inputs=inputs,
+            unread=tuple(node for node in inputs if (node, 0) not in last and (node, 0) not in kept),
+            kernels=tuple(self._kernels),
+            buffers={key: self._buffer(key) for kernel in self._kernels for key in kernel.reads | kernel.writes},
+            outputs=outputs,
+        )
+
+    def _find_root(self, node: fx.Node) -> None:
+        self._roots[node] = (node, 0)
+        if is_view(node):
+            self._roots[node] = self._roots[node.all_input_nodes[0]]
+        elif is_choice(node):
+            source, index = node.all_input_nodes[0], node.args[1]
+            assert isinstance(index, int)
+            self._roots[node] = self._roots[source] if is_view(source) else (source, index)
+        if node.op == "output" or computes(node):
+            for key in {self._roots[source]: None for source in node.all_input_nodes}:
+                self._readers.setdefault(key, []).append(node)
+
+    def _lower(self, node: fx.Node) -> None:
+        reads, operators = self._made_of(node)
+        made = made_by(node)
+        if is_alone(node):
+            self._launch(Kernel(node=node), made, self._padded(node, reads))
+        elif self._is_written(node, len(reads), operators):
+            self._launch(self._find_kernel(*domain_of(node), reads), made, reads)
+        else:
+            self._inlined[node] = reads, operators
+
+    def _made_of(self, node: fx.Node) -> tuple[Keys, int]:
+        """The values in memory that a node reads, and how many operators are computed on the way."""
+        reads: Keys = {}
+        operators = 1
+        for key in (self._roots[source] for source in node.all_input_nodes):
+            if key not in values_of(key[0]):
+                continue  # a number, or the state of a generator
+            inner, count = self._inlined.get(key[0], ({key: None}, 0))
+            reads |= inner
+            operators += count
+        return reads, operators
+
+    def _is_written(self, node: fx.Node, reads: int, operators: int) -> bool:
+        readers = [reader for key in values_of(node) for reader in self._readers.get(key, ())]
+        if name_of(node) in REDUCTIONS or any(self._wants_written(reader, node) for reader in readers):
+            return True
+        return operators > OPERATORS or reads > (READS_IF_SHARED if len(readers) > 1 else READS)
+
+    def _wants_written(self, reader: fx.Node, node: fx.Node) -> bool:
+        if is_scatter(reader):
+            base = base_of(reader)
+            return base is not None and self._roots[base][0] is node
+        return reader.op == "output" or is_alone(reader)
+
+    def _padded(self, node: fx.Node, reads: Keys) -> Keys:
+        """What a product reads: copies of its matrices where it is padded."""
+        matrices = matrices_of(node)
+        padding = find_padding(*(m.meta["val"] for m in matrices)) if matrices is not None else None
+        if matrices is None or padding is None:
+            return reads
+        self._buffers[node, 0] = padding.result
+        for index, (matrix, buffer) in enumerate(zip(matrices, padding.copies, strict=True), start=1):
+            if buffer is not None:
+                source, copy = self._roots[matrix], (node, -index)
+                self._buffers[copy] = buffer
+                elements = matrix.meta["val"].numel()
+                self._launch(self._find_kernel(elements, 1, {source: None}), [copy], {source: None})
+                reads = {key: None for key in reads if key != source} | {copy: None}
+        return reads
+
+    def _find_kernel(self, rows: int, length: int, reads: Keys) -> Kernel:
+        """One that goes over as many elements, and makes or reads something of what is read; else a new one."""
+        first = max((self._made_by.get(key, -1) for key in reads), default=-1)
+        for kernel in self._kernels[max(first, len(self._kernels) - NEAR, 0) :]:
+            if kernel.fits(rows, length) and reads.keys() & (kernel.reads | kernel.writes).keys():
+                if kernel.length == 1:
+                    kernel.rows, kernel.length = rows, length
+                return kernel
+        return Kernel(rows=rows, length=length)
+
+    def _launch(self, kernel: Kernel, writes: list[Key], reads: Keys) -> None:
+        if kernel not in self._kernels[-NEAR:]:
+            self._kernels.append(kernel)
+        place = self._kernels.index(kernel, max(0, len(self._kernels) - NEAR))
+        kernel.reads |= reads
+        kernel.writes |= dict.fromkeys(writes)
+        self._made_by |= dict.fromkeys(writes, place)
+
+    def _last_reads(self, kept: set[Key]) -> dict[Key, int]:
+        """The last kernel that reads a value. What only the kernel reads that makes it is never written."""
+        last = {key: place for place, kernel in enumerate(self._kernels) for key in kernel.reads}
+        for place, kernel in enumerate(self._kernels):
+            for key in [k for k in kernel.writes if k not in kept and last.get(k, place) == place]:
+                if kernel.node is None:
+                    del kernel.writes[key]
+                    kernel.reads.pop(key, None)
+                    last.pop(key, None)
+        return last
+
+    def _assign_memory(self, last: dict[Key, int], kept: set[Key]) -> None:
+        ends: dict[int, list[Key]] = {}
+        for key, place in last.items():
+            if key not in kept:
+                ends.setdefault(place, []).append(key)
+        for place, kernel in enumerate(self._kernels):
+            ending = ends.get(place, [])
+            free = [key for key in ending if key in self._made_by or key[0].name in self._mine]
+            for key in kernel.writes:
+                buffer = self._buffer(key, inside=key not in kept)
+                over = next((k for k in free if self._may_take(kernel, k, buffer)), None)
+                if over is not None:
+                    kernel.takes[key] = over
+                    free.remove(over)
+            kernel.frees = [*ending, *(key for key in kernel.writes if key not in last and key not in kept)]
+
+    def _may_take(self, kernel: Kernel, key: Key, wanted: Buffer) -> bool:
+        """Whether something may be written over a value that is read for the last time."""
+        has = self._buffer(key)
+        if (has.elements, has.dtype) != (wanted.elements, wanted.dtype):
+            return False
+        if kernel.node is None:
+            return True
+        base = base_of(kernel.node)
+        return is_scatter(kernel.node) and base is not None and self._roots[base] == key
+
+    def _buffer(self, key: Key, inside: bool = True) -> Buffer:
+        """The memory of a value. The strides of what stays inside of a graph are the compiler's to choose."""
+        if key not in self._buffers:
+            value = values_of(key[0])[key]
+            self._buffers[key] = buffer_of(value, aligned=inside and key[0].op != "placeholder")
+        return self._buffers[key]
+
+    def _output(self, leaf: object) -> tuple[Key, fx.Node] | None:
+        shown = isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), Tensor)
+        return (self._roots[leaf], leaf) if isinstance(leaf, fx.Node) and shown else None

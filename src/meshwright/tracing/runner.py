@@ -1,0 +1,70 @@
+"""Run a compiled graph without values: take and free its memory, and note its kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from meshwright.tracing.fusion import Kernel, Program
+from meshwright.tracing.layouts import Buffer
+from meshwright.tracing.nodes import Key, operator_of, values_of
+from meshwright.tracing.recorder import Recorder
+
+
+class Runner:
+    """Stands for the code that a compiler writes for a graph."""
+
+    _boxed_call = True
+    """Arguments come in a list that is emptied, so that each is freed when it was read for the last time."""
+
+    def __init__(self, program: Program, recorder: Recorder, moments: dict[Key, str]) -> None:
+        """`moments` are where a step is once a value is read (an argument) or written (a result)."""
+        self._program, self._recorder, self._moments = program, recorder, moments
+
+    def __call__(self, given: list[Any]) -> list[Any]:
+        memory: dict[Key, Any] = {(n, 0): value for n, value in zip(self._program.inputs, given, strict=True)}
+        given.clear()
+        for node in self._program.unread:
+            del memory[node, 0]
+        for kernel in self._program.kernels:
+            self._tell_moment(kernel)
+            self._take_memory(kernel, memory)
+            if not self._recorder.paused:
+                self._note(kernel)
+            for key in kernel.frees:
+                del memory[key]
+        return [_shown(memory[o[0]], o[1]) if o is not None else None for o in self._program.outputs]
+
+    def _take_memory(self, kernel: Kernel, memory: dict[Key, Any]) -> None:
+        for key in kernel.writes:
+            memory[key] = memory[kernel.takes[key]] if key in kernel.takes else _empty(self._program.buffers[key])
+
+    def _tell_moment(self, kernel: Kernel) -> None:
+        for key in kernel.reads | kernel.writes:
+            if key in self._moments:
+                self._recorder.at(f"{self._recorder.step_phase} of {self._moments[key]}")
+
+    def _note(self, kernel: Kernel) -> None:
+        if kernel.node is not None:
+            func, args = operator_of(kernel.node)
+            args, kwargs = fx.node.map_arg((args, kernel.node.kwargs), lambda node: node.meta.get("val"))
+            found = kernel.node.meta["val"] if "val" in kernel.node.meta else list(values_of(kernel.node).values())
+            self._recorder.ran(func, args, kwargs, found)
+            return
+        moved = [self._program.buffers[key] for key in (*kernel.reads, *kernel.writes)]
+        most = max(moved, key=lambda buffer: (buffer.dtype.is_floating_point, buffer.bytes))
+        self._recorder.operations.note_fused(sum(b.bytes for b in moved), most.dtype, self._recorder.step_phase)
+
+
+def _empty(buffer: Buffer) -> Tensor:
+    return torch.empty_strided(buffer.shape, buffer.strides, dtype=buffer.dtype)
+
+
+def _shown(memory: Tensor, node: fx.Node) -> Tensor:
+    """What a node shows of a value, with the graph's strides also where memory is wider."""
+    value = node.meta["val"]
+    if (memory.shape, memory.stride()) == (value.shape, value.stride()):
+        return memory
+    return memory.as_strided(value.shape, value.stride(), value.storage_offset() + memory.storage_offset())

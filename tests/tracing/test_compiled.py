@@ -1,0 +1,248 @@
+"""What torch.compile would make of a step: what is kept, written, taken over and launched."""
+
+import inspect
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim import AdamW
+
+from meshwright import Job
+from meshwright.describe.model import describe
+from meshwright.facts.strategy import Strategy
+from meshwright.facts.trace import Trace
+from meshwright.tracing import trace_step
+from meshwright.tracing.fusion import Kernel, Program, fuse
+from meshwright.tracing.layouts import aligned_strides, find_padding
+
+WIDTH, HEADS, LENGTH, VOCABULARY, SAMPLES, LAYERS = 64, 4, 32, 512, 16, 2
+ROWS = SAMPLES * LENGTH
+CUBLAS = 64 << 20
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.second = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.gate, self.up = (nn.Linear(WIDTH, 4 * WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        y = self.second(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Decoder(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.token(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return F.cross_entropy(logits.flatten(0, 1), batch["x"].flatten(), reduction="sum"), batch["x"].numel()
+
+
+def job_of(model) -> Job:
+    return Job(
+        model=model,
+        inputs=lambda batch: (batch["x"],),
+        loss=loss,
+        optimizer=partial(AdamW, lr=1e-3),
+        sample=lambda n: {"x": torch.randint(VOCABULARY, (n, LENGTH))},
+        global_batch=SAMPLES,
+        max_norm=1.0,
+    )
+
+
+@cache
+def decoder(layers: int):
+    job = job_of(partial(Decoder, layers))
+    return job, describe(job)
+
+
+@cache
+def trace(strategy: str, ranks: int = 1, layers: int = LAYERS, whole: bool = False) -> Trace:
+    job, facts = decoder(layers)
+    return trace_step(job, facts, Strategy.parse(strategy), ranks=ranks, whole=whole)
+
+
+def flops(trace: Trace, phase: str) -> float:
+    return sum(op.flops * op.count for op in trace.operations if (op.kind, op.phase) == ("matmul", phase))
+
+
+def launches(trace: Trace, phase: str) -> int:
+    return sum(op.count for op in trace.operations if op.phase == phase)
+
+
+def test_a_compiled_model_keeps_what_the_cut_chose() -> None:
+    # Per block in bf16: both sums and both norms of them; q, k, v in one and the mixed; gate, up and their product.
+    block = 2 * ROWS * WIDTH * (4 + 3 + 1 + 12)
+    statistics = 4 * ROWS * 2 + 4 * SAMPLES * HEADS * LENGTH
+    weights = 2 * 16 * WIDTH * WIDTH  # in bf16, as they were read
+    ends = 2 * WIDTH * (ROWS + VOCABULARY) + 8 * ROWS
+    expected = LAYERS * (block + statistics + weights) + ends
+    found = trace("single,bf16,compile")
+    assert found.memory["activations"] == pytest.approx(expected, rel=0.03)
+    assert found.memory["activations"] < 0.9 * trace("single,bf16").memory["activations"]
+    assert found.unseen == ""
+
+
+def test_a_compiled_loss_writes_the_gradient_and_nothing_else() -> None:
+    logits = 2 * ROWS * VOCABULARY
+    assert trace("single,bf16,compile").memory["logits"] == pytest.approx(2 * logits, rel=0.01)
+    assert trace("single,bf16").memory["logits"] > 4 * logits
+
+
+def test_the_same_products_in_fewer_kernels() -> None:
+    plain, compiled = trace("single,bf16"), trace("single,bf16,compile")
+    for phase in ("forward", "backward"):
+        assert flops(compiled, phase) == flops(plain, phase) > 0
+        assert launches(compiled, phase) < 0.8 * launches(plain, phase)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_compiled_blocks_send_what_plain_ones_do(strategy: str) -> None:
+    plain, compiled = (trace(f"{strategy},bf16{policy}", 4) for policy in ("", ",compile"))
+    assert set(compiled.messages) == set(plain.messages)
+    assert compiled.peak < plain.peak
+    assert compiled.unseen == ""
+
+
+def test_recomputing_is_compiled_too() -> None:
+    compiled, full, selective = (trace(f"single,bf16,compile{policy}") for policy in ("", ",ac=full", ",ac=selective"))
+    kept = [found.memory["activations"] for found in (full, selective, compiled)]
+    assert kept[0] < 0.5 * kept[2]
+    assert kept[0] < kept[1] < kept[2]
+    assert flops(full, "backward") > 1.2 * flops(compiled, "backward")
+    assert flops(selective, "backward") == flops(compiled, "backward")
+    assert full.unseen == selective.unseen == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single,bf16,compile", "single,compile,ac=full"])
+def test_a_long_compiled_model_is_known_from_shorter_ones(strategy: str) -> None:
+    short, whole = (trace(strategy, layers=12, whole=whole) for whole in (False, True))
+    assert short.peak - CUBLAS == pytest.approx(whole.peak - CUBLAS, rel=0.01)
+    assert flops(short, "backward") == pytest.approx(flops(whole, "backward"), rel=1e-6)
+    assert launches(short, "backward") == launches(whole, "backward")
+
+
+def test_what_cannot_be_drawn_runs_as_it_is_and_is_told() -> None:
+    def build() -> nn.Module:
+        model = Decoder(1)
+        model.blocks[0].second.scale = torch.ones(WIDTH)  # a tensor that is no buffer
+        model.blocks[0].second.register_forward_hook(lambda module, args, output: output * module.scale)
+        return model
+
+    job = job_of(build)
+    found = trace_step(job, describe(job), Strategy.parse("single,bf16,compile"), ranks=1)
+    assert "traced as eager" in found.unseen
+    assert found.peak > CUBLAS
+
+
+def drawn(function, *shapes: tuple[int, ...], mine: tuple[str, ...] = ()) -> Program:
+    with FakeTensorMode():
+        graph = make_fx(lambda *args: (function(*args),))(*(torch.empty(shape) for shape in shapes))
+    return fuse(graph.graph, frozenset(mine))
+
+
+def written(program: Program) -> list[tuple[int, ...]]:
+    """Shapes that get memory of their own, in order."""
+    keys = [key for kernel in program.kernels for key in kernel.writes if key not in kernel.takes]
+    return [program.buffers[key].shape for key in keys]
+
+
+def fused(program: Program) -> list[Kernel]:
+    return [kernel for kernel in program.kernels if kernel.node is None]
+
+
+def test_a_chain_before_a_product_is_written_once() -> None:
+    program = drawn(lambda x, w: (x.exp() * 2 + 1).sin() @ w, (8, 4), (4, 2))
+    assert written(program) == [(8, 4), (8, 2)]
+    assert len(program.kernels) == 2
+
+
+def test_a_chain_after_a_product_takes_its_memory() -> None:
+    program = drawn(lambda x, w: (x @ w).exp().sin(), (8, 4), (4, 2))
+    assert written(program) == [(8, 2)]
+    assert [next(iter(kernel.takes.values()))[0].name for kernel in fused(program)] == ["mm"]
+
+
+def test_an_argument_is_written_over_only_if_it_may_be() -> None:
+    assert written(drawn(lambda x: x.exp(), (8, 4))) == [(8, 4)]
+    assert written(drawn(lambda x: x.exp(), (8, 4), mine=("arg0_1", "x_1"))) == []
+
+
+def test_a_norm_is_one_kernel_that_writes_its_result() -> None:
+    program = drawn(lambda x: x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(), (8, 16))
+    assert len(program.kernels) == 1
+    assert written(program) == [(8, 16)]
+
+
+def test_sums_over_other_dims_are_other_kernels() -> None:
+    program = drawn(lambda x: (x.exp().sum(0), x.exp().sum(1))[0] + x.exp().sum(), (8, 16))
+    assert len(fused(program)) >= 2
+    assert (8, 16) not in written(program)  # both compute it
+
+
+def test_scattering_changes_what_was_made_for_it() -> None:
+    def spread(x: Tensor, rows: Tensor) -> Tensor:
+        return torch.ops.aten.index_put(torch.zeros(32, 4), [rows], x * 2, True)
+
+    with FakeTensorMode():
+        graph = make_fx(lambda x, rows: (spread(x, rows),))(torch.empty(8, 4), torch.empty(8, dtype=torch.long))
+    assert written(fuse(graph.graph)) == [(32, 4)]
+
+
+def test_matrices_of_an_odd_width_are_padded() -> None:
+    """Sizes as they were found on an H200: logits, and a head's weight, of GPT-2 XL and of BERT."""
+    with FakeTensorMode():
+        hidden, weight = torch.empty(4096, 1600).bfloat16(), torch.empty(50257, 1600).bfloat16()
+        found = find_padding(hidden, weight.t())
+        gradient = find_padding(torch.empty(4096, 50257).bfloat16().t(), hidden)
+        bert = find_padding(torch.empty(8192, 1024).bfloat16(), torch.empty(30522, 1024).bfloat16().t())
+        narrow = find_padding(torch.empty(8192, 30522).bfloat16().t(), torch.empty(8192, 1024).bfloat16())
+        even = find_padding(hidden, torch.empty(1600, 6400).bfloat16())
+    assert found is not None and gradient is not None and bert is not None
+    assert (found.result.bytes, found.copies[0]) == (412090288, None)
+    assert found.copies[1] is not None and found.copies[1].bytes == 160844800
+    assert gradient.copies[0] is not None and gradient.copies[0].bytes == 412090288
+    assert bert.result.bytes == 500170752
+    assert narrow is even is None
+
+
+def test_long_rows_begin_at_round_addresses() -> None:
+    assert aligned_strides((4, 50264), torch.bfloat16) == (50304, 1)
+    assert aligned_strides((4, 1000), torch.bfloat16) == (1000, 1)
+
+
+def test_the_compiler_is_still_called_so() -> None:
+    """What is private to PyTorch: if a name changes, this says which."""
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    wanted = {"fw_compiler", "bw_compiler", "partition_fn", "decompositions"}
+    assert wanted <= set(inspect.signature(aot_function).parameters)
+    wanted = {"compiler", "num_fwd_outputs", "static_lifetime_input_indices"}
+    assert wanted <= set(inspect.signature(min_cut_rematerialization_partition).parameters)
+    assert torch.ops.aten.native_layer_norm.default in select_decomp_table()
+    assert torch.ops.aten._fused_rms_norm.default in select_decomp_table()
+    assert isinstance(traceback.current_meta, dict)
+    assert torch.Tag.pointwise in torch.ops.aten.exp.default.tags

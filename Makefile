@@ -42,5 +42,5 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing what the checks need"
-	@$(PIP) -c constraints.txt -e '.[dev]'
+	@$(PIP) -c constraints.txt -e '.[dev,deepspeed]'
 	@touch $@

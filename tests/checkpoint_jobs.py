@@ -72,6 +72,11 @@ def transformer() -> Job:
     return with_data(without_dropout(tiny_jobs.transformer), 36)
 
 
+def sequential() -> Job:
+    """A sequence of layers; epochs end with a batch that does not divide."""
+    return with_data(without_dropout(tiny_jobs.sequential), 36)
+
+
 def dropping() -> Job:
     """With dropout. Strategies that cut a batch into the same micro-batches draw the same masks, so epochs are even."""
     return with_data(tiny_jobs.transformer, 40)
@@ -94,7 +99,7 @@ def plain() -> Job:
 
 JOBS: dict[str, Callable[[], Job]] = {
     make.__name__: make
-    for make in (gpt, narrow_gpt, cnn, small_cnn, transformer, dropping, partial, convolutions, plain)
+    for make in (gpt, narrow_gpt, cnn, small_cnn, transformer, sequential, dropping, partial, convolutions, plain)
 }
 
 

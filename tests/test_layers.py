@@ -18,13 +18,26 @@ LAYERS = (
     ("build",),
     ("checkpoint",),
     ("planner", "tracing", "runtime"),
-    ("against", "api", "planning", "validation", "__init__"),
+    ("against", "api", "comparing", "planning", "ranking", "timelines", "validation", "__init__"),
     ("report",),
+    ("serve",),
     ("cli",),
     ("__main__",),
 )
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
-ROOT_FILES = {"errors", "units", "version", "against", "api", "planning", "validation", "__init__"}
+ROOT_FILES = {
+    "errors",
+    "units",
+    "version",
+    "against",
+    "comparing",
+    "api",
+    "planning",
+    "ranking",
+    "timelines",
+    "validation",
+    "__init__",
+}
 
 
 def module_name(path: Path) -> str:

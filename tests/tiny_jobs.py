@@ -99,6 +99,22 @@ class Plain(nn.Module):
         return self.second(torch.tanh(self.first(x))) * self.scale
 
 
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, WIDTH)
+        self.register_buffer("waves", torch.sin(torch.arange(LENGTH * WIDTH).view(LENGTH, WIDTH)), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.token(x)
+        return y + self.waves.to(y.dtype)
+
+
+def layers() -> nn.Module:
+    """A sequence of layers, as DeepSpeed's pipeline wants it."""
+    return nn.Sequential(Embedding(), *(Block() for _ in range(4)), nn.Linear(WIDTH, VOCABULARY))
+
+
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -147,6 +163,8 @@ transformer = Job(
 masked = replace(transformer, loss=masked_loss, max_norm=None)
 partial = replace(transformer, model=Partial)
 uneven = replace(transformer, global_batch=7)
+sequential = replace(transformer, model=layers)
+uneven_sequential = replace(sequential, global_batch=7)
 hf_gpt2 = replace(transformer, model=gpt2, inputs=lambda batch: {"input_ids": batch["x"]})
 convolutions = Job(
     model=Convolutions,

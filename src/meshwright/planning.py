@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -247,10 +247,21 @@ def setup(
     workers: int = 0,
     facts: ModelFacts | None = None,
     world: World | None = None,
+    deepspeed_config: Mapping[str, Any] | None = None,
 ) -> Run:
     """Lay a job out under a strategy over the ranks that this process was launched among; alone if it was not.
 
-    `auto` asks the planner for the strategy that is fastest here.
+    `auto` asks the planner for the strategy that is fastest here. `deepspeed_config` is what DeepSpeed's own JSON file
+    holds, for `engine=deepspeed`.
     """
     chosen = resolve_auto(job, strategy, ranks=1, device=device)
-    return run.setup(job, chosen, seed=seed, device=device, workers=workers, facts=facts, world=world)
+    return run.setup(
+        job,
+        chosen,
+        seed=seed,
+        device=device,
+        workers=workers,
+        facts=facts,
+        world=world,
+        deepspeed_config=deepspeed_config,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ def lay_out(
     hollow: Hollow | None = None,
     flow: Flow | None = None,
     operators: OperatorPlan | None = None,
+    engine_config: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, Cuts]:
     """Apply a resolved strategy to a model, or to a stage of one (which has given up what it does not hold).
 
@@ -55,10 +56,11 @@ def lay_out(
         facts=facts,
         device=world.device,
         mesh=axes.data,
-        fill=lambda: _fill(blueprint, world, strategy, cuts),
+        fill=lambda: fill(blueprint, world, strategy, cuts),
         fake=world.fake,
         pipelined=hollow is not None,
         devices=tuple(range(strategy.data_ranks)) if strategy.data == "dp" else (),
+        engine_config=engine_config,
     )
     if facts.batch_norms and (group := axes.batch_group(world)) is not None:
         plain = world.device.type == "cpu" or world.fake
@@ -141,14 +143,15 @@ def apply_precision(
     cast_borders(model, blocks, dtype)
 
 
-def _fill(blueprint: Blueprint, world: World, strategy: Strategy, cuts: Cuts) -> None:
+def fill(blueprint: Blueprint, world: World, strategy: Strategy, cuts: Cuts) -> None:
     """Initial weights, and proof that every rank has the same."""
-    device = torch.device("cpu") if strategy.offload == "params" else world.device
+    on_host = data_strategy(strategy).weights_on_host(strategy)
+    device = torch.device("cpu") if on_host else world.device
     if world.weightless:
         blueprint.allocate(device)
         return
     digest = blueprint.fill(device, lambda name, value: cuts[name].take(value) if name in cuts else value)
-    if strategy.offload == "params":
+    if on_host:
         for buffer in blueprint.model.buffers():
             buffer.data = buffer.data.to(world.device)
     digests = world.gather(digest)

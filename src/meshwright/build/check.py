@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from meshwright.build.batch import has_stand_ins
 from meshwright.describe.blueprint import record
 from meshwright.errors import NotBuiltYet, Refused
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
+from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies import DATA_STRATEGIES, Place, data_strategy
+from meshwright.strategies.deepspeed.pipeline import cut_layers
+from meshwright.strategies.deepspeed.written import refuse_contradictions, without_job
 from meshwright.strategies.operator import plan_operators
 from meshwright.strategies.pipeline import SPLIT_BACKWARD, count_stages, is_pipelined, refuse_pipeline
 from meshwright.strategies.stages import cut_stages
@@ -33,6 +39,16 @@ def check_strategy(facts: ModelFacts, strategy: Strategy, place: Place) -> Strat
     return resolved
 
 
+def check_engine_config(config: Mapping[str, Any], job: Job, strategy: Strategy) -> dict[str, Any]:
+    """What DeepSpeed is handed of a user's configuration, or an error that names what the run contradicts."""
+    if strategy.engine != "deepspeed":
+        raise Refused(f"A DeepSpeed configuration was given, but {strategy} is not run by it; add engine=deepspeed.")
+    model = record(job.model, seed=0).model
+    parameters = NamedParameters((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    refuse_contradictions(config, strategy, job, job.optimizer(parameters))
+    return without_job(config)
+
+
 def refuse_missing_gpus(place: Place) -> None:
     if place.device == "cuda" and place.local_ranks > place.devices:
         raise Refused(
@@ -46,14 +62,14 @@ def refuse_unbuilt(strategy: Strategy) -> None:
     unbuilt = {
         "auto": strategy.auto,
         "fp8": strategy.precision == "fp8",
-        f"offload=nvme:{strategy.nvme}": strategy.offload == "nvme",
-        f"engine={strategy.engine}": strategy.engine != "torch",
+        f"offload=nvme:{strategy.nvme}": strategy.offload == "nvme" and strategy.engine == "torch",
     }
     for term, asked in unbuilt.items():
         if asked:
             raise NotBuiltYet(
                 f"{term} is a strategy term, but no engine here runs it yet; these run: {', '.join(DATA_STRATEGIES)}, "
-                "tp, op, pp and layers, with fp32, bf16, fp16, ac, offload=optimizer|params, mb and compile."
+                "tp, op, pp and layers, with fp32, bf16, fp16, ac, offload=optimizer|params, mb and compile; "
+                "engine=deepspeed runs zero3,offload=nvme:DIR, too."
             )
 
 
@@ -79,7 +95,9 @@ def _refuse_model_axes(job: Job, facts: ModelFacts, strategy: Strategy) -> str |
                 f"{strategy.schedule} adds up weights' gradients of all micro-batches before {strategy.data} sees "
                 f"them, which would be in {strategy.precision}; use 1f1b or interleaved, ddp, or fp32."
             )
-        cut_stages(facts, count_stages(strategy), job.stages)
+        stages = cut_stages(facts, count_stages(strategy), job.stages)
+        if strategy.engine == "deepspeed":
+            cut_layers(record(job.model, seed=0).model, facts, stages)
         return refuse_pipeline(strategy, facts, job.global_batch)
     return None
 

@@ -77,7 +77,7 @@ class PlainPasses:
             with self.engine.accumulating(last=index == len(pieces) - 1), self.engine.region():
                 self._dropout.seed(step, piece.span.first)
                 loss, sums = self._losses.of_output(call_model(self._losses.job, self.engine, piece.data), piece)
-                (loss * factor).backward()
+                self.engine.backward(loss * factor)
             totals[:2].add_(sums.to(totals.device))  # the loss may lie on another of this process's devices
         self.engine.finish()
         return totals * self._counts

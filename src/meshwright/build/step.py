@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -15,6 +15,7 @@ from meshwright.build.assembly import Assembly
 from meshwright.build.axes import lay_axes
 from meshwright.build.batch import Batch, count_samples, part
 from meshwright.build.build import lay_on_devices, lay_out, model_region, plainly
+from meshwright.build.deepspeed import lay_deepspeed_pipeline
 from meshwright.build.fused import take_fused_kernels
 from meshwright.build.host import HostCopies
 from meshwright.build.passes import Dropout, Losses, Passes, PlainPasses
@@ -28,6 +29,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
+from meshwright.strategies.engine import OptimizerState, OptimizingEngine
 from meshwright.strategies.norm import scale_
 from meshwright.strategies.stages import cut_stages
 
@@ -108,30 +110,46 @@ class Trainer:
         *,
         seed: int,
         devices: Devices | None = None,
+        engine_config: Mapping[str, Any] | None = None,
     ) -> None:
-        """`devices` are those of `layers=N` in one process; None takes the GPUs, and the CPU after them."""
+        """`devices` are those of `layers=N` in one process; None takes the GPUs, and the CPU after them.
+
+        `engine_config` is what the user has written for another engine than ours.
+        """
         self.job, self.facts, self.strategy, self.world, self.seed = job, facts, strategy, world, seed
-        self.devices = devices
+        self.devices, self.engine_config = devices, engine_config
         self.axes = lay_axes(strategy, world)
         self.passes = self._lay_passes()
         self.engine = self.passes.engine
         self.engine.model.train()
         self._own = self.engine.parameters()
-        self.host = HostCopies(self._own, self.axes.data_on_host()) if strategy.offload == "optimizer" else None
+        on_host = strategy.offload == "optimizer" and not isinstance(self.engine, OptimizingEngine)
+        self.host = HostCopies(self._own, self.axes.data_on_host()) if on_host else None
         self.optimized = self.host.parameters if self.host else self._own
+        """The masters that this rank's optimizer updates, by name."""
         self.optimizer = take_fused_kernels(job.optimizer(self.optimized or _nothing_to_update()))
+        self.remembered: OptimizerState = self.optimizer
+        """What the optimizer keeps of each of them."""
+        if isinstance(self.engine, OptimizingEngine):
+            self.engine.adopt(self.optimizer, job.max_norm)
+            self.optimized, self.remembered = self.engine.optimized(), self.engine.remembered()
         self.schedule = job.schedule(self.optimizer) if job.schedule else None
         self.loss_scale = LossScale() if strategy.precision == "fp16" else None
         self.steps = 0
         self.wish_to_stop = False
         """Set before a step: it goes to all ranks with the step's loss, and comes back as the result's `stop`."""
-        self._pending: tuple[Totals, int] | None = None
+        self._pending: tuple[Totals, int, float] | None = None
 
     def _lay_passes(self) -> Passes:
         job, facts, strategy, world, axes = self.job, self.facts, self.strategy, self.world, self.axes
         loss = loss_under(strategy.precision, job, compiled=strategy.compile)
         losses = Losses(job=job, loss=loss, weight_per_sample=facts.weight_per_sample, plain=plainly(strategy, axes))
         dropout = Dropout(run_seed=self.seed, device=world.device)
+        if axes.pipeline is not None and strategy.engine == "deepspeed":
+            config = self.engine_config
+            return lay_deepspeed_pipeline(
+                job, facts, strategy, axes, world, losses, dropout, seed=self.seed, engine_config=config
+            )
         if axes.pipeline is not None:
             return lay_pipeline(job, facts, strategy, axes, world, losses, dropout, seed=self.seed)
         with outside_of_modes():
@@ -141,7 +159,7 @@ class Trainer:
             devices = self.devices or devices_for(strategy.layers, world.device)
             engine = lay_on_devices(blueprint, facts, strategy, stages, devices)
             return PlainPasses(engine, losses, dropout, counts=True)
-        engine, cuts = lay_out(blueprint, facts, strategy, axes, world)
+        engine, cuts = lay_out(blueprint, facts, strategy, axes, world, engine_config=self.engine_config)
         if axes.tensor is not None:
             engine = Assembly([engine], axes, cuts=cuts, region=model_region(strategy, axes))
         return PlainPasses(engine, losses, dropout, counts=axes.tensor_rank == 0)
@@ -180,22 +198,25 @@ class Trainer:
             work=self.world.start_sum(totals),
             known_weight=divisor if expected is not None else None,
         )
-        if expected is None:
+        if expected is None and not isinstance(self.engine, OptimizingEngine):
             scale_(self._gradients(), divisor / sums.weight)
-        self._pending = sums, own.samples
+        self._pending = sums, own.samples, divisor
 
     def update(self) -> StepResult:
         """Clip by the global norm and step the optimizer and its schedule."""
         if self._pending is None:
             raise JobError("update() was called without a forward_backward(batch) before it.")
-        (totals, samples), self._pending = self._pending, None
-        norm = self.engine.norm(self._own) * self._scale_down()
-        finite = self._scale_down_and_clip(norm)
+        (totals, samples, divisor), self._pending = self._pending, None
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        if isinstance(self.engine, OptimizingEngine):
+            known = totals.known_weight is not None
+            norm, finite = self.engine.update(self._scale_down() * (1.0 if known else divisor / totals.weight))
+        else:
+            norm, finite = self._clip_and_apply()
         if self.loss_scale:
             self.loss_scale.after(finite)
-        lr = float(self.optimizer.param_groups[0]["lr"])
-        if finite:
-            self._apply()
+        if finite and self.schedule is not None:
+            self.schedule.step()
         for parameter in self._own:
             parameter.grad = None
         self.engine.forget_gradients()
@@ -251,14 +272,20 @@ class Trainer:
             scale_(self._gradients(), factor)
         return True
 
+    def _clip_and_apply(self) -> tuple[torch.Tensor, bool]:
+        """The gradients' norm, and whether the optimizer took its step."""
+        norm = self.engine.norm(self._own) * self._scale_down()
+        finite = self._scale_down_and_clip(norm)
+        if finite:
+            self._apply()
+        return norm, finite
+
     def _apply(self) -> None:
         if self.host:
             self.host.take_gradients()
         self.optimizer.step()
         if self.host:
             self.host.give_parameters()
-        if self.schedule is not None:
-            self.schedule.step()
         self.engine.updated()
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from meshwright.describe.blueprint import record
 from meshwright.describe.jobfile import load_job
 from meshwright.describe.model import parameter_facts
+from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 
 
@@ -19,6 +20,7 @@ from meshwright.facts.model import ModelFacts
 class Expected:
     """A job's model without weights."""
 
+    job: Job
     model: nn.Module
     facts: ModelFacts
     """Its parameters, and nothing else: no step was looked at."""
@@ -39,7 +41,8 @@ class Expected:
 def expected_by(job: str) -> Expected:
     """From a job as it is written on the command line. Nothing is computed, so no sample is needed."""
     with redirect_stdout(sys.stderr):  # a job may print, and stdout is for the one document
-        model = record(load_job(job).model, seed=0).model
+        loaded = load_job(job)
+        model = record(loaded.model, seed=0).model
     parameters = parameter_facts(model, None)
     known = {name for p in parameters for name in p.names}
     buffers = {
@@ -47,4 +50,4 @@ def expected_by(job: str) -> Expected:
         for name, tensor in model.state_dict().items()
         if name not in known and isinstance(tensor, torch.Tensor)
     }
-    return Expected(model, ModelFacts(parameters=parameters, blocks=()), buffers)
+    return Expected(loaded, model, ModelFacts(parameters=parameters, blocks=()), buffers)

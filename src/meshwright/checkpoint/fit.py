@@ -82,13 +82,13 @@ def _match_optimizer(trainer: Trainer, manifest: Manifest) -> None:
     own, found = type(trainer.optimizer).__name__, saved["class"]
     if own != found:
         raise WrongCheckpoint(f"The checkpoint is of a run with {found}, and the job's optimizer is {own}.")
-    if len(saved["groups"]) != len(trainer.optimizer.param_groups):
+    groups = trainer.remembered.param_groups
+    if len(saved["groups"]) != len(groups):
         raise WrongCheckpoint(
-            f"The checkpoint's optimizer has {len(saved['groups'])} groups of parameters, "
-            f"the job's {len(trainer.optimizer.param_groups)}."
+            f"The checkpoint's optimizer has {len(saved['groups'])} groups of parameters, the job's {len(groups)}."
         )
     names = {id(parameter): name for name, parameter in trainer.optimized.named()}
-    for number, group in enumerate(trainer.optimizer.param_groups):
+    for number, group in enumerate(groups):
         group_of([names[id(p)] for p in group["params"] if id(p) in names], number, saved["groups"])
     _refuse_odd_state(trainer, manifest)
 

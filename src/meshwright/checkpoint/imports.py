@@ -1,4 +1,4 @@
-"""Somebody else's weights as a checkpoint of step 0: weights only, to begin a run with."""
+"""Somebody else's weights as a checkpoint to begin a run with: weights only, but of DeepSpeed's folders all."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
 from meshwright.checkpoint.aside import new_folder, reading
+from meshwright.checkpoint.carried import carry
 from meshwright.checkpoint.expected import expected_by
 from meshwright.checkpoint.folder import CHECKPOINTS, RunFolder, list_checkpoints
 from meshwright.checkpoint.hugging_face import hugging_face_of
@@ -25,28 +26,33 @@ from meshwright.errors import CheckpointError, OutputError
 
 
 def import_weights(path: Path, run: Path, *, job: str | None = None, progress: Progress = silent) -> dict[str, Any]:
-    """Write `RUN/checkpoints/step-00000000` from a file or folder of weights; with a job, only if they fit it."""
+    """Write a run's first checkpoint from a file or folder of weights; with a job, only if they fit it.
+
+    It is one of step 0, but for a folder of DeepSpeed's with a job, whose optimizer and step are taken over.
+    """
     with reading(run):
         _refuse_used(run)
     expected = expected_by(job) if job is not None else None
     source = open_source(path)
     match = Match(dict(source.tensors), Prefix(), ()) if expected is None else match_to(source, expected)
-    _refuse_strange(path, match.tensors)
+    carried = None
+    if source.training is not None and expected is not None and source.training.groups:
+        carried = carry(source.training, match, expected)
+    tensors = match.tensors | (carried.masters if carried else {})
+    _refuse_strange(path, tensors)
     little = Little(
-        step=0,
-        samples=0,
+        **(carried.little if carried else {"step": 0, "samples": 0, "strategy": "single", "ranks": 1}),
         seed=0,
-        strategy="single",
-        ranks=1,
         tied={} if expected is None else expected.tied,
         hugging_face=_of_folder(source) if expected is None else hugging_face_of(expected.model),
     )
-    target = _write(run, match.tensors, little, progress)
+    state: State = {MODEL + name: lay(tensor) for name, tensor in tensors.items()}
+    target = _write(run, state | (carried.state if carried else {}), little, progress)
     return {
-        **{"source": str(path), "path": str(target)},
-        "tensors": len(match.tensors),
-        "parameters": sum(tensor.numel() for tensor in match.tensors.values()),
-        "bytes": sum(tensor.numel() * tensor.itemsize for tensor in match.tensors.values()),
+        **{"source": str(path), "path": str(target), "step": little.step, "optimizer": carried is not None},
+        "tensors": len(tensors),
+        "parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "bytes": sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()),
         "tied": dict(little.tied),
         "prefix": {"off": match.prefix.off, "on": match.prefix.on},
         "left_out": list(match.left_out),
@@ -68,12 +74,11 @@ class _TellingPlanner(PartsSavePlanner):
         return tensor
 
 
-def _write(run: Path, tensors: Mapping[str, torch.Tensor], little: Little, progress: Progress) -> Path:
+def _write(run: Path, state: State, little: Little, progress: Progress) -> Path:
     """Through the same writer as a run's; tensors are copied from file to file, one after another."""
-    state: State = {MODEL + name: lay(tensor) for name, tensor in tensors.items()}
     total = sum(prod(laid.shape) * laid.dtype.itemsize for laid in state.values())
     folder = RunFolder(run / CHECKPOINTS)
-    aside = folder.aside(0)
+    aside = folder.aside(little.step)
     with new_folder(aside, wanted=run), progress(f"writing {run.name}", total) as advance:
         planner = _TellingPlanner(state, advance)
         plans, metadata = planner.create_global_plan([planner.create_local_plan()])

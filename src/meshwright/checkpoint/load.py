@@ -25,7 +25,7 @@ from meshwright.checkpoint.soundness import Damage, find_damage, raise_damage
 from meshwright.checkpoint.state import model_state, set_rng
 from meshwright.checkpoint.storage import MappedFiles, Reader
 from meshwright.errors import CheckpointError, MeshwrightError
-from meshwright.strategies.cuts import Cut
+from meshwright.strategies.cuts import Cut, Stretch
 
 # How an optimizer computes, not what: taken from the job as it is now.
 _OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
@@ -100,6 +100,7 @@ class _Slots:
     def __init__(self, trainer: Trainer, manifest: Manifest) -> None:
         self.state: State = {}
         self._values: dict[int, dict[str, torch.Tensor]] = {}
+        self._there = trainer.remembered.state
         by_name: dict[str, list[str]] = {}
         for key in manifest.tensors:
             if key.startswith(OPTIMIZER):
@@ -108,23 +109,22 @@ class _Slots:
             cut = trainer.engine.cut_of(name)
             shape = lay(parameter, cut).shape
             for key in by_name.get(name, ()):
-                self._add(key, manifest.tensors[key], parameter, cut, shape, trainer)
+                self._add(key, manifest.tensors[key], parameter, cut, shape)
 
     def _add(
         self,
         key: str,
         entry: Entry,
         parameter: nn.Parameter,
-        cut: Cut | None,
+        cut: Cut | Stretch | None,
         whole: tuple[int, ...],
-        trainer: Trainer,
     ) -> None:
         """`whole` is the unsplit parameter's shape, which is the one that the checkpoint knows."""
         slot = key.rpartition("/")[2]
         # Beside a parameter without dims, only the name tells a counter from a moment, as in torch.optim.
         if entry.shape == whole and (entry.shape or (slot != "step" and ":" not in slot)):
             dtype = parameter.dtype if entry.torch_dtype.is_floating_point else entry.torch_dtype
-            there = trainer.optimizer.state.get(parameter, {}).get(slot)
+            there = self._there.get(parameter, {}).get(slot)
             fits = torch.is_tensor(there) and there.shape == parameter.shape and there.dtype == dtype
             value = there if fits else torch.empty_like(parameter.detach(), dtype=dtype)
             laid = lay(value, cut)
@@ -145,7 +145,7 @@ class _Slots:
 
 def _load_optimizer(trainer: Trainer, saved: list[dict[str, Any]], slots: _Slots) -> None:
     """Through the optimizer's own `load_state_dict`, which puts every value on the right device."""
-    optimizer = trainer.optimizer
+    optimizer = trainer.remembered
     document = optimizer.state_dict()
     names = {id(parameter): name for name, parameter in trainer.optimized.named()}
     for number, (group, packed) in enumerate(zip(optimizer.param_groups, document["param_groups"], strict=True)):

@@ -1,7 +1,8 @@
 """What a rank holds of a tensor, as boxes in the coordinates of the whole.
 
 Whatever strategies did to a parameter (FSDP2 and ZeRO shard dim 0, tensor parallelism cuts any dim, a fused weight in
-several pieces), what a rank holds is a few boxes of the unsplit tensor. Checkpoints know only boxes.
+several pieces, DeepSpeed cuts wherever a rank's share ends), what a rank holds is a few boxes of the unsplit tensor.
+Checkpoints know only boxes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from math import prod
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshwright.strategies.cuts import Cut
+from meshwright.strategies.cuts import Cut, Stretch
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,10 @@ class Laid:
         return Laid(self.shape, self.dtype, self.parts + other.parts)
 
 
-def lay(tensor: torch.Tensor, cut: Cut | None = None) -> Laid:
+def lay(tensor: torch.Tensor, cut: Cut | Stretch | None = None) -> Laid:
     """Where a rank's tensor lies in the whole: a DTensor over the data axis, of a parameter that may be cut."""
+    if isinstance(cut, Stretch):
+        return Laid(cut.shape, tensor.dtype, tuple(_along(tensor.detach(), cut)))
     local, offsets = _own_box(tensor)
     shape = tuple(tensor.shape)
     if cut is None:
@@ -47,6 +50,14 @@ def lay(tensor: torch.Tensor, cut: Cut | None = None) -> Laid:
     parts = tuple(_in_the_whole(local, offsets, cut, shape))
     whole = tuple(size * cut.ranks if dim == cut.dim else size for dim, size in enumerate(shape))
     return Laid(whole, tensor.dtype, _without_empty(parts, whole))
+
+
+def _along(flat: torch.Tensor, stretch: Stretch) -> Iterator[Part]:
+    """Boxes of the whole, from consecutive elements of it."""
+    at = 0
+    for offsets, sizes in stretch.boxes(flat.numel()):
+        yield Part(offsets, flat.narrow(0, at, prod(sizes)).view(sizes))
+        at += prod(sizes)
 
 
 def _own_box(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from meshwright.checkpoint.aside import reading
+from meshwright.checkpoint.deepspeed import TrainingState, find_deepspeed, open_deepspeed
 from meshwright.checkpoint.folder import CHECKPOINTS
 from meshwright.checkpoint.formats import SAFETENSORS, TORCH
 from meshwright.checkpoint.manifest import MANIFEST
@@ -36,11 +37,16 @@ class Source:
     """Over the files' own pages; not to be written to."""
     config: Mapping[str, Any] | None = None
     """`config.json` of a folder of Hugging Face."""
+    training: TrainingState | None = None
+    """Of a folder of DeepSpeed's."""
 
 
 def open_source(path: Path) -> Source:
-    """A file of safetensors or torch, or a folder of them."""
+    """A file of safetensors or torch, or a folder of them, or a checkpoint of DeepSpeed's."""
     with reading(path):
+        if (step := find_deepspeed(path)) is not None:
+            found = open_deepspeed(step)
+            return Source(path, found.tensors, training=found.training)
         if path.is_dir():
             return Source(path, _read_folder(path), _read_config(path / "config.json"))
         if not path.exists():

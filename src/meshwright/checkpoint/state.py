@@ -20,7 +20,7 @@ from meshwright.checkpoint.parts import lay
 from meshwright.checkpoint.plain import encode
 from meshwright.checkpoint.planner import State
 from meshwright.errors import CheckpointError
-from meshwright.strategies.cuts import Cut
+from meshwright.strategies.cuts import Cut, Stretch
 
 GroupNames = list[list[str]]
 """By group of the optimizer: the names of its parameters, of all stages of a pipeline."""
@@ -53,7 +53,7 @@ def model_state(trainer: Trainer, *, current_only: bool = False) -> State:
 def group_names(trainer: Trainer) -> GroupNames:
     """All ranks must call it: a rank of a pipeline knows only its own stages' parameters."""
     names = {id(parameter): name for name, parameter in trainer.optimized.named()}
-    own = [[names[id(p)] for p in group["params"] if id(p) in names] for group in trainer.optimizer.param_groups]
+    own = [[names[id(p)] for p in group["params"] if id(p) in names] for group in trainer.remembered.param_groups]
     everyone = trainer.world.gather(own)
     return [list(dict.fromkeys(name for rank in group for name in rank)) for group in zip(*everyone, strict=True)]
 
@@ -86,16 +86,17 @@ def _add(state: State, key: str, laid: Any) -> None:
 
 def _optimizer_state(trainer: Trainer) -> State:
     state: State = {}
+    remembered = trainer.remembered.state
     for name, parameter in trainer.optimized.named():
-        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+        for key, value in remembered.get(parameter, {}).items():
             for suffix, tensor, cut in _boxed(name, key, value, parameter, trainer.engine.cut_of(name)):
                 _add(state, f"{OPTIMIZER}{name}/{key}{suffix}", lay(tensor, cut))
     return state
 
 
 def _boxed(
-    name: str, key: str, value: Any, parameter: nn.Parameter, cut: Cut | None
-) -> Iterator[tuple[str, torch.Tensor, Cut | None]]:
+    name: str, key: str, value: Any, parameter: nn.Parameter, cut: Cut | Stretch | None
+) -> Iterator[tuple[str, torch.Tensor, Cut | Stretch | None]]:
     """What an optimizer keeps of a parameter, as a tensor in the whole's coordinates; numbers get a suffix."""
     if value is None:
         return
@@ -114,7 +115,7 @@ def _boxed(
         )
 
 
-def _stands_alone(value: torch.Tensor, parameter: nn.Parameter, cut: Cut | None) -> bool:
+def _stands_alone(value: torch.Tensor, parameter: nn.Parameter, cut: Cut | Stretch | None) -> bool:
     """Whether state of another shape than its parameter's is whole, or says itself how it is divided."""
     if value.numel() == 1 and not isinstance(value, DTensor):
         return True
@@ -126,7 +127,7 @@ NUMBERS = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
 def _little(trainer: Trainer, samples: int, groups: GroupNames) -> Little:
     optimizer, schedule = trainer.optimizer, trainer.schedule
-    values = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    values = [{k: v for k, v in group.items() if k != "params"} for group in trainer.remembered.param_groups]
     return Little(
         step=trainer.steps,
         samples=samples,

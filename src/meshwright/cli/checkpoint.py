@@ -100,7 +100,8 @@ def export(
 @app.command("import")
 def import_(
     source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="A .safetensors, .pt, .pth or .bin, or a folder of Hugging Face.")
+        Path,
+        typer.Argument(metavar="SRC", help="A .safetensors, .pt, .pth or .bin; a folder of Hugging Face or DeepSpeed."),
     ],
     out: Annotated[Path, typer.Option(metavar="RUN", help="The folder of a new run.")],
     job: Annotated[str | None, typer.Option(help="A job that the weights must fit: file.py or file.py:name.")] = None,

@@ -11,7 +11,9 @@ from meshwright.cli.outcome import print_result
 
 if TYPE_CHECKING:
     from meshwright.exchange import Imported
+    from meshwright.facts.plan import Ranking
     from meshwright.planner.calibrate import Calibration
+    from meshwright.planner.search import Setting
 
 NOTES = """Needs no GPU. Finalists are traced on fake tensors unless --fast. Exit 1 where nothing fits."""
 
@@ -35,6 +37,9 @@ def plan(
         Path | None, typer.Option(help="A config of DeepSpeed, Accelerate or torchtitan: where it falls, and why.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with bars of memory and time.")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write the first pipeline's timeline: FILE.html, or FILE.json for Perfetto.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:
@@ -47,10 +52,16 @@ def plan(
     [bold]meshwright plan preset:llama3-8b --on 8xH100-80GB --strategies fsdp,bf16 tp=8,bf16[/]
 
     [bold]meshwright plan job.py --on 8xA100-40GB --against accelerate.yaml[/]
-    """
-    from meshwright.planning import Wishes, named_strategies, plan_command, read_allowed
-    from meshwright.report.plan import plan_page
 
+    [bold]meshwright plan job.py --on 4xA100-40GB --strategies pp=4:1f1b,bf16 --timeline timeline.html[/]
+    """
+    from meshwright.planning import Wishes, named_strategies, read_allowed
+    from meshwright.ranking import open_planner, rank, read_cluster
+    from meshwright.report.plan import plan_page
+    from meshwright.report.timeline_html import check_ending
+
+    if timeline is not None:
+        check_ending(timeline)
     allowed = read_allowed(
         precision=precision, recompute=ac, offload=offload, compile=compile, tensor=tensor, pipeline=pipeline
     )
@@ -65,15 +76,34 @@ def plan(
         calibration=fitted,
         against=_read(against, on) if against else None,
     )
-    ranking = plan_command(job, on, wishes)
+    cluster = read_cluster(on)
+    planner = open_planner(job, wishes)
+    ranking = rank(planner, cluster, wishes, name=job)
     document = ranking.to_json()
-    if html is not None:
-        from meshwright.report.plan_html import write_page
-
-        write_page(document, html)
+    if html is not None or timeline is not None:
+        _write(planner.setting(cluster), ranking, html=html, timeline=timeline)
     print_result(document, plan_page(document), as_json=as_json)
     if not ranking.plans:
         raise typer.Exit(1)
+
+
+def _write(setting: Setting, ranking: Ranking, *, html: Path | None, timeline: Path | None) -> None:
+    """The files that were asked for."""
+    from meshwright.errors import Refused
+    from meshwright.report.plan_html import write_page
+    from meshwright.report.timeline_html import write_timeline
+    from meshwright.timelines import first_timeline
+
+    found = first_timeline(setting, ranking.plans)
+    if html is not None:
+        write_page(ranking.to_json(), html, found)
+    if timeline is not None and found is not None:
+        write_timeline(found, timeline)
+    elif timeline is not None and ranking.plans:
+        raise Refused(
+            f"--timeline {str(timeline)!r} was asked for, but none of the {len(ranking.plans)} plans has a pipeline "
+            "that can be drawn; name one with --strategies, as in pp=4:1f1b,bf16."
+        )
 
 
 def _read(file: Path, on: str) -> Imported:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from meshwright.cli.outcome import print_result
-from meshwright.errors import MeshwrightError
+from meshwright.errors import BadInput, MeshwrightError
 
 NOTES = """A strategy is comma-separated terms: ddp, zero1, zero2, fsdp, fsdp:grad-op, fsdp:no-shard, hsdp=2x4; bf16,
 fp16; ac=selective, ac=full; offload=optimizer, offload=params; mb=4; compile; engine=deepspeed. Under torchrun, Slurm
@@ -41,7 +41,15 @@ def train(
     deepspeed_config: Annotated[
         Path | None, typer.Option(help="A DeepSpeed JSON to run with; it says the strategy where none is given.")
     ] = None,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files to --out.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="As --log-to tensorboard.")] = False,
+    log_to: Annotated[
+        list[str] | None,
+        typer.Option(help="Also send records to tensorboard, wandb or mlflow; give it once for each."),
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Steps to keep torch.profiler's traces of in --out: 5, or 5-7.")
+    ] = None,
+    profile_ranks: Annotated[str, typer.Option(help="Ranks that keep them: 0, or 0,3, or all.")] = "0",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:
@@ -53,40 +61,62 @@ def train(
 
     [bold]meshwright train examples/cnn.py --strategy fsdp --ranks 4 --steps 200 --out runs/cnn --resume[/]
 
+    [bold]meshwright train examples/gpt.py --ranks 2 --steps 20 --out runs/gpt --profile 5-7 --log-to wandb[/]
+
     [bold]meshwright train job.py --deepspeed-config ds.json --ranks 8[/]
 
     [bold]torchrun --nproc-per-node 8 -m meshwright train job.py --strategy fsdp,bf16,ac=selective[/]
     """
     from meshwright.report.tables import summary_table
     from meshwright.runtime.command import train_command
+    from meshwright.runtime.profile_step import silent_profiler
+    from meshwright.runtime.sinks import check_services
     from meshwright.strategies.deepspeed.written import read_config, strategy_of
 
     config = None if deepspeed_config is None else read_config(deepspeed_config)
     if strategy is None:
         strategy = "ddp" if config is None else str(strategy_of(config))
-    summary = train_command(
-        job=job,
-        strategy=_chosen(job, strategy, ranks, device),
-        ranks=ranks,
-        steps=steps,
-        out=out,
-        resume=resume,
-        save_every=save_every,
-        keep=keep,
-        keep_every=keep_every,
-        max_restarts=max_restarts,
-        grace=grace,
-        seed=seed,
-        max_norm=max_norm,
-        workers=workers,
-        device=device,
-        tensorboard=tensorboard,
-        deepspeed_config=config,
-    )
+    services = log_to or []
+    check_services(services, out)
+    wish = _profile(profile, profile_ranks, out)
+    chosen = _chosen(job, strategy, ranks, device)
+    with silent_profiler():
+        summary = train_command(
+            job=job,
+            strategy=chosen,
+            ranks=ranks,
+            steps=steps,
+            out=out,
+            resume=resume,
+            save_every=save_every,
+            keep=keep,
+            keep_every=keep_every,
+            max_restarts=max_restarts,
+            grace=grace,
+            seed=seed,
+            max_norm=max_norm,
+            workers=workers,
+            device=device,
+            tensorboard=tensorboard or "tensorboard" in services,
+            log_to=[name for name in services if name != "tensorboard"],
+            profile=wish,
+            deepspeed_config=config,
+        )
     if summary is not None:
         print_result(summary, summary_table(summary), as_json=as_json)
         if summary["failed_saves"] and summary["saved"] != summary["steps"]:
             raise MeshwrightError(f"The run's last state, step {summary['steps']}, could not be saved; see above.")
+
+
+def _profile(steps: str | None, ranks: str, out: Path | None) -> dict[str, Any] | None:
+    """Which steps of which ranks to profile, as the ranks are told."""
+    from meshwright.runtime.profile_train import ProfileWish
+
+    if steps is None:
+        return None
+    if out is None:
+        raise BadInput("--profile writes traces into the run's folder; give --out a folder.")
+    return ProfileWish.parse(steps, ranks).to_json()
 
 
 def _chosen(job: str, strategy: str, ranks: int | None, device: str | None) -> str:

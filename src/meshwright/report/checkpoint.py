@@ -40,6 +40,8 @@ def import_page(document: dict[str, Any]) -> Group:
         f"{document['path']}: {document['tensors']} tensors, {show_count(document['parameters'])} parameters, "
         f"{show_bytes(document['bytes'])}"
     ]
+    if document["optimizer"]:
+        lines.append(f"with the optimizer, as it was at step {document['step']:,}")
     if off or on:
         lines.append(f"names at the source {f'begin with {off}' if off else f'lack {on}'}")
     return Group(*(Text(line) for line in lines), *_left_out(document))

@@ -8,59 +8,48 @@ The page is `plan_page.html`, which escapes whatever it is given.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-
-from meshwright.errors import OutputError, one_line
+from meshwright.facts.timeline import Timeline
+from meshwright.report.html import template, write_file
 from meshwright.report.plan_against import in_order, place_of, verdict
 from meshwright.report.plan_bars import MEMORY, memory_chart, memory_room, time_chart
 from meshwright.report.plan_refusals import kinds_of_refusals
+from meshwright.report.timeline import draw
 from meshwright.units import show_seconds
 
 
-def write_page(document: dict[str, Any], path: Path) -> None:
+def write_page(document: dict[str, Any], path: Path, timeline: Timeline | None = None) -> None:
     """The page of the document that `plan --json` prints."""
-    text = page(document)
-    try:
-        # A job's path may hold bytes that are no text; they become references.
-        path.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")
-    except OSError as error:
-        raise OutputError(
-            f"The page was to be written to {str(path)!r}, which failed: {one_line(error)} "
-            "Name a file in a folder that is there and can be written to."
-        ) from error
+    write_file(page(document, timeline), path)
 
 
-def page(document: dict[str, Any]) -> str:
-    """The page as text."""
+def page(document: dict[str, Any], timeline: Timeline | None = None) -> str:
+    """The page as text, with the timeline of a pipeline if there is one."""
+    return template("plan_page.html").render(_shown(document, timeline))
+
+
+def body(document: dict[str, Any], timeline: Timeline | None = None) -> str:
+    """What the page shows below its title, for a page that has a title of its own."""
+    return template("plan_body.html").render(_shown(document, timeline))
+
+
+def _shown(document: dict[str, Any], timeline: Timeline | None) -> dict[str, Any]:
     plans = document["plans"]
-    return _template().render(
-        document=document,
-        answer=_answer(document) if plans else (),
-        reasons=[_reasons(plan) for plan in plans],
-        charts=(memory_chart(document), time_chart(document)) if plans else (),
-        columns=COLUMNS,
-        rows=_rows(document) if plans else (),
-        against=document.get("against"),
-        verdict=verdict(document["against"]) if document.get("against") else "",
-        accuracy=_accuracy(plans),
-        kinds=kinds_of_refusals(document["refused"]),
-    )
-
-
-@cache
-def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("meshwright", "report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("plan_page.html")
+    return {
+        "document": document,
+        "answer": _answer(document) if plans else (),
+        "reasons": [_reasons(plan) for plan in plans],
+        "charts": (memory_chart(document), time_chart(document)) if plans else (),
+        "columns": COLUMNS,
+        "rows": _rows(document) if plans else (),
+        "timeline": draw(timeline) if timeline else None,
+        "against": document.get("against"),
+        "verdict": verdict(document["against"]) if document.get("against") else "",
+        "accuracy": _accuracy(plans),
+        "kinds": kinds_of_refusals(document["refused"]),
+    }
 
 
 def _answer(document: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.build.check import check
+from meshwright.build.check import check, check_engine_config
 from meshwright.build.rehearsal import rehearse
 from meshwright.describe.jobfile import load_job
 from meshwright.describe.model import describe
@@ -38,6 +38,7 @@ def train_command(
     tensorboard: bool,
     resume: bool,
     max_restarts: int | None,
+    deepspeed_config: dict[str, Any] | None = None,
     **rest: Any,
 ) -> dict[str, Any] | None:
     """Train; returns the summary, or None on a rank that has nothing to print."""
@@ -49,7 +50,10 @@ def train_command(
     loaded, facts = _look(job)
     in_one = count == 1 and parsed.layers > 1
     place_checked = place_of_layers(rest["device"], parsed) if in_one else _place(rest["device"], count)
-    resolved = check(_with_norm(loaded, rest["max_norm"]), facts, parsed, place_checked)
+    clipped = _with_norm(loaded, rest["max_norm"])
+    resolved = check(clipped, facts, parsed, place_checked)
+    if deepspeed_config is not None:
+        check_engine_config(deepspeed_config, clipped, resolved)
     rehearse(loaded, facts, resolved)
     if parsed.data == "dp":
         strategy = str(replace(parsed, data_size=count))
@@ -66,6 +70,7 @@ def train_command(
     request = {
         **{"verb": "train", "job": job, "strategy": strategy, "out": None if out is None else str(out.resolve())},
         **{"tensorboard": tensorboard, "resume": resume, "facts": facts.to_json()},
+        "deepspeed_config": deepspeed_config,
         **rest,
     }
     restarts = (RESTARTS if out is not None and count > 1 else 0) if max_restarts is None else max_restarts

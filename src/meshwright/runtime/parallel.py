@@ -89,6 +89,10 @@ def parallelize(
     chosen = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     if chosen.micro_batch is not None or chosen.offload == "optimizer" or chosen.precision == "fp16":
         raise Refused(f"{chosen}: mb, offload=optimizer and fp16 need our loop; use mw.setup(job, ...).")
+    if chosen.engine != "torch":
+        raise Refused(
+            f"{chosen}: engine={chosen.engine} runs the optimizer, so it needs our loop; use mw.setup(job, ...)."
+        )
     if chosen.model_ranks > 1:
         raise Refused(f"{chosen}: tp, op, pp and layers need our loop; use mw.setup(job, ...).")
     blueprint = adopt(model) if isinstance(model, nn.Module) else record(model, seed)

@@ -1,17 +1,19 @@
-"""Keep what happened in a run: JSON lines always, TensorBoard where it is asked for."""
+"""Keep what happened in a run: JSON lines and CSV always, and what other tools read where it is asked for."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from meshwright.errors import BadInput, OutputError
+from meshwright.errors import BadInput, OutputError, one_line
+from meshwright.runtime.sinks import CsvFile, Sink
 
 RECORDS, EVENTS = "records.jsonl", "events.jsonl"
 
@@ -38,15 +40,19 @@ def prepare_output(folder: Path, *, resume: bool = False) -> None:
 class Recorder:
     """Writes one record a step. Only rank 0 has one with a folder; the others' writes go nowhere."""
 
-    def __init__(self, folder: Path | None, *, tensorboard: bool = False, after: int = 0) -> None:
+    def __init__(
+        self, folder: Path | None, *, tensorboard: bool = False, after: int = 0, services: Sequence[Sink] = ()
+    ) -> None:
         """A run that is resumed goes on `after` a step: what was recorded beyond it is taken again."""
         self._file = None
         self._board: Any = None
+        self._sinks: list[Sink] = [*services]
         self._warned = False
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             _keep_until(folder / RECORDS, after)
             self._file = (folder / RECORDS).open("a", buffering=1)
+            self._sinks.insert(0, CsvFile(folder, after=after))
             self._board = _tensorboard(folder) if tensorboard else None
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -59,8 +65,12 @@ class Recorder:
             for key, value in record.items():
                 if key != "step" and isinstance(value, int | float):
                     self._board.add_scalar(key, value, record["step"])
+        for sink in self._sinks:
+            self._try(partial(sink.write, record))
 
     def close(self) -> None:
+        for one in self._sinks:
+            self._try(one.close)
         for sink in (self._file, self._board):
             if sink is not None:
                 try:
@@ -68,9 +78,17 @@ class Recorder:
                 except OSError as error:
                     self._warn(error)
 
-    def _warn(self, error: OSError) -> None:
+    def _try(self, write: Callable[[], None]) -> None:
+        """Whatever a client of another tool raises, a server that is gone, say, the training goes on."""
+        try:
+            write()
+        except Exception as error:
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
         if not self._warned:
-            print(f"warning: records cannot be written: {error.strerror}.", file=sys.stderr)
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error).rstrip(".")
+            print(f"warning: records cannot be written: {reason}.", file=sys.stderr)
         self._warned = True
 
     def __enter__(self) -> Recorder:

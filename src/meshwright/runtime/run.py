@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.build.batch import Batch
-from meshwright.build.check import check, refuse_missing_gpus
+from meshwright.build.check import check, check_engine_config, refuse_missing_gpus
 from meshwright.build.step import StepResult, Trainer
 from meshwright.build.world import PATIENCE, World, alone, join
 from meshwright.checkpoint.folder import find_checkpoint
@@ -28,6 +28,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.runtime.data import Loader, Order
 from meshwright.runtime.environment import Launched, announce, launched, restart_count
 from meshwright.runtime.place import choose_device, place_for, place_of
+from meshwright.strategies.deepspeed.written import understood
 
 
 class Run:
@@ -137,15 +138,22 @@ def setup(
     workers: int = 0,
     facts: ModelFacts | None = None,
     world: World | None = None,
+    deepspeed_config: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Lay a job out under a strategy over the ranks that this process was launched among; alone if it was not."""
+    """Lay a job out under a strategy over the ranks that this process was launched among; alone if it was not.
+
+    `deepspeed_config` is a configuration of DeepSpeed's, for `engine=deepspeed`; it must agree with job and strategy.
+    """
     chosen = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     facts = facts or describe(job)
     world = world or enter_world(device)
     resolved = check(job, facts, chosen, place_of(world, chosen))
     if resolved.data == "dp" and world.ranks > 1:
         raise Refused(f"dp runs in one process, but {world.ranks} were launched; use ddp, or launch one.")
-    return Run(Trainer(job, facts, resolved, world, seed=seed), workers=workers)
+    config = None
+    if deepspeed_config is not None:
+        config = check_engine_config(understood(deepspeed_config), job, resolved)
+    return Run(Trainer(job, facts, resolved, world, seed=seed, engine_config=config), workers=workers)
 
 
 def enter_world(device: str | None, patience: timedelta = PATIENCE) -> World:

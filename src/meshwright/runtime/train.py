@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from meshwright.errors import NonFiniteLoss
 from meshwright.runtime.checkpoints import Checkpoints
 from meshwright.runtime.measure import peak_bytes
 from meshwright.runtime.preemption import Preemption
+from meshwright.runtime.profile_train import ProfileWish, TrainProfiler
 from meshwright.runtime.record import Recorder, write_event
 from meshwright.runtime.run import Run
+from meshwright.runtime.sinks import open_services
 
 WARMUP = 2  # steps that are not counted into the speed: allocators and caches fill in them
 
@@ -114,6 +118,8 @@ def train(
     checkpoints: Checkpoints | None = None,
     preemption: Preemption | None = None,
     tensorboard: bool = False,
+    log_to: Sequence[str] = (),
+    profile: ProfileWish | None = None,
     progress: bool = True,
 ) -> Summary:
     """Train until the run has taken `steps` optimizer steps. All ranks call it and get the same summary."""
@@ -121,13 +127,16 @@ def train(
     begun_at = run.trainer.steps
     if checkpoints is not None:
         checkpoints.prepare()
+    folder = out if run.is_main else None
+    services = open_services(log_to, folder, _about(run)) if folder is not None else ()
     with (
-        Recorder(out if run.is_main else None, tensorboard=tensorboard, after=begun_at) as recorder,
+        Recorder(folder, tensorboard=tensorboard, after=begun_at, services=services) as recorder,
         _bar(run, progress) as bar,
+        closing(TrainProfiler(profile, out, rank=run.world.rank, device=run.world.device)) as profiler,
     ):
         watch = Watch(run, recorder)
         try:
-            _loop(run, watch, bar, steps=steps, checkpoints=checkpoints, preemption=preemption)
+            _loop(run, watch, bar, profiler, steps=steps, checkpoints=checkpoints, preemption=preemption)
         except NonFiniteLoss:
             if checkpoints is not None:
                 checkpoints.wait()  # all ranks are here, and the last good state may be on its way to the disk
@@ -142,12 +151,20 @@ def train(
 
 
 def _loop(
-    run: Run, watch: Watch, bar: Progress, *, steps: int, checkpoints: Checkpoints | None, preemption: Preemption | None
+    run: Run,
+    watch: Watch,
+    bar: Progress,
+    profiler: TrainProfiler,
+    *,
+    steps: int,
+    checkpoints: Checkpoints | None,
+    preemption: Preemption | None,
 ) -> None:
     task = bar.add_task(str(run.strategy), total=steps, completed=run.trainer.steps, loss="")
     for batch in run.batches(steps=max(0, steps - run.trainer.steps)):
         run.trainer.wish_to_stop = preemption is not None and preemption.asked is not None
-        watch.saw(run.step(batch))
+        with profiler.around(run.trainer.steps + 1):
+            watch.saw(run.step(batch))
         if checkpoints is not None and checkpoints.is_due():
             watch.catch_up()  # a state with a loss that is no number must not become the last checkpoint
             checkpoints.save()
@@ -157,6 +174,15 @@ def _loop(
     watch.catch_up()
     if watch.losses:
         bar.update(task, loss=f"loss {watch.losses[-1]:.4f}")
+
+
+def _about(run: Run) -> Mapping[str, Any]:
+    """What a record of a run is of, for tools that show many."""
+    batch, device = run.trainer.job.global_batch, run.world.device.type
+    return {
+        **{"strategy": str(run.strategy), "ranks": run.world.ranks, "device": device},
+        **{"global_batch": batch, "seed": run.trainer.seed},
+    }
 
 
 def refuse_non_finite(run: Run, result: StepResult) -> None:

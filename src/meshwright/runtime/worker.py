@@ -16,6 +16,7 @@ from meshwright.runtime.attempt import own_attempt, report
 from meshwright.runtime.checkpoints import Checkpoints, saved_seed
 from meshwright.runtime.environment import restart_count
 from meshwright.runtime.preemption import Preemption
+from meshwright.runtime.profile_train import ProfileWish
 from meshwright.runtime.run import enter_world, setup
 from meshwright.runtime.train import train
 from meshwright.runtime.verify import verify
@@ -35,6 +36,7 @@ def run_train(request: dict[str, Any]) -> dict[str, Any]:
             device=request["device"],
             workers=request["workers"],
             facts=_facts(request),
+            deepspeed_config=request["deepspeed_config"],
         ) as run,
     ):
         checkpoints = None
@@ -51,6 +53,8 @@ def run_train(request: dict[str, Any]) -> dict[str, Any]:
             checkpoints=checkpoints,
             preemption=preemption,
             tensorboard=request["tensorboard"],
+            log_to=request.get("log_to", ()),
+            profile=ProfileWish.from_json(request["profile"]) if request.get("profile") else None,
         )
     return summary.to_json()
 

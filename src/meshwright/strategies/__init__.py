@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.base import DataStrategy, Layout, Place
 from meshwright.strategies.ddp import Ddp
+from meshwright.strategies.deepspeed.strategy import DEEPSPEED_STRATEGIES
 from meshwright.strategies.dp import Dp
 from meshwright.strategies.engine import Engine, Setting
 from meshwright.strategies.fsdp import Fsdp
@@ -26,6 +27,8 @@ DATA_STRATEGIES: dict[str, DataStrategy] = {
 
 def data_strategy(strategy: Strategy) -> DataStrategy:
     """What lays the data axis; where the model's axes took every rank there is none to lay."""
+    if strategy.engine == "deepspeed":
+        return DEEPSPEED_STRATEGIES[strategy.data or "single"]
     return DATA_STRATEGIES[strategy.data or "single"]
 
 

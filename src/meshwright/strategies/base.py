@@ -58,6 +58,10 @@ class DataStrategy(ABC):
         """The mesh axes that it needs, by name and size; empty for one process."""
         return {"data": strategy.data_ranks}
 
+    def weights_on_host(self, strategy: Strategy) -> bool:
+        """Whether initial weights are made in host memory, from where `apply` takes them."""
+        return strategy.offload == "params"
+
     @abstractmethod
     def layout(self, strategy: Strategy) -> Layout:
         """What each rank holds."""

@@ -6,7 +6,9 @@ cut puts initial weights in their place and brings the whole back.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import nn
@@ -40,6 +42,40 @@ class Cut:
     def join(self, local: torch.Tensor) -> torch.Tensor:
         """The whole, on every rank of the axis; all of them must take part."""
         return joined(local, self.dim, self.pieces, self.mesh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """Consecutive elements of a parameter, counted row after row; a rank holds them as a tensor of one dim."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    start: int
+
+    def boxes(self, length: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Offsets and sizes of the boxes that so many elements make up, in their order."""
+        yield from _boxes(self.shape, self.start, self.start + length)
+
+
+def _boxes(
+    shape: tuple[int, ...], start: int, stop: int, at: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """A part of the first row, whole rows, and a part of the last one, each part likewise in its own row."""
+    if start >= stop:
+        return
+    if not shape:
+        yield at, (1,) * len(at)
+        return
+    ones, row = (1,) * len(at), prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # all of it lies within one row
+        yield from _boxes(shape[1:], start - last * row, stop - last * row, (*at, last))
+        return
+    if start < first * row:
+        yield from _boxes(shape[1:], start - (first - 1) * row, row, (*at, first - 1))
+    if first < last:
+        yield (*at, first, *(0 for _ in shape[1:])), (*ones, last - first, *shape[1:])
+    yield from _boxes(shape[1:], 0, stop - last * row, (*at, last))
 
 
 Cuts = dict[str, Cut]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.cuts import Cut
+from meshwright.strategies.cuts import Cut, Stretch
 from meshwright.strategies.norm import global_norm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,6 +40,8 @@ class Setting:
     """Whether a pipeline runs the model: many backward passes, and gradients are communicated once, after all."""
     devices: tuple[int, ...] = field(default=())
     """All CUDA devices of this process; only DataParallel has more than one."""
+    engine_config: Mapping[str, Any] | None = None
+    """What the user has written for the engine in its own words, checked against the strategy and the job."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -66,8 +70,8 @@ class Held:
     """In the unsplit model; a tied parameter comes under each of its names."""
     tensor: torch.Tensor
     """The master; a DTensor where the data axis shards it."""
-    cut: Cut | None = None
-    """Which part of the whole the tensor (or the whole DTensor) is, where a model axis divides it."""
+    cut: Cut | Stretch | None = None
+    """Which part of the whole the tensor (or the whole DTensor) is, where a model axis or DeepSpeed divides it."""
     current: bool = True
     """Whether training keeps it up to date: a stage's copy of another stage's buffer is not."""
 
@@ -92,6 +96,10 @@ class Engine:
     def region(self) -> AbstractContextManager[Any]:
         """Around forward, loss and backward."""
         return nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Differentiate what was computed since the last call."""
+        loss.backward()
 
     def finish(self) -> None:
         """After the last backward: wait until every gradient is the whole batch's."""
@@ -124,7 +132,7 @@ class Engine:
             if isinstance(tensor, torch.Tensor):
                 yield Held(name, tensor)
 
-    def cut_of(self, name: str) -> Cut | None:
+    def cut_of(self, name: str) -> Cut | Stretch | None:
         """Which part of a parameter this rank's is along a model axis; None where it is whole."""
         return None
 
@@ -135,6 +143,43 @@ class Engine:
         """The tensors that this rank holds as parameters and as gradients, for counting their bytes."""
         parameters = list(self.model.parameters())
         return {"parameters": list(parameters), "gradients": [p.grad for p in parameters if p.grad is not None]}
+
+
+class OptimizingEngine(Engine):
+    """An engine that clips and runs the job's optimizer itself, and keeps what belongs to it where it likes."""
+
+    @abstractmethod
+    def adopt(self, optimizer: Optimizer, max_norm: float | None) -> None:
+        """Take the optimizer that the job made of `parameters()`. Called once, before anything is computed."""
+
+    @abstractmethod
+    def optimized(self) -> NamedParameters:
+        """The masters that this rank updates, each parameter's by itself."""
+
+    @abstractmethod
+    def remembered(self) -> OptimizerState:
+        """What the optimizer keeps of each of `optimized()`."""
+
+    @abstractmethod
+    def update(self, scale: float | torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Multiply gradients by `scale`, clip them by their global norm and update; the norm, and whether it was done.
+
+        It is not where fp16 overflowed.
+        """
+
+
+class OptimizerState(Protocol):
+    """What a checkpoint wants of an optimizer; `torch.optim.Optimizer` is one."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    @property
+    def state(self) -> Mapping[Any, Any]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,137 @@
+"""`pp=N:1f1b` on DeepSpeed: the stages of a sequential model, and how a batch goes through its pipeline engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from meshwright.build.axes import Axes
+from meshwright.build.batch import Batch, MicroBatch, rounds
+from meshwright.build.batchnorm import synchronise_batch_norms
+from meshwright.build.build import apply_precision, fill
+from meshwright.build.passes import Dropout, Losses
+from meshwright.build.precision import cast
+from meshwright.build.recompute import recompute_blocks
+from meshwright.build.world import World
+from meshwright.describe.blueprint import record
+from meshwright.errors import JobError
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.strategies.deepspeed.pipeline import Layers, StageEngine, ZeroStageEngine, cut_layers, stage_of
+from meshwright.strategies.engine import Setting
+from meshwright.strategies.pipeline import count_micro_batches, count_stages
+from meshwright.strategies.stages import cut_stages
+
+
+def lay_deepspeed_pipeline(
+    job: Job,
+    facts: ModelFacts,
+    strategy: Strategy,
+    axes: Axes,
+    world: World,
+    losses: Losses,
+    dropout: Dropout,
+    *,
+    seed: int,
+    engine_config: Mapping[str, Any] | None,
+) -> DeepSpeedPasses:
+    """This rank's stage under a resolved strategy, and what runs it."""
+    blueprint = record(job.model, seed)
+    layers = cut_layers(blueprint.model, facts, cut_stages(facts, count_stages(strategy), job.stages))
+    assert axes.pipeline is not None and isinstance(blueprint.model, nn.Sequential)
+    model: nn.Module = stage_of(blueprint.model, layers.of(axes.pipeline_rank))
+    setting = Setting(
+        strategy=strategy,
+        facts=facts,
+        device=world.device,
+        mesh=axes.data,
+        fill=lambda: fill(blueprint, world, strategy, {}),
+        pipelined=True,
+        engine_config=engine_config,
+    )
+    if facts.batch_norms and (group := axes.batch_group(world)) is not None:
+        model = synchronise_batch_norms(model, group, in_plain_operators=world.device.type == "cpu")
+    own = dict(model.named_modules())
+    blocks = [own[name] for name in facts.blocks if name in own]
+    apply_precision(model, blocks, setting.compute_dtype, pure=False, casts_itself=False)
+    if strategy.recompute != "none":
+        recompute_blocks(blocks or list(model.children()), strategy.recompute)
+    setting.fill()
+    return DeepSpeedPasses(
+        model, setting, layers, axes, losses, dropout, micro_batches=count_micro_batches(strategy, job.global_batch)
+    )
+
+
+class DeepSpeedPasses:
+    """One rank of DeepSpeed's pipeline."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        setting: Setting,
+        layers: Layers,
+        axes: Axes,
+        losses: Losses,
+        dropout: Dropout,
+        *,
+        micro_batches: int,
+    ) -> None:
+        assert axes.pipeline is not None
+        kind = ZeroStageEngine if setting.strategy.data == "zero1" else StageEngine
+        self.engine: StageEngine = kind(model, setting, layers, axes.pipeline, self._loss)
+        self._setting, self._axes, self._losses, self._dropout = setting, axes, losses, dropout
+        self._micro_batches = micro_batches
+        self._pieces: list[MicroBatch] = []
+        self._next, self._factor, self._step = 0, 1.0, 0
+        self._shapes: list[torch.Size] = []
+        self._totals = torch.zeros(2, device=dropout.device)
+        self.engine.before_each = self._begin
+
+    def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
+        self._factor, self._step = factor, step
+        self._totals = torch.zeros(3, device=self._dropout.device, dtype=torch.float32)
+        all_of_them = rounds(batch, self._axes.data_ranks, self._micro_batches)
+        for number, pieces in enumerate(all_of_them, start=1):
+            self._start(pieces)
+            self.engine.run(self._loaded(), len(pieces), last=number == len(all_of_them))
+        return self._totals
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self._totals = torch.zeros(2, device=self._dropout.device, dtype=torch.float64)
+        for pieces in rounds(batch, self._axes.data_ranks, self._micro_batches):
+            self._start(pieces)
+            self.engine.look(self._loaded(), len(pieces))
+        return self._totals
+
+    def _start(self, pieces: list[MicroBatch]) -> None:
+        """All stages of a pipeline have the same samples, so they see shapes change together."""
+        self._pieces, self._next = pieces, 0
+        shapes = [leaf.shape for leaf in tree_leaves(pieces[0].data) if torch.is_tensor(leaf)]
+        if shapes != self._shapes:
+            self.engine.forget_shapes()
+        self._shapes = shapes
+
+    def _loaded(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        """What the first stage takes of each micro-batch; the last one would get labels, and knows them itself."""
+        for piece in self._pieces:
+            given = self._losses.job.inputs(piece.data)
+            tensors = list(given.values()) if isinstance(given, Mapping) else list(given)
+            if len(tensors) != 1:
+                raise JobError(f"An nn.Sequential takes one input, but Job(inputs=...) gave {len(tensors)}.")
+            entering = cast(tensors[0], self._setting.compute_dtype) if self._setting.lowered else tensors[0]
+            yield entering, torch.zeros(())
+
+    def _loss(self, output: Any, nothing: torch.Tensor) -> torch.Tensor:
+        loss, sums = self._losses.of_output(output, self._pieces[self._next - 1])
+        self._totals[:2].add_(sums)
+        return loss * self._factor
+
+    def _begin(self) -> None:
+        """Micro-batches are forwarded in their order on every stage, so counting tells which one it is."""
+        self._dropout.seed(self._step, self._pieces[self._next].span.first, self.engine.stage)
+        self._next += 1

@@ -1,0 +1,145 @@
+"""What a run of DeepSpeed's knew beside its weights, as a job's own optimizer and schedule would know it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from meshwright.checkpoint.deepspeed import TrainingState
+from meshwright.checkpoint.expected import Expected
+from meshwright.checkpoint.manifest import OPTIMIZER
+from meshwright.checkpoint.naming import Match
+from meshwright.checkpoint.parts import lay
+from meshwright.checkpoint.plain import encode
+from meshwright.checkpoint.planner import State
+from meshwright.errors import WrongCheckpoint
+from meshwright.facts.named import NamedParameters
+from meshwright.facts.strategy import Strategy
+from meshwright.strategies.deepspeed.config import STAGES
+
+TELLING = frozenset({"betas", "momentum", "alpha", "rho"})
+"""Numbers of a group that tell one family of optimizers from another."""
+OTHERWISE = "without --job only the weights are taken"
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What is added to the weights."""
+
+    state: State
+    little: dict[str, Any]
+    """Fields of the manifest."""
+    masters: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Better weights than those of the model, where it was in less than fp32."""
+
+
+def carry(training: TrainingState, match: Match, expected: Expected) -> Carried:
+    """The optimizer's state by the job's names; an error where the job has another optimizer or schedule."""
+    model = expected.model
+    parameters = NamedParameters((n, p) for n, p in model.named_parameters() if p.requires_grad)
+    optimizer = expected.job.optimizer(parameters)
+    names = {id(parameter): name for name, parameter in parameters.named()}
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    _refuse_other_optimizer(training, optimizer)
+    first = expected.tied
+    to_job = {name: first.get(match.prefix.apply(name), match.prefix.apply(name)) for name in training.slots}
+    state: State = {}
+    masters: dict[str, torch.Tensor] = {}
+    if training.names is None:
+        state, masters = _by_order(training, groups, {n: tuple(p.shape) for n, p in parameters.named()})
+    else:
+        _refuse_other_groups(groups, [[to_job.get(name, name) for name in group] for group in training.names])
+        for name, slots in training.slots.items():
+            state |= {f"{OPTIMIZER}{to_job[name]}/{key}": laid for key, laid in slots.items()}
+    return Carried(state, _little(training, optimizer, groups, expected), masters)
+
+
+def _by_order(
+    training: TrainingState, groups: list[list[str]], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[State, dict[str, torch.Tensor]]:
+    """Of a folder that numbers parameters: the job's own order, and shapes that must agree."""
+    names = [name for group in groups for name in group]
+    if len(names) != len(training.unnamed):
+        raise WrongCheckpoint(
+            f"The folder's optimizer has {len(training.unnamed)} parameters, and the job's {len(names)}; {OTHERWISE}."
+        )
+    state: State = {}
+    masters: dict[str, torch.Tensor] = {}
+    for name, (master, kept) in zip(names, training.unnamed, strict=True):
+        for key, value in kept.items():
+            if torch.is_tensor(value) and value.dim() and tuple(value.shape) != shapes[name]:
+                raise WrongCheckpoint(
+                    f"The folder's optimizer has {key} in the shape {tuple(value.shape)} where the job's has {name} of "
+                    f"{shapes[name]}: their orders differ; {OTHERWISE}."
+                )
+            if torch.is_tensor(value):
+                state[f"{OPTIMIZER}{name}/{key}"] = lay(value)
+        if master is not None:
+            masters[name] = master
+    return state, masters
+
+
+def _refuse_other_optimizer(training: TrainingState, optimizer: Optimizer) -> None:
+    own = TELLING & optimizer.param_groups[0].keys()
+    found = TELLING & training.groups[0].keys()
+    if own != found:
+        raise WrongCheckpoint(
+            f"The folder's optimizer has {' and '.join(sorted(found)) or 'no momentum'}, and the job's is "
+            f"{type(optimizer).__name__}; {OTHERWISE}."
+        )
+    if len(training.groups) != len(optimizer.param_groups):
+        raise WrongCheckpoint(
+            f"The folder's optimizer has {len(training.groups)} groups of parameters, and the job's "
+            f"{len(optimizer.param_groups)}; {OTHERWISE}."
+        )
+
+
+def _refuse_other_groups(own: list[list[str]], found: list[list[str]]) -> None:
+    for number, (mine, theirs) in enumerate(zip(own, found, strict=True)):
+        if strange := sorted(set(theirs) - set(mine)):
+            raise WrongCheckpoint(
+                f"Group {number} of the folder's optimizer has {strange[0]}, which the job's does not; {OTHERWISE}."
+            )
+
+
+def _little(
+    training: TrainingState, optimizer: Optimizer, groups: list[list[str]], expected: Expected
+) -> dict[str, Any]:
+    own = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    values = [
+        mine | {k: v for k, v in theirs.items() if k in mine or k == "initial_lr"}
+        for mine, theirs in zip(own, training.groups, strict=True)
+    ]
+    word = {stage: word for word, stage in STAGES.items()}[training.stage]
+    strategy = Strategy(data=word, data_size=training.ranks, engine="deepspeed")  # type: ignore[arg-type]
+    return {
+        **{"step": training.step, "samples": training.samples, "ranks": training.ranks, "strategy": str(strategy)},
+        "optimizer": {
+            "class": type(optimizer).__name__,
+            "groups": [
+                {"names": names, "values": encode(value, "The optimizer's group")}
+                for names, value in zip(groups, values, strict=True)
+            ],
+        },
+        "schedule": _schedule(training, optimizer, expected),
+        "loss_scale": training.loss_scale,
+    }
+
+
+def _schedule(training: TrainingState, optimizer: Optimizer, expected: Expected) -> dict[str, Any] | None:
+    """The job's own schedule where the folder's state is one of it."""
+    schedule = expected.job.schedule(optimizer) if expected.job.schedule else None
+    found = dict(training.schedule or {})
+    if schedule is None and not found:
+        return None
+    own = schedule.state_dict().keys() if schedule is not None else set()
+    if set(own) != set(found):
+        raise WrongCheckpoint(
+            f"The folder's schedule keeps {', '.join(sorted(found)) or 'nothing'}, and the job's "
+            f"{type(schedule).__name__ if schedule else 'schedule is none'} {', '.join(sorted(own))}; {OTHERWISE}."
+        )
+    return {"class": type(schedule).__name__, "state": encode(found, "The schedule")}

@@ -1,0 +1,264 @@
+"""A checkpoint folder that DeepSpeed itself wrote: weights, masters and the optimizer, put together from ZeRO's parts.
+
+DeepSpeed is not needed for it. Its files are pickles, of which only tensors and plain containers are taken: what is an
+object of DeepSpeed's own (an enumeration, an address) becomes a stand-in that does nothing, and any other is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint.parts import Laid, lay
+from meshwright.errors import CheckpointError, one_line
+from meshwright.strategies.cuts import Stretch
+
+LATEST = "latest"
+_MODEL = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """All that a run needs to go on, beside weights."""
+
+    step: int
+    samples: int
+    ranks: int
+    stage: int
+    groups: list[dict[str, Any]]
+    """The optimizer's numbers, by group."""
+    names: list[list[str]] | None
+    """Parameters of each group; None where the folder does not say: then they are in the job's order."""
+    slots: dict[str, dict[str, Laid]] = field(default_factory=dict)
+    """By parameter and key; empty where names are not known."""
+    unnamed: list[tuple[torch.Tensor | None, dict[str, Any]]] = field(default_factory=list)
+    """In the place of slots where names are not known: masters and state, group after group."""
+    schedule: Mapping[str, Any] | None = None
+    loss_scale: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class DeepSpeedFolder:
+    """What a folder holds."""
+
+    tensors: dict[str, torch.Tensor]
+    """Parameters (fp32 masters where there are) and buffers."""
+    training: TrainingState
+
+
+def find_deepspeed(folder: Path) -> Path | None:
+    """A folder of one step: this one, or the one that its `latest` names; None where DeepSpeed wrote neither."""
+    if (folder / LATEST).is_file():
+        tag = (folder / LATEST).read_text().strip()
+        folder = folder / tag if Path(tag).name == tag else folder
+    return folder if _files(folder, _MODEL) else None
+
+
+def open_deepspeed(folder: Path) -> DeepSpeedFolder:
+    """Read what `save_checkpoint` wrote of one step."""
+    models, optimizers = _files(folder, _MODEL), _files(folder, _OPTIMIZER)
+    parts = {part for part, _ in (*models, *optimizers)}
+    if parts != {0} or any(folder.glob("layer_*")) or any(folder.glob("*expert*")):
+        raise CheckpointError(
+            f"{folder} is of a model that was divided by tensors, layers or experts, which is not read; "
+            "make one file of it with DeepSpeed's zero_to_fp32.py, and import that."
+        )
+    model = [_load(path) for path in models.values()]
+    states = [_load(path)["optimizer_state_dict"] for path in optimizers.values()]
+    _refuse_incomplete(folder, model[0], len(states))
+    try:
+        if not states:
+            return _whole(model[0])
+        return _of_stage_3(model, states) if "fp32_flat_groups" in states[0] else _of_stage_1_or_2(model[0], states)
+    except (KeyError, IndexError, AttributeError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"{folder} is not as DeepSpeed 0.19 writes it: {one_line(error)}") from None
+
+
+def _files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
+    """Files of a kind by the part of the model and the rank, in that order."""
+    found = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if match := pattern.fullmatch(path.name):
+            found[int(match["part"]), int(match["rank"] or 0)] = path
+    return dict(sorted(found.items()))
+
+
+class _StandIn:
+    """In the place of an object of DeepSpeed's: it keeps what it was made of, and does nothing."""
+
+    def __init__(self, *made_of: Any) -> None:
+        self.made_of = made_of
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        strange = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        if foreign := [name for name in strange if not name.startswith("deepspeed.")]:
+            raise CheckpointError(f"{path} holds a {foreign[0]}, and only tensors, numbers and text are read.")
+        with torch.serialization.safe_globals([(_StandIn, name) for name in strange]):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} is no sound file of torch ({type(error).__name__}).") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is no file of DeepSpeed's: it holds {type(content).__name__}.")
+    return content
+
+
+def _refuse_incomplete(folder: Path, model: Mapping[str, Any], files: int) -> None:
+    ranks = int(model.get("dp_world_size", 1))
+    if files not in (0, ranks):
+        raise CheckpointError(f"{folder} was written by {ranks} ranks, but has optimizer states of {files}.")
+    if files == 0 and model.get("param_shapes"):
+        raise CheckpointError(f"{folder} has no optimizer states, in which ZeRO keeps the weights.")
+
+
+def _whole(model: Mapping[str, Any]) -> DeepSpeedFolder:
+    """Stage 0: everything is whole in one file, and the optimizer knows parameters by their number."""
+    found = model.get("optimizer") or {}
+    document = found.get("optimizer_state_dict", found)
+    masters = [tensor for group in found.get("fp32_groups", ()) for tensor in group]
+    numbers = [number for group in document.get("param_groups", ()) for number in group["params"]]
+    unnamed = [
+        (masters[place] if masters else None, document["state"].get(number, {})) for place, number in enumerate(numbers)
+    ]
+    groups = [_values(group) for group in document.get("param_groups", ())]
+    training = _training(model, stage=0, groups=groups, names=None, unnamed=unnamed)
+    return DeepSpeedFolder(_parameters(model["module"]), training)
+
+
+def _of_stage_1_or_2(model: Mapping[str, Any], states: list[dict[str, Any]]) -> DeepSpeedFolder:
+    """A group's parameters one after another, and each rank has an equal part: addresses say where each lies."""
+    if any(padding for group in states[0].get("param_alignment_paddings") or () for padding in group):
+        raise CheckpointError("The folder was written with parameter_alignment, whose gaps are not read.")
+    shapes = [dict(group) for group in model["param_shapes"]]
+    slots: dict[str, dict[str, Laid]] = {}
+    pieces: dict[str, list[torch.Tensor]] = {}
+    for number, group in enumerate(shapes):
+        done = dict.fromkeys(group, 0)
+        for state in states:
+            kept = state["base_optimizer_state"]["state"].get(number, {})
+            for name, address in state["param_slice_mappings"][number].items():
+                start, length = address.start, address.numel
+                stretch = Stretch(shape=tuple(group[name]), start=done[name])
+                flat = state["single_partition_of_fp32_groups"][number]
+                pieces.setdefault(name, []).append(flat.narrow(0, start, length))
+                _add(slots.setdefault(name, {}), kept, flat.numel(), slice(start, start + length), stretch)
+                done[name] += length
+    groups = [_values(group) for group in states[0]["base_optimizer_state"]["param_groups"]]
+    names = [list(group) for group in shapes]
+    masters = {name: torch.cat(pieces[name]).view(tuple(shape)) for group in shapes for name, shape in group.items()}
+    tensors = _parameters(model["module"]) | masters | _tied(model, masters)
+    scale = _loss_scale(states[0])
+    training = _training(model, stage=_stage(states[0]), groups=groups, names=names, slots=slots, loss_scale=scale)
+    return DeepSpeedFolder(tensors, training)
+
+
+def _of_stage_3(models: list[dict[str, Any]], states: list[dict[str, Any]]) -> DeepSpeedFolder:
+    """Every parameter in equal parts, which lie one after another in each rank's flat groups."""
+    ranks, model = len(states), models[0]
+    shapes = [dict(group) for group in model["param_shapes"]]
+    slots: dict[str, dict[str, Laid]] = {}
+    masters = {}
+    flats = [_Flats(state["fp32_flat_groups"], state["optimizer_state_dict"]["state"]) for state in states]
+    for name, shape in ((name, tuple(shape)) for group in shapes for name, shape in group.items()):
+        room, pieces = -(-prod(shape) // ranks), []
+        for rank, flat in enumerate(flats):
+            start = min(rank * room, prod(shape))
+            length = min(room, prod(shape) - start)
+            number, at = flat.take(room)
+            pieces.append(flat.groups[number].narrow(0, at, length))
+            kept, whole = flat.states.get(number, {}), flat.groups[number].numel()
+            own = slots.setdefault(name, {})
+            _add(own, kept, whole, slice(at, at + length), Stretch(shape=shape, start=start))
+        masters[name] = torch.cat(pieces).view(shape)
+    frozen = {
+        name: torch.cat([part["frozen_param_fragments"][name] for part in models])[: prod(shape)].view(tuple(shape))
+        for name, shape in (model.get("frozen_param_shapes") or {}).items()
+    }
+    buffers = {name: model["module"][name] for name in model["buffer_names"] if name in model["module"]}
+    tensors = buffers | _parameters(frozen) | masters
+    groups = [_values(group) for group in states[0]["optimizer_state_dict"]["param_groups"]]
+    names = [list(group) for group in shapes]
+    training = _training(model, stage=3, groups=groups, names=names, slots=slots, loss_scale=_loss_scale(states[0]))
+    return DeepSpeedFolder(tensors | _tied(model, tensors), training)
+
+
+class _Flats:
+    """One rank's flat groups, read from front to back."""
+
+    def __init__(self, groups: list[torch.Tensor], states: dict[int, dict[str, Any]]) -> None:
+        self.groups, self.states = groups, states
+        self._number = self._at = 0
+
+    def take(self, room: int) -> tuple[int, int]:
+        """The group and the place of the next so many elements."""
+        if self._at + room > self.groups[self._number].numel():
+            self._number, self._at = self._number + 1, 0
+        self._at += room
+        return self._number, self._at - room
+
+
+def _add(slots: dict[str, Laid], kept: Mapping[str, Any], whole: int, own: slice, stretch: Stretch) -> None:
+    """A rank's piece of everything that the optimizer keeps; a counter is taken once."""
+    for key, value in kept.items():
+        if not torch.is_tensor(value):
+            continue
+        if value.dim() == 1 and value.numel() >= whole:
+            laid = lay(value[own], stretch)
+            slots[key] = slots[key] + laid if key in slots else laid
+        else:
+            slots.setdefault(key, lay(value))
+
+
+def _parameters(module: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """As masters are: in fp32. What has no elements is somewhere else."""
+    low = (torch.bfloat16, torch.float16)
+    return {n: t.float() if t.dtype in low else t for n, t in module.items() if torch.is_tensor(t) and t.numel()}
+
+
+def _tied(model: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    shared = dict(model.get("shared_params") or {})
+    return {alias: tensors[first] for alias, first in shared.items() if first in tensors}
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _stage(state: Mapping[str, Any]) -> int:
+    """DeepSpeed's optimizer for bf16 does not tell: it is of stage 1."""
+    found = state.get("zero_stage")
+    return int(found.made_of[0]) if isinstance(found, _StandIn) and found.made_of else 1
+
+
+def _loss_scale(state: Mapping[str, Any]) -> dict[str, float] | None:
+    """fp16's, in our words."""
+    scaler = vars(state["loss_scaler"]) if isinstance(state.get("loss_scaler"), _StandIn) else {}
+    if not state.get("dynamic_loss_scale") or "cur_scale" not in scaler:
+        return None
+    interval, since = int(scaler["scale_window"]), int(scaler["cur_iter"]) - int(scaler["last_overflow_iter"]) - 1
+    return {
+        "value": float(scaler["cur_scale"]),
+        "growth": float(scaler["scale_factor"]),
+        "interval": interval,
+        "steps_since": max(0, since) % interval,
+    }
+
+
+def _training(model: Mapping[str, Any], **rest: Any) -> TrainingState:
+    return TrainingState(
+        step=int(model.get("global_steps", 0)),
+        samples=int(model.get("global_samples", 0)),
+        ranks=int(model.get("dp_world_size", 1)),
+        schedule=model.get("lr_scheduler"),
+        **rest,
+    )

@@ -1,0 +1,77 @@
+"""`meshwright compare`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.outcome import print_result
+
+NOTES = """Each strategy runs in ranks of its own; one that fails, is killed, runs out of memory or takes too long is a
+row that says so. Exit 1 where no strategy ran through."""
+
+
+def compare(
+    job: Annotated[str, typer.Argument(help="A Python file with a variable `job`, or file.py:name.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Processes to start on this machine for each strategy.")] = 2,
+    strategies: Annotated[
+        list[str] | None, typer.Option(help="Strategies to compare, one or more words; all plain ones if left out.")
+    ] = None,
+    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed in each round.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="How often all strategies are gone through.")] = 2,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one round of one strategy.")] = 300.0,
+    seed: Annotated[int, typer.Option(help="For weights and batches.")] = 0,
+    on: Annotated[
+        str, typer.Option("--on", help="What to forecast for: local, or a FILE.json that probe wrote.")
+    ] = "local",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU is taken where there is one.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with bars, curves, timelines and meshes.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write measured steps as trace events, which Perfetto opens.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """Run strategies head to head: speed, memory, communication, bubble, losses, forecast against measured.
+
+    [bold]meshwright compare examples/gpt.py --ranks 4[/]
+
+    [bold]meshwright compare examples/gpt.py --ranks 2 --strategies ddp zero2 fsdp pp=2:1f1b --html compare.html[/]
+
+    [bold]meshwright compare job.py --ranks 4 --steps 20 --rounds 3 --csv rows.csv --trace steps.json --json[/]
+    """
+    from meshwright.comparing import compare_command
+    from meshwright.report.compare import comparison_page, write_csv
+    from meshwright.report.compare_trace import write_trace
+    from meshwright.runtime.compare import Request
+    from meshwright.runtime.compare_start import OK
+
+    asked = Request(
+        job=job,
+        ranks=ranks,
+        strategies=tuple([*(strategies or []), *(more or [])]),
+        steps=steps,
+        rounds=rounds,
+        seed=seed,
+        timeout=timeout,
+        device=device,
+    )
+    comparison = compare_command(asked, on=on)
+    document = comparison.document
+    if csv is not None:
+        write_csv(document, csv)
+    if html is not None:
+        from meshwright.report.compare_html import write_page
+
+        write_page(document, html)
+    if trace is not None:
+        write_trace(comparison.document, comparison.profiles, trace)
+    print_result(document, comparison_page(document), as_json=as_json)
+    if not any(row["status"] == OK for row in document["results"]):
+        print("error: no strategy ran through; the reasons are listed.", file=sys.stderr)
+        raise typer.Exit(1)

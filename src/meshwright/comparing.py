@@ -1,0 +1,112 @@
+"""Strategies head to head, with what the planner had foretold of each: runs and forecasts meet here.
+
+document = compare_command(Request(job="examples/gpt.py", ranks=4)).document
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.facts.catalogue import hardware_of
+from meshwright.facts.cluster import LOCAL, Cluster
+from meshwright.facts.plan import Plan
+from meshwright.facts.strategy import Strategy
+from meshwright.planner.search import Setting, consider
+from meshwright.planning import Planner
+from meshwright.runtime.compare import Compared, Request, compare, count_cores, note_on_cores
+from meshwright.runtime.probe_machine import local_cluster
+from meshwright.strategies.pipeline import is_pipelined
+from meshwright.timelines import LARGEST, count_actions, forecast_timeline
+from meshwright.units import mib
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The document that `compare --json` prints, and what is only for a trace file."""
+
+    document: dict[str, Any]
+    profiles: dict[str, list[dict[str, Any]]]
+    """By strategy: when each rank computed and communicated in the profiled step."""
+
+
+def compare_command(request: Request, *, on: str = LOCAL) -> Comparison:
+    """What `meshwright compare` does; `on` is the cluster that forecasts are made for."""
+    named = Cluster.parse(on)
+    done = compare(request)
+    cluster = this_machine(done.device, request.ranks) if named.device == LOCAL else named
+    planner = Planner(done.job, done.facts, done.job.global_batch)
+    rows = [with_forecast(row, planner, cluster, done.strategies.get(row["strategy"])) for row in done.rows]
+    return Comparison(document=_document(request, done, str(cluster), rows), profiles=done.profiles)
+
+
+def this_machine(device: str, ranks: int) -> Cluster:
+    """A device a rank; CPU ranks that share cores have a part of one each."""
+    cluster = local_cluster(device, devices=ranks)
+    share = count_cores() / ranks
+    if device != "cpu" or share >= 1:
+        return cluster
+    whole = hardware_of(cluster)
+    flops = {precision: peak * share for precision, peak in whole.flops.items()}
+    return replace(cluster, hardware={**cluster.hardware, "flops": flops, "bandwidth": whole.bandwidth * share})
+
+
+def with_forecast(row: dict[str, Any], planner: Planner, cluster: Cluster, strategy: Strategy | None) -> dict[str, Any]:
+    """The row with what was foretold, also where the run failed; a forecast that cannot be made says why."""
+    if strategy is None:
+        return row
+    try:
+        planner.search_named(cluster, [strategy])  # measures the job's costs under the strategy's policies
+        setting = planner.setting(cluster)
+        plan = consider(setting, strategy)
+    except MeshwrightError as error:
+        return {**row, "forecast": {"reason": str(error)}}
+    told: dict[str, Any] = {"forecast": forecast_of(plan, row)}
+    if row["timeline"] is not None:
+        told["forecast_timeline"] = _timeline(setting, strategy)
+    return {**row, **told}
+
+
+def forecast_of(plan: Plan, row: dict[str, Any]) -> dict[str, Any]:
+    """A plan's figures under the row's names, and how far they are off, as shares of what was measured."""
+    step, peak = 1e3 * plan.forecast.step, mib(plan.peak)
+    return {
+        "step_ms": step,
+        "peak_mib": peak,
+        "memory": {cause: mib(size) for cause, size in plan.forecast.memory.items() if cause != "allocator"},
+        "time": {cause: 1e3 * seconds for cause, seconds in plan.forecast.time.items()},
+        "bubble": plan.forecast.time.get("bubble", 0.0) / plan.forecast.step if is_pipelined(plan.strategy) else None,
+        "error": {"time": _off(step, row["step_ms"]), "memory": _off(peak, row["peak_mib"])},
+        "grade": plan.grade,
+    }
+
+
+def _off(forecast: float, measured: float | None) -> float | None:
+    return forecast / measured - 1 if measured else None
+
+
+def _timeline(setting: Setting, strategy: Strategy) -> dict[str, Any] | None:
+    if count_actions(setting, strategy) > LARGEST:
+        return None
+    try:
+        return forecast_timeline(setting, strategy).to_json()
+    except MeshwrightError:
+        return None
+
+
+def _document(request: Request, done: Compared, cluster: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "job": request.job,
+        "ranks": request.ranks,
+        "device": done.device,
+        "cluster": cluster,
+        "global_batch": done.job.global_batch,
+        "steps": request.steps,
+        "rounds": request.rounds,
+        "note": note_on_cores(request.ranks, done.device),
+        "results": rows,
+        "references": done.references,
+        "left_out": done.left_out,
+        "seconds": done.seconds,
+    }

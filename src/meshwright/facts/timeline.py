@@ -1,0 +1,113 @@
+"""When each rank of a pipeline does what in one step, foretold or measured: one type, so the two can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+FORWARD, BACKWARD, INPUT, WEIGHT = "forward", "backward", "backward for inputs", "backward for weights"
+SEND, DATA, UPDATE, IDLE = "send", "data axis", "update", "idle"
+KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT, SEND, DATA, UPDATE, IDLE)
+"""What a piece of a timeline may be, in the order in which they are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One thing that one rank does."""
+
+    rank: int
+    kind: str
+    """One of KINDS. What is sent to another stage is under way while the rank computes; all else is one at a time."""
+    start: float
+    """Seconds from the step's beginning; likewise `end`."""
+    end: float
+    stage: int | None = None
+    micro_batch: int | None = None
+    to: int | None = None
+    """The rank that something is sent to."""
+    parts: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Seconds by cause, where more is known than the whole."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"Unknown kind {self.kind!r} of a timeline's piece; kinds are {', '.join(KINDS)}.")
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    def to_json(self) -> dict[str, Any]:
+        told = {"stage": self.stage, "micro_batch": self.micro_batch, "to": self.to, "parts": dict(self.parts) or None}
+        known = {key: value for key, value in told.items() if value is not None}
+        return {"rank": self.rank, "kind": self.kind, "start": self.start, "end": self.end, **known}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One step of a pipeline, rank by rank."""
+
+    strategy: str
+    schedule: str
+    ranks: int
+    """Of the pipeline; each stands for all ranks of its stage."""
+    micro_batches: int
+    origin: str = "forecast"
+    """Whether it was foretold or measured."""
+    pieces: tuple[Piece, ...]
+    """In the order of ranks, and of time on each."""
+
+    @cached_property
+    def total(self) -> float:
+        """Seconds until the last rank is done."""
+        return max((piece.end for piece in self.pieces), default=0.0)
+
+    @property
+    def idle(self) -> float:
+        """The share of all ranks' time in which they wait for others."""
+        waited = sum(piece.seconds for piece in self.pieces if piece.kind == IDLE)
+        return waited / (self.ranks * self.total) if self.total else 0.0
+
+    def of(self, rank: int) -> tuple[Piece, ...]:
+        """What one rank does."""
+        return tuple(piece for piece in self.pieces if piece.rank == rank)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy,
+            "schedule": self.schedule,
+            "ranks": self.ranks,
+            "micro_batches": self.micro_batches,
+            "origin": self.origin,
+            "total": self.total,
+            "idle": self.idle,
+            "pieces": [piece.to_json() for piece in self.pieces],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Timeline:
+        names = ("strategy", "schedule", "ranks", "micro_batches", "origin")
+        pieces = tuple(Piece(**piece) for piece in value["pieces"])
+        return cls(pieces=pieces, **{name: value[name] for name in names})
+
+
+def with_idle(pieces: Iterable[Piece], ranks: int) -> tuple[Piece, ...]:
+    """The pieces with every gap between a rank's own filled, and ranks ending together."""
+    given = sorted(pieces, key=lambda piece: (piece.rank, piece.start, piece.end))
+    total = max((piece.end for piece in given), default=0.0)
+    return tuple(piece for rank in range(ranks) for piece in _filled(rank, given, total))
+
+
+def _filled(rank: int, pieces: list[Piece], total: float) -> Iterator[Piece]:
+    done = 0.0
+    for piece in pieces:
+        if piece.rank != rank:
+            continue
+        if piece.kind != SEND:
+            if piece.start > done:
+                yield Piece(rank=rank, kind=IDLE, start=done, end=piece.start)
+            done = max(done, piece.end)
+        yield piece
+    if total > done:
+        yield Piece(rank=rank, kind=IDLE, start=done, end=total)

@@ -1,0 +1,129 @@
+"""Strategies head to head, for the terminal and as CSV. Everything shown was computed before."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.report.html import write_file
+
+Row = dict[str, Any]
+
+COLUMNS = (
+    *("strategy", "status", "step ms", "spread", "speed", "/s", "peak MiB", "comm", "exposed", "bubble", "loss"),
+    *("forecast ms", "forecast MiB"),
+)
+LEFT = ("strategy", "status", "loss")
+FIELDS = (
+    *("strategy", "resolved", "status", "reason", "rounds", "step_ms", "step_ms_low", "step_ms_high", "samples_per_s"),
+    *("tokens_per_s", "against_best", "peak_mib", "process_mib", "comm_share", "comm_exposed", "bubble"),
+    *("loss_equal", "loss_max_rel"),
+)
+"""Columns of the CSV that are fields of a row; memory, time and forecast follow by cause."""
+
+
+def comparison_page(document: Row) -> Group:
+    """The table, and what one has to know to read it."""
+    parts: list[RenderableType] = [comparison_table(document)]
+    wrong = [row for row in document["results"] if row["reason"]]
+    parts += [Text(f"{row['strategy']}: {row['status']}: {row['reason']}") for row in wrong]
+    parts += [Text(f"left out: {one['strategy']}: {one['reason']}", style="dim") for one in document["left_out"]]
+    if document["note"]:
+        parts.append(Text(document["note"], style="dim"))
+    return Group(*parts)
+
+
+def comparison_table(document: Row) -> Table:
+    words = f"{document['job']} on {document['ranks']} {document['device']} ranks, batch {document['global_batch']}"
+    table = Table(title=words, title_justify="left")
+    for column in COLUMNS:
+        head = f"{speed_unit(document)}/s" if column == "/s" else column
+        table.add_column(head, justify="left" if column in LEFT else "right")
+    for row in document["results"]:
+        table.add_row(*cells(row))
+    table.caption = (
+        "step: median and middle half over all rounds; speed: against the fastest; peak: fullest rank; comm: share of "
+        "a profiled step in which communication is under way, exposed: while nothing computes; bubble: idle share of "
+        "a pipeline; loss: first losses equal to one process"
+    )
+    return table
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row under COLUMNS."""
+    forecast = row["forecast"] or {}
+    per_second = row["tokens_per_s"] or row["samples_per_s"]
+    return (
+        row["strategy"],
+        "[green]ok[/]" if row["status"] == "ok" else f"[red]{row['status']}[/]",
+        show(row["step_ms"], ",.1f"),
+        "-" if row["step_ms"] is None else f"{row['step_ms_low']:,.0f}..{row['step_ms_high']:,.0f}",
+        show(row["against_best"], ".2f"),
+        show(per_second, ",.0f" if (per_second or 0) >= 100 else ".1f"),
+        show(row["peak_mib"], ",.1f"),
+        show(row["comm_share"], ".0%"),
+        show(row["comm_exposed"], ".0%"),
+        show(row["bubble"], ".0%"),
+        equality(row),
+        against(forecast.get("step_ms"), row["step_ms"]),
+        against(forecast.get("peak_mib"), row["peak_mib"]),
+    )
+
+
+def show(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def equality(row: Row) -> str:
+    if row["loss_equal"] is None:
+        return "-"
+    return "equal" if row["loss_equal"] else "DIFFERS"
+
+
+def against(forecast: float | None, measured: float | None) -> str:
+    """What was foretold, and how far that is off."""
+    if forecast is None:
+        return "-"
+    off = f" ({forecast / measured - 1:+.0%})" if measured else ""
+    return f"{forecast:,.1f}{off}"
+
+
+def speed_unit(document: Row) -> str:
+    return "tokens" if any(row["tokens_per_s"] for row in document["results"]) else "samples"
+
+
+def write_csv(document: Row, path: Path) -> None:
+    """All rows, also those without figures."""
+    write_file(csv_text(document), path, what="CSV")
+
+
+def csv_text(document: Row) -> str:
+    rows = [_flat(row) for row in document["results"]]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    forecast = row["forecast"] or {}
+    return {
+        **{name: row[name] for name in FIELDS},
+        **_prefixed("memory_mib", row["memory"]),
+        **_prefixed("time_ms", row["time"]),
+        "forecast_step_ms": forecast.get("step_ms"),
+        "forecast_peak_mib": forecast.get("peak_mib"),
+        "forecast_bubble": forecast.get("bubble"),
+    }
+
+
+def _prefixed(prefix: str, parts: Row) -> Row:
+    return {f"{prefix}: {cause}": part for cause, part in parts.items()}

@@ -1,0 +1,124 @@
+"""A comparison as one HTML file that opens anywhere: no script, and nothing is asked of a network.
+
+    write_page(comparison.document, Path("compare.html"))
+
+The page is `compare_page.html`, which escapes whatever it is given and shares its style with the page of `plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.facts.timeline import Timeline
+from meshwright.report.compare import against, equality, show, speed_unit
+from meshwright.report.compare_bars import memory_chart, time_chart
+from meshwright.report.compare_curves import loss_curves
+from meshwright.report.compare_mesh import draw_meshes
+from meshwright.report.html import template, write_file
+from meshwright.report.timeline import Drawing, draw
+from meshwright.runtime.compare_rank import CHECKED
+from meshwright.units import MIB, show_bytes, show_seconds
+
+Row = dict[str, Any]
+
+
+def write_page(document: Row, path: Path) -> None:
+    """The page of the document that `compare --json` prints."""
+    write_file(page(document), path)
+
+
+def page(document: Row) -> str:
+    """The page as text."""
+    rows = [row for row in document["results"] if row["status"] == "ok"]
+    curves = loss_curves([*rows, *(one for one in document["references"] if one["status"] == "ok")], checked=CHECKED)
+    return template("compare_page.html").render(
+        document=document,
+        best=rows[0] if rows else None,
+        figures=_figures(rows[0], document) if rows else (),
+        sentences=_sentences(rows),
+        charts=(time_chart(rows), memory_chart(rows)) if rows else (),
+        curves=curves,
+        timelines=[_timelines(row) for row in rows if row["timeline"] is not None],
+        meshes=draw_meshes(rows),
+        columns=_columns(document),
+        cells=[(row, _cells(row)) for row in document["results"]],
+        wrong=[row for row in document["results"] if row["status"] != "ok"],
+    )
+
+
+def _figures(best: Row, document: Row) -> list[tuple[str, str, str]]:
+    """The fastest strategy's figures: what, how much, and a word on it."""
+    unit = speed_unit(document)
+    spread = f"{best['step_ms_low']:,.0f} to {best['step_ms_high']:,.0f} ms"
+    figures = [
+        ("step", show_seconds(best["step_ms"] / 1e3), f"half of them {spread}"),
+        ("speed", f"{best['tokens_per_s'] or best['samples_per_s']:,.0f}", f"{unit}/s"),
+        ("memory", show_bytes(best["peak_mib"] * MIB), "on the fullest rank"),
+    ]
+    if best["comm_share"] is not None:
+        words = f"of the step; exposed {best['comm_exposed']:.0%}"
+        figures.append(("communication", f"{best['comm_share']:.0%}", words))
+    return figures
+
+
+def _sentences(rows: Sequence[Row]) -> list[str]:
+    """What there is to say of the others: the runner-up, the leanest, and whose losses are off."""
+    if not rows:
+        return []
+    best, *others = rows
+    sentences = []
+    if others:
+        longer = others[0]["step_ms"] / best["step_ms"] - 1
+        tie = " Their spreads overlap." if others[0]["step_ms_low"] <= best["step_ms_high"] else ""
+        sentences.append(f"Next is {others[0]['strategy']}, {longer:.0%} slower.{tie}")
+    leanest = min(rows, key=lambda row: float(row["peak_mib"]))
+    if leanest is not best:
+        held, slower = show_bytes(leanest["peak_mib"] * MIB), leanest["step_ms"] / best["step_ms"] - 1
+        sentences.append(f"{leanest['strategy']} holds least, {held}, and is {slower:.0%} slower.")
+    differing = [row["strategy"] for row in rows if row["loss_equal"] is False]
+    equal = sum(row["loss_equal"] is True for row in rows)
+    if differing:
+        sentences.append(f"First losses differ from those of one process under {', '.join(differing)}; see verify.")
+    elif equal:
+        sentences.append(f"First losses are those of one process under all {equal} of them.")
+    return sentences
+
+
+def _timelines(row: Row) -> tuple[Row, list[tuple[str, Drawing]]]:
+    """A pipeline's step as it was measured, and as it had been foretold."""
+    found = [(key, row[key]) for key in ("timeline", "forecast_timeline") if row[key] is not None]
+    names = {"timeline": "measured", "forecast_timeline": "forecast"}
+    return row, [(names[key], draw(Timeline.from_json(value))) for key, value in found]
+
+
+def _columns(document: Row) -> tuple[str, ...]:
+    return (
+        *("status", "step", "middle half", "speed", f"{speed_unit(document)}/s", "peak", "communication", "exposed"),
+        *("bubble", "losses", "forecast step", "forecast peak"),
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    """A row of the table, under the columns."""
+    forecast = row["forecast"] or {}
+    spread = "-" if row["step_ms"] is None else f"{row['step_ms_low']:,.1f} to {row['step_ms_high']:,.1f}"
+    return (
+        row["status"],
+        _with_unit(show(row["step_ms"], ",.1f"), "ms"),
+        spread,
+        show(row["against_best"], ".2f"),
+        show(row["tokens_per_s"] or row["samples_per_s"], ",.1f"),
+        _with_unit(show(row["peak_mib"], ",.1f"), "MiB"),
+        show(row["comm_share"], ".1%"),
+        show(row["comm_exposed"], ".1%"),
+        show(row["bubble"], ".1%"),
+        equality(row),
+        against(forecast.get("step_ms"), row["step_ms"]),
+        against(forecast.get("peak_mib"), row["peak_mib"]),
+    )
+
+
+def _with_unit(number: str, unit: str) -> str:
+    return number if number == "-" else f"{number} {unit}"

@@ -1,0 +1,76 @@
+"""The mesh of each strategy, drawn: a cell a rank, where it lies, and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCell:
+    """One rank of a mesh."""
+
+    rank: int
+    column: int
+    row: int
+    """Its place in the drawing, from 1: stages side by side, and what shares a stage below each other."""
+    stages: str
+    fill: float
+    """Per cent of the most that any rank of the comparison holds of the parameters."""
+    parameters: str
+    place: str
+    """The rank and where it lies on each axis."""
+    amounts: tuple[str, ...]
+    """The exact figures, by cause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    strategy: str
+    axes: str
+    columns: int
+    cells: tuple[RankCell, ...]
+
+    @property
+    def words(self) -> str:
+        """The drawing for those who do not see it."""
+        held = "; ".join(f"{cell.place}: {', '.join(cell.amounts)}" for cell in self.cells)
+        return f"{self.strategy}, {self.axes}. {held}"
+
+
+def draw_meshes(rows: Sequence[dict[str, Any]]) -> tuple[Mesh, ...]:
+    """A drawing for every strategy that ran."""
+    measured = [row for row in rows if row["ranks"]]
+    most = max((rank["memory"]["parameters"] for row in measured for rank in row["ranks"]), default=0.0) or 1.0
+    return tuple(_mesh(row, most) for row in measured)
+
+
+def _mesh(row: dict[str, Any], most: float) -> Mesh:
+    sizes = row["ranks"][0]["sizes"]
+    named = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    wide = sizes["pipeline"] > 1
+    return Mesh(
+        strategy=row["strategy"],
+        axes=" x ".join(named) or "one process",
+        columns=sizes["pipeline"] if wide else sizes["data"],
+        cells=tuple(_cell(number, rank, most, wide=wide) for number, rank in enumerate(row["ranks"])),
+    )
+
+
+def _cell(number: int, rank: dict[str, Any], most: float, *, wide: bool) -> RankCell:
+    """Without a pipeline the data axis goes from left to right, and the tensor axis down."""
+    sizes, held = rank["sizes"], rank["memory"]
+    below = rank["data"] * sizes["tensor"] + rank["tensor"]
+    stages = ", ".join(str(stage) for stage in rank["stages"])
+    place = ", ".join(f"{name} {rank[name]}" for name, size in sizes.items() if size > 1)
+    return RankCell(
+        rank=number,
+        column=1 + (rank["pipeline"] if wide else rank["data"]),
+        row=1 + (below if wide else rank["tensor"]),
+        stages=f"stage{'s' * (len(rank['stages']) > 1)} {stages}" if stages else "",
+        fill=100 * held["parameters"] / most,
+        parameters=f"{held['parameters']:,.2f} MiB",
+        place=f"rank {number}{f' ({place})' if place else ''}",
+        amounts=tuple(f"{cause} {size:,.3f} MiB" for cause, size in held.items()),
+    )

@@ -1,0 +1,38 @@
+"""What pages have in common: templates of this folder, which escape whatever they are given, and files."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+from meshwright.errors import OutputError, one_line
+
+
+def template(name: str) -> Template:
+    """A template beside this file."""
+    return _environment().get_template(name)
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=PackageLoader("meshwright", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def write_file(text: str, path: Path, *, what: str = "page") -> None:
+    """The file, or an error that names it."""
+    try:
+        # A job's path may hold bytes that are no text; they become references.
+        path.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")
+    except OSError as error:
+        raise OutputError(
+            f"The {what} was to be written to {str(path)!r}, which failed: {one_line(error)} "
+            "Name a file in a folder that is there and can be written to."
+        ) from error

@@ -1,0 +1,71 @@
+"""Which strategies `compare` runs where none are named: all plain ways to lay a job over so many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.build.check import check
+from meshwright.build.rehearsal import rehearse
+from meshwright.errors import MeshwrightError, Refused
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.strategies import Place
+
+DATA = ("ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op", "fsdp:no-shard")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A strategy as it was written, and as it would lie here or why it cannot."""
+
+    text: str
+    strategy: Strategy | None = None
+    reason: str = ""
+
+
+def choose(job: Job, facts: ModelFacts, place: Place, named: list[str]) -> list[Choice]:
+    """The strategies that are named, or all plain ones; each looked at before any process starts.
+
+    A text that is no strategy is an error; a strategy that this job or these ranks cannot take says why.
+    """
+    texts = named or list(dict.fromkeys(plain_strategies(place.ranks)))
+    choices = [_look_at(job, facts, place, text) for text in texts]
+    if not any(choice.strategy for choice in choices):
+        reasons = " ".join(f"{choice.text}: {choice.reason}" for choice in choices)
+        raise Refused(f"No strategy fits this job and {place.ranks} ranks. {reasons}")
+    return choices
+
+
+def plain_strategies(ranks: int) -> Iterator[str]:
+    """Each axis alone in every size, with all schedules where it takes all ranks, and the plainest of mixes."""
+    if ranks == 1:
+        yield "single"
+        return
+    sizes = [size for size in range(2, ranks + 1) if ranks % size == 0]
+    yield from DATA
+    yield from (f"hsdp={ranks // size}x{size}" for size in sizes if size < ranks)
+    for size in sizes:
+        yield f"tp={size}"
+        if size < ranks:
+            yield f"fsdp,tp={size}"
+    yield from (f"op={size}" for size in sizes)
+    for size in sizes:
+        yield from (f"pp={size}:{schedule}" for schedule in (SCHEDULES if size == ranks else ("1f1b",)))
+    yield f"layers={ranks}"
+    if ranks % 4 == 0:
+        yield f"tp=2,pp={ranks // 2}:1f1b"
+
+
+def _look_at(job: Job, facts: ModelFacts, place: Place, text: str) -> Choice:
+    parsed = Strategy.parse(text)
+    try:
+        if parsed.data == "dp":
+            raise Refused("dp runs in one process and compare among ranks; compare ddp, which trains alike.")
+        strategy = check(job, facts, parsed, place)
+        rehearse(job, facts, strategy)
+    except MeshwrightError as error:
+        return Choice(text=text, reason=str(error))
+    return Choice(text=text, strategy=strategy)

@@ -1,0 +1,123 @@
+"""What one rank does in one step, seen by torch.profiler: when it computes, and when communication is under way.
+
+On a CPU an operator of PyTorch is computing, and what gloo records (`gloo:all_reduce`, `gloo:send`) is communication,
+from its call to its end: waiting for a peer that is late is part of it. On a GPU they are kernels: those of NCCL, and
+all others. Communication is *exposed* while nothing computes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import chain, pairwise
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+Span = tuple[float, float]
+"""Start and end, in seconds from the step's beginning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """One step of one rank. Spans of a kind do not overlap each other, and are in the order of time."""
+
+    seconds: float
+    compute: tuple[Span, ...]
+    communication: tuple[Span, ...]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the step: computing, communicating, and communicating while nothing computes."""
+        exposed = total(self.communication) - overlap(self.communication, self.compute)
+        parts = {"compute": total(self.compute), "communication": total(self.communication), "exposed": exposed}
+        return {name: min(1.0, seconds / self.seconds) for name, seconds in parts.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> StepProfile:
+        kinds = {kind: tuple((start, end) for start, end in value[kind]) for kind in ("compute", "communication")}
+        return cls(seconds=value["seconds"], **kinds)
+
+
+def profile_step(step: Callable[[], Any], device: torch.device) -> StepProfile:
+    """Take a step under the profiler, which makes it somewhat slower: read shares from it, not its time."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=activities) as profiler:
+        began = time.time_ns()  # the clock of the profiler's events
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = (time.time_ns() - began) / 1e9
+    events = profiler.profiler.kineto_results.events()
+    spans: dict[bool, list[Span]] = {False: [], True: []}
+    for event in events:
+        if (talks := is_communication(event, on_gpu=device.type == "cuda")) is not None:
+            start = (event.start_ns() - began) / 1e9
+            spans[talks].append((max(0.0, start), min(seconds, start + event.duration_ns() / 1e9)))
+    return StepProfile(seconds=seconds, compute=merge(spans[False]), communication=merge(spans[True]))
+
+
+def is_communication(event: Any, *, on_gpu: bool) -> bool | None:
+    """Whether an event is communication or computing; None if it is neither."""
+    name = event.name()
+    if on_gpu:
+        return name.startswith("nccl") if event.device_type() == DeviceType.CUDA else None
+    if name.startswith("gloo:"):
+        return True
+    return False if name.startswith("aten::") else None
+
+
+def merge(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """What the spans cover together."""
+    merged: list[Span] = []
+    for start, end in sorted(span for span in spans if span[1] > span[0]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return tuple(merged)
+
+
+def total(spans: Iterable[Span]) -> float:
+    return sum(end - start for start, end in spans)
+
+
+def overlap(one: tuple[Span, ...], other: tuple[Span, ...]) -> float:
+    """Seconds that two kinds of spans have in common."""
+    return total(one) + total(other) - total(merge(chain(one, other)))
+
+
+def coarsened(spans: tuple[Span, ...], most: int) -> tuple[Span, ...]:
+    """No more than so many spans: the smallest gaps between them are closed, for a picture."""
+    if len(spans) <= most:
+        return spans
+    gaps = sorted(later[0] - earlier[1] for earlier, later in pairwise(spans))
+    closed = gaps[len(spans) - most - 1]
+    kept = [spans[0]]
+    for start, end in spans[1:]:
+        if start - kept[-1][1] <= closed:
+            kept[-1] = (kept[-1][0], end)
+        else:
+            kept.append((start, end))
+    return tuple(kept)
+
+
+@contextmanager
+def silent_profiler() -> Iterator[None]:
+    """Around the start of processes that will profile: torch 2.13 would tell stderr whenever that begins and ends."""
+    name = "KINETO_LOG_LEVEL"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "99")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)

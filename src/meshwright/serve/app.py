@@ -1,0 +1,159 @@
+"""The application: a page, a way to ask for a plan, and nothing else.
+
+It answers only who calls it by this machine's own name and port, so that no foreign page can reach it through a name of
+its own (DNS rebinding); it lets no other origin read anything; every error is one JSON object with one message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from meshwright.errors import MeshwrightError
+from meshwright.serve.desk import Answer, Desk, error_body
+from meshwright.serve.errors import Busy, Forbidden, LongHead, NotJson, RequestError, TooLarge, TooSlow, status_of
+from meshwright.serve.models import Models
+from meshwright.serve.page import Page
+from meshwright.serve.request import read_json, read_request
+
+LARGEST = 16 << 10
+"""Bytes of a request's body; the page's own have a few hundred."""
+HEAD = 16 << 10
+"""Bytes of a request's headers."""
+PATIENCE = 10.0
+"""Seconds that a body may take to come."""
+JSON = "application/json"
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+
+def make_app(models: Models, *, hosts: Sequence[str], desk: Desk | None = None) -> ASGIApp:
+    """The application for visitors who call it by one of `hosts`, each a name with its port."""
+    asked = desk or Desk()
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await asked.open()
+        yield
+        await asked.close()
+
+    app = Starlette(
+        routes=[
+            Route("/", partial(_show, Page(models)), methods=["GET"]),
+            Route("/api/plan", partial(_plan, models, asked), methods=["POST"]),
+        ],
+        exception_handlers={HTTPException: _http_error, MeshwrightError: _error, Exception: _unexpected},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    return Guard(app, hosts=hosts)
+
+
+class Guard:
+    """Turns away whoever does not call this server by its own name, and other origins' pages."""
+
+    def __init__(self, app: ASGIApp, *, hosts: Sequence[str]) -> None:
+        self._app, self._hosts = app, frozenset(hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if scope["type"] == "http":
+                self._check(Request(scope))
+        except RequestError as error:
+            await _answer(error.status, error_body(error))(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _check(self, request: Request) -> None:
+        if sum(len(name) + len(value) for name, value in request.headers.raw) > HEAD:
+            raise LongHead(f"The request's headers have more than {HEAD} bytes; send fewer.")
+        hosts = request.headers.getlist("host")
+        if len(hosts) != 1 or hosts[0].lower() not in self._hosts:
+            names = ", ".join(sorted(self._hosts))
+            raise Forbidden(f"This server answers as {names} only; open the address that it printed.")
+        origins = request.headers.getlist("origin")
+        if any(origin.lower() != f"http://{hosts[0].lower()}" for origin in origins):
+            raise Forbidden("This server answers its own page only, and the request came from another origin.")
+        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            raise Forbidden("This server answers its own page only, and the request came from another site.")
+
+
+async def _show(page: Page, request: Request) -> Response:
+    text = await asyncio.to_thread(page.render)
+    return _answer(200, text.encode(), kind="text/html; charset=utf-8", policy=page.policy)
+
+
+async def _plan(models: Models, desk: Desk, request: Request) -> Response:
+    found = read_json(await _body(request))
+    # Looking for a model touches the disk.
+    wanted = await asyncio.to_thread(read_request, found, models)
+    answer: Answer = await desk.ask(wanted, request.is_disconnected)
+    return _answer(answer.status, answer.body)
+
+
+async def _body(request: Request) -> bytes:
+    """The request's body, if it is JSON, short, and comes."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != JSON:
+        raise NotJson(f"The request's body is said to be {kind[:80]!r}; send {JSON}.")
+    try:
+        async with asyncio.timeout(PATIENCE):
+            return await _read(request)
+    except TimeoutError as error:
+        raise TooSlow(f"The request's body did not come within {PATIENCE:.0f} s.") from error
+
+
+async def _read(request: Request) -> bytes:
+    body = b""
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > LARGEST:
+                raise TooLarge(f"The request's body has more than {LARGEST} bytes; a request needs a few hundred.")
+    except ClientDisconnect as error:
+        raise RequestError("The request ended before its body did.") from error
+    return body
+
+
+def _answer(status: int, body: bytes, *, kind: str = JSON, policy: str = "default-src 'none'") -> Response:
+    headers = HEADERS | {"Content-Security-Policy": policy}
+    if status == Busy.status:
+        headers["Retry-After"] = "5"
+    return Response(body, status_code=status, media_type=kind, headers=headers)
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MeshwrightError)
+    return _answer(status_of(error), error_body(error))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    asked = f"{request.method[:20]} {request.url.path[:200]}"
+    if error.status_code == 405:
+        message = f"{asked} was asked, which is answered to {error.headers['Allow']} only." if error.headers else asked
+    else:
+        message = f"{asked} was asked, and there is nothing; there are GET / and POST /api/plan."
+    response = _answer(error.status_code, error_body(message))
+    response.headers.update({key: value for key, value in (error.headers or {}).items() if key == "Allow"})
+    return response
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    """A mistake of ours: the traceback goes to the server's own output, and never to a visitor."""
+    return _answer(500, error_body(f"This failed in the server ({type(error).__name__}); its own output says where."))

@@ -1,0 +1,147 @@
+"""What a visitor may plan: presets, configs inside one folder, and the job that was named when the server started.
+
+A visitor names models; nothing that a visitor names is run. Python files are loaded only from the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from meshwright.describe.presets import PRESETS, Text, preset_job
+from meshwright.errors import BadInput
+from meshwright.serve.errors import Forbidden
+
+JOB = "job"
+PRESET, HF = "preset:", "hf:"
+LARGEST = 1 << 20
+"""Bytes of a config that is read; real ones have a few thousand."""
+LISTED = 100
+LOOKED_AT = 5000
+DEPTH = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One model that may be planned."""
+
+    text: str
+    """As the command line takes it."""
+    source: str
+    """As it is loaded: a config by its resolved path, so that what was checked is what is read."""
+    takes_length: bool
+    """Whether `:seq=TOKENS` may follow."""
+    stamp: int = 0
+    """When its file was last written: another one is another model."""
+
+    def at(self, length: int | None) -> tuple[str, str]:
+        """Text and source for samples of so many tokens."""
+        if length is None:
+            return self.text, self.source
+        if not self.takes_length:
+            raise BadInput(f"seq={length} was asked of {self.text}, whose samples are its own; leave it out.")
+        if self.text.startswith(PRESET):
+            preset_job(f"{self.text.removeprefix(PRESET)}:seq={length}")  # which says so if it has fewer positions
+        return f"{self.text}:seq={length}", f"{self.source}:seq={length}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """All that may be planned."""
+
+    folder: Path
+    """Configs lie inside it; as the user wrote it."""
+    job: str = ""
+    """What the command line named; "" where it named nothing."""
+
+    def find(self, name: str) -> Model:
+        """The model of a visitor's word: `preset:NAME`, `hf:PATH` inside the folder, or `job`."""
+        if name.startswith(PRESET):
+            return self._preset(name)
+        if name.startswith(HF):
+            return self._config(name.removeprefix(HF))
+        if name == JOB and self.job:
+            return Model(text=self.job, source=self.job, takes_length=False, stamp=_stamp(self.job.partition(":")[0]))
+        known = f", or {JOB!r} for {self.job}" if self.job else ""
+        raise BadInput(
+            f"The model {name!r} is none that this page may plan: write preset:NAME, or hf:PATH of a config inside "
+            f"the served folder{known}. A Python file is planned only if it was named when the server was started."
+        )
+
+    def configs(self) -> list[str]:
+        """Configs of Hugging Face models inside the folder, by their path in it; of very many, the first."""
+        found = sorted(path for path in _config_files(self.folder) if _is_own_config(self.folder / path))
+        return found[:LISTED]
+
+    def _preset(self, name: str) -> Model:
+        if ":" in name.removeprefix(PRESET):
+            raise BadInput(f"The model {name!r} has options; give them as `seq` and `batch` of the request.")
+        preset_job(name.removeprefix(PRESET))
+        return Model(text=name, source=name, takes_length=isinstance(PRESETS[name.removeprefix(PRESET)], Text))
+
+    def _config(self, name: str) -> Model:
+        path = self._inside(name)
+        if path.suffix != ".json" or ":" in name:
+            raise BadInput(f"hf:{name} is no config: name a .json file without options; `seq` and `batch` stand apart.")
+        config = _read_config(path)
+        if config is None:
+            raise BadInput(
+                f"hf:{name} is no config of a Hugging Face model: it has to be a JSON object with a `model_type`, "
+                f"of at most {LARGEST} bytes."
+            )
+        if "auto_map" in config:
+            raise Forbidden(f"hf:{name} names Python code of its own (`auto_map`), and none is run for a visitor.")
+        return Model(text=f"{HF}{self.folder / name}", source=f"{HF}{path}", takes_length=True, stamp=_stamp(path))
+
+    def _inside(self, name: str) -> Path:
+        """The file of a name, symbolic links followed; an error if it lies elsewhere, whether or not it is there."""
+        if not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
+            raise Forbidden(f"hf:{name} does not lie inside the served folder; give a path below it, without '..'.")
+        try:
+            path = (self.folder / name).resolve()
+            if not path.is_relative_to(self.folder.resolve()):
+                raise Forbidden(f"hf:{name} leads out of the served folder; give a file that lies in it.")
+            if path.is_file():
+                return path
+        except (OSError, ValueError, RuntimeError):  # no path at all: a null byte, a name too long, a loop of links
+            pass
+        raise BadInput(f"There is no config {name!r} in the served folder; give the path of a config.json inside it.")
+
+
+def _stamp(path: str | Path) -> int:
+    try:
+        return Path(path).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _config_files(folder: Path) -> Iterator[str]:
+    """Files named config.json, not too deep, through no symbolic link."""
+    looked_at = 0
+    for place, folders, files in os.walk(folder):
+        inside = Path(place).relative_to(folder)
+        folders[:] = sorted(name for name in folders if not name.startswith(".")) if len(inside.parts) < DEPTH else []
+        looked_at += len(files) + len(folders)
+        if looked_at > LOOKED_AT:
+            return
+        if "config.json" in files:
+            yield str(inside / "config.json")
+
+
+def _is_own_config(path: Path) -> bool:
+    return not path.is_symlink() and _read_config(path) is not None
+
+
+def _read_config(path: Path) -> dict[str, Any] | None:
+    """A config that says which model it is of; None if the file is no such thing."""
+    try:
+        if path.stat().st_size > LARGEST:
+            return None
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and isinstance(value.get("model_type"), str) else None

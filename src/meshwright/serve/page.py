@@ -1,0 +1,75 @@
+"""The page: knobs, the command that they come to, and room for the answer. Its one script is in the page itself."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
+
+from meshwright.describe.presets import PRESETS, Text
+from meshwright.facts.catalogue import catalogue_names
+from meshwright.facts.links import BETWEEN_KINDS
+from meshwright.serve.models import JOB, Models
+from meshwright.serve.request import DEFAULTS, LIMITS, WORDS
+
+FIRST_PRESET, FIRST_DEVICE = "llama3-8b", "H100-80GB"
+SCRIPT = Path(__file__).parent / "page.js"
+POLICIES = {"precision": "Precision", "ac": "Recompute", "offload": "Offload"}
+FLAGS = {"tensor": ("Tensor axis", True), "pipeline": ("Pipeline", True), "compile": ("torch.compile", False)}
+
+
+class Page:
+    """The page for what may be planned."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    @property
+    def policy(self) -> str:
+        """What the page may do: run its one script, use its own style, ask this server, and nothing else."""
+        digest = base64.b64encode(hashlib.sha256(_script().encode()).digest()).decode()
+        allowed = f"script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'"
+        return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+    def render(self) -> str:
+        """The page as text; configs are looked for anew each time."""
+        return _template().render(
+            job=self._models.job,
+            job_word=JOB,
+            presets={name: _defaults(preset) for name, preset in PRESETS.items()},
+            configs=self._models.configs(),
+            folder=self._models.folder,
+            devices=catalogue_names(),
+            links=BETWEEN_KINDS,
+            limits=LIMITS,
+            policies=[(name, title, WORDS[name], DEFAULTS[name]) for name, title in POLICIES.items()],
+            flags=FLAGS,
+            first=(FIRST_PRESET, FIRST_DEVICE),
+            script=_script(),
+        )
+
+
+def _defaults(preset: Any) -> dict[str, Any]:
+    """What a preset takes unless it is told otherwise."""
+    return {"batch": preset.batch, "seq": preset.shape.length if isinstance(preset, Text) else ""}
+
+
+@cache
+def _script() -> str:
+    return SCRIPT.read_text(encoding="utf-8")
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=ChoiceLoader([PackageLoader("meshwright", "serve"), PackageLoader("meshwright", "report")]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html")

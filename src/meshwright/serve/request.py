@@ -1,0 +1,209 @@
+"""A visitor's request: read from JSON, checked by the parsers that the command line has, and written as its command."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.errors import BadInput
+from meshwright.facts.catalogue import catalogue_names
+from meshwright.facts.cluster import Cluster
+from meshwright.facts.grammar import nearest
+from meshwright.planner.candidates import Allowed
+from meshwright.planning import Wishes, read_allowed
+from meshwright.serve.errors import RequestError
+from meshwright.serve.models import Models
+
+WORDS: Mapping[str, tuple[str, ...]] = {
+    "precision": ("fp32", "bf16", "fp16"),
+    "ac": ("none", "selective", "full"),
+    "offload": ("none", "optimizer", "params"),
+}
+"""Policies of which several may be allowed, each in the order in which the planner takes them."""
+DEFAULTS: Mapping[str, tuple[str, ...]] = {
+    "precision": ("bf16",),
+    "ac": ("none", "selective", "full"),
+    "offload": ("none", "optimizer"),
+}
+LIMITS: Mapping[str, int] = {"devices": 64, "nodes": 2048, "batch": 1 << 17, "seq": 1 << 20}
+"""The largest numbers that are planned for; beyond, one question would keep everybody else waiting."""
+MOST_DEVICES = 16_384
+FASTEST = 1_000_000.0
+"""Gbit/s."""
+LONGEST = 512
+PLAIN = ("job", "source", "stamp", "batch", "compile", "tensor", "pipeline")
+KEYS = ("model", "device", "devices", "nodes", "gbps", "link", "batch", "seq", *WORDS, "compile", "tensor", "pipeline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What one turn of the knobs asks."""
+
+    job: str
+    """As the command line takes it."""
+    source: str
+    """As it is loaded."""
+    stamp: int = 0
+    """When its file was written."""
+    cluster: Cluster
+    batch: int | None
+    policies: tuple[tuple[str, tuple[str, ...]], ...]
+    """For each of WORDS, what is allowed."""
+    compile: bool
+    tensor: bool
+    pipeline: bool
+
+    @property
+    def wishes(self) -> Wishes:
+        return Wishes(allowed=self.allowed, fast=True, global_batch=self.batch)
+
+    @property
+    def allowed(self) -> Allowed:
+        joined = {name: ",".join(words) for name, words in self.policies}
+        return read_allowed(
+            precision=joined["precision"],
+            recompute=joined["ac"],
+            offload=joined["offload"],
+            compile=self.compile,
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+        )
+
+    @property
+    def command(self) -> str:
+        """What gives the same ranking on a command line; options that say what holds anyway are left out."""
+        words = ["meshwright", "plan", self.job, "--on", str(self.cluster), "--fast"]
+        if self.batch is not None:
+            words += ["--batch", str(self.batch)]
+        for name, chosen in self.policies:
+            words += [f"--{name}", ",".join(chosen)] if chosen != DEFAULTS[name] else []
+        words += ["--compile"] if self.compile else []
+        words += [f"--no-{name}" for name in ("tensor", "pipeline") if not getattr(self, name)]
+        return shlex.join(words)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the planning process is told."""
+        policies = {name: list(words) for name, words in self.policies}
+        plain = {name: getattr(self, name) for name in PLAIN}
+        return {**plain, "cluster": str(self.cluster), "policies": policies}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> PlanRequest:
+        policies = tuple((name, tuple(words)) for name, words in value["policies"].items())
+        return cls(**{**value, "cluster": Cluster.parse(value["cluster"]), "policies": policies})
+
+
+def read_json(body: bytes) -> Mapping[str, Any]:
+    """One JSON object, with every key once and no number that is none."""
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_once)
+    except RequestError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"The request's body is no JSON that can be read ({type(error).__name__}).") from error
+    if not isinstance(value, dict):
+        raise RequestError('The request\'s body has to be a JSON object, as in {"model": "preset:llama3-8b"}.')
+    return value
+
+
+def read_request(value: Mapping[str, Any], models: Models) -> PlanRequest:
+    """A request that was checked; what it does not say is as `meshwright plan` has it."""
+    _check_keys(value)
+    model = models.find(_text(value, "model"))
+    job, source = model.at(_number(value, "seq"))
+    request = PlanRequest(
+        job=job,
+        source=source,
+        stamp=model.stamp,
+        cluster=_cluster(value),
+        batch=_number(value, "batch"),
+        policies=tuple((name, _choice(value, name)) for name in WORDS),
+        compile=_flag(value, "compile", default=False),
+        tensor=_flag(value, "tensor", default=True),
+        pipeline=_flag(value, "pipeline", default=True),
+    )
+    _ = request.allowed
+    return request
+
+
+def _cluster(value: Mapping[str, Any]) -> Cluster:
+    """Of the catalogue's devices only: a visitor names no cluster file."""
+    device, known = _text(value, "device"), catalogue_names()
+    if device not in known:
+        near = nearest(device, known)
+        hint = f"did you mean {near}? " if near else ""
+        raise BadInput(f"The device {device!r} is not in the catalogue; {hint}There are {', '.join(known)}.")
+    nodes, devices = _number(value, "nodes") or 1, _number(value, "devices") or 8
+    if nodes * devices > MOST_DEVICES:
+        raise BadInput(
+            f"{nodes} nodes of {devices} devices were asked for; this page plans up to {MOST_DEVICES} devices."
+        )
+    kind = _text(value, "link") if value.get("link") else None
+    return Cluster(nodes=nodes, devices_per_node=devices, device=device, between_gbps=_speed(value), between_kind=kind)
+
+
+def _check_keys(value: Mapping[str, Any]) -> None:
+    unknown = next((key for key in value if key not in KEYS), None)
+    if unknown is not None:
+        raise RequestError(f"A request has no key {unknown[:LONGEST]!r}. Keys: {', '.join(KEYS)}.")
+
+
+def _text(value: Mapping[str, Any], key: str) -> str:
+    found = value.get(key)
+    if not isinstance(found, str) or not 0 < len(found) <= LONGEST or not found.isprintable():
+        raise RequestError(f"{key!r} is {_shown(found)}, and has to be a text of 1 to {LONGEST} printable characters.")
+    return found
+
+
+def _number(value: Mapping[str, Any], key: str) -> int | None:
+    found = value.get(key)
+    if found is None:
+        return None
+    if type(found) is not int or not 1 <= found <= LIMITS[key]:
+        raise RequestError(f"{key!r} is {_shown(found)}, and has to be a whole number from 1 to {LIMITS[key]:,}.")
+    return found
+
+
+def _speed(value: Mapping[str, Any]) -> float | None:
+    found = value.get("gbps")
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0.1 <= found <= FASTEST:
+        raise RequestError(f"'gbps' is {_shown(found)}, and has to be a number from 0.1 to {FASTEST:,.0f}.")
+    return float(found)
+
+
+def _flag(value: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    found = value.get(key, default)
+    if not isinstance(found, bool):
+        raise RequestError(f"{key!r} is {_shown(found)}, and has to be true or false.")
+    return found
+
+
+def _choice(value: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Of the known words those that were chosen, in their own order."""
+    found = value.get(key, list(DEFAULTS[key]))
+    if not isinstance(found, list) or not found or any(word not in WORDS[key] for word in found):
+        raise RequestError(
+            f"{key!r} is {_shown(found)}, and has to be a list of one or more of {', '.join(WORDS[key])}."
+        )
+    return tuple(word for word in WORDS[key] if word in found)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _no_constant(name: str) -> Any:
+    raise RequestError(f"The request's body has {name}, which is no number of JSON.")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise RequestError("The request's body has a key twice; give every key once.")
+    return value

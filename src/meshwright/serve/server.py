@@ -1,0 +1,95 @@
+"""Listening, on this machine's own addresses only. This is the one place that imports the web server."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.describe.jobfile import load_job
+from meshwright.errors import BadInput, one_line
+from meshwright.serve.models import Models
+
+if TYPE_CHECKING:
+    import uvicorn
+
+LOOPBACK = {"127.0.0.1": socket.AF_INET, "localhost": socket.AF_INET, "::1": socket.AF_INET6}
+CONNECTIONS = 256
+
+
+def serve(*, job: str = "", folder: Path, host: str, port: int, told: Callable[[str], None]) -> None:
+    """Serve the page until interrupted; `told` is called with its address once it can be opened."""
+    _check_stack()
+    models = make_models(job=job, folder=folder)
+    with open_socket(host, port) as listener:
+        server = make_server(models, listener)
+        told(f"http://{names_of(listener)[2 if listener.family is socket.AF_INET6 else 0]}/")
+        server.run(sockets=[listener])
+
+
+def make_models(*, job: str, folder: Path) -> Models:
+    """What may be planned. The job is loaded once here, so that a mistake in it is told before anybody visits."""
+    if not folder.is_dir():
+        raise BadInput(f"--folder {str(folder)!r} is no folder; name one, whose configs may be planned.")
+    if job:
+        load_job(job)
+    return Models(folder=folder, job=job)
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """A listening socket on one of this machine's own addresses."""
+    if host not in LOOPBACK:
+        raise BadInput(
+            f"--host {host!r} was asked for, but this page is for this machine only and knows no users: it listens "
+            f"on {', '.join(LOOPBACK)}. To reach it from elsewhere, tunnel: ssh -L {port}:127.0.0.1:{port} MACHINE."
+        )
+    listener = socket.socket(LOOPBACK[host], socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1" if host == "localhost" else host, port))
+        listener.listen()  # who calls from now on waits until the server takes calls, and is not turned away
+    except OSError as error:
+        listener.close()
+        raise BadInput(f"Cannot listen on {host} port {port}: {one_line(error)} Name another with --port.") from error
+    return listener
+
+
+def names_of(listener: socket.socket) -> tuple[str, ...]:
+    """How visitors may call the server: name and port, as a browser writes them."""
+    port = listener.getsockname()[1]
+    return tuple(f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]"))
+
+
+def make_server(models: Models, listener: socket.socket) -> uvicorn.Server:
+    """The server for a socket; `run(sockets=[listener])` runs it."""
+    import uvicorn
+
+    from meshwright.serve.app import HEAD, make_app
+
+    config = uvicorn.Config(
+        make_app(models, hosts=names_of(listener)),
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=30,
+        h11_max_incomplete_event_size=HEAD,
+        timeout_graceful_shutdown=3,
+    )
+    return uvicorn.Server(config)
+
+
+def _check_stack() -> None:
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise BadInput(
+            f"`meshwright serve` needs the package {error.name}, which is not installed; "
+            "`pip install 'meshwright[serve]'`."
+        ) from error

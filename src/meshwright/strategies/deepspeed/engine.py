@@ -1,0 +1,263 @@
+"""A rank's share of a model under DeepSpeed's engine: it sums gradients, clips, updates and keeps the masters."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.errors import Refused
+from meshwright.facts.named import NamedParameters
+from meshwright.strategies.cuts import Stretch
+from meshwright.strategies.deepspeed import package
+from meshwright.strategies.deepspeed.by_name import Group, OptimizerByName
+from meshwright.strategies.deepspeed.config import config_of
+from meshwright.strategies.deepspeed.pieces import even_stretch, joined, pieces_of
+from meshwright.strategies.engine import Held, OptimizerState, OptimizingEngine, Setting
+from meshwright.strategies.norm import global_norm, scale_
+
+
+class DeepSpeedEngine(OptimizingEngine):
+    """Stage 0: every rank has everything, and gradients are averaged over ranks."""
+
+    def __init__(self, model: nn.Module, setting: Setting) -> None:
+        super().__init__(model)
+        self._setting = setting
+        self._group = setting.mesh.get_group() if setting.mesh is not None else None
+        self._max_norm: float | None = None
+        self._deepspeed: Any = None
+        self.gradient_scale = float(setting.strategy.data_ranks)
+
+    def adopt(self, optimizer: Optimizer, max_norm: float | None) -> None:
+        setting = self._setting
+        config = config_of(setting.strategy, setting.facts, max_norm=max_norm, written=setting.engine_config)
+        self._own, self._optimizer, self._max_norm = self.parameters(), optimizer, max_norm
+        deepspeed = package.joined_to_ranks(setting.device)
+        groups = list(optimizer.param_groups)
+        with redirect_stdout(io.StringIO()):  # it prints how much memory there is
+            self._prepare(deepspeed, config)
+            given = self._given(deepspeed)
+            self._deepspeed = deepspeed.initialize(model=given, optimizer=optimizer, config=config)[0]
+        self.module = self._deepspeed
+        self._settle(optimizer, groups)
+
+    def _settle(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+        """DeepSpeed drops groups without parameters, which a stage of a pipeline may have: all ranks count alike."""
+        optimizer.param_groups[:] = groups
+
+    def _prepare(self, deepspeed: Any, config: dict[str, Any]) -> None:
+        """Before DeepSpeed takes the model."""
+
+    def _given(self, deepspeed: Any) -> Any:
+        """What DeepSpeed takes as the model."""
+        return self.model
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        @contextmanager
+        def micro_batch() -> Iterator[None]:
+            self._deepspeed.set_gradient_accumulation_boundary(last)
+            yield
+
+        return micro_batch()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._deepspeed.backward(loss, scale_wrt_gas=False)
+
+    def optimized(self) -> NamedParameters:
+        return self._own
+
+    def remembered(self) -> OptimizerState:
+        return self._optimizer
+
+    def update(self, scale: float | torch.Tensor) -> tuple[torch.Tensor, bool]:
+        for name, parameter in self._own.named():
+            if name in self._setting.unused:  # DeepSpeed made it one of zeros, by which an optimizer would decay it
+                parameter.grad = None
+        gradients = [p.grad for p in self._own if p.grad is not None]
+        norm = self._norm(gradients) * scale
+        if not bool(torch.isfinite(norm)):
+            return norm, False
+        factor = torch.as_tensor(scale, dtype=torch.float32, device=norm.device)
+        if self._max_norm is not None:
+            factor = factor * torch.clamp(self._max_norm / (norm + 1e-6), max=1.0)
+        scale_(gradients, factor)
+        self._take_step()
+        return norm, True
+
+    def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        return global_norm(gradients)
+
+    def _take_step(self) -> None:
+        self._deepspeed.step()
+
+
+class ZeroEngine(DeepSpeedEngine):
+    """Stages 1 to 3: the optimizer updates flat tensors of fp32 masters, of which each rank has its part."""
+
+    def adopt(self, optimizer: Optimizer, max_norm: float | None) -> None:
+        refuse_state(optimizer)
+        names = {id(p): n for n, p in self.model.named_parameters()}
+        shapes = {n: p.shape for n, p in self.model.named_parameters()}
+        made = [(group, group["params"]) for group in optimizer.param_groups]
+        for group, members in made:  # ZeRO would give those that are not used gradients of zeros, and decay them
+            group["params"] = [p for p in members if p.requires_grad and names[id(p)] not in self._setting.unused]
+        masters = self._lower()
+        super().adopt(optimizer, max_norm)
+        self._zero = self._deepspeed.optimizer
+        self._find(optimizer, made, masters, names, shapes)
+
+    def _find(
+        self,
+        optimizer: Optimizer,
+        made: list[tuple[dict[str, Any], list[nn.Parameter]]],
+        masters: dict[str, torch.Tensor],
+        names: dict[int, str],
+        shapes: dict[str, torch.Size],
+    ) -> None:
+        """Where DeepSpeed has put what; `made` are the job's groups, and `masters` what parameters were."""
+        pieces = list(pieces_of(self._zero, names, shapes))
+        self._pieces = {piece.name: piece for piece in pieces}
+        self._kept = dict(self._keep(masters, shapes))
+        places = {id(group): at for at, group in enumerate(optimizer.param_groups)}
+        groups = [Group([self._master(names[id(p)], p) for p in own], g, places.get(id(g))) for g, own in made]
+        self._by_name = OptimizerByName(optimizer, groups, pieces)
+        for piece in pieces:
+            if piece.name in masters:
+                piece.master.data.copy_(piece.take(masters[piece.name]))
+
+    def _prepare(self, deepspeed: Any, config: dict[str, Any]) -> None:
+        """Stage 3 takes parameters to the device one by one; else DeepSpeed brings the whole model there first."""
+        if config["zero_optimization"]["stage"] == 3:
+            deepspeed.zero.Init(module=self.model, config_dict_or_path=config, mem_efficient_linear=False)
+
+    def _settle(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+        """ZeRO knows groups by their place among those that are left."""
+        if self._setting.pipelined and len(optimizer.param_groups) < len(groups):
+            raise Refused(
+                "A group of the job's optimizer has no parameters on one stage of the pipeline, which zero1 on "
+                "DeepSpeed cannot keep; use ddp with the pipeline, or drop engine=deepspeed."
+            )
+
+    def _lower(self) -> dict[str, torch.Tensor]:
+        """Under a lowered precision, parameters are cast, and what they were is returned, in host memory.
+
+        DeepSpeed casts, too, but makes masters of what it has cast.
+        """
+        masters = {}
+        for name, parameter in self.model.named_parameters() if self._setting.lowered else ():
+            if parameter.is_floating_point():
+                masters[name] = parameter.detach().cpu()
+                parameter.data = parameter.data.to(self._setting.compute_dtype)
+        return masters
+
+    def _keep(
+        self, masters: dict[str, torch.Tensor], shapes: dict[str, torch.Size]
+    ) -> Iterator[tuple[str, tuple[nn.Parameter, Stretch]]]:
+        """Parameters that are not updated, where they lie in parts or were cast: this rank's part as it was."""
+        for name, parameter in self.model.named_parameters():
+            if name in self._pieces or not (name in masters or hasattr(parameter, "ds_tensor")):
+                continue
+            room = -(-shapes[name].numel() // dist.get_world_size(self._group))
+            stretch, length = even_stretch(tuple(shapes[name]), room, dist.get_rank(self._group))
+            own = masters[name].reshape(-1).narrow(0, stretch.start, length).clone() if name in masters else None
+            if own is None:
+                own = parameter.ds_tensor.narrow(0, 0, length)  # type: ignore[attr-defined]  # DeepSpeed's own
+            yield name, (nn.Parameter(own, requires_grad=False), stretch)
+
+    def _master(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        """What this rank has of a parameter in fp32."""
+        if name in self._pieces:
+            return self._pieces[name].master
+        return self._kept[name][0] if name in self._kept else parameter
+
+    def optimized(self) -> NamedParameters:
+        return NamedParameters((name, self._master(name, parameter)) for name, parameter in self._own.named())
+
+    def remembered(self) -> OptimizerState:
+        return self._by_name
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._scale_by(1.0)
+        super().backward(loss)
+
+    def update(self, scale: float | torch.Tensor) -> tuple[torch.Tensor, bool]:
+        self._scale_by(float(scale))
+        self._take_step()
+        norm = torch.as_tensor(self._deepspeed.get_global_grad_norm(), dtype=torch.float32)
+        return norm, bool(self._deepspeed.was_step_applied())
+
+    def _scale_by(self, scale: float) -> None:
+        """DeepSpeed divides gradients, and what it tells of their norm, by a scale that it multiplied the loss by."""
+        if hasattr(self._zero, "override_loss_scale"):
+            self._zero.override_loss_scale(1.0 / scale)
+        elif scale != 1.0:
+            scale_(self._zero.fp32_groups_gradients_flat, scale)
+
+    def held(self) -> Iterator[Held]:
+        names = {id(p): n for n, p in self.model.named_parameters()}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            first = names.get(id(tensor), name)
+            if first in self._pieces:
+                yield Held(name, self._pieces[first].master, self._pieces[first].stretch)
+            elif first in self._kept:
+                yield Held(name, *self._kept[first])
+            elif isinstance(tensor, torch.Tensor):
+                yield Held(name, tensor)
+
+    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for held in self.held():
+            if isinstance(held.cut, Stretch):
+                yield held.name, joined(held.tensor, held.cut, self._group, self._setting.device)
+            else:
+                yield held.name, held.tensor.detach()
+
+    def cut_of(self, name: str) -> Stretch | None:
+        if name in self._pieces:
+            return self._pieces[name].stretch
+        return self._kept[name][1] if name in self._kept else None
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name, (own, stretch) in self._kept.items():
+            whole = joined(own, stretch, self._group, self._setting.device)
+            parameter: Any = parameters[name]
+            if hasattr(parameter, "ds_tensor"):
+                parameter.ds_tensor.narrow(0, 0, own.numel()).copy_(own)
+            else:
+                parameter.data.copy_(whole)
+        if hasattr(self._zero, "update_lp_params"):
+            self._zero.update_lp_params()
+        else:
+            self._bring_masters()
+
+    def _bring_masters(self) -> None:
+        """As at the end of a step of stage 3."""
+        self._zero._partition_all_parameters()
+        for number in range(len(self._zero.fp16_groups)):
+            self._zero._reassign_or_swap_out_partitioned_parameters(number)
+        if persistent := self._zero.persistent_parameters:
+            persistent[0].all_gather(persistent)
+
+    def resident(self) -> dict[str, list[torch.Tensor]]:
+        parameters = [getattr(p, "ds_tensor", p) for p in self.model.parameters()]
+        return {
+            "parameters": parameters,
+            "masters": [piece.flat for piece in self._pieces.values()],
+            "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
+        }
+
+
+def refuse_state(optimizer: Optimizer) -> None:
+    """What an optimizer keeps before its first step would stay with parameters that DeepSpeed takes away from it."""
+    if optimizer.state:
+        raise Refused(
+            f"{type(optimizer).__name__} keeps state of each parameter before its first step, and ZeRO on DeepSpeed "
+            "gives it flat tensors instead; use ddp,engine=deepspeed, or the same strategy on our own engine."
+        )

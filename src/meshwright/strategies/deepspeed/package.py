@@ -1,0 +1,56 @@
+"""The DeepSpeed package itself: found, imported quietly, and joined to the ranks that are there already."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import warnings
+from typing import Any
+
+import torch
+
+INSTALL = "pip install 'meshwright[deepspeed]'"
+
+
+def is_installed() -> bool:
+    spec = importlib.util.find_spec("deepspeed")
+    return spec is not None and spec.origin is not None  # a mere folder of that name has none
+
+
+def refuse_nvme(folder: str, device: str) -> str | None:
+    """Why optimizer and parameters cannot lie in files of this folder."""
+    builder = imported(device).ops.op_builder.AsyncIOBuilder()
+    if not builder.is_compatible(verbose=False):
+        return (
+            f"offload=nvme:{folder} reads and writes with libaio, whose headers DeepSpeed does not find here; install "
+            "them (libaio-dev), or use offload=params."
+        )
+    return None
+
+
+def imported(device: str) -> Any:
+    """The package for a kind of device, which it reads from the environment when it is imported."""
+    os.environ.setdefault("DS_ACCELERATOR", device)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # it announces each of its optional parts that it does not find
+    try:
+        deepspeed = importlib.import_module("deepspeed")
+    finally:
+        logging.disable(before)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return deepspeed
+
+
+def joined_to_ranks(device: torch.device) -> Any:
+    """The package, ready to make engines on this device among the ranks of `torch.distributed`."""
+    deepspeed = imported(device.type)
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # every engine looks there for its device
+    warnings.filterwarnings("ignore", r"`torch.distributed.\w+` is deprecated", FutureWarning)
+    # Else ranks on CPUs compile an extension for sums in shared memory: a minute, and a compiler that may not be there.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo" if device.type == "cpu" else "nccl", auto_mpi_discovery=False, verbose=False)
+    # An engine with a pipeline leaves its ranks behind for those after it.
+    deepspeed.utils.groups.mpu = None
+    return deepspeed

@@ -1,0 +1,105 @@
+"""What each data strategy is on DeepSpeed, and what DeepSpeed cannot do, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import get_args
+
+from torch import nn
+
+from meshwright.facts.grammar import DataKind
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.strategies.base import DataStrategy, Layout, Place
+from meshwright.strategies.deepspeed import package
+from meshwright.strategies.deepspeed.config import STAGES
+from meshwright.strategies.deepspeed.engine import DeepSpeedEngine, ZeroEngine
+from meshwright.strategies.deepspeed.swapped import SwappedEngine
+from meshwright.strategies.engine import Engine, Setting
+
+
+class DeepSpeed(DataStrategy):
+    """One stage of ZeRO; 0 is `ddp`, and also what refuses the words that DeepSpeed has nothing for."""
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        self.summary = f"DeepSpeed, ZeRO stage {stage}"  # type: ignore[misc]  # of each stage, not of the class
+        # Stage 0 adds up gradients in the dtype of the parameters, so there they stay fp32 and are cast where read.
+        self.lowers = stage > 0  # type: ignore[misc]
+
+    def refuse(self, strategy: Strategy, facts: ModelFacts, place: Place) -> str | None:
+        return next(_reasons(strategy, facts, place, self._stage), None)
+
+    def axes(self, strategy: Strategy) -> dict[str, int]:
+        return {"data": strategy.data_ranks} if strategy.data not in (None, "single", "dp") else {}
+
+    def layout(self, strategy: Strategy) -> Layout:
+        ranks = strategy.data_ranks
+        return Layout(
+            parameters=ranks if self._stage > 2 else 1,
+            gradients=ranks if self._stage > 1 else 1,
+            optimizer=ranks if self._stage else 1,
+            lowered_copy=self._stage > 0,
+        )
+
+    def weights_on_host(self, strategy: Strategy) -> bool:
+        return self._stage == 3  # DeepSpeed takes them from there one by one, and keeps a part of each
+
+    def apply(self, model: nn.Module, setting: Setting) -> Engine:
+        setting.fill()
+        if setting.strategy.offload == "nvme":
+            return SwappedEngine(model, setting)
+        return (ZeroEngine if self._stage else DeepSpeedEngine)(model, setting)
+
+
+DEEPSPEED_STRATEGIES: dict[str, DataStrategy] = {word: DeepSpeed(STAGES.get(word, 0)) for word in get_args(DataKind)}
+
+
+def _reasons(strategy: Strategy, facts: ModelFacts, place: Place, stage: int) -> Iterator[str]:
+    """All that speaks against a strategy on DeepSpeed, each with the better word."""
+    if not package.is_installed():
+        yield f"engine=deepspeed needs the DeepSpeed package, which is not installed: {package.INSTALL}."
+    yield from _wrong_axes(strategy)
+    yield from _wrong_policies(strategy, stage)
+    if strategy.offload == "nvme" and (reason := package.refuse_nvme(strategy.nvme, place.device)):
+        yield reason
+    scalars = [parameter.name for parameter in facts.parameters if not parameter.shape]
+    if scalars:
+        yield (
+            f"DeepSpeed cannot send a parameter without dims: {', '.join(scalars)}; give it the shape (1,), "
+            f"or drop engine=deepspeed."
+        )
+
+
+def _wrong_axes(strategy: Strategy) -> Iterator[str]:
+    for axis in ("tp", "op", "layers"):
+        if (size := getattr(strategy, axis)) > 1:
+            yield f"{axis}={size} is of our own engine, and DeepSpeed has nothing like it; drop one of the two terms."
+    if strategy.pp > 1:
+        yield from _wrong_pipeline(strategy)
+    elif strategy.data in (None, "single", "dp", "hsdp") or strategy.variant:
+        word = {"hsdp": "zero3", "grad-op": "zero2"}.get(strategy.variant or str(strategy.data), "ddp")
+        found = f"fsdp:{strategy.variant}" if strategy.variant else str(strategy.data)
+        yield f"DeepSpeed has no {found}; its stages are ddp, zero1, zero2 and zero3: use {word},engine=deepspeed."
+
+
+def _wrong_pipeline(strategy: Strategy) -> Iterator[str]:
+    if strategy.schedule != "1f1b":
+        yield f"DeepSpeed's pipeline runs 1f1b, not {strategy.schedule}; use pp={strategy.pp}:1f1b."
+    if strategy.data not in (None, "ddp", "zero1"):
+        yield f"DeepSpeed's pipeline takes ddp or zero1, not {strategy.data}; use zero1, or drop engine=deepspeed."
+    if strategy.offload:
+        yield f"offload={strategy.offload} is not built for DeepSpeed's pipeline; drop one of the two terms."
+
+
+def _wrong_policies(strategy: Strategy, stage: int) -> Iterator[str]:
+    if strategy.compile:
+        yield "compile is not built for engine=deepspeed; drop one of the two terms."
+    if strategy.pure:
+        yield f"DeepSpeed keeps fp32 masters; use {strategy.precision}, or drop engine=deepspeed."
+    if strategy.offload == "optimizer" and not stage:
+        yield "DeepSpeed offloads what ZeRO divides, and ddp divides nothing; use zero1,offload=optimizer."
+    if strategy.offload in ("params", "nvme") and stage < 3:
+        better = replace(strategy, data="fsdp", variant="", hsdp_replicas=None)
+        yield f"offload={strategy.offload} streams parameters that ZeRO divides, which only zero3 does; use {better}."

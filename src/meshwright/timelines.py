@@ -1,0 +1,188 @@
+"""Timelines of pipelines that nobody ran: the schedule's actions, played through with forecast times of the stages.
+
+    forecast_timeline(planner.setting(cluster), strategy)
+
+Beside the ranking's closed form this is the other way to the same step: every wait falls out of who waits for whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from meshwright.errors import Refused
+from meshwright.facts.forecast import Forecast
+from meshwright.facts.plan import Plan
+from meshwright.facts.strategy import Strategy
+from meshwright.facts.timeline import BACKWARD, DATA, FORWARD, INPUT, SEND, UPDATE, WEIGHT, Piece, Timeline, with_idle
+from meshwright.planner.arrangement import Arrangement, arrange
+from meshwright.planner.calibrate import Calibration
+from meshwright.planner.search import Setting
+from meshwright.planner.stagewise import StageLoad
+from meshwright.planner.time import Pass, Site, forecast_time, stage_passes
+from meshwright.schedules import Action, Kind, Schedule, Span, make, simulate
+from meshwright.strategies.pipeline import is_pipelined
+
+LARGEST = 20_000
+"""Actions of a schedule that is still played through."""
+KINDS = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.BACKWARD_INPUT: INPUT, Kind.BACKWARD_WEIGHT: WEIGHT}
+
+Parts = Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """Seconds by cause of one micro-batch on one stage."""
+
+    forward: Parts
+    backward: Parts
+
+    @property
+    def weight_share(self) -> float:
+        """Of backward, what the weights' part takes: a product's weight gradient costs what its forward does.
+
+        What is recomputed comes before the inputs' part, so with recomputing this is a third rather than a half.
+        """
+        backward = sum(self.backward.values())
+        return min(0.5, sum(self.forward.values()) / backward) if backward else 0.5
+
+    def parts(self, kind: Kind) -> Parts:
+        """Causes that take no time are left out."""
+        share = {Kind.BACKWARD_INPUT: 1 - self.weight_share, Kind.BACKWARD_WEIGHT: self.weight_share}.get(kind, 1.0)
+        whole = self.forward if kind is Kind.FORWARD else self.backward
+        return {cause: seconds * share for cause, seconds in whole.items() if seconds}
+
+    def seconds(self, kind: Kind) -> float:
+        return sum(self.parts(kind).values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Around:
+    """What a step has beside the schedule."""
+
+    send: float
+    """Seconds that a result is under way to the next stage."""
+    data: Parts
+    update: Parts
+
+
+def first_timeline(setting: Setting, plans: Iterable[Plan], *, largest: int = LARGEST) -> Timeline | None:
+    """Of the first plan that has a pipeline of at most so many actions; None where no plan has."""
+    for plan in plans:
+        if is_pipelined(plan.strategy) and count_actions(setting, plan.strategy) <= largest:
+            return forecast_timeline(setting, plan.strategy)
+    return None
+
+
+def count_actions(setting: Setting, strategy: Strategy) -> int:
+    """Forward and backward passes of one step on all ranks of a pipeline."""
+    arrangement = arrange(strategy, setting.facts, setting.global_batch)
+    return 2 * arrangement.stages * arrangement.micro_batches
+
+
+def forecast_timeline(setting: Setting, strategy: Strategy) -> Timeline:
+    """One step of a resolved strategy; `Refused` where it has no pipeline."""
+    if not is_pipelined(strategy):
+        raise Refused(f"{strategy} has no pipeline, so there is no timeline of one; name a strategy with pp=N.")
+    arrangement = arrange(strategy, setting.facts, setting.global_batch)
+    stages, around = _seconds(setting, arrangement)
+    schedule = make(arrangement.schedule, arrangement.pp, arrangement.micro_batches)
+    played = simulate(
+        schedule,
+        forward=[stage.seconds(Kind.FORWARD) for stage in stages],
+        backward_input=[stage.seconds(Kind.BACKWARD_INPUT) for stage in stages],
+        backward_weight=[stage.seconds(Kind.BACKWARD_WEIGHT) for stage in stages],
+        send=around.send,
+    )
+    pieces = [*_passes(schedule, played.spans, stages, around.send), *_ending(played.spans, around)]
+    return Timeline(
+        strategy=str(strategy),
+        schedule=arrangement.schedule,
+        ranks=arrangement.pp,
+        micro_batches=arrangement.micro_batches,
+        pieces=with_idle(pieces, arrangement.pp),
+    )
+
+
+def _seconds(setting: Setting, arrangement: Arrangement) -> tuple[list[_Stage], _Around]:
+    hardware, per_node = setting.hardware, setting.cluster.devices_per_node
+    loads = setting.loads.of(arrangement)
+    site = Site(hardware=hardware, per_node=per_node, arrangement=arrangement, collective=setting.loads.collective)
+    timing = forecast_time(arrangement, setting.loads, hardware, per_node)
+    step = {**timing.parts, "host": timing.waits}
+    send = _fitted(setting.calibration, {"stages": site.time("send", _sent(arrangement, loads), site.neighbour)})
+    around = _Around(
+        send=send["stages"],
+        data=_fitted(setting.calibration, _only(step, "data")),
+        update=_fitted(setting.calibration, _only(step, "update", "host copies", "host")),
+    )
+    return [_stage(setting.calibration, *stage_passes(site, load)) for load in loads], around
+
+
+def _sent(arrangement: Arrangement, loads: tuple[StageLoad, ...]) -> float:
+    """Bytes of the largest result that crosses to another stage."""
+    largest = max(load.units[-1].output for load in loads[:-1] if load.units)
+    return largest / (arrangement.tp if arrangement.sequence else 1)
+
+
+def _only(parts: Parts, *causes: str) -> Parts:
+    return {cause: parts[cause] for cause in causes if parts.get(cause)}
+
+
+def _fitted(calibration: Calibration, parts: Parts) -> Parts:
+    return calibration.apply(Forecast(time=parts)).time
+
+
+def _stage(calibration: Calibration, forward: Pass, backward: Pass) -> _Stage:
+    return _Stage(forward=_fitted(calibration, _causes(forward)), backward=_fitted(calibration, _causes(backward)))
+
+
+def _causes(one: Pass) -> Parts:
+    return {"compute": one.compute, "tensor": one.tensor, "host": one.host}
+
+
+def _passes(
+    schedule: Schedule, spans: tuple[tuple[Span, ...], ...], stages: list[_Stage], send: float
+) -> Iterator[Piece]:
+    """Every action, and what it sends on."""
+    for span in (span for row in spans for span in row):
+        action = span.action
+        yield Piece(
+            rank=span.rank,
+            kind=KINDS[action.kind],
+            start=span.start,
+            end=span.end,
+            stage=action.stage,
+            micro_batch=action.micro_batch,
+            parts=stages[action.stage].parts(action.kind),
+        )
+        to = _receiver(schedule, action)
+        if send and to is not None and to != span.rank:
+            yield Piece(
+                rank=span.rank,
+                kind=SEND,
+                start=span.end,
+                end=span.end + send,
+                stage=action.stage,
+                micro_batch=action.micro_batch,
+                to=to,
+            )
+
+
+def _receiver(schedule: Schedule, action: Action) -> int | None:
+    """The rank that waits for an action's result, if one does."""
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return None
+    stage = action.stage + (1 if action.kind is Kind.FORWARD else -1)
+    return schedule.rank_of(stage) if 0 <= stage < schedule.stages else None
+
+
+def _ending(spans: tuple[tuple[Span, ...], ...], around: _Around) -> Iterator[Piece]:
+    """Gradients are summed once a rank is through; all meet before the update, which the clipped norm waits for."""
+    sums, updates = sum(around.data.values()), sum(around.update.values())
+    meet = max(row[-1].end for row in spans) + sums
+    for rank, row in enumerate(spans):
+        if sums:
+            yield Piece(rank=rank, kind=DATA, start=row[-1].end, end=row[-1].end + sums, parts=around.data)
+        if updates:
+            yield Piece(rank=rank, kind=UPDATE, start=meet, end=meet + updates, parts=around.update)

@@ -1,0 +1,59 @@
+"""What the profiler saw, as spans: they are added up right, and a real step has them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from meshwright.runtime.profile_step import StepProfile, coarsened, merge, overlap, profile_step, silent_profiler, total
+
+
+def test_spans_that_overlap_count_once() -> None:
+    assert merge([(4.0, 5.0), (0.0, 2.0), (1.0, 3.0), (3.0, 3.5), (7.0, 7.0)]) == ((0.0, 3.5), (4.0, 5.0))
+
+
+def test_what_two_kinds_have_in_common() -> None:
+    compute, communication = ((0.0, 4.0), (6.0, 8.0)), ((3.0, 7.0),)
+    assert overlap(compute, communication) == pytest.approx(2.0)
+    shares = StepProfile(seconds=10.0, compute=compute, communication=communication).shares
+    assert shares == pytest.approx({"compute": 0.6, "communication": 0.4, "exposed": 0.2})
+
+
+def test_communication_under_compute_is_not_exposed() -> None:
+    shares = StepProfile(seconds=10.0, compute=((0.0, 9.0),), communication=((2.0, 5.0), (6.0, 7.0))).shares
+    assert shares["communication"] == pytest.approx(0.4)
+    assert shares["exposed"] == pytest.approx(0.0)
+
+
+def test_the_smallest_gaps_are_closed_for_a_picture() -> None:
+    spans = ((0.0, 1.0), (1.1, 2.0), (5.0, 6.0), (6.2, 7.0), (9.0, 10.0))
+    assert coarsened(spans, 3) == ((0.0, 2.0), (5.0, 7.0), (9.0, 10.0))
+    assert coarsened(spans, 5) == spans
+
+
+def test_a_step_on_a_cpu_is_mostly_computing() -> None:
+    one = torch.ones(300, 300)
+
+    def step() -> None:
+        for _ in range(50):
+            torch.mm(one, one)
+
+    found = profile_step(step, torch.device("cpu"))
+    assert found.communication == ()
+    assert 0 < total(found.compute) <= found.seconds
+    assert all(0 <= start < end <= found.seconds for start, end in found.compute)
+    assert found.shares["compute"] > 0.3
+    assert StepProfile.from_json(found.to_json()) == found
+
+
+def test_the_profiler_is_only_silent_where_the_user_did_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+    with silent_profiler():
+        assert os.environ["KINETO_LOG_LEVEL"] == "99"
+    assert "KINETO_LOG_LEVEL" not in os.environ
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "1")
+    with silent_profiler():
+        assert os.environ["KINETO_LOG_LEVEL"] == "1"
+    assert os.environ["KINETO_LOG_LEVEL"] == "1"

@@ -1,0 +1,83 @@
+"""What DeepSpeed cannot do is refused before any process starts, with the better word."""
+
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+import tiny_jobs
+from meshwright.build.check import check
+from meshwright.describe.model import describe
+from meshwright.errors import Refused
+from meshwright.facts.job import Job
+from meshwright.facts.strategy import Strategy
+from meshwright.strategies import Place
+from meshwright.strategies.deepspeed import package
+
+FACTS = describe(tiny_jobs.transformer)
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "is_installed", lambda: True)
+
+
+def refusal(strategy: str, job: Job = tiny_jobs.transformer, ranks: int = 2) -> str:
+    facts = FACTS if job is tiny_jobs.transformer else describe(job)
+    place = Place(device="cpu", devices=8, ranks=ranks, local_ranks=ranks)
+    with pytest.raises(Refused) as caught:
+        check(job, facts, Strategy.parse(f"{strategy},engine=deepspeed"), place)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "better"),
+    [
+        ("hsdp=1x2", "use zero3,engine=deepspeed"),
+        ("fsdp:grad-op", "use zero2,engine=deepspeed"),
+        ("fsdp:no-shard", "use ddp,engine=deepspeed"),
+        ("tp=2", "tp=2 is of our own engine"),
+        ("op=2", "op=2 is of our own engine"),
+        ("layers=2", "layers=2 is of our own engine"),
+        ("zero2,compile", "compile is not built"),
+        ("zero2,bf16:pure", "use bf16, or drop engine=deepspeed"),
+        ("ddp,offload=optimizer", "use zero1,offload=optimizer"),
+        ("zero2,offload=params", "which only zero3 does; use fsdp"),
+        ("pp=2:gpipe", "use pp=2:1f1b"),
+        ("pp=2:1f1b,offload=optimizer", "offload=optimizer is not built for DeepSpeed's pipeline"),
+        ("pp=2:1f1b", "give an nn.Sequential, or drop engine=deepspeed"),
+    ],
+)
+def test_the_better_word(strategy: str, better: str) -> None:
+    assert better in refusal(strategy)
+
+
+def test_a_pipeline_with_more_than_stage_1() -> None:
+    assert "takes ddp or zero1, not zero2" in refusal("pp=2:1f1b,zero2", tiny_jobs.sequential, ranks=4)
+
+
+def test_one_process() -> None:
+    assert "use ddp,engine=deepspeed" in refusal("single", ranks=1)
+
+
+def test_a_parameter_without_dims() -> None:
+    assert "cannot send a parameter without dims: scale" in refusal("zero1", tiny_jobs.plain)
+
+
+def test_a_cut_within_a_layer() -> None:
+    nested = replace(tiny_jobs.sequential, model=lambda: nn.Sequential(tiny_jobs.layers()))
+    assert "would begin within the layer '0'" in refusal("pp=2:1f1b", nested)
+
+
+def test_a_parameter_in_two_layers() -> None:
+    def tied() -> nn.Module:
+        model = tiny_jobs.layers()
+        model[5].weight = model[0].token.weight  # type: ignore[index, union-attr]
+        return model
+
+    assert "are one parameter in two layers" in refusal("pp=2:1f1b", replace(tiny_jobs.sequential, model=tied))
+
+
+def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "is_installed", lambda: False)
+    assert "pip install 'meshwright[deepspeed]'" in refusal("zero1")

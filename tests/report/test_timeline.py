@@ -1,0 +1,191 @@
+"""Timelines of pipelines that nobody ran: the times, the picture, and the file that Perfetto opens."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from meshwright.cli.main import app
+from meshwright.errors import BadInput, Refused
+from meshwright.facts.strategy import Strategy
+from meshwright.facts.timeline import (
+    DATA,
+    FORWARD,
+    IDLE,
+    INPUT,
+    KINDS,
+    SEND,
+    UPDATE,
+    WEIGHT,
+    Piece,
+    Timeline,
+    with_idle,
+)
+from meshwright.planner.search import Setting, consider
+from meshwright.planning import Wishes
+from meshwright.ranking import open_planner, read_cluster
+from meshwright.report.timeline import DRAWN, describe_piece, draw
+from meshwright.report.timeline_html import timeline_page, write_timeline
+from meshwright.report.timeline_trace import trace_document
+from meshwright.timelines import first_timeline, forecast_timeline
+
+GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
+BATCH = 64
+
+
+@cache
+def setting() -> Setting:
+    planner, cluster = open_planner("preset:gpt2:seq=256", Wishes(global_batch=BATCH)), read_cluster("4xA100-40GB")
+    planner.search_named(cluster, [Strategy.parse("ddp,bf16"), Strategy.parse("ddp,bf16,ac=full")])
+    return planner.setting(cluster)
+
+
+@cache
+def timeline(text: str) -> Timeline:
+    return forecast_timeline(setting(), Strategy.parse(text).resolve(4))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb", "zbv"])
+@pytest.mark.parametrize("policy", ["", ",ac=full"])
+def test_playing_it_through_agrees_with_the_closed_form(schedule: str, policy: str) -> None:
+    text = f"pp=4:{schedule},bf16,mb=1{policy}"
+    closed = consider(setting(), Strategy.parse(text)).forecast.step
+    assert timeline(text).total == pytest.approx(closed, rel=0.06)
+
+
+def test_every_micro_batch_passes_every_stage() -> None:
+    found = timeline("pp=4:zbv,bf16,mb=2")
+    for kind in (FORWARD, WEIGHT):
+        passes = [(piece.stage, piece.micro_batch) for piece in found.pieces if piece.kind == kind]
+        assert sorted(passes) == [(stage, number) for stage in range(8) for number in range(BATCH // 2)]
+    assert not any(piece.kind == "backward" for piece in found.pieces)
+
+
+def test_a_rank_does_one_thing_at_a_time_and_its_time_is_accounted_for() -> None:
+    for text in ("ddp=2,pp=2:1f1b,bf16,mb=4", "pp=4:interleaved,bf16,mb=4", "layers=4,bf16,mb=16"):
+        found = timeline(text)
+        for rank in range(found.ranks):
+            own = [piece for piece in found.of(rank) if piece.kind != SEND]
+            assert own[0].start == 0.0 and own[-1].end == pytest.approx(found.total)
+            for before, after in itertools.pairwise(own):
+                assert after.start == pytest.approx(before.end)
+
+
+def test_what_is_sent_arrives_before_it_is_used() -> None:
+    found = timeline("pp=4:1f1b,bf16,mb=4")
+    begun = {(p.stage, p.micro_batch): p.start for p in found.pieces if p.kind == FORWARD}
+    sent = [p for p in found.pieces if p.kind == SEND and p.to == p.rank + 1]
+    assert len(sent) == 3 * BATCH // 4
+    assert all(begun[p.stage + 1, p.micro_batch] >= p.end - 1e-12 for p in sent if p.stage is not None)
+
+
+def test_a_step_ends_with_the_data_axis_and_the_update() -> None:
+    found = timeline("ddp=2,pp=2:1f1b,bf16,mb=4")
+    kinds = [piece.kind for piece in found.of(0)]
+    assert kinds[-1] == UPDATE and DATA in kinds
+    assert DATA not in {piece.kind for piece in timeline("pp=4:1f1b,bf16,mb=4").pieces}
+
+
+def test_recomputing_goes_with_the_inputs_part() -> None:
+    parts = {}
+    for policy in ("", ",ac=full"):
+        pieces = timeline(f"pp=4:zb,bf16,mb=4{policy}").of(1)
+        seconds = {kind: next(p.seconds for p in pieces if p.kind == kind) for kind in (INPUT, WEIGHT)}
+        parts[policy] = seconds[WEIGHT] / sum(seconds.values())
+    assert parts[""] == pytest.approx(0.5, abs=0.05)
+    assert parts[",ac=full"] == pytest.approx(1 / 3, abs=0.06)
+
+
+def test_json_reads_back() -> None:
+    found = timeline("ddp=2,pp=2:1f1b,bf16,mb=4")
+    assert Timeline.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_gaps_are_idle() -> None:
+    pieces = [Piece(rank=0, kind=FORWARD, start=1.0, end=2.0), Piece(rank=1, kind=FORWARD, start=0.0, end=4.0)]
+    found = [(p.rank, p.kind, p.start, p.end) for p in with_idle(pieces, 2)]
+    assert found == [(0, IDLE, 0.0, 1.0), (0, FORWARD, 1.0, 2.0), (0, IDLE, 2.0, 4.0), (1, FORWARD, 0.0, 4.0)]
+    with pytest.raises(ValueError, match="Unknown kind 'waiting'"):
+        Piece(rank=0, kind="waiting", start=0.0, end=1.0)
+
+
+def test_a_plan_without_a_pipeline_has_none() -> None:
+    with pytest.raises(Refused, match="has no pipeline"):
+        forecast_timeline(setting(), Strategy.parse("ddp=4,bf16"))
+    plans = [consider(setting(), Strategy.parse(text)) for text in ("ddp=4,bf16", "pp=4:1f1b,bf16,mb=1")]
+    found = first_timeline(setting(), plans)
+    assert found is not None and found.strategy == "pp=4:1f1b,bf16,mb=1"
+    assert first_timeline(setting(), plans, largest=100) is None
+
+
+def test_boxes_lie_where_their_times_say() -> None:
+    found = timeline("pp=4:1f1b,bf16,mb=8")
+    drawing = draw(found)
+    first = next(piece for piece in found.of(2) if piece.kind == FORWARD)
+    box = next(box for box in drawing.rows[2].boxes if box.words == describe_piece(first))
+    assert box.x == pytest.approx(100 * first.start / found.total)
+    assert box.width == pytest.approx(100 * first.seconds / found.total)
+    assert drawing.gap is None
+    assert sum(figure.share for figure in drawing.rows[2].figures if figure.kind != SEND) == pytest.approx(1.0)
+    assert list(drawing.colours) == [kind for kind in KINDS if kind in drawing.colours]
+
+
+def test_of_a_long_step_the_middle_is_left_out() -> None:
+    drawing = draw(timeline("pp=4:zbv,bf16,mb=1"))
+    assert drawing.gap is not None
+    boxes = [box for row in drawing.rows for box in row.boxes]
+    assert len(boxes) < 1.3 * DRAWN
+    assert all(box.x >= 0 and box.x + box.width <= 100 + 1e-6 for box in boxes)
+    assert not any(48.001 < box.x + box.width / 2 < 51.999 for box in boxes)
+
+
+def test_ticks_do_not_meet() -> None:
+    for text in ("pp=4:zbv,bf16,mb=1", "pp=4:1f1b,bf16,mb=8"):
+        ticks = [tick.x for tick in draw(timeline(text)).ticks]
+        assert len(ticks) >= 3
+        assert min(after - before for before, after in itertools.pairwise(ticks)) > 5
+
+
+def test_trace_events_have_what_viewers_need() -> None:
+    found = timeline("ddp=2,pp=2:1f1b,bf16,mb=4")
+    events = trace_document(found)["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert len(complete) == sum(piece.kind != IDLE for piece in found.pieces)
+    assert all({"pid", "tid", "ts", "dur", "name"} <= event.keys() for event in complete)
+    assert max(event["ts"] + event["dur"] for event in complete) == pytest.approx(1e6 * found.total)
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert names == {0: "rank 0", 1: "rank 0 sends", 2: "rank 1", 3: "rank 1 sends"}
+    for track in names:  # what overlaps on one track is not drawn
+        own = sorted((event["ts"], event["dur"]) for event in complete if event["tid"] == track)
+        assert all(a + d <= b + 1e-3 for (a, d), (b, _) in itertools.pairwise(own))
+
+
+def test_the_page_asks_nothing_of_a_network() -> None:
+    text = timeline_page(timeline("pp=4:1f1b,bf16,mb=8"))
+    assert "<script" not in text and "http" not in text.replace("http-equiv", "") and "url(" not in text
+
+
+def test_the_ending_of_the_file_decides(tmp_path: Path) -> None:
+    found = timeline("pp=4:1f1b,bf16,mb=8")
+    for name in ("a.html", "a.json"):
+        write_timeline(found, tmp_path / name)
+    assert (tmp_path / "a.html").read_text().startswith("<!DOCTYPE html>")
+    assert Timeline.from_json(json.loads((tmp_path / "a.json").read_text())["timeline"]) == found
+    with pytest.raises(BadInput, match=r"end it in \.html"):
+        write_timeline(found, tmp_path / "a.png")
+
+
+def test_plan_writes_both(tmp_path: Path) -> None:
+    page, trace = tmp_path / "plan.html", tmp_path / "timeline.json"
+    words = ["plan", GPT, "--on", "4xA100-40GB", "--fast", "--strategies", "ddp,bf16", "pp=4:1f1b,bf16,mb=2"]
+    found = CliRunner().invoke(app, [*words, "--html", str(page), "--timeline", str(trace)])
+    assert found.exit_code == 0, found.output
+    assert "Timeline of <code>pp=4:1f1b,bf16,mb=2</code>" in page.read_text()
+    assert json.loads(trace.read_text())["timeline"]["micro_batches"] == 8
+    failed = CliRunner().invoke(app, [*words[:-1], "--timeline", str(trace)])
+    assert isinstance(failed.exception, Refused) and "none of the 1 plans has a pipeline" in str(failed.exception)

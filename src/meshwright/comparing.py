@@ -13,6 +13,7 @@ from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import LOCAL, Cluster
 from meshwright.facts.plan import Plan
 from meshwright.facts.strategy import Strategy
+from meshwright.facts.timeline import BACKWARD, FORWARD, INPUT, WEIGHT, Timeline
 from meshwright.planner.search import Setting, consider
 from meshwright.planning import Planner
 from meshwright.runtime.compare import Compared, Request, compare, count_cores, note_on_cores
@@ -62,10 +63,11 @@ def with_forecast(row: dict[str, Any], planner: Planner, cluster: Cluster, strat
         plan = consider(setting, strategy)
     except MeshwrightError as error:
         return {**row, "forecast": {"reason": str(error)}}
-    told: dict[str, Any] = {"forecast": forecast_of(plan, row)}
-    if row["timeline"] is not None:
-        told["forecast_timeline"] = _timeline(setting, strategy)
-    return {**row, **told}
+    timeline = _timeline(setting, strategy) if row["timeline"] is not None else None
+    forecast = forecast_of(plan, row)
+    if timeline is None:
+        return {**row, "forecast": forecast}
+    return {**row, "forecast": {**forecast, "bubble": bubble_of(timeline)}, "forecast_timeline": timeline.to_json()}
 
 
 def forecast_of(plan: Plan, row: dict[str, Any]) -> dict[str, Any]:
@@ -86,11 +88,18 @@ def _off(forecast: float, measured: float | None) -> float | None:
     return forecast / measured - 1 if measured else None
 
 
-def _timeline(setting: Setting, strategy: Strategy) -> dict[str, Any] | None:
+def bubble_of(timeline: Timeline) -> float:
+    """As it is measured: what ranks do not spend computing between the first start and the last end."""
+    passes = [piece for piece in timeline.pieces if piece.kind in (FORWARD, BACKWARD, INPUT, WEIGHT)]
+    length = max(piece.end for piece in passes) - min(piece.start for piece in passes)
+    return 1 - sum(piece.seconds for piece in passes) / (length * timeline.ranks)
+
+
+def _timeline(setting: Setting, strategy: Strategy) -> Timeline | None:
     if count_actions(setting, strategy) > LARGEST:
         return None
     try:
-        return forecast_timeline(setting, strategy).to_json()
+        return forecast_timeline(setting, strategy)
     except MeshwrightError:
         return None
 

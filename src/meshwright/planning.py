@@ -66,13 +66,21 @@ class Wishes:
 
 def plan(job: Job, cluster: Cluster, wishes: Wishes | None = None, *, name: str = "job") -> Ranking:
     """All strategies for a job on a cluster, ranked; the finalists traced unless that is not wished."""
-    wishes = wishes or Wishes()
-    started = time.perf_counter()
+    wishes, started = wishes or Wishes(), time.perf_counter()
     planner = Planner(job, describe(job), wishes.global_batch or job.global_batch, wishes.calibration)
+    return rank(planner, cluster, wishes, name=name, started=started)
+
+
+def rank(
+    planner: Planner, cluster: Cluster, wishes: Wishes, *, name: str = "job", started: float | None = None
+) -> Ranking:
+    """The same by a planner that is kept, for who asks again and again. Its clock runs from `started`, if told."""
+    started, known = started or time.perf_counter(), len(planner.notes)
     found = planner.search(cluster, wishes)
     plans = choose(planner.setting(cluster), best_of_each_kind(found.plans))
     if not wishes.fast:
         plans = planner.trace_first(cluster, plans, wishes.finalists)
+    advice = () if plans else planner.advise(cluster, wishes, found)
     return Ranking(
         job=name,
         cluster=str(cluster),
@@ -80,17 +88,21 @@ def plan(job: Job, cluster: Cluster, wishes: Wishes | None = None, *, name: str 
         refused=tuple(found.refused),
         candidates=found.candidates,
         seconds=time.perf_counter() - started,
-        advice=(*wishes.fitted, *planner.notes, *(() if plans else planner.advise(cluster, wishes, found))),
+        advice=(*wishes.fitted, *planner.notes[known:], *advice),
         against=weigh(planner, cluster, wishes.against, plans, traced=not wishes.fast) if wishes.against else None,
     )
 
 
-def plan_command(job: str, on: str, wishes: Wishes) -> Ranking:
-    """What `meshwright plan` does."""
-    cluster = Cluster.parse(on)
-    if cluster.device == LOCAL:
-        cluster = local_cluster()
-    return plan(load_job(job), cluster, wishes, name=job)
+def open_planner(job: str, wishes: Wishes) -> Planner:
+    """A planner for a job as it is written on the command line."""
+    loaded = load_job(job)
+    return Planner(loaded, describe(loaded), wishes.global_batch or loaded.global_batch, wishes.calibration)
+
+
+def read_cluster(text: str) -> Cluster:
+    """The cluster that a text names, this machine looked at where it says `local`."""
+    cluster = Cluster.parse(text)
+    return local_cluster() if cluster.device == LOCAL else cluster
 
 
 def read_allowed(
@@ -119,12 +131,20 @@ def _words(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
 class Planner:
     """One described job, planned for as many clusters and wishes as one likes."""
 
-    def __init__(self, job: Job, facts: ModelFacts, global_batch: int, calibration: Calibration | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        facts: ModelFacts,
+        global_batch: int,
+        calibration: Calibration | None = None,
+        costs: dict[tuple[str, str], ModelCosts] | None = None,
+    ) -> None:
+        """`costs` are those that were traced before, by precision and recomputing; what is traced now is added."""
         self.job, self.facts, self.global_batch = job, facts, global_batch
         self._calibration = calibration or Calibration()
         self.notes: list[str] = []
         """What a user should know of how plans were made."""
-        self._costs: dict[tuple[str, str], ModelCosts] = {}
+        self._costs = {} if costs is None else costs
         self._settings: dict[Cluster, Setting] = {}
 
     def setting(self, cluster: Cluster) -> Setting:

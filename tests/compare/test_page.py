@@ -14,11 +14,12 @@ from rich.console import Console
 from chromium import open_browser, overflow, visit
 from compare_outcomes import Starts, made_up
 from meshwright import comparing
-from meshwright.comparing import forecast_of, this_machine, with_forecast
+from meshwright.comparing import bubble_of, forecast_of, this_machine, with_forecast
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.forecast import Forecast
 from meshwright.facts.plan import Plan
 from meshwright.facts.strategy import Strategy
+from meshwright.facts.timeline import Timeline
 from meshwright.planning import Planner
 from meshwright.report.compare import comparison_page, csv_text
 from meshwright.report.compare_bars import memory_chart, time_chart
@@ -61,6 +62,9 @@ def test_every_row_has_its_forecast_beside_it(document: dict[str, Any]) -> None:
     pipeline = by_name["pp=2:gpipe,mb=16"]
     assert (pipeline["timeline"]["origin"], pipeline["forecast_timeline"]["origin"]) == ("measured", "forecast")
     assert by_name["ddp"]["forecast_timeline"] is None
+    # One micro-batch goes through two stages: a rank idles while the other computes, up to how uneven they are.
+    assert pipeline["forecast"]["bubble"] == pytest.approx(0.5, abs=0.05)
+    assert pipeline["bubble"] == pytest.approx(bubble_of(Timeline.from_json(pipeline["timeline"])))
 
 
 def test_ranks_that_share_cores_are_foretold_a_part_of_one(monkeypatch: pytest.MonkeyPatch) -> None:

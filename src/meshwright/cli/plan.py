@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,8 +56,7 @@ def plan(
 
     [bold]meshwright plan job.py --on 4xA100-40GB --strategies pp=4:1f1b,bf16 --timeline timeline.html[/]
     """
-    from meshwright.planning import Wishes, named_strategies, read_allowed
-    from meshwright.ranking import open_planner, rank, read_cluster
+    from meshwright.planning import Wishes, named_strategies, open_planner, rank, read_allowed, read_cluster
     from meshwright.report.plan import plan_page
     from meshwright.report.timeline_html import check_ending
 
@@ -76,9 +76,9 @@ def plan(
         calibration=fitted,
         against=_read(against, on) if against else None,
     )
-    cluster = read_cluster(on)
+    cluster, started = read_cluster(on), time.perf_counter()
     planner = open_planner(job, wishes)
-    ranking = rank(planner, cluster, wishes, name=job)
+    ranking = rank(planner, cluster, wishes, name=job, started=started)
     document = ranking.to_json()
     if html is not None or timeline is not None:
         _write(planner.setting(cluster), ranking, html=html, timeline=timeline)

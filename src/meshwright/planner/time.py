@@ -311,9 +311,9 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageLoad, ...]) -> None
 
 def _bubble(a: Arrangement, work: list[float], passes: list[tuple[Pass, Pass]]) -> float:
     """Seconds that the dearest rank waits for others in one step."""
-    if a.schedule == "layers":
-        return sum(work) - max(work)
     others = sum(work) - max(work)
+    if a.schedule == "layers":
+        return a.micro_batches * others
     if a.schedule == "interleaved":
         return others / a.virtual
     if a.schedule == "zb":

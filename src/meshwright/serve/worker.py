@@ -20,8 +20,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.facts.costs import ModelCosts
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
-from meshwright.planning import Planner
-from meshwright.ranking import rank
+from meshwright.planning import Planner, rank
 from meshwright.report.plan_html import body
 from meshwright.serve.errors import status_of
 from meshwright.serve.request import PlanRequest
@@ -43,9 +42,7 @@ class Described:
 
     def planner(self, batch: int | None) -> Planner:
         """A planner of its own for every question: it keeps what it was asked, and costs alone are worth keeping."""
-        planner = Planner(self.job, self.facts, batch or self.job.global_batch)
-        planner._costs = self.costs
-        return planner
+        return Planner(self.job, self.facts, batch or self.job.global_batch, costs=self.costs)
 
 
 class Shelf:

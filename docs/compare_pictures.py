@@ -19,7 +19,6 @@ from screenshots import keep
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the browser is the tests' own
 
 from chromium import open_browser, visit
-
 from meshwright.report.compare_html import write_page
 
 WIDE, NARROW = {"width": 1100, "height": 1000}, {"width": 380, "height": 1000}

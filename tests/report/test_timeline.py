@@ -27,8 +27,7 @@ from meshwright.facts.timeline import (
     with_idle,
 )
 from meshwright.planner.search import Setting, consider
-from meshwright.planning import Wishes
-from meshwright.ranking import open_planner, read_cluster
+from meshwright.planning import Wishes, open_planner, read_cluster
 from meshwright.report.timeline import DRAWN, describe_piece, draw
 from meshwright.report.timeline_html import timeline_page, write_timeline
 from meshwright.report.timeline_trace import trace_document

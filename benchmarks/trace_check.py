@@ -4,8 +4,8 @@
     PYTHONPATH=src python benchmarks/trace_check.py --only "large-gpt fsdp"
 
 The rows of gpu_check.json were measured one after another in one process, and the workspaces that cuBLAS got on the
-threads of `dp` were still there after it: they are added to what is traced. The peak of its compiled row is also that of
-the first step, in which Inductor compiles and tries kernels, so it does not count. Exit 1 if a row is traced more than
+threads of `dp` were still there after it: they are added to what is traced. The peak of its compiled row is that of the
+first step too, in which Inductor compiles and tries kernels, so it does not count. Exit 1 if a row is traced more than
 3 % too low.
 """
 

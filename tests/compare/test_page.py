@@ -184,3 +184,4 @@ def test_the_page_in_a_browser(document: dict[str, Any], tmp_path: Path) -> None
             options = {"viewport": {"width": 360, "height": 700}, "color_scheme": scheme}
             with visit(browser, (tmp_path / "compare.html").as_uri(), **options) as narrow:
                 assert overflow(narrow) <= 0
+                assert narrow.locator(".pair .measured").first.bounding_box()["width"] > 250

@@ -1,9 +1,9 @@
 """Pictures of `compare`, from a document that it printed: `python docs/compare_pictures.py docs/data/compare_gpt.json`.
 
-Needs Chromium, playwright and pillow. The document is that of
+Needs Chromium, playwright and pillow. A document comes from
 
     meshwright probe --ranks 4 --out docs/data/cpu_probe.json
-    meshwright compare examples/gpt.py --ranks 4 --on docs/data/cpu_probe.json --json > docs/data/compare_gpt.json
+    meshwright compare examples/gpt.py --ranks 4 --steps 4 --rounds 1 --on docs/data/cpu_probe.json --json
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, one_line
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import LOCAL, Cluster
 from meshwright.facts.plan import Plan
@@ -61,8 +61,8 @@ def with_forecast(row: dict[str, Any], planner: Planner, cluster: Cluster, strat
         planner.search_named(cluster, [strategy])  # measures the job's costs under the strategy's policies
         setting = planner.setting(cluster)
         plan = consider(setting, strategy)
-    except MeshwrightError as error:
-        return {**row, "forecast": {"reason": str(error)}}
+    except Exception as error:  # minutes were spent on what is measured: it is told, whatever becomes of its forecast
+        return {**row, "forecast": {"reason": str(error) if isinstance(error, MeshwrightError) else one_line(error)}}
     timeline = _timeline(setting, strategy) if row["timeline"] is not None else None
     forecast = forecast_of(plan, row)
     if timeline is None:

@@ -15,13 +15,14 @@ from chromium import open_browser, overflow, visit
 from compare_outcomes import Starts, made_up
 from meshwright import comparing
 from meshwright.comparing import bubble_of, forecast_of, this_machine, with_forecast
+from meshwright.errors import OutputError
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.forecast import Forecast
 from meshwright.facts.plan import Plan
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.timeline import Timeline
 from meshwright.planning import Planner
-from meshwright.report.compare import comparison_page, csv_text
+from meshwright.report.compare import check_folders, comparison_page, csv_text
 from meshwright.report.compare_bars import memory_chart, time_chart
 from meshwright.report.compare_curves import loss_curves
 from meshwright.report.compare_html import page, write_page
@@ -32,6 +33,10 @@ from meshwright.runtime.compare_start import Outcome
 from meshwright.runtime.probe_machine import local_cluster
 from meshwright.units import MIB
 
+EMPTY: dict[str, Any] = {
+    **{"job": "job.py", "ranks": 2, "device": "cpu", "cluster": "2xcpu", "global_batch": 16, "steps": 3, "rounds": 1},
+    **{"note": "", "references": [], "left_out": [], "seconds": 1.0},
+}
 ATTACK = "\"'><script>alert(1)</script>&amp;"
 
 
@@ -65,6 +70,24 @@ def test_every_row_has_its_forecast_beside_it(document: dict[str, Any]) -> None:
     # One micro-batch goes through two stages: a rank idles while the other computes, and while it waits for messages.
     assert 0.45 < pipeline["forecast"]["bubble"] < 1
     assert pipeline["bubble"] == pytest.approx(bubble_of(Timeline.from_json(pipeline["timeline"])))
+
+
+def test_a_forecast_that_fails_does_not_take_the_row_with_it(compared: Compared) -> None:
+    class Broken:
+        def search_named(self, *args: object) -> None:
+            raise ZeroDivisionError("by no bandwidth")
+
+    row = with_forecast(compared.rows[0], Broken(), local_cluster("cpu"), Strategy.parse("ddp"))  # type: ignore[arg-type]
+    assert row["step_ms"] == compared.rows[0]["step_ms"]
+    assert row["forecast"] == {"reason": "ZeroDivisionError: by no bandwidth."}
+    assert "forecast" in page({**EMPTY, "results": [row]}) and csv_text({"results": [row]})
+    Console(file=io.StringIO()).print(comparison_page({**EMPTY, "results": [row]}))
+
+
+def test_a_folder_that_is_not_there_is_told_before_anything_runs(tmp_path: Path) -> None:
+    check_folders(None, tmp_path / "rows.csv")
+    with pytest.raises(OutputError, match="there is no folder"):
+        check_folders(tmp_path / "gone" / "page.html")
 
 
 def test_ranks_that_share_cores_are_foretold_a_part_of_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,18 @@ import os
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
-from meshwright.runtime.profile_step import StepProfile, coarsened, merge, overlap, profile_step, silent_profiler, total
+from meshwright.runtime.profile_step import (
+    StepProfile,
+    coarsened,
+    is_communication,
+    merge,
+    overlap,
+    profile_step,
+    silent_profiler,
+    total,
+)
 
 
 def test_spans_that_overlap_count_once() -> None:
@@ -57,3 +67,30 @@ def test_the_profiler_is_only_silent_where_the_user_did_not_ask(monkeypatch: pyt
     with silent_profiler():
         assert os.environ["KINETO_LOG_LEVEL"] == "1"
     assert os.environ["KINETO_LOG_LEVEL"] == "1"
+
+
+class Event:
+    """Stands in for an event of the profiler."""
+
+    def __init__(self, name: str, *, on_gpu: bool = False, named_range: bool = False) -> None:
+        self._name, self._on_gpu, self._named_range = name, on_gpu, named_range
+
+    def name(self) -> str:
+        return self._name
+
+    def device_type(self) -> DeviceType:
+        return DeviceType.CUDA if self._on_gpu else DeviceType.CPU
+
+    def is_user_annotation(self) -> bool:
+        return self._named_range
+
+
+def test_what_is_communication_on_a_cpu() -> None:
+    names = ("gloo:all_reduce", "aten::mm", "c10d::allreduce_", "Optimizer.step#AdamW.step")
+    assert [is_communication(Event(name), on_gpu=False) for name in names] == [True, False, None, None]
+
+
+def test_what_is_communication_on_a_gpu() -> None:
+    kernels = [Event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", on_gpu=True), Event("sm90_gemm", on_gpu=True)]
+    ranges = [Event("FSDP::all_gather", on_gpu=True, named_range=True), Event("aten::mm")]
+    assert [is_communication(event, on_gpu=True) for event in kernels + ranges] == [True, False, None, None]

@@ -112,6 +112,11 @@ def test_under_a_launcher_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         compare(Request(job="job.py", ranks=2))
 
 
+def test_a_device_that_is_none() -> None:
+    with pytest.raises(BadInput, match="must be cpu or cuda, not 'tpu'"):
+        compare(Request(job="job.py", ranks=2, device="tpu"))
+
+
 @pytest.mark.parametrize(
     ("message", "status"),
     [

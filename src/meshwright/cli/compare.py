@@ -46,7 +46,7 @@ def compare(
     [bold]meshwright compare job.py --ranks 4 --steps 20 --rounds 3 --csv rows.csv --trace steps.json --json[/]
     """
     from meshwright.comparing import compare_command
-    from meshwright.report.compare import comparison_page, write_csv
+    from meshwright.report.compare import check_folders, comparison_page, write_csv
     from meshwright.report.compare_trace import write_trace
     from meshwright.runtime.compare import Request
     from meshwright.runtime.compare_start import OK
@@ -61,6 +61,7 @@ def compare(
         timeout=timeout,
         device=device,
     )
+    check_folders(csv, html, trace)
     comparison = compare_command(asked, on=on)
     document = comparison.document
     if csv is not None:
@@ -70,7 +71,7 @@ def compare(
 
         write_page(document, html)
     if trace is not None:
-        write_trace(comparison.document, comparison.profiles, trace)
+        write_trace(document, comparison.profiles, trace)
     print_result(document, comparison_page(document), as_json=as_json)
     if not any(row["status"] == OK for row in document["results"]):
         print("error: no strategy ran through; the reasons are listed.", file=sys.stderr)

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.errors import OutputError
 from meshwright.report.html import write_file
 
 Row = dict[str, Any]
@@ -26,6 +27,13 @@ FIELDS = (
     *("loss_equal", "loss_max_rel"),
 )
 """Columns of the CSV that are fields of a row; memory, time and forecast follow by cause."""
+
+
+def check_folders(*files: Path | None) -> None:
+    """Said before anything runs, not after."""
+    for file in files:
+        if file is not None and not file.parent.is_dir():
+            raise OutputError(f"{str(file)!r} was to be written, but there is no folder {str(file.parent)!r}; make it.")
 
 
 def comparison_page(document: Row) -> Group:

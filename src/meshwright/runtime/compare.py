@@ -152,6 +152,8 @@ def look(request: Request) -> Matrix:
     """Refuse what cannot be, before any process starts."""
     if launched() is not None:
         raise BadInput("compare starts ranks itself, many times over; run it without torchrun or srun, with --ranks.")
+    if request.device not in (None, "cpu", "cuda"):
+        raise BadInput(f"--device must be cpu or cuda, not {request.device!r}.")
     device = choose_device(request.device)
     with redirect_stdout(sys.stderr):
         job = load_job(request.job)

@@ -31,7 +31,7 @@ def choose(job: Job, facts: ModelFacts, place: Place, named: list[str]) -> list[
 
     A text that is no strategy is an error; a strategy that this job or these ranks cannot take says why.
     """
-    texts = named or list(dict.fromkeys(plain_strategies(place.ranks)))
+    texts = dict.fromkeys(named or plain_strategies(place.ranks))
     choices = [_look_at(job, facts, place, text) for text in texts]
     if not any(choice.strategy for choice in choices):
         reasons = " ".join(f"{choice.text}: {choice.reason}" for choice in choices)

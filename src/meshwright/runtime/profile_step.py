@@ -69,7 +69,9 @@ def is_communication(event: Any, *, on_gpu: bool) -> bool | None:
     """Whether an event is communication or computing; None if it is neither."""
     name = event.name()
     if on_gpu:
-        return name.startswith("nccl") if event.device_type() == DeviceType.CUDA else None
+        # Ranges that somebody named show on the GPU's timeline, too, over the kernels that they are about.
+        is_kernel = event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
+        return name.startswith("nccl") if is_kernel else None
     if name.startswith("gloo:"):
         return True
     return False if name.startswith("aten::") else None

@@ -2,10 +2,12 @@
 
     python benchmarks/overhead.py --rounds 25 --steps 4 --json overhead.json      # ddp and fsdp on two CPU ranks
     python benchmarks/overhead.py --device cuda --json overhead.json              # one GPU, bf16, torch.compile
+    python benchmarks/overhead.py --deepspeed --strategies zero1,zero2,fsdp       # beside DeepSpeed's stages 1, 2, 3
 
 All variants live in the same processes and take turns: in each round every one of them takes a few steps, and the order
 rotates from round to round, so that whatever else the machine does falls on all alike. A ratio is the median over
-rounds of (median step of the variant in that round / median step of the hand-written loop in that round).
+rounds of (median step of the variant in that round / median step of the hand-written loop in that round); of zero1 and
+zero2, which nobody writes by hand, by that of Meshwright's own engine.
 
 The numbers count only if all variants train: their losses must agree in every step of the first pass over the batches,
 fall, and leave the same parameters on every rank. Otherwise the script says so and exits with 1. (Later steps do not
@@ -34,7 +36,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from gpt_model import GPT, Shape, make_up_batch
-from peers import VARIANTS, Batch, CannotRun, HandWritten, HandWrittenAgain, Meshwright, Variant, Workload
+from peers import (
+    ON_DEEPSPEED,
+    VARIANTS,
+    Batch,
+    CannotRun,
+    HandWritten,
+    HandWrittenAgain,
+    Meshwright,
+    Variant,
+    Workload,
+)
 
 # About 10M parameters; a step takes a few hundred milliseconds on one core.
 CPU_SHAPE = Shape(layers=6, width=368, heads=8, length=128, vocabulary=512)
@@ -79,6 +91,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--strategies", default="ddp,fsdp", help="for CPU ranks")
     parser.add_argument("--control", action="store_true", help="run the hand-written loop twice, to see the noise")
+    parser.add_argument("--deepspeed", action="store_true", help="also DeepSpeed, by itself and as our engine")
     parser.add_argument("--json", metavar="FILE", help="write all results there")
     return parser.parse_args()
 
@@ -165,7 +178,8 @@ def measure(workload: Workload, options: argparse.Namespace, *, quiet: bool) -> 
         if not quiet:
             print(f"{workload.strategy}: {text}", file=sys.stderr, flush=True)
 
-    turns, refused = build_variants(workload, [*VARIANTS, *[HandWrittenAgain] * options.control], say)
+    kinds = [*VARIANTS, *ON_DEEPSPEED * options.deepspeed, *[HandWrittenAgain] * options.control]
+    turns, refused = build_variants(workload, kinds, say)
     for turn in turns:
         say(f"warming {turn.variant.name} up")
         take_turn(turn, workload, WARMUP_STEPS)
@@ -273,7 +287,8 @@ def find_failures(turns: list[Turn], results: list[dict[str, Any]], workload: Wo
     expected = results[0]["first_losses"]
     bound = AGREEMENT["bf16" if workload.bf16 else "fp32"]
     built = {type(turn.variant) for turn in turns}
-    for kind in (HandWritten, Meshwright):
+    needed = (Meshwright,) if workload.strategy in ("zero1", "zero2") else (HandWritten, Meshwright)
+    for kind in needed:
         if kind not in built:
             found.append(f"{workload.strategy}: {kind.name} did not run")
     for turn, result in zip(turns, results, strict=True):
@@ -309,7 +324,7 @@ def describe_run(options: argparse.Namespace, shape: Shape, global_batch: int, p
         "global_batch": global_batch,
         "rounds": options.rounds,
         "steps": options.steps,
-        "versions": {name: installed(name) for name in ("torch", "accelerate", "lightning", "pytorch-lightning")},
+        "versions": {name: installed(name) for name in ("torch", "accelerate", "lightning", "deepspeed")},
         "agreement": AGREEMENT[precision],
         "processes": "all variants share the same processes and take turns in them",
         "results": [],

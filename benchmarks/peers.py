@@ -1,4 +1,4 @@
-"""One training step in four hands: a hand-written PyTorch loop, Meshwright, Accelerate and Lightning Fabric.
+"""One training step in many hands: a hand-written PyTorch loop, Meshwright, Accelerate, Lightning Fabric, DeepSpeed.
 
 All take the same model from the same seed, the same batches, the same optimizer and the same clipping. Each is written
 as its documentation advises, with the options that make it fast where it has them.
@@ -36,7 +36,7 @@ class Workload:
     """What every variant trains, and where."""
 
     strategy: str
-    """"ddp" or "fsdp" over ranks, "single" for one process."""
+    """"ddp", "zero1", "zero2" or "fsdp" over ranks, "single" for one process."""
     shape: Shape
     global_batch: int
     device: torch.device
@@ -89,7 +89,9 @@ class Variant(ABC):
             yield parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
     def require_strategy(self) -> None:
-        """Refuse what only looks like sharding."""
+        """Refuse what only looks like sharding, and what the variant has not."""
+        if self.workload.strategy in ("zero1", "zero2"):
+            raise CannotRun("it has no ZeRO of its own")
         if self.workload.strategy != "fsdp":
             return
         whole = [n for n, p in self.model.named_parameters() if not isinstance(p, DTensor) or not _is_cut(p)]
@@ -148,13 +150,19 @@ def _shard_by_hand(model: GPT, **options: Any) -> GPT:
 class Meshwright(Variant):
     name = "Meshwright"
     sees_global_loss = True
+    terms: tuple[str, ...] = ()
+    """What the strategy's text says beside the workload's."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
-        terms = [workload.strategy, *["bf16"] * workload.bf16, *["compile"] * workload.compile]
+        terms = [workload.strategy, *["bf16"] * workload.bf16, *["compile"] * workload.compile, *self.terms]
         job = meshwright_job(workload.shape, workload.global_batch, workload.optimizer)
         self.run = mw.setup(job, ",".join(terms), seed=SEED, device=workload.device.type)
         self.model = self.run.trainer.engine.model
+
+    def require_strategy(self) -> None:
+        if self.workload.strategy == "fsdp":
+            super().require_strategy()
 
     def takes(self, batch: Batch) -> Batch:
         return batch  # `run.step` cuts it itself
@@ -173,6 +181,63 @@ def meshwright_job(shape: Shape, global_batch: int, optimizer: Any) -> mw.Job:
         sample=partial(make_up_batch, shape),
         global_batch=global_batch,
     )
+
+
+class DeepSpeed(Variant):
+    """Used as its documentation says, with the same optimizer."""
+
+    name = "DeepSpeed"
+
+    def __init__(self, workload: Workload) -> None:
+        import deepspeed
+
+        super().__init__(workload)
+        if workload.strategy not in STAGES or workload.compile:
+            raise CannotRun("it is compared where the strategy is a stage of ZeRO, and without compile")
+        model = workload.model()
+        self.model, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=workload.optimizer(model.parameters()),
+            dist_init_required=False,
+            config={
+                "train_batch_size": workload.global_batch,
+                "train_micro_batch_size_per_gpu": workload.global_batch // workload.ranks,
+                "gradient_clipping": MAX_NORM,
+                "zero_optimization": {"stage": STAGES[workload.strategy]},
+                "zero_allow_untested_optimizer": True,
+                "steps_per_print": 10**9,
+            },
+        )
+
+    def require_strategy(self) -> None:
+        """Its stage is in its config."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        return (parameter.detach() for parameter in self.model.module.parameters())
+
+    def step(self, batch: Batch) -> Tensor:
+        loss = next_token_loss(self.model(batch["x"]), batch)
+        self.model.backward(loss)
+        self.model.step()
+        return loss.detach()
+
+
+STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
+
+
+class MeshwrightOnDeepSpeed(Meshwright):
+    """Our loop, their engine."""
+
+    name = "Meshwright, engine=deepspeed"
+    terms = ("engine=deepspeed",)
+
+    def __init__(self, workload: Workload) -> None:
+        if workload.strategy not in STAGES or workload.compile:
+            raise CannotRun("it is compared where the strategy is a stage of ZeRO, and without compile")
+        super().__init__(workload)
+
+    def require_strategy(self) -> None:
+        """`setup` has refused what is not so."""
 
 
 class Accelerate(Variant):
@@ -256,3 +321,4 @@ def _fabric_strategy(lightning: ModuleType, workload: Workload) -> Any:
 
 
 VARIANTS: list[type[Variant]] = [HandWritten, Meshwright, Accelerate, Fabric]
+ON_DEEPSPEED: list[type[Variant]] = [DeepSpeed, MeshwrightOnDeepSpeed]

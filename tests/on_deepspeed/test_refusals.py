@@ -1,6 +1,7 @@
 """What DeepSpeed cannot do is refused before any process starts, with the better word."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from torch import nn
@@ -11,6 +12,7 @@ from meshwright.describe.model import describe
 from meshwright.errors import Refused
 from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
+from meshwright.runtime.command import train_command
 from meshwright.strategies import Place
 from meshwright.strategies.deepspeed import package
 
@@ -76,6 +78,20 @@ def test_a_parameter_in_two_layers() -> None:
         return model
 
     assert "are one parameter in two layers" in refusal("pp=2:1f1b", replace(tiny_jobs.sequential, model=tied))
+
+
+def test_nvme_without_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "refuse_nvme", lambda folder, device: f"no libaio for {folder} on {device}")
+    assert refusal("zero3,offload=nvme:/scratch") == "no libaio for /scratch on cpu"
+    assert "only zero3" in refusal("zero2,offload=nvme:/scratch")
+
+
+def test_nothing_is_saved_under_nvme() -> None:
+    with pytest.raises(Refused, match="No checkpoint is made under"):
+        train_command(
+            **{"job": "job.py", "strategy": "zero3,offload=nvme:/scratch,engine=deepspeed", "ranks": 2},
+            **{"out": Path("runs"), "tensorboard": False, "resume": False, "max_restarts": None, "save_every": 0},
+        )
 
 
 def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

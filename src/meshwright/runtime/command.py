@@ -45,6 +45,8 @@ def train_command(
     _refuse_without_folder(out, resume=resume, **rest)
     resume = resume or (out is not None and restart_count() > 0)  # torchrun restarts all of the command
     parsed = Strategy.parse(strategy)
+    if parsed.offload == "nvme" and out is not None:
+        raise Refused(f"No checkpoint is made under {parsed}, so --out has nothing to keep; leave it out.")
     rest["device"] = choose_device(_known_device(rest["device"]))
     count = _count_ranks(ranks, default=_fewest_ranks(parsed, rest["device"]))
     loaded, facts = _look(job)

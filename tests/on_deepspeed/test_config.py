@@ -12,6 +12,7 @@ from torch.optim import SGD, AdamW
 import tiny_jobs
 from meshwright.build.check import check_engine_config
 from meshwright.errors import BadInput, Refused
+from meshwright.exchange import Subject, export
 from meshwright.facts.model import ModelFacts, ParameterFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.deepspeed.config import config_of
@@ -191,3 +192,12 @@ def test_a_file_is_read_without_auto(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": {"stage": 1}}))
     assert read_config(path) == {"zero_optimization": {"stage": 1}}
+
+
+@pytest.mark.parametrize("text", ["ddp", "zero1,bf16", "zero2,fp16,offload=optimizer", "zero3,bf16,offload=params"])
+def test_what_export_writes_can_be_run(text: str) -> None:
+    strategy = replace(Strategy.parse(text).resolve(2), engine="deepspeed")
+    subject = Subject(strategy=strategy, ranks=2, global_batch=JOB.global_batch, max_norm=JOB.max_norm)
+    said = strategy_of(understood(json.loads(export(subject, "deepspeed").text)))
+    asked = [strategy.data, strategy.precision, strategy.offload, "deepspeed"]
+    assert [said.data, said.precision, said.offload, said.engine] == asked

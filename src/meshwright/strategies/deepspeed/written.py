@@ -22,7 +22,7 @@ from meshwright.strategies.deepspeed.config import STAGES
 
 TUNING = (
     "activation_checkpointing aio checkpoint comet comms_logger csv_monitor dump_state flops_profiler log_level "
-    "memory_breakdown steps_per_print tensorboard wall_clock_breakdown wandb zero_allow_untested_optimizer "
+    "memory_breakdown meshwright steps_per_print tensorboard wall_clock_breakdown wandb zero_allow_untested_optimizer "
     "zero_force_ds_cpu_optimizer"
 )
 """Sections that change how fast it goes, or what is told of it."""

@@ -46,7 +46,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ("pp=2:1f1b,ddp", 3, "needs a multiple of 2 ranks, but 3 were given"),
         ("pp=2:gpipe,compile", 2, "compile is not built"),
         ("op=3", 3, "op=3 divides linear"),
-        ("zero2,engine=deepspeed", 2, "engine=deepspeed"),
+        ("tp=2,engine=deepspeed", 2, "engine=deepspeed"),
         ("bf16,fp8", 2, "exclude each other"),
         ("hsdp=2x2", 6, "hsdp=2x2 needs 4 ranks, but 6 were given"),
         ("single", 2, "ddp is the simplest"),

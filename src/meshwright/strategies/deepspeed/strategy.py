@@ -75,7 +75,7 @@ def _reasons(strategy: Strategy, facts: ModelFacts, place: Place, stage: int) ->
 def _wrong_axes(strategy: Strategy) -> Iterator[str]:
     for axis in ("tp", "op", "layers"):
         if (size := getattr(strategy, axis)) > 1:
-            yield f"{axis}={size} is of our own engine, and DeepSpeed has nothing like it; drop it, or engine=deepspeed."
+            yield f"{axis}={size} is our own engine's, and DeepSpeed has nothing like it; drop it, or engine=deepspeed."
     if strategy.pp > 1:
         yield from _wrong_pipeline(strategy)
     elif strategy.data in (None, "single", "dp", "hsdp") or strategy.variant:

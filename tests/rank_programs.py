@@ -70,11 +70,14 @@ def dropout_losses(world: World, strategy: str) -> list[float]:
 
 
 def sums_over_ranks(world: World, strategy: str) -> int:
-    """How many sums over ranks one step takes: gradients, and the loss and the norm, which are one each."""
+    """How many sums over ranks one step takes: gradients, and the loss and the norm, which are one each.
+
+    The loss is on its way until it is read: without reading it, a sum could begin after its step.
+    """
     made = trainer(world, tiny_jobs.transformer, strategy)
-    made.step(seeded_batch(made.job, 0))
+    assert made.step(seeded_batch(made.job, 0)).loss
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        made.step(seeded_batch(made.job, 1))
+        assert made.step(seeded_batch(made.job, 1)).loss
         # gloo's own threads end an event when they get round to it: at the latest when they have worked for this step.
         with torch.profiler.record_function(AFTER):
             made.step(seeded_batch(made.job, 2))

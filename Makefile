@@ -1,7 +1,8 @@
 # make demo   train a small GPT on two ranks of this machine
 # make lint   ruff and mypy
 # make fast   lint, and the tests that start no ranks
-# make test   lint, and all tests
+# make test   lint, and all tests but the thorough ones
+# make thorough   those too: more of what others hold
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 STEPS ?= 60
@@ -9,13 +10,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test fast lint clean
+.PHONY: demo test thorough fast lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/meshwright train examples/gpt.py --strategy fsdp --ranks 2 --steps $(STEPS)
 
 test: lint
 	$(BIN)/python -m pytest
+
+thorough: lint
+	$(BIN)/python -m pytest -m "thorough or not thorough"
 
 fast: lint
 	$(BIN)/python -m pytest -m "not slow"

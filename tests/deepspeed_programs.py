@@ -26,6 +26,10 @@ Truth = dict[str, tuple[torch.Tensor, ...]]
 """By parameter: master, first and second moment."""
 
 
+LEAVES_TORCH_ALONE = {"memory_efficient_linear": False}
+"""Else stage 3 puts a function of its own in the place of `torch.nn.functional.linear`, for the rest of the process."""
+
+
 def plain_run(world: World, job: str, stage: int, precision: str, folder: str) -> Truth:
     """Three steps as DeepSpeed's documentation shows them, and its own checkpoint."""
     deepspeed = package.joined_to_ranks(world.device)
@@ -49,7 +53,7 @@ def plain_run(world: World, job: str, stage: int, precision: str, folder: str) -
         config={
             "train_micro_batch_size_per_gpu": chosen.global_batch // world.ranks,
             "gradient_clipping": chosen.max_norm,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20, **LEAVES_TORCH_ALONE},
             "bf16": {"enabled": precision == "bf16"},
             "fp16": {"enabled": precision == "fp16", "initial_scale_power": 8},
             "zero_allow_untested_optimizer": True,

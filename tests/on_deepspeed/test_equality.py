@@ -12,8 +12,9 @@ pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="DeepSpeed is not installed: pip install 'meshwright[deepspeed]'"),
 ]
 
+THOROUGH = pytest.mark.thorough
 STAGES = ["ddp", "zero1", "zero2", "zero3"]
-POLICIES = ["", ",mb=1", ",ac=full", ",bf16", ",fp16"]
+POLICIES = ["", ",mb=1", ",bf16", *(pytest.param(policy, marks=THOROUGH) for policy in (",ac=full", ",fp16"))]
 
 
 def check(pool: RankPool, job: str, strategies: list[str]) -> None:
@@ -33,16 +34,20 @@ def test_offload(two_ranks: RankPool) -> None:
     check(two_ranks, "transformer", [*offloaded, "zero3,offload=params", "zero2,bf16,offload=optimizer"])
 
 
-@pytest.mark.parametrize("job", ["masked", "partial", "uneven", "convolutions", "hf_gpt2"])
+@pytest.mark.parametrize(
+    "job", ["masked", "partial", "convolutions", *(pytest.param(job, marks=THOROUGH) for job in ("uneven", "hf_gpt2"))]
+)
 def test_what_strategies_get_wrong(two_ranks: RankPool, job: str) -> None:
     """Weights that depend on data; frozen, unused and tied parameters; a batch that does not divide; BatchNorm."""
     check(two_ranks, job, [*STAGES, "zero2,mb=2"])
 
 
+@THOROUGH
 def test_what_is_not_trained_in_low_precision(two_ranks: RankPool) -> None:
     check(two_ranks, "partial", ["zero1,bf16", "zero2,bf16", "zero3,bf16", "ddp,bf16"])
 
 
+@THOROUGH
 def test_weights_that_depend_on_data_in_low_precision(two_ranks: RankPool) -> None:
     """Gradients are put right in the update, which each of DeepSpeed's optimizers does its own way."""
     check(two_ranks, "masked", ["ddp,fp16", "zero1,bf16", "zero2,bf16", "zero3,fp16"])

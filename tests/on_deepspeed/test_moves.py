@@ -48,7 +48,13 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
-@pytest.mark.parametrize("job", MATRICES)
+@pytest.mark.parametrize(
+    "job",
+    [
+        *("narrow_gpt", "sequential"),
+        *(pytest.param(job, marks=pytest.mark.thorough) for job in ("partial", "convolutions")),
+    ],
+)
 def test_every_strategy_loads_every_other(pools: dict[int, RankPool], folder: Path, job: str) -> None:
     results = Matrix(job, MATRICES[job], folder, pools).run()
     moves = [move for arrived in results.values() for move in arrived.result()]
@@ -56,7 +62,7 @@ def test_every_strategy_loads_every_other(pools: dict[int, RankPool], folder: Pa
     assert [problem for move in moves if (problem := move.problem())] == []
 
 
-@pytest.mark.parametrize("precision", LOWERED)
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.thorough)])
 def test_masters_and_loss_scale_move(pools: dict[int, RankPool], folder: Path, precision: str) -> None:
     """What is saved again right after loading is the same bit by bit: fp32 masters, though DeepSpeed computes in less.
 

@@ -14,15 +14,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROWS = json.loads((ROOT / "docs" / "data" / "plan_gpu.json").read_text())["rows"]
 TRACED = [
-    "llama3.2-1b:seq=2048,batch=8 single,bf16",
     "llama3.2-1b:seq=2048,batch=8 single,bf16,ac=full",
-    "llama3.2-1b:seq=2048,batch=64 zero1,bf16",
     "llama3.2-1b:seq=2048,batch=64 fsdp,bf16",
     "llama3.2-3b:seq=2048,batch=8 tp=8,bf16",
     "llama3.2-3b:seq=2048,batch=16 pp=4:1f1b,bf16,mb=2",
 ]
 """Those that are traced here. All are by `benchmarks/plan_gpu.py score`, whose table is in docs/planner.md."""
-COMPILED = ["llama3.2-1b:seq=2048,batch=8 single,bf16,compile", "llama3-8b:seq=4096,batch=8 fsdp,bf16,compile"]
+COMPILED = ["llama3-8b:seq=4096,batch=8 fsdp,bf16,compile"]
 
 
 @pytest.fixture(scope="module")

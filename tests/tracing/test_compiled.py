@@ -135,7 +135,9 @@ def test_recomputing_is_compiled_too() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["single,bf16,compile", "single,compile,ac=full"])
+@pytest.mark.parametrize(
+    "strategy", ["single,bf16,compile", pytest.param("single,compile,ac=full", marks=pytest.mark.thorough)]
+)
 def test_a_long_compiled_model_is_known_from_shorter_ones(strategy: str) -> None:
     short, whole = (trace(strategy, layers=12, whole=whole) for whole in (False, True))
     assert short.peak - CUBLAS == pytest.approx(whole.peak - CUBLAS, rel=0.01)

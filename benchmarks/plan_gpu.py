@@ -24,6 +24,8 @@ from statistics import mean, median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.utils._pytree import tree_map
 
 import meshwright as mw
@@ -49,7 +51,7 @@ PAIRS = {
     "time": ("compute_ms", "step_ms"),
 }
 """What is told and what is measured."""
-T5 = "t5-large"
+T5, TORCH = "t5-large", "torch-transformer"
 KINDS = {
     "attention": ("sdpa", "fmha", "flash", "cudnn::fusion"),
     "products": ("gemm", "nvjet", "cutlass", "dgrad", "wgrad", "fprop"),
@@ -75,6 +77,7 @@ def _cases() -> list[Case]:
     singles += [Case(f"{bert}:batch=16", f"single,{policy}") for policy in ("bf16", "fp32", "bf16,compile")]
     singles += [Case(f"{vit}:batch=32", f"single,bf16{policy}") for policy in ("", ",ac=full", ",compile")]
     singles += [Case(f"{resnet}:batch=64", "single,fp32"), Case(f"{T5}:batch=8", "single,bf16")]
+    singles += [Case(f"{TORCH}:batch=8", f"single,bf16{policy}") for policy in ("", ",ac=full")]
     worlds = [
         *(Case(f"{one},batch=64", f"{data},bf16", 8) for data in ("ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op")),
         *(Case(f"{three},batch=32", f"{data},bf16", 8) for data in ("ddp", "zero1", "fsdp", "hsdp=2x4")),
@@ -83,6 +86,7 @@ def _cases() -> list[Case]:
         Case(f"{eight},batch=8", "fsdp,bf16,compile", 8),
         Case(f"{gpt}:batch=32", "fsdp,bf16", 8),
         Case(f"{vit}:batch=256", "ddp,bf16", 8),
+        Case(f"{TORCH}:batch=64", "fsdp,bf16", 8),
         Case(f"{three},batch=8", "tp=2,bf16", 2),
         Case(f"{three},batch=8", "tp=8,bf16", 8),
         Case(f"{eight},batch=16", "tp=4,fsdp,bf16", 16),
@@ -91,7 +95,41 @@ def _cases() -> list[Case]:
     return singles + worlds
 
 
+class EncoderDecoder(nn.Module):
+    """PyTorch's own transformer, of the size of T5-large, with a vocabulary around it."""
+
+    def __init__(self, width: int = 1024, layers: int = 24, vocabulary: int = 32128) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.body = nn.Transformer(width, 16, layers, layers, 4096, dropout=0.1, batch_first=True, norm_first=True)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
+        body = self.body(self.embedding(source), self.embedding(target), tgt_mask=mask, tgt_is_causal=True)
+        return self.head(body)
+
+
+def _translation(batch: int, length: int = 512, vocabulary: int = 32128) -> mw.Job:
+    """Tokens to tokens."""
+
+    def loss(output: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        target = batch[:, 1].flatten()
+        return F.cross_entropy(output.flatten(0, 1), target, reduction="sum"), target.numel()
+
+    return mw.Job(
+        model=EncoderDecoder,
+        inputs=lambda batch: (batch[:, 0], batch[:, 1]),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
+        sample=lambda count: torch.randint(vocabulary, (count, 2, length)),
+        global_batch=batch,
+    )
+
+
 def job_of(text: str) -> mw.Job:
+    if text.startswith(TORCH):
+        return _translation(int(text.removeprefix(f"{TORCH}:batch=")))
     if not text.startswith(T5):
         return load_job(text)
     from transformers import T5Config

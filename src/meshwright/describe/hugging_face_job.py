@@ -140,15 +140,13 @@ def _sample_text(config: Any, n: int, length: int) -> Batch:
 
 def _sample_pairs(config: Any, n: int, length: int) -> Batch:
     text = _tokens(config, n, length + 1)
-    source = {"input_ids": _tokens(config, n, length), "attention_mask": torch.ones(n, length, dtype=torch.long)}
-    return {**source, "decoder_input_ids": text[:, :-1], "answers": text[:, 1:]}
+    return {"input_ids": _tokens(config, n, length), "decoder_input_ids": text[:, :-1], "answers": text[:, 1:]}
 
 
 def _sample_masked(config: Any, n: int, length: int) -> Batch:
     y = _tokens(config, n, length)
     x = torch.where(torch.rand(n, length) < 0.15, torch.zeros_like(y), y)
-    # Said outright: a model that is not told looks for padding in the values.
-    return {"input_ids": x, "attention_mask": torch.ones_like(x), "answers": y}
+    return {"input_ids": x, "answers": y}
 
 
 def _sample_images(config: Any, n: int, length: int) -> Batch:
@@ -160,7 +158,7 @@ def _sample_images(config: Any, n: int, length: int) -> Batch:
 
 def _sample_classes(config: Any, n: int, length: int) -> Batch:
     x = _tokens(config, n, length)
-    return {"input_ids": x, "attention_mask": torch.ones_like(x), "answers": torch.randint(config.num_labels, (n,))}
+    return {"input_ids": x, "answers": torch.randint(config.num_labels, (n,))}
 
 
 def _every_place(output: Any, batch: Batch) -> tuple[Tensor, int]:

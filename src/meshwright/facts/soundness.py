@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from meshwright.facts.strategy import Strategy
 
 _WORDS = {
-    "data": grammar.DataKind,
-    "variant": grammar.Variant,
-    "schedule": grammar.Schedule,
-    "precision": grammar.Precision,
-    "recompute": grammar.Recompute,
-    "offload": grammar.Offload,
-    "engine": grammar.Engine,
+    "data": get_args(grammar.DataKind),
+    "variant": get_args(grammar.Variant),
+    "schedule": get_args(grammar.Schedule),
+    "precision": get_args(grammar.Precision),
+    "recompute": get_args(grammar.Recompute),
+    "offload": get_args(grammar.Offload),
+    "engine": get_args(grammar.Engine),
 }
 _OPTIONAL_SIZES = ("data_size", "hsdp_replicas", "micro_batch")
 
@@ -54,19 +54,19 @@ def clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
 
 
 def _check_words(strategy: Strategy) -> None:
-    for field, words in _WORDS.items():
-        word, valid = getattr(strategy, field), get_args(words)
+    for field, valid in _WORDS.items():
+        word = getattr(strategy, field)
         if word not in valid and not (field == "data" and word is None):
             grammar.pick(str(word), valid, term=f"{field}={word}", what="value")
 
 
 def _check_sizes(strategy: Strategy) -> None:
-    optional = [field for field in _OPTIONAL_SIZES if getattr(strategy, field) is not None]
-    for field in (*MODEL_AXES, *optional):
+    for field in (*MODEL_AXES, *_OPTIONAL_SIZES):
         number = getattr(strategy, field)
         # A bool is an int in Python, and `tp=True` is a slip.
-        text = str(number) if type(number) is int else None
-        grammar.count(text, term=f"{field}={number}", example=f"{field}=2")
+        if not (type(number) is int and number > 0 or number is None and field in _OPTIONAL_SIZES):
+            text = str(number) if type(number) is int else None
+            grammar.count(text, term=f"{field}={number}", example=f"{field}=2")
 
 
 def _check_data_axis(strategy: Strategy) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from math import gcd
 from typing import Any
 
@@ -42,9 +43,17 @@ class TensorPlan:
     sequence: bool = False
     """Whether activations between blocks are (batch, sequence, width), so that they can be divided too."""
 
-    @property
+    @cached_property
     def divided(self) -> tuple[TensorRow, ...]:
         return tuple(row for row in self.rows if row.role != "whole")
+
+    @cached_property
+    def _widest(self) -> dict[str, int]:
+        """By the row layer that they feed: the most parts that a layer before it has."""
+        widest: dict[str, int] = {}
+        for row in self.divided:
+            widest[row.feeds] = max(row.parts, widest.get(row.feeds, 0))
+        return widest
 
     def refuse(self, ranks: int) -> str | None:
         """Why so many ranks cannot divide the model, in one sentence; None if they can."""
@@ -108,8 +117,8 @@ class TensorPlan:
         """Vocabularies, and keys and values, which have fewer heads than the queries that they meet."""
         if row.role == "vocabulary":
             return True
-        others = [other.parts for other in self.divided if row.feeds and other.feeds == row.feeds]
-        return row.what == "heads" and row.role == "column" and row.parts < max(others, default=0)
+        meets = row.feeds and row.what == "heads" and row.role == "column"
+        return bool(meets) and row.parts < self._widest.get(row.feeds, 0)
 
     def _advice(self, needed: list[TensorRow]) -> str:
         common = gcd(*(row.parts for row in needed))

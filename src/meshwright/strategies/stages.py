@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -62,11 +63,14 @@ def cut_stages(facts: ModelFacts, count: int, hint: Sequence[str] | None = None)
         """The cost of the dearest of so many stages over the calls from `start` on, and where the later ones begin."""
         if stages == 1:
             return until[-1] - until[start], ()
-        options = []
-        for border in (b for b in borders if b > start):
+        found: tuple[float, tuple[int, ...]] = (float("inf"), ())
+        for border in borders[bisect_right(borders, start) :]:
+            first = until[border] - until[start]
+            if first > found[0]:
+                break  # as is every later border, whose first stage is longer still
             dearest, later = best(border, stages - 1)
-            options.append((max(until[border] - until[start], dearest), (border, *later)))
-        return min(options, default=(float("inf"), ()))
+            found = min(found, (max(first, dearest), (border, *later)))
+        return found
 
     return Stages((0, *best(0, count)[1]), len(facts.calls))
 

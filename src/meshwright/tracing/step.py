@@ -24,10 +24,11 @@ from meshwright.tracing.extrapolate import extrapolate
 from meshwright.tracing.record import Recorded, record_step
 from meshwright.tracing.shorter import Stack, blocks_of_stages, find_stack, shorten
 
-SIZES, SIZES_OF_A_STAGE, SIZES_COMPILED = (4, 8), (3, 6), (2, 4)
+SIZES, SIZES_OF_A_STAGE, SIZES_DIVIDED, SIZES_COMPILED = (4, 8), (3, 6), (3, 5), (2, 4)
 """Blocks of the two shorter models that a longer one is known from; under a pipeline, of each stage.
 
-A model that is compiled as one is drawn anew for each of its blocks, which takes a second each.
+With fewer than three the peak of an eager step lies elsewhere than in a long model. A tensor axis takes three times as
+long to trace, and a model that is compiled as one is drawn anew for each of its blocks, which takes a second each.
 """
 
 
@@ -96,7 +97,9 @@ def _from_shorter(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, r
 def _sizes(strategy: Strategy) -> tuple[int, int]:
     if is_pipelined(strategy):
         return SIZES_OF_A_STAGE
-    return SIZES_COMPILED if strategy.compile and not data_strategy(strategy).overlaps else SIZES
+    if strategy.compile and not data_strategy(strategy).overlaps:
+        return SIZES_COMPILED
+    return SIZES_DIVIDED if strategy.tp > 1 else SIZES
 
 
 def _blocks_of(job: Job, facts: ModelFacts, strategy: Strategy, stack: Stack, ranks: int, rank: int) -> float:

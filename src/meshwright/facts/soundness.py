@@ -61,11 +61,12 @@ def _check_words(strategy: Strategy) -> None:
 
 
 def _check_sizes(strategy: Strategy) -> None:
-    for field in (*MODEL_AXES, *_OPTIONAL_SIZES):
+    optional = [field for field in _OPTIONAL_SIZES if getattr(strategy, field) is not None]
+    for field in (*MODEL_AXES, *optional):
         number = getattr(strategy, field)
         # A bool is an int in Python, and `tp=True` is a slip.
-        if not (type(number) is int and number > 0 or number is None and field in _OPTIONAL_SIZES):
-            text = str(number) if type(number) is int else None
+        text = str(number) if type(number) is int else None
+        if text is None or number < 1:
             grammar.count(text, term=f"{field}={number}", example=f"{field}=2")
 
 

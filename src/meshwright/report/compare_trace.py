@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from meshwright.facts.timeline import Timeline
 from meshwright.report.html import write_file
-from meshwright.report.timeline_trace import MICROSECONDS, trace_document
-
-Event = dict[str, Any]
+from meshwright.report.timeline_trace import Event, process_name, span, timeline_events, track_names
 
 
 def write_trace(document: dict[str, Any], profiles: dict[str, list[dict[str, Any]]], path: Path) -> None:
@@ -25,35 +24,18 @@ def write_trace(document: dict[str, Any], profiles: dict[str, list[dict[str, Any
 
 def trace_events(document: dict[str, Any], profiles: dict[str, list[dict[str, Any]]]) -> Iterator[Event]:
     """All that was measured; every strategy's part begins at zero."""
-    process = 0
+    processes = count(1)
     for row in document["results"]:
         for key in ("timeline", "forecast_timeline"):
             if row[key] is not None:
-                yield from _under(process, trace_document(Timeline.from_json(row[key]))["traceEvents"])
-                process += 1
+                yield from timeline_events(Timeline.from_json(row[key]), next(processes))
         if profiles.get(row["strategy"]):
-            yield from _under(process, _profiled(row["strategy"], profiles[row["strategy"]]))
-            process += 1
+            yield from _profiled(row["strategy"], profiles[row["strategy"]], next(processes))
 
 
-def _under(process: int, events: list[Event] | Iterator[Event]) -> Iterator[Event]:
-    return ({**event, "pid": process} for event in events)
-
-
-def _profiled(strategy: str, ranks: list[dict[str, Any]]) -> Iterator[Event]:
-    yield _metadata(0, "process_name", name=f"{strategy} (profiled step)")
+def _profiled(strategy: str, ranks: list[dict[str, Any]], process: int) -> Iterator[Event]:
+    yield process_name(process, f"{strategy} (profiled step)")
     for rank, profile in enumerate(ranks):
-        for offset, kind in enumerate(("compute", "communication")):
-            track = 2 * rank + offset
-            yield _metadata(track, "thread_name", name=f"rank {rank} {kind}")
-            yield _metadata(track, "thread_sort_index", sort_index=track)
-            yield from (_span(track, kind, start, end) for start, end in profile[kind])
-
-
-def _metadata(track: int, about: str, **arguments: Any) -> Event:
-    return {"ph": "M", "pid": 0, "tid": track, "name": about, "args": arguments}
-
-
-def _span(track: int, kind: str, start: float, end: float) -> Event:
-    times = {"ts": start * MICROSECONDS, "dur": (end - start) * MICROSECONDS}
-    return {"ph": "X", "pid": 0, "tid": track, "name": kind, "cat": kind, **times}
+        for track, kind in enumerate(("compute", "communication"), 2 * rank):
+            yield from track_names(process, track, f"rank {rank} {kind}")
+            yield from (span(process, track, kind, kind, start, end) for start, end in profile[kind])

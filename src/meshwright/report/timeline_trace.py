@@ -1,47 +1,80 @@
-"""A timeline as Chrome trace events, which Perfetto and chrome://tracing open; the timeline itself lies beside them."""
+"""A timeline as Chrome trace events, which Perfetto opens; the timeline itself lies beside them.
+
+What Perfetto asks of them, and does not say: a track's number is its own in the whole file, since names go by it alone;
+process 0 and thread 0 are the idle ones; and of two events on a track one contains the other or they do not meet, or the
+later one is dropped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from meshwright.facts.timeline import IDLE, SEND, Piece, Timeline
 
-MICROSECONDS = 1e6
+Event = dict[str, Any]
+_TRACKS = 10_000
+"""Numbers of tracks that each process has."""
 
 
 def trace_document(timeline: Timeline) -> dict[str, Any]:
     """One JSON object: viewers read `traceEvents`, programs read `timeline`."""
     return {
-        "traceEvents": [*_names(timeline), *(_event(piece) for piece in timeline.pieces if piece.kind != IDLE)],
+        "traceEvents": list(timeline_events(timeline)),
         "displayTimeUnit": "ms",
         "timeline": timeline.to_json(),
     }
 
 
-def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    yield _metadata(0, "process_name", name=f"{timeline.strategy} ({timeline.origin})")
+def timeline_events(timeline: Timeline, process: int = 1) -> Iterator[Event]:
+    """A process with a track for each rank, and others for what it sends, since it computes meanwhile."""
+    yield process_name(process, f"{timeline.strategy} ({timeline.origin})")
+    first = 0
     for rank in range(timeline.ranks):
-        for track, name in ((2 * rank, f"rank {rank}"), (2 * rank + 1, f"rank {rank} sends")):
-            yield _metadata(track, "thread_name", name=name)
-            yield _metadata(track, "thread_sort_index", sort_index=track)
+        pieces = [piece for piece in timeline.of(rank) if piece.kind != IDLE]
+        rows = [[piece for piece in pieces if piece.kind != SEND], *_rows(p for p in pieces if p.kind == SEND)]
+        for track, row in enumerate(rows, first):
+            yield from track_names(process, track, f"rank {rank} sends" if track > first else f"rank {rank}")
+            yield from (_event(process, track, piece) for piece in row)
+        first += len(rows)
 
 
-def _metadata(track: int, about: str, **arguments: Any) -> dict[str, Any]:
-    return {"ph": "M", "pid": 0, "tid": track, "name": about, "args": arguments}
+def process_name(process: int, name: str) -> Event:
+    return {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
 
 
-def _event(piece: Piece) -> dict[str, Any]:
-    """A complete event; what is sent has a track of its own, since the rank computes meanwhile."""
+def track_names(process: int, track: int, name: str) -> Iterator[Event]:
+    """What a track is called, and where it stands."""
+    for about, arguments in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": track})):
+        yield {"ph": "M", "pid": process, "tid": _number(process, track), "name": about, "args": arguments}
+
+
+def span(process: int, track: int, name: str, kind: str, start: float, end: float) -> Event:
+    """A complete event. Seconds become whole microseconds, so that what meets here still does for who reads it."""
+    begun, ended = round(start * 1e6), round(end * 1e6)
+    times = {"ts": begun, "dur": ended - begun}
+    return {"ph": "X", "pid": process, "tid": _number(process, track), "name": name, "cat": kind, **times}
+
+
+def _number(process: int, track: int) -> int:
+    return _TRACKS * process + track
+
+
+def _rows(pieces: Iterable[Piece]) -> list[list[Piece]]:
+    """As few rows as can be on which no two pieces meet."""
+    rows: list[list[Piece]] = []
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        free = next((row for row in rows if row[-1].end <= piece.start), None)
+        if free is None:
+            rows.append([piece])
+        else:
+            free.append(piece)
+    return rows
+
+
+def _event(process: int, track: int, piece: Piece) -> Event:
     about = {"stage": piece.stage, "micro_batch": piece.micro_batch, "to rank": piece.to}
     parts = {f"{cause} ms": 1e3 * seconds for cause, seconds in piece.parts.items()}
-    return {
-        "ph": "X",
-        "pid": 0,
-        "tid": 2 * piece.rank + (piece.kind == SEND),
-        "name": piece.kind if piece.micro_batch is None else f"{piece.kind} {piece.micro_batch}",
-        "cat": piece.kind,
-        "ts": piece.start * MICROSECONDS,
-        "dur": piece.seconds * MICROSECONDS,
-        "args": {key: value for key, value in about.items() if value is not None} | parts,
-    }
+    name = piece.kind if piece.micro_batch is None else f"{piece.kind} {piece.micro_batch}"
+    told = {key: value for key, value in about.items() if value is not None} | parts
+    return {**span(process, track, name, piece.kind, piece.start, piece.end), "args": told}

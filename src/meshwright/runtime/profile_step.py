@@ -50,7 +50,7 @@ class StepProfile:
 def profile_step(step: Callable[[], Any], device: torch.device) -> StepProfile:
     """Take a step under the profiler, which makes it somewhat slower: read shares from it, not its time."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         began = time.time_ns()  # the clock of the profiler's events
         step()
         if device.type == "cuda":

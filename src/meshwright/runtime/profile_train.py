@@ -97,5 +97,5 @@ class TrainProfiler:
 
     def _begin(self, step: int) -> None:
         on_gpu = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
-        self._profile, self._begun_at = profile(activities=[ProfilerActivity.CPU, *on_gpu]), step
+        self._profile, self._begun_at = profile(activities=[ProfilerActivity.CPU, *on_gpu], acc_events=True), step
         self._profile.start()

@@ -14,14 +14,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from screenshots import keep
+from screenshots import keep, walk
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the browser is the tests' own
 
 from chromium import open_browser, visit
 from meshwright.report.compare_html import write_page
+from page_charts import wait_until_drawn
 
-WIDE, NARROW = {"width": 1100, "height": 1000}, {"width": 380, "height": 1000}
+WIDE, NARROW = {"width": 1100, "height": 1000}, {"width": 380, "height": 1400}
 PIPELINE = "pp=4:1f1b"
 
 
@@ -29,8 +30,9 @@ def shoot_page(browser: Any, url: str) -> None:
     shots = {"compare": ("light", WIDE), "compare-dark": ("dark", WIDE), "compare-narrow": ("light", NARROW)}
     for name, (scheme, viewport) in shots.items():
         with visit(browser, url, color_scheme=scheme, viewport=viewport) as page:
+            wait_until_drawn(page)
             if name == "compare-dark":
-                page.locator(".bar.pair").nth(2).focus()  # with the exact figures of a strategy
+                walk(page, page.locator(".chart").first, ["ArrowRight", "ArrowDown", "ArrowDown"])  # with exact figures
             keep(page.screenshot(), name)
 
 
@@ -39,6 +41,7 @@ def shoot_timeline(browser: Any, url: str) -> None:
     with visit(browser, url, viewport=WIDE) as page:
         pipeline = page.locator("details", has=page.locator(f"summary span:text-is('{PIPELINE}')")).first
         pipeline.evaluate("element => { element.open = true }")
+        wait_until_drawn(page)
         keep(pipeline.screenshot(), "compare-timeline")
 
 

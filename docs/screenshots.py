@@ -17,9 +17,10 @@ from PIL import Image
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the browser is the tests' own
 
 from chromium import open_browser, visit
+from page_charts import wait_until_drawn
 
 IMAGES = Path(__file__).parent / "images"
-SHOTS = {"serve": ("light", 1280, 940), "serve-dark": ("dark", 1280, 940), "serve-narrow": ("light", 380, 1100)}
+SHOTS = {"serve": ("light", 1280, 940), "serve-dark": ("dark", 1280, 940), "serve-narrow": ("light", 380, 1500)}
 PIPELINE = "zero1=2,pp=4:1f1b,bf16,ac=full,mb=1"
 
 
@@ -41,10 +42,19 @@ def keep(picture: bytes, name: str) -> None:
     )
 
 
+def walk(page: Any, chart: Any, keys: list[str]) -> None:
+    """As somebody does who has no mouse, until the chart tells its figures."""
+    chart.evaluate("chart => chart.focus({ preventScroll: true })")
+    for key in keys:
+        page.keyboard.press(key)
+        page.wait_for_selector(".hoverlayer .hovertext")
+
+
 def shoot_serve(browser: Any, url: str) -> None:
     for name, (scheme, width, height) in SHOTS.items():
         with visit(browser, url, color_scheme=scheme, viewport={"width": width, "height": height}) as page:
             page.wait_for_selector("#answer[aria-busy=false] .answer", timeout=120_000)
+            wait_until_drawn(page)
             if width < 600:
                 page.evaluate("document.querySelector('.command').scrollIntoView()")
             keep(page.screenshot(), name)
@@ -56,8 +66,9 @@ def shoot_timeline(browser: Any, folder: str) -> None:
     subprocess.run([sys.executable, "-m", "meshwright", *command, "--timeline", str(file)], check=True)
     for scheme, name in (("light", "timeline"), ("dark", "timeline-dark")):
         with visit(browser, file.as_uri(), color_scheme=scheme, viewport={"width": 1100, "height": 500}) as page:
+            wait_until_drawn(page)
             if scheme == "dark":
-                page.locator(".lane").nth(1).focus()  # with what a row tells
+                walk(page, page.locator(".chart").first, ["ArrowRight"] * 4)  # with what a piece tells
             keep(page.locator("main").screenshot(), name)
 
 

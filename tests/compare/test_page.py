@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,12 @@ from meshwright.facts.plan import Plan
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.timeline import Timeline
 from meshwright.planning import Planner
+from meshwright.report import colours
+from meshwright.report.charts import scripts
+from meshwright.report.charts_bars import bar_plot
 from meshwright.report.compare import check_folders, comparison_page, csv_text
 from meshwright.report.compare_bars import memory_chart, time_chart
-from meshwright.report.compare_curves import loss_curves
+from meshwright.report.compare_curves import curves_plot, loss_curves
 from meshwright.report.compare_html import page, write_page
 from meshwright.report.compare_mesh import draw_meshes
 from meshwright.report.compare_trace import trace_events, write_trace
@@ -32,6 +38,9 @@ from meshwright.runtime.compare import Compared
 from meshwright.runtime.compare_start import Outcome
 from meshwright.runtime.probe_machine import local_cluster
 from meshwright.units import MIB
+from page_charts import figures, point_at, tooltip, traces, wait_until_drawn
+
+pytest.importorskip("plotly", reason="pages need meshwright[pages]")
 
 EMPTY: dict[str, Any] = {
     **{"job": "job.py", "ranks": 2, "device": "cpu", "cluster": "2xcpu", "global_batch": 16, "steps": 3, "rounds": 1},
@@ -146,21 +155,32 @@ def test_trace_events_of_every_strategy_that_ran(document: dict[str, Any], compa
 def test_bars_share_one_scale(document: dict[str, Any]) -> None:
     rows = [row for row in document["results"] if row["status"] == "ok"]
     for chart, total in ((time_chart(rows), "step_ms"), (memory_chart(rows), "peak_mib")):
-        widths = {pair.strategy: sum(part.width for part in pair.measured.parts) for pair in chart.pairs}
-        first, second = rows[0], rows[-1]
-        ratio = widths[second["strategy"]] / widths[first["strategy"]]
-        assert ratio == pytest.approx(second[total] / first[total])
-        every = [bar for pair in chart.pairs for bar in (pair.measured, pair.forecast) if bar is not None]
-        assert max(sum(part.width for part in bar.parts) for bar in every) == pytest.approx(100.0)
+        plot = bar_plot(chart)
+        lengths: dict[float, float] = {}
+        for trace in plot.data:
+            for x, y in zip(trace["x"], trace["y"], strict=True):
+                lengths[y] = lengths.get(y, 0.0) + x
+        told = [amount for row in rows for amount in (row[total], row["forecast"][total])]
+        assert [length for _, length in sorted(lengths.items())] == pytest.approx(told)
+        assert plot.layout["xaxis"]["range"] == pytest.approx([0, max(told)])
+
+
+def test_the_same_cause_has_the_same_colour_measured_and_forecast(document: dict[str, Any]) -> None:
+    rows = [row for row in document["results"] if row["status"] == "ok"]
+    measured, forecast = memory_chart(rows).colours.values()
+    assert measured["parameters"] == forecast["parameters"] and measured["optimizer"] == forecast["optimizer"]
+    assert time_chart(rows).colours["measured"]["exposed communication"] == colours.TIME["data"]
 
 
 def test_curves_that_are_equal_lie_on_each_other(document: dict[str, Any]) -> None:
     curves = loss_curves([row for row in document["results"] if row["losses"]], checked=2)
     assert curves is not None
-    lines = {curve.strategy: curve.line for curve in curves.curves}
+    plot = curves_plot(curves)
+    lines = {trace["name"]: (trace["x"], trace["y"]) for trace in plot.data}
     assert lines["ddp"] == lines["pp=2:gpipe,mb=16"]
     assert lines["zero2"] != lines["ddp"]
-    assert len({(curve.colour, curve.dash) for curve in curves.curves}) == len(curves.curves)
+    assert len({(trace["line"]["color"], trace["line"]["dash"]) for trace in plot.data}) == len(plot.data)
+    assert [shape["x0"] for shape in plot.layout["shapes"]] == [2.5]
     assert loss_curves([], checked=2) is None
 
 
@@ -176,7 +196,10 @@ def test_meshes_show_every_rank_at_its_place(document: dict[str, Any]) -> None:
 def test_every_text_is_escaped(document: dict[str, Any]) -> None:
     rows = [{**row, "strategy": ATTACK, "reason": ATTACK} for row in document["results"]]
     text = page({**document, "job": ATTACK, "note": ATTACK, "results": rows, "left_out": rows[:1]})
-    assert "<script" not in text and text.count("&lt;script&gt;") > 10
+    opened = re.findall(r"<script[^>]*>", text)
+    assert opened == ['<script type="application/json">'] * (len(opened) - 2) + ["<script>"] * 2
+    assert "alert(1)" not in "".join(scripts()) and text.count("&lt;script&gt;") > 10
+    assert all(ATTACK in html.unescape(figure["data"][0]["hovertext"][0]) for figure in figures(text)[:3])
 
 
 def test_where_nothing_ran_the_page_says_so(document: dict[str, Any]) -> None:
@@ -186,25 +209,118 @@ def test_where_nothing_ran_the_page_says_so(document: dict[str, Any]) -> None:
     assert "Time by cause" not in text
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def shown(browser: Any, document: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The page in a browser; whoever turns something turns it back."""
+    path = tmp_path_factory.mktemp("page") / "compare.html"
+    write_page(document, path)
+    with visit(browser, path.as_uri(), color_scheme="light") as page:
+        wait_until_drawn(page)
+        yield page
+
+
 @pytest.mark.slow
-def test_the_page_in_a_browser(document: dict[str, Any], tmp_path: Path) -> None:
-    write_page(document, tmp_path / "compare.html")
-    with open_browser() as browser:
-        with visit(browser, (tmp_path / "compare.html").as_uri()) as shown:
-            assert shown.locator(".answer > code").inner_text() == document["results"][0]["strategy"]
-            bars = shown.locator(".bar.pair")
-            assert bars.count() == 6
-            bars.first.focus()
-            tip = bars.first.locator(".tip")
-            assert tip.is_visible() and "50.00 ms" in tip.inner_text()
-            origins = [one.get_attribute("data-origin") for one in shown.locator(".origin").all()]
-            assert origins == ["measured", "forecast"]
-            passes = shown.locator(".origin[data-origin=measured] rect title").all_text_contents()
-            assert sum(title.startswith(("Forward", "Backward")) for title in passes) == 4
-            assert shown.locator(".curves polyline").count() == 4
-            assert shown.locator(".mesh .cell").count() == 6
-        for scheme in ("light", "dark"):
-            options = {"viewport": {"width": 360, "height": 700}, "color_scheme": scheme}
-            with visit(browser, (tmp_path / "compare.html").as_uri(), **options) as narrow:
-                assert overflow(narrow) <= 0
-                assert narrow.locator(".pair .measured").first.bounding_box()["width"] > 250
+def test_the_page_in_a_browser(shown: Any, document: dict[str, Any]) -> None:
+    rows = [row for row in document["results"] if row["status"] == "ok"]
+    assert shown.locator(".answer > code").inner_text() == rows[0]["strategy"]
+    time, memory, losses, measured, forecast = shown.locator(".chart").all()
+    for chart, key in ((time, "time"), (memory, "memory")):
+        found = {trace["name"]: trace for trace in traces(chart)}
+        for kind, held in (("measured", rows), ("forecast", [row["forecast"] for row in rows])):
+            for cause in {cause for one in held for cause, amount in one[key].items() if amount > 0}:
+                expected = [one[key][cause] for one in held if one[key].get(cause, 0) > 0]
+                assert found[f"{kind}: {cause}"]["x"] == expected
+    assert [trace["y"] for trace in traces(losses)] == [
+        row["losses"] for row in (*rows, *document["references"]) if row["status"] == "ok"
+    ]
+    passes = {trace["name"]: trace for trace in traces(measured)}
+    assert len(passes["forward"]["x"]) + len(passes["backward"]["x"]) == 4
+    assert passes["forward"]["text"] == ["0", "0"]
+    told = next(Timeline.from_json(row["forecast_timeline"]) for row in rows if row["forecast_timeline"])
+    assert sum(len(trace["x"]) for trace in traces(forecast)) == len(told.pieces)
+    assert shown.locator(".mesh .cell").count() == 6
+
+
+def wait_for_no_tooltip(page: Any) -> None:
+    page.wait_for_function("() => !document.querySelector('.hoverlayer .hovertext')")
+
+
+@pytest.mark.slow
+def test_bars_and_curves_tell_their_figures_to_mouse_and_keyboard(shown: Any) -> None:
+    time, _, losses = shown.locator(".chart").all()[:3]
+    point_at(shown, time.locator(".barlayer .point path").first)
+    assert "compute 50.00 ms" in tooltip(shown, of="50.0% of measured 100 ms")
+    shown.mouse.move(0, 0)
+    wait_for_no_tooltip(shown)
+    time.focus()
+    for key, words in (("ArrowRight", "compute 50.00 ms"), ("ArrowRight", "exposed communication 30.00 ms")):
+        shown.keyboard.press(key)
+        assert words in tooltip(shown, of=words)
+    for key, words in (("ArrowLeft", "compute 50.00 ms"), ("ArrowDown", "of forecast")):
+        shown.keyboard.press(key)
+        assert "compute" in tooltip(shown, of=words)
+    assert "of forecast" in time.locator("xpath=..").locator(".said").inner_text()
+    shown.keyboard.press("Escape")
+    wait_for_no_tooltip(shown)
+    losses.focus()
+    for key in ("ArrowRight", "ArrowRight"):
+        shown.keyboard.press(key)
+    assert "loss 0.900" in tooltip(shown, of="step 2")
+    shown.keyboard.press("Tab")
+    wait_for_no_tooltip(shown)
+
+
+@pytest.mark.slow
+def test_a_click_in_the_legend_hides_a_curve_and_the_next_shows_it(shown: Any) -> None:
+    losses = shown.locator("figure").nth(2)
+    button = losses.locator(".legend button").nth(1)
+    for expected in (False, True):
+        button.focus()
+        shown.keyboard.press("Enter")
+        shown.wait_for_function(
+            "expected => document.querySelectorAll('.plot')[2]._fullData[1].visible === expected", arg=expected
+        )
+        assert button.get_attribute("aria-pressed") == str(expected).lower()
+        assert losses.locator(".scatterlayer .trace").count() == 3 + expected
+
+
+@pytest.mark.slow
+def test_charts_follow_the_window_and_its_colours(shown: Any) -> None:
+    chart = shown.locator(".chart").first
+    assert traces(chart)[0]["colour"] == "#0072b2"
+    shown.emulate_media(color_scheme="dark")
+    shown.wait_for_function("() => document.querySelector('.plot')._fullData[0].marker.color === '#2f8fd0'")
+    assert shown.evaluate("document.querySelector('.plot')._fullLayout.font.color") == "#a3adb8"
+    shown.set_viewport_size({"width": 360, "height": 700})
+    wait_until_drawn(shown)
+    assert overflow(shown) <= 0
+    assert 250 < chart.locator(".main-svg").first.bounding_box()["width"] <= 360
+    shown.set_viewport_size({"width": 1200, "height": 900})
+    shown.emulate_media(color_scheme="light")
+    wait_until_drawn(shown)
+
+
+@pytest.mark.slow
+def test_a_hostile_name_in_a_narrow_window(browser: Any, document: dict[str, Any], tmp_path: Path) -> None:
+    link = "<a href='https://evil.example'>here</a></script><script>window.hit = 1</script>,$x$,%{x}"
+    rows = [{**row, "strategy": f"{link},{number}"} for number, row in enumerate(document["results"])]
+    write_page({**document, "results": rows}, tmp_path / "compare.html")
+    options = {"viewport": {"width": 360, "height": 700}, "color_scheme": "dark"}
+    with visit(browser, (tmp_path / "compare.html").as_uri(), **options) as narrow:
+        wait_until_drawn(narrow)
+        assert overflow(narrow) <= 0
+        assert narrow.locator(".annotation-text").first.text_content() == f"{link},0"
+        narrow.locator(".chart").first.focus()
+        narrow.keyboard.press("ArrowRight")
+        assert link in tooltip(narrow, of="compute")
+        assert narrow.locator(".said").first.text_content().startswith(link.split(",")[0])
+        assert narrow.locator("a[href]").count() == 0 and narrow.locator("svg a").count() == 0
+        boxes = [name.bounding_box() for name in narrow.locator(".annotation-text").all()]
+        assert all(box["x"] >= 0 and box["x"] < 360 for box in boxes)
+        assert narrow.evaluate("window.hit") is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import html
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,13 @@ from meshwright.facts.forecast import MEMORY_CAUSES, Forecast
 from meshwright.facts.plan import GIB, Plan, Ranking, Refusal, Speed
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.explain import CAUSES, explain
+from meshwright.report.charts import plotly_script, policy, scripts
 from meshwright.report.plan_bars import memory_chart, memory_room, time_chart
 from meshwright.report.plan_html import page, write_page
 from meshwright.report.plan_refusals import SHOWN, kinds_of_refusals
+from page_charts import figures
+
+pytest.importorskip("plotly", reason="pages need meshwright[pages]")
 
 VOID = {"meta", "br", "wbr", "hr", "img", "link", "input"}
 ATTACK = "\"'><script>alert(1)</script>&amp;"
@@ -65,11 +69,14 @@ class Reader(HTMLParser):
         self.open: list[str] = []
         self.found: list[tuple[str, dict[str, str | None]]] = []
         self.words: list[str] = []
+        self.scripts: list[str] = []
         self.feed(text)
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.found.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append("")
         if tag not in VOID:
             self.open.append(tag)
 
@@ -77,7 +84,9 @@ class Reader(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
+        if "script" in self.open:
+            self.scripts[-1] += data
+        elif "style" not in self.open:
             self.words.append(data)
 
     @property
@@ -97,16 +106,31 @@ def test_the_answer_stands_before_everything_else() -> None:
     assert "Its stages hold 3.0, 3.0 GiB" in rest
 
 
+def lengths(figure: dict[str, Any]) -> dict[float, float]:
+    """By place: how long a bar is drawn."""
+    found: dict[float, float] = {}
+    for trace in figure["data"]:
+        for x, y in zip(trace["x"], trace["y"], strict=True):
+            found[y] = found.get(y, 0.0) + x
+    return found
+
+
 def test_bars_are_on_one_scale_and_carry_exact_figures() -> None:
     document = make_document()
-    memory, time = memory_chart(document), time_chart(document)
     room = memory_room("8xA100-40GB")
     assert room is not None and 35 < room < 40
-    assert memory.limit == pytest.approx(100.0)
-    assert [part.width for part in memory.bars[0].parts] == pytest.approx([100 * n / room for n in (4, 10, 1)])
-    assert sum(part.width for part in time.bars[0].parts) == pytest.approx(60.0)
-    assert sum(part.width for part in time.bars[1].parts) == pytest.approx(100.0)
-    assert [part.amount for part in time.bars[1].parts] == ["900.00 ms", "100.00 ms"]
+    memory, time = figures(page(document))
+    assert [trace["name"] for trace in memory["data"]] == ["parameters", "activations", "allocator"]
+    assert [trace["x"] for trace in memory["data"]] == [[4, 4], [10, 8], [1, 1]]
+    assert list(lengths(memory).values()) == pytest.approx([15, 13])
+    assert list(lengths(time).values()) == pytest.approx([600, 1000])
+    assert time["layout"]["xaxis"]["range"] == pytest.approx([0, 1000])
+    for limit, y in zip(memory["layout"]["shapes"], lengths(memory), strict=True):
+        assert limit["x0"] == limit["x1"] == pytest.approx(room) and limit["line"]["dash"]
+        assert limit["y0"] < y < limit["y1"]
+    assert room < memory["layout"]["xaxis"]["range"][1] < 1.05 * room
+    tips = [tip for trace in time["data"] for tip in trace["hovertext"]]
+    assert tips[1] == "fsdp=4,pp=2:1f1b,bf16<br><b>compute 900.00 ms</b><br>90.0% of 1 s"
     text = Reader(page(document)).text
     assert "900.00 ms" in text and "10.000 GiB" in text
 
@@ -114,15 +138,16 @@ def test_bars_are_on_one_scale_and_carry_exact_figures() -> None:
 def test_a_bar_beyond_the_limit_stays_inside_the_page() -> None:
     document = make_document()
     document["plans"][1]["memory"]["activations"] = 100.0
-    chart = memory_chart(document)
-    assert chart.limit is not None and chart.limit < 50
-    assert sum(part.width for part in chart.bars[1].parts) == pytest.approx(100.0)
+    memory = figures(page(document))[0]
+    assert memory["layout"]["shapes"][0]["x0"] < 50
+    assert max(lengths(memory).values()) == pytest.approx(memory["layout"]["xaxis"]["range"][1])
 
 
 @pytest.mark.parametrize("cluster", ["2xcpu", "local", "gone.json", "8xNothing-7GB"])
 def test_an_unknown_limit_is_not_drawn(cluster: str) -> None:
     document = make_document(cluster=cluster)
     assert memory_chart(document).limit is None
+    assert figures(page(document))[0]["layout"]["shapes"] == []
     assert "dashed line" not in page(document)
 
 
@@ -131,11 +156,11 @@ def test_every_cause_has_a_colour_of_its_own() -> None:
     document["plans"][0]["memory"] = {cause: 1.0 for cause in (*MEMORY_CAUSES, "something new")}
     document["plans"][0]["time"] = {cause: 1.0 for cause in (*CAUSES, "something new")}
     styles = page(document).split("</style>")[0]
-    for chart in (memory_chart(document), time_chart(document)):
-        used = list(chart.colours.values())
-        backgrounds = [re.findall(rf"\.{name} {{ background: (\S+);", styles) for name in used]
-        assert all(len(found) == 1 for found in backgrounds)
-        assert len({found[0] for found in backgrounds}) == len(used)
+    for chart, figure in zip((memory_chart(document), time_chart(document)), figures(page(document)), strict=True):
+        used = list(chart.colours[""].values())
+        assert len(set(used)) == len(used) == len(chart.colours[""])
+        assert all(f"--{name}: #" in styles for name in used)
+        assert [trace["marker"]["color"] for trace in figure["data"]] == [f"var(--{name})" for name in used]
 
 
 def test_every_text_of_the_document_is_escaped() -> None:
@@ -143,8 +168,12 @@ def test_every_text_of_the_document_is_escaped() -> None:
     document["refused"].append({"strategy": ATTACK, "reason": ATTACK})
     for plan in document["plans"]:
         plan |= {"strategy": ATTACK, "why": [ATTACK], "memory": {ATTACK: 1.0}, "time": {ATTACK: 1.0}}
-    found = Reader(page(document))
-    assert found.elements("script") == []
+    text = page(document)
+    found = Reader(text)
+    kinds = [script.get("type") for script in found.elements("script")]
+    assert kinds == ["application/json", "application/json", None, None]
+    assert tuple(found.scripts[2:]) == scripts()
+    assert ATTACK in html.unescape(figures(text)[0]["data"][0]["hovertext"][0])
     assert not any(name.startswith("on") for _, attributes in found.found for name in attributes)
     assert found.text.count("<script>alert(1)</script>&amp;") > 10
 
@@ -153,17 +182,26 @@ def test_nothing_is_asked_of_a_network() -> None:
     text = page(make_document())
     found = Reader(text)
     assert not {"src", "href", "srcset", "action"} & {name for _, attributes in found.found for name in attributes}
-    assert "url(" not in text and "@import" not in text and "http" not in text.replace("http-equiv", "")
+    own = text.replace(plotly_script(), "")
+    assert len(own) < len(text) - 1_000_000
+    assert "url(" not in own and "@import" not in own and "http" not in own.replace("http-equiv", "")
     policies = [meta["content"] for meta in found.elements("meta") if meta.get("http-equiv")]
-    assert policies == ["default-src 'none'; style-src 'unsafe-inline'"]
+    assert policies == [policy(scripts())]
+    assert "'unsafe-inline'" not in policies[0].split("script-src")[1].split(";")[0]
 
 
-def test_bars_can_be_reached_and_read_without_a_mouse() -> None:
-    bars = [div for div in Reader(page(make_document())).elements("div") if div.get("class") == "bar"]
-    assert len(bars) == 4
-    assert all(bar["tabindex"] == "0" for bar in bars)
-    label = bars[0]["aria-label"]
-    assert label == "ddp=8,bf16: 15.0 GiB; parameters 4.000 GiB, activations 10.000 GiB, allocator 1.000 GiB"
+def test_a_page_without_charts_runs_no_script() -> None:
+    found = Reader(page(make_document(plans=[])))
+    assert found.elements("script") == []
+    assert [meta["content"] for meta in found.elements("meta") if meta.get("http-equiv")] == [policy(())]
+
+
+def test_charts_can_be_reached_and_read_without_a_mouse() -> None:
+    charts = [div for div in Reader(page(make_document())).elements("div") if div.get("class") == "chart"]
+    assert len(charts) == 2
+    assert all((chart["tabindex"], chart["role"]) == ("0", "img") for chart in charts)
+    told = "a bar for each of 2 strategies: ddp=8,bf16 15.0 GiB; fsdp=4,pp=2:1f1b,bf16 13.0 GiB"
+    assert charts[0]["aria-label"] == f"Memory by cause, {told}"
 
 
 def test_refusals_are_grouped_by_reason() -> None:
@@ -200,7 +238,7 @@ def test_the_file_is_written(tmp_path: Path) -> None:
     write_page(document, tmp_path / "plan.html")
     text = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert "caf\xe9 &#56575;.py" in text
-    assert len(text) < 100_000
+    assert len(text) - len(plotly_script()) < 100_000
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

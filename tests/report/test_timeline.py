@@ -28,10 +28,15 @@ from meshwright.facts.timeline import (
 )
 from meshwright.planner.search import Setting, consider
 from meshwright.planning import Wishes, open_planner, read_cluster
-from meshwright.report.timeline import DRAWN, describe_piece, draw
+from meshwright.report.charts import Plot, plotly_script, scripts
+from meshwright.report.charts_timeline import piece_lines
+from meshwright.report.timeline import DRAWN, draw
 from meshwright.report.timeline_html import timeline_page, write_timeline
 from meshwright.report.timeline_trace import trace_document
 from meshwright.timelines import first_timeline, forecast_timeline
+from meshwright.units import show_seconds
+
+pytest.importorskip("plotly", reason="pages need meshwright[pages]")
 
 GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
 BATCH = 64
@@ -122,32 +127,55 @@ def test_a_plan_without_a_pipeline_has_none() -> None:
     assert first_timeline(setting(), plans, largest=100) is None
 
 
-def test_boxes_lie_where_their_times_say() -> None:
+def boxes(plot: Plot, kind: str, rank: int) -> list[tuple[float, float]]:
+    """Start and length in milliseconds of what is drawn in a rank's row."""
+    found = [trace for trace in plot.data if trace["name"] == kind]
+    return [
+        (start, length)
+        for trace in found
+        for start, length, y in zip(trace["base"], trace["x"], trace["y"], strict=True)
+        if round(y) == rank
+    ]
+
+
+def test_every_piece_lies_where_its_time_is() -> None:
     found = timeline("pp=4:1f1b,bf16,mb=8")
     drawing = draw(found)
+    for rank in range(4):
+        for kind in KINDS:
+            expected = [(1e3 * piece.start, 1e3 * piece.seconds) for piece in found.of(rank) if piece.kind == kind]
+            assert boxes(drawing.plot, kind, rank) == expected
+    assert "left out" not in drawing.note
+    assert sum(spent.share for spent in drawing.rows[2].spent if spent.kind != SEND) == pytest.approx(1.0)
+    assert drawing.plot.layout["xaxis"]["range"] == pytest.approx([0, 1e3 * found.total])
+    (legend,) = drawing.plot.legends
+    assert [key.label for key in legend[1]] == [kind for kind in KINDS if any(p.kind == kind for p in found.pieces)]
+
+
+def test_a_box_tells_its_exact_figures_and_its_micro_batch() -> None:
+    found = timeline("pp=4:1f1b,bf16,mb=8")
+    forward = next(trace for trace in draw(found).plot.data if trace["name"] == FORWARD)
     first = next(piece for piece in found.of(2) if piece.kind == FORWARD)
-    box = next(box for box in drawing.rows[2].boxes if box.words == describe_piece(first))
-    assert box.x == pytest.approx(100 * first.start / found.total)
-    assert box.width == pytest.approx(100 * first.seconds / found.total)
-    assert drawing.gap is None
-    assert sum(figure.share for figure in drawing.rows[2].figures if figure.kind != SEND) == pytest.approx(1.0)
-    assert list(drawing.colours) == [kind for kind in KINDS if kind in drawing.colours]
+    place = forward["hovertext"].index("<br>".join(piece_lines(first)))
+    assert forward["text"][place] == "0"
+    assert f"{1e3 * first.seconds:,.3f} ms" in piece_lines(first)
+    assert f"from {1e3 * first.start:,.3f} to {1e3 * first.end:,.3f} ms" in piece_lines(first)
+    assert any(line.startswith("compute ") for line in piece_lines(first))
 
 
 def test_of_a_long_step_the_middle_is_left_out() -> None:
-    drawing = draw(timeline("pp=4:zbv,bf16,mb=1"))
-    assert drawing.gap is not None
-    boxes = [box for row in drawing.rows for box in row.boxes]
-    assert len(boxes) < 1.3 * DRAWN
-    assert all(box.x >= 0 and box.x + box.width <= 100 + 1e-6 for box in boxes)
-    assert not any(48.001 < box.x + box.width / 2 < 51.999 for box in boxes)
-
-
-def test_ticks_do_not_meet() -> None:
-    for text in ("pp=4:zbv,bf16,mb=1", "pp=4:1f1b,bf16,mb=8"):
-        ticks = [tick.x for tick in draw(timeline(text)).ticks]
-        assert len(ticks) >= 3
-        assert min(after - before for before, after in itertools.pairwise(ticks)) > 5
+    found = timeline("pp=4:zbv,bf16,mb=1")
+    drawing = draw(found)
+    assert len(found.pieces) > 2 * DRAWN
+    assert sum(len(trace["x"]) for trace in drawing.plot.data) < 1.3 * DRAWN
+    first, last = (drawing.plot.layout[name] for name in ("xaxis", "xaxis2"))
+    assert first["range"][0] == 0 and last["range"][1] == pytest.approx(1e3 * found.total)
+    missing = last["range"][0] - first["range"][1]
+    assert missing > 0 and f"In the middle, {show_seconds(missing / 1e3)} of the same are left out." in drawing.note
+    assert first["domain"][1] < 0.5 < last["domain"][0]
+    for trace in drawing.plot.data:
+        start, end = (last if trace["xaxis"] == "x2" else first)["range"]
+        assert all(at < end and at + x > start for at, x in zip(trace["base"], trace["x"], strict=True))
 
 
 def test_trace_events_have_what_viewers_need() -> None:
@@ -156,17 +184,16 @@ def test_trace_events_have_what_viewers_need() -> None:
     complete = [event for event in events if event["ph"] == "X"]
     assert len(complete) == sum(piece.kind != IDLE for piece in found.pieces)
     assert all({"pid", "tid", "ts", "dur", "name"} <= event.keys() for event in complete)
-    assert max(event["ts"] + event["dur"] for event in complete) == pytest.approx(1e6 * found.total)
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert names == {0: "rank 0", 1: "rank 0 sends", 2: "rank 1", 3: "rank 1 sends"}
-    for track in names:  # what overlaps on one track is not drawn
-        own = sorted((event["ts"], event["dur"]) for event in complete if event["tid"] == track)
-        assert all(a + d <= b + 1e-3 for (a, d), (b, _) in itertools.pairwise(own))
+    assert max(event["ts"] + event["dur"] for event in complete) == pytest.approx(1e6 * found.total, abs=1)
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert names == ["rank 0", "rank 0 sends", "rank 1", "rank 1 sends"]
 
 
 def test_the_page_asks_nothing_of_a_network() -> None:
     text = timeline_page(timeline("pp=4:1f1b,bf16,mb=8"))
-    assert "<script" not in text and "http" not in text.replace("http-equiv", "") and "url(" not in text
+    assert all(text.count(f"<script>{script}</script>") == 1 for script in scripts())
+    own = text.replace(plotly_script(), "")
+    assert "http" not in own.replace("http-equiv", "") and "url(" not in own
 
 
 def test_the_ending_of_the_file_decides(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ from typer.testing import CliRunner
 
 from chromium import open_browser, overflow, visit
 from meshwright.cli.main import app
-from meshwright.facts.timeline import Timeline
-from meshwright.report.timeline import draw
+from meshwright.facts.timeline import FORWARD, SEND, Timeline
+from meshwright.report.charts import plotly_script
+from meshwright.report.charts_timeline import piece_lines
+from page_charts import point_at, tooltip, traces, wait_until_drawn
 from serve_address import EXAMPLE, Address
 
 pytestmark = pytest.mark.slow
@@ -43,44 +47,73 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 def test_the_page_of_plan_fits_its_window(browser: Any, planned: Any, scheme: str, width: int) -> None:
     size = {"width": width, "height": 800}
     with visit(browser, planned[0].as_uri(), color_scheme=scheme, viewport=size) as page:
+        wait_until_drawn(page)
         assert overflow(page) <= 0
         assert page.locator(".answer").bounding_box()["y"] < 200
 
 
-def test_the_page_of_plan_shows_the_right_figures(browser: Any, planned: Any) -> None:
-    path, document, timeline = planned
-    with visit(browser, path.as_uri()) as page:
-        memory, time = page.locator("section:has(.bars):not(.timeline)").all()
-        for section, key, unit in ((memory, "memory", "GiB"), (time, "time", "ms")):
-            bars = section.locator(".bar").all()
-            assert len(bars) == len(document["plans"])
-            for bar, plan in zip(bars, document["plans"], strict=True):
-                label = bar.get_attribute("aria-label")
-                assert label.startswith(plan["strategy"] + ":")
-                for cause, amount in plan[key].items():
-                    shown = f"{amount:,.3f}" if unit == "GiB" else f"{amount:,.2f}"
-                    assert amount <= 0 or f"{cause} {shown} {unit}" in label
-        track = time.locator(".track").first
-        drawn = sum(part.bounding_box()["width"] for part in track.locator("i").all())
-        steps = [plan["step_ms"] for plan in document["plans"]]
-        assert drawn / track.bounding_box()["width"] == pytest.approx(steps[0] / max(steps), rel=0.02)
-        lanes = page.locator(".timeline .lane[tabindex]").all()
-        assert [lane.get_attribute("aria-label") for lane in lanes] == [row.words for row in draw(timeline).rows]
-        boxes = lanes[-1].locator("rect")
-        assert boxes.count() == len(timeline.of(timeline.ranks - 1))
-        last = timeline.of(timeline.ranks - 1)[0]
-        picture, box = lanes[-1].locator("svg").bounding_box(), boxes.first.bounding_box()
-        assert box["width"] / picture["width"] == pytest.approx(last.seconds / timeline.total, abs=0.005)
-
-
-def test_a_row_tells_its_figures_to_the_keyboard(browser: Any, planned: Any) -> None:
+@pytest.fixture(scope="module")
+def shown(browser: Any, planned: Any) -> Iterator[Any]:
+    """The page of a plan in a browser."""
     with visit(browser, planned[0].as_uri()) as page:
-        lane = page.locator(".timeline .lane[tabindex]").first
-        assert not lane.locator(".tip").is_visible()
-        page.locator("section:has(.bars):not(.timeline) .bar").last.focus()
-        page.keyboard.press("Tab")
-        assert lane.locator(".tip").is_visible()
-        assert "idle" in lane.locator(".tip").inner_text()
+        wait_until_drawn(page)
+        yield page
+
+
+def test_the_page_of_plan_shows_the_right_figures(shown: Any, planned: Any) -> None:
+    _, document, timeline = planned
+    memory, time, steps = shown.locator(".chart").all()
+    for chart, key in ((memory, "memory"), (time, "time")):
+        found = traces(chart)
+        for cause in {cause for plan in document["plans"] for cause in plan[key]}:
+            expected = [plan[key][cause] for plan in document["plans"] if plan[key].get(cause, 0) > 0]
+            assert [trace["x"] for trace in found if trace["name"] == cause] == ([expected] if expected else [])
+        assert [name.text_content() for name in chart.locator(".annotation-text").all()[::2]] == [
+            plan["strategy"] for plan in document["plans"]
+        ]
+    firsts = [plan["time"]["compute"] for plan in document["plans"]]
+    drawn = [box.bounding_box()["width"] for box in time.locator(".barlayer .trace").first.locator("path").all()]
+    assert drawn[0] / drawn[-1] == pytest.approx(firsts[0] / firsts[-1], rel=0.05)
+    found = {trace["name"]: trace for trace in traces(steps)}
+    for kind, trace in found.items():
+        pieces = [piece for piece in timeline.pieces if piece.kind == kind]
+        assert trace["base"] == pytest.approx([1e3 * piece.start for piece in pieces])
+        assert trace["x"] == pytest.approx([1e3 * piece.seconds for piece in pieces])
+    assert sum(len(trace["x"]) for trace in found.values()) == len(timeline.pieces)
+
+
+def test_a_timeline_tells_its_figures_to_mouse_and_keyboard(shown: Any, planned: Any) -> None:
+    timeline = planned[2]
+    chart = shown.locator(".timeline .chart")
+    first = next(piece for piece in timeline.of(0) if piece.kind == FORWARD)
+    point_at(shown, chart.locator(".barlayer .point path").first)
+    assert "".join(piece_lines(first)) in tooltip(shown, of="Forward of micro-batch 0")
+    shown.mouse.move(0, 0)
+    # By the keyboard alone: the legend's last entry is the stop before the chart.
+    shown.locator(".timeline .legend button").last.focus()
+    shown.keyboard.press("Tab")
+    for key in ("ArrowRight", "ArrowRight"):
+        shown.keyboard.press(key)
+    second = sorted((piece for piece in timeline.of(0) if piece.kind != SEND), key=lambda piece: piece.start)[1]
+    assert "".join(piece_lines(second)) in tooltip(shown, of=f"{1e3 * second.end:,.3f} ms")
+    for key in ("ArrowDown", "ArrowDown"):  # past what the rank sends
+        shown.keyboard.press(key)
+    tooltip(shown, of="rank 1")
+    whole = shown.evaluate("document.querySelector('.timeline .plot')._fullLayout.xaxis.range")
+    shown.keyboard.press("+")
+    shown.wait_for_function(
+        """whole => {
+        const [start, end] = document.querySelector('.timeline .plot')._fullLayout.xaxis.range;
+        return Math.abs((end - start) / (whole[1] - whole[0]) - 0.5) < 1e-6 }""",
+        arg=whole,
+    )
+    shown.keyboard.press("0")
+    shown.wait_for_function(
+        "whole => document.querySelector('.timeline .plot')._fullLayout.xaxis.range.join() === whole.join()",
+        arg=whole,
+    )
+    shown.keyboard.press("Escape")
+    shown.wait_for_function("() => !document.querySelector('.hoverlayer .hovertext')")
 
 
 def first_strategy(page: Any) -> str:
@@ -116,8 +149,9 @@ def test_knobs_change_the_ranking_and_the_command_gives_it(browser: Any, address
         assert command == page.locator("#command").inner_text()
         document = json.loads(CliRunner().invoke(app, [*shlex.split(command)[1:], "--json"]).stdout)
         assert [plan["strategy"] for plan in document["plans"]] == after
-        label = page.locator(".bar").first.get_attribute("aria-label")
-        assert f"{document['plans'][0]['memory']['parameters']:,.3f} GiB" in label
+        wait_until_drawn(page)
+        held = next(trace for trace in traces(page.locator(".chart").first) if trace["name"] == "parameters")
+        assert held["x"] == [plan["memory"]["parameters"] for plan in document["plans"]]
 
 
 def test_a_mistake_is_told_and_the_answer_stays(browser: Any, address: Address) -> None:
@@ -147,8 +181,21 @@ def test_the_page_of_serve_fits_its_window(browser: Any, address: Address, schem
     with visit(browser, address.url, color_scheme=scheme, viewport={"width": width, "height": 800}) as page:
         first_strategy(page)
         turned(page, lambda: page.select_option("[name=model]", "preset:llama3-8b"))
+        wait_until_drawn(page)
         assert overflow(page) <= 0
-        assert page.locator(".timeline").count() == 1
+        assert page.locator(".timeline .barlayer .point").count() > 100
+
+
+def test_plotly_comes_from_the_server_itself_and_is_asked_for_once(address: Address) -> None:
+    connection = HTTPConnection("127.0.0.1", address.port, timeout=20)
+    connection.request("GET", "/")
+    (path,) = re.findall(r'<script src="([^"]+)"', connection.getresponse().read().decode())
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.read().decode() == plotly_script()
+    assert answer.headers["content-type"].startswith("text/javascript")
+    assert "immutable" in answer.headers["cache-control"]
+    connection.close()
 
 
 def test_a_name_of_the_folder_is_no_markup(browser: Any, address: Address) -> None:

@@ -46,6 +46,7 @@ def compare(
     [bold]meshwright compare job.py --ranks 4 --steps 20 --rounds 3 --csv rows.csv --trace steps.json --json[/]
     """
     from meshwright.comparing import compare_command
+    from meshwright.report.charts import check_plotly
     from meshwright.report.compare import check_folders, comparison_page, write_csv
     from meshwright.report.compare_trace import write_trace
     from meshwright.runtime.compare import Request
@@ -62,6 +63,8 @@ def compare(
         device=device,
     )
     check_folders(csv, html, trace)
+    if html is not None:
+        check_plotly(f"--html {str(html)!r}")
     comparison = compare_command(asked, on=on)
     document = comparison.document
     if csv is not None:

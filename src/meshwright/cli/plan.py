@@ -57,11 +57,14 @@ def plan(
     [bold]meshwright plan job.py --on 4xA100-40GB --strategies pp=4:1f1b,bf16 --timeline timeline.html[/]
     """
     from meshwright.planning import Wishes, named_strategies, open_planner, rank, read_allowed, read_cluster
+    from meshwright.report.charts import check_plotly
     from meshwright.report.plan import plan_page
     from meshwright.report.timeline_html import check_ending
 
     if timeline is not None:
         check_ending(timeline)
+    if html is not None:
+        check_plotly(f"--html {str(html)!r}")
     allowed = read_allowed(
         precision=precision, recompute=ac, offload=offload, compile=compile, tensor=tensor, pipeline=pipeline
     )

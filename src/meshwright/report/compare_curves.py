@@ -1,24 +1,17 @@
-"""Loss curves of a comparison laid over each other, with every point settled."""
+"""Loss curves of a comparison laid over each other, and the figure that shows them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-WIDTH, HEIGHT = 800.0, 260.0
-LEFT, RIGHT, TOP, BOTTOM = 64.0, 16.0, 12.0, 30.0
-COLOURS = ("blue", "orange", "green", "pink", "sky", "red", "violet", "yellow")
-DASHES = ("", "9 4", "2 4", "12 4 2 4")
+from meshwright.report.charts import ZOOMABLE, Key, Plot, Values, axis, folded, plain, shared_layout
+from meshwright.report.colours import CURVES, variable
+
+HEIGHT = 340
+DASHES = ("solid", "dash", "dot", "dashdot")
 """Curves that lie on each other are told apart by colour and dashes; the next dash once all colours are used."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    x: float
-    y: float
-    words: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,80 +19,89 @@ class Curve:
     strategy: str
     colour: str
     dash: str
-    points: tuple[Point, ...]
-    words: str
+    losses: tuple[float | None, ...]
 
     @property
-    def line(self) -> str:
-        """As an SVG polyline takes it."""
-        return " ".join(f"{point.x:.1f},{point.y:.1f}" for point in self.points)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """A place on an axis."""
-
-    at: float
-    label: str
+    def cells(self) -> list[str]:
+        """The exact figures."""
+        return ["none" if loss is None else f"{loss:.6f}" for loss in self.losses]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
     curves: tuple[Curve, ...]
-    steps: tuple[Mark, ...]
-    losses: tuple[Mark, ...]
-    checked: float | None
-    """Where the steps end whose losses were held against one process."""
-    width: float = WIDTH
-    height: float = HEIGHT
+    checked: int | None
+    """Steps whose losses were held against one process; None if that is all of them."""
+
+    @property
+    def steps(self) -> int:
+        return max(len(curve.losses) for curve in self.curves)
+
+    @property
+    def words(self) -> str:
+        """The curves for those who do not see them."""
+        ends = "; ".join(f"{curve.strategy} from {curve.cells[0]} to {curve.cells[-1]}" for curve in self.curves)
+        return f"Loss curves of {len(self.curves)} strategies over {self.steps} steps: {ends}"
 
 
 def loss_curves(rows: Sequence[dict[str, Any]], *, checked: int) -> Curves | None:
-    """All rows' losses on one scale; None where there are none."""
-    known = [loss for row in rows for loss in row["losses"] if loss is not None]
-    longest = max((len(row["losses"]) for row in rows), default=0)
-    if not known or longest < 2:
+    """All rows' losses; None where there are none to draw a line through."""
+    held = [(row["strategy"], tuple(row["losses"])) for row in rows if row["losses"]]
+    longest = max((len(losses) for _, losses in held), default=0)
+    if longest < 2 or all(loss is None for _, losses in held for loss in losses):
         return None
-    low, high = min(known), max(known)
-    room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
-    scale = _Scale(steps=longest, low=low - room, high=high + room)
     return Curves(
-        curves=tuple(_curve(number, row, scale) for number, row in enumerate(rows) if row["losses"]),
-        steps=tuple(Mark(at=scale.x(step), label=str(step + 1)) for step in _some(longest)),
-        losses=tuple(Mark(at=scale.y(value), label=f"{value:.4g}") for value in (low, (low + high) / 2, high)),
-        checked=scale.x(checked - 0.5) if checked < longest else None,
+        curves=tuple(_curve(number, strategy, losses) for number, (strategy, losses) in enumerate(held)),
+        checked=checked if checked < longest else None,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Scale:
-    steps: int
-    low: float
-    high: float
-
-    def x(self, step: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * step / (self.steps - 1)
-
-    def y(self, loss: float) -> float:
-        return TOP + (HEIGHT - TOP - BOTTOM) * (self.high - loss) / (self.high - self.low)
-
-
-def _some(steps: int) -> range:
-    """Not more steps than labels have room for."""
-    return range(0, steps, math.ceil(steps / 16))
-
-
-def _curve(number: int, row: dict[str, Any], scale: _Scale) -> Curve:
-    points = tuple(
-        Point(x=scale.x(step), y=scale.y(loss), words=f"{row['strategy']}, step {step + 1}: loss {loss:.6f}")
-        for step, loss in enumerate(row["losses"])
-        if loss is not None
-    )
-    losses = ", ".join("none" if loss is None else f"{loss:.6f}" for loss in row["losses"])
+def _curve(number: int, strategy: str, losses: tuple[float | None, ...]) -> Curve:
     return Curve(
-        strategy=row["strategy"],
-        colour=COLOURS[number % len(COLOURS)],
-        dash=DASHES[number // len(COLOURS) % len(DASHES)],
-        points=points,
-        words=f"{row['strategy']}: losses {losses}",
+        strategy=strategy,
+        colour=CURVES[number % len(CURVES)],
+        dash=DASHES[number // len(CURVES) % len(DASHES)],
+        losses=losses,
     )
+
+
+def curves_plot(curves: Curves) -> Plot:
+    """The figure: steps to the right, losses up, a dashed line where the checked steps end."""
+    keys = tuple(
+        Key(label=curve.strategy, colour=curve.colour, traces=(number,), line=curve.dash)
+        for number, curve in enumerate(curves.curves)
+    )
+    return Plot(
+        words=curves.words,
+        data=[_trace(curve) for curve in curves.curves],
+        layout=shared_layout(
+            HEIGHT,
+            dragmode="zoom",
+            margin={"l": 52, "r": 12, "t": 32, "b": 44},
+            xaxis=axis(title={"text": "step"}, tickformat="d", range=[0.7, curves.steps + 0.3]),
+            yaxis=axis(title={"text": "loss"}),
+            shapes=[] if curves.checked is None else [_until(curves.checked + 0.5)],
+        ),
+        legends=(("", keys),),
+        config=ZOOMABLE,
+    )
+
+
+def _trace(curve: Curve) -> Values:
+    tips = [f"{folded(curve.strategy)}<br>step {step}: <b>loss {loss}</b>" for step, loss in enumerate(curve.cells, 1)]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": plain(curve.strategy),
+        "x": list(range(1, len(curve.losses) + 1)),
+        "y": list(curve.losses),
+        "line": {"color": variable(curve.colour), "dash": curve.dash, "width": 2},
+        "marker": {"color": variable(curve.colour), "size": 5},
+        "hoverinfo": "text",
+        "hovertext": tips,
+    }
+
+
+def _until(step: float) -> Values:
+    line = {"color": variable("quiet"), "width": 1, "dash": "dash"}
+    return {"type": "line", "xref": "x", "yref": "paper", "x0": step, "x1": step, "y0": 0, "y1": 1, "line": line}

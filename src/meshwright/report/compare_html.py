@@ -1,4 +1,4 @@
-"""A comparison as one HTML file that opens anywhere: no script, and nothing is asked of a network.
+"""A comparison as one HTML file that opens anywhere: it carries all that it needs, and asks nothing of a network.
 
     write_page(comparison.document, Path("compare.html"))
 
@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.facts.timeline import Timeline
+from meshwright.report.charts_bars import bar_plot
 from meshwright.report.compare import against, equality, show, speed_unit
 from meshwright.report.compare_bars import memory_chart, time_chart
-from meshwright.report.compare_curves import loss_curves
+from meshwright.report.compare_curves import curves_plot, loss_curves
 from meshwright.report.compare_mesh import draw_meshes
-from meshwright.report.html import template, write_file
+from meshwright.report.html import render_page, write_file
 from meshwright.report.timeline import Drawing, draw
 from meshwright.runtime.compare_rank import CHECKED
 from meshwright.units import MIB, show_bytes, show_seconds
@@ -33,13 +34,17 @@ def page(document: Row) -> str:
     """The page as text."""
     rows = [row for row in document["results"] if row["status"] == "ok"]
     curves = loss_curves([*rows, *(one for one in document["references"] if one["status"] == "ok")], checked=CHECKED)
-    return template("compare_page.html").render(
+    charts = (time_chart(rows), memory_chart(rows)) if rows else ()
+    return render_page(
+        "compare_page.html",
+        has_charts=bool(charts) or curves is not None,
         document=document,
         best=rows[0] if rows else None,
         figures=_figures(rows[0], document) if rows else (),
         sentences=_sentences(rows),
-        charts=(time_chart(rows), memory_chart(rows)) if rows else (),
+        charts=[(chart, bar_plot(chart)) for chart in charts],
         curves=curves,
+        curves_plot=curves_plot(curves) if curves else None,
         timelines=[_timelines(row) for row in rows if row["timeline"] is not None],
         meshes=draw_meshes(rows),
         columns=_columns(document),

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from meshwright.errors import OutputError, one_line
+from meshwright.report.charts import policy, scripts
+
+
+def render_page(name: str, *, has_charts: bool, **shown: Any) -> str:
+    """A whole page from a template: with charts it carries the scripts that draw them, and its policy names them."""
+    carried = scripts() if has_charts else ()
+    return template(name).render(shown, scripts=carried, policy=policy(carried))
 
 
 def template(name: str) -> Template:

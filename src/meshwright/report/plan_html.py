@@ -1,4 +1,4 @@
-"""A ranking as one HTML file that opens anywhere: no script, and nothing is asked of a network.
+"""A ranking as one HTML file that opens anywhere: it carries all that it needs, and asks nothing of a network.
 
     write_page(ranking.to_json(), Path("plan.html"))
 
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.facts.timeline import Timeline
-from meshwright.report.html import template, write_file
+from meshwright.report.charts_bars import bar_plot
+from meshwright.report.html import render_page, template, write_file
 from meshwright.report.plan_against import in_order, place_of, verdict
 from meshwright.report.plan_bars import MEMORY, memory_chart, memory_room, time_chart
 from meshwright.report.plan_refusals import kinds_of_refusals
@@ -27,21 +28,22 @@ def write_page(document: dict[str, Any], path: Path, timeline: Timeline | None =
 
 def page(document: dict[str, Any], timeline: Timeline | None = None) -> str:
     """The page as text, with the timeline of a pipeline if there is one."""
-    return template("plan_page.html").render(_shown(document, timeline))
+    return render_page("plan_page.html", has_charts=bool(document["plans"]), **_shown(document, timeline))
 
 
 def body(document: dict[str, Any], timeline: Timeline | None = None) -> str:
-    """What the page shows below its title, for a page that has a title of its own."""
+    """What the page shows below its title, for a page that has a title and the scripts of its own."""
     return template("plan_body.html").render(_shown(document, timeline))
 
 
 def _shown(document: dict[str, Any], timeline: Timeline | None) -> dict[str, Any]:
     plans = document["plans"]
+    charts = (memory_chart(document), time_chart(document)) if plans else ()
     return {
         "document": document,
         "answer": _answer(document) if plans else (),
         "reasons": [_reasons(plan) for plan in plans],
-        "charts": (memory_chart(document), time_chart(document)) if plans else (),
+        "charts": [(chart, bar_plot(chart)) for chart in charts],
         "columns": COLUMNS,
         "rows": _rows(document) if plans else (),
         "timeline": draw(timeline) if timeline else None,

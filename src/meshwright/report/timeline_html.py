@@ -7,7 +7,8 @@ from pathlib import Path
 
 from meshwright.errors import BadInput
 from meshwright.facts.timeline import Timeline
-from meshwright.report.html import template, write_file
+from meshwright.report.charts import check_plotly
+from meshwright.report.html import render_page, write_file
 from meshwright.report.timeline import draw
 from meshwright.report.timeline_trace import trace_document
 
@@ -17,12 +18,14 @@ ENDINGS = (".html", ".json")
 
 
 def check_ending(path: Path) -> None:
-    """Said before anything is planned."""
+    """That it is one of those, and that a page can be drawn: said before anything is planned."""
     if path.suffix not in ENDINGS:
         raise BadInput(
             f"--timeline {str(path)!r} names no kind of file that there is: end it in .html for a page, "
             "or in .json for trace events, which Perfetto opens."
         )
+    if path.suffix == ".html":
+        check_plotly(f"--timeline {str(path)!r}")
 
 
 def write_timeline(timeline: Timeline, path: Path) -> None:
@@ -33,4 +36,4 @@ def write_timeline(timeline: Timeline, path: Path) -> None:
 
 
 def timeline_page(timeline: Timeline) -> str:
-    return template("timeline_page.html").render(drawing=draw(timeline, drawn=DRAWN))
+    return render_page("timeline_page.html", has_charts=True, drawing=draw(timeline, drawn=DRAWN))

@@ -1,4 +1,4 @@
-"""The application: a page, a way to ask for a plan, and nothing else.
+"""The application: a page, the script that draws its charts, a way to ask for a plan, and nothing else.
 
 It answers only who calls it by this machine's own name and port, so that no foreign page can reach it through a name of
 its own (DNS rebinding); it lets no other origin read anything; every error is one JSON object with one message.
@@ -19,10 +19,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meshwright.errors import MeshwrightError
+from meshwright.report.charts import plotly_script
 from meshwright.serve.desk import Answer, Desk, error_body
 from meshwright.serve.errors import Busy, Forbidden, LongHead, NotJson, RequestError, TooLarge, TooSlow, status_of
 from meshwright.serve.models import Models
-from meshwright.serve.page import Page
+from meshwright.serve.page import Page, plotly_path
 from meshwright.serve.request import read_json, read_request
 
 LARGEST = 16 << 10
@@ -41,6 +42,9 @@ HEADERS = {
     "X-Frame-Options": "DENY",
 }
 
+FOREVER = "private, max-age=31536000, immutable"
+"""For what has another name as soon as it is another."""
+
 
 def make_app(models: Models, *, hosts: Sequence[str], desk: Desk | None = None) -> ASGIApp:
     """The application for visitors who call it by one of `hosts`, each a name with its port."""
@@ -55,6 +59,7 @@ def make_app(models: Models, *, hosts: Sequence[str], desk: Desk | None = None) 
     app = Starlette(
         routes=[
             Route("/", partial(_show, Page(models)), methods=["GET"]),
+            Route(plotly_path(), _draw, methods=["GET"]),
             Route("/api/plan", partial(_plan, models, asked), methods=["POST"]),
         ],
         exception_handlers={HTTPException: _http_error, MeshwrightError: _error, Exception: _unexpected},
@@ -96,6 +101,12 @@ class Guard:
 async def _show(page: Page, request: Request) -> Response:
     text = await asyncio.to_thread(page.render)
     return _answer(200, text.encode(), kind="text/html; charset=utf-8", policy=page.policy)
+
+
+async def _draw(request: Request) -> Response:
+    response = _answer(200, plotly_script().encode(), kind="text/javascript; charset=utf-8")
+    response.headers["Cache-Control"] = FOREVER
+    return response
 
 
 async def _plan(models: Models, desk: Desk, request: Request) -> Response:

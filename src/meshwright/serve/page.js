@@ -34,8 +34,10 @@ function say(words, isError) {
 // Lists that were opened stay open when the next answer comes.
 function show(html) {
   const open = new Set([...answer.querySelectorAll("details[open]")].map((part) => part.textContent.slice(0, 24)));
+  charts.clear(answer);
   answer.innerHTML = html;
   for (const part of answer.querySelectorAll("details")) part.open = open.has(part.textContent.slice(0, 24));
+  charts.show(answer);
 }
 
 async function ask() {

@@ -1,18 +1,23 @@
-"""The page: knobs, the command that they come to, and room for the answer. Its one script is in the page itself."""
+"""The page: knobs, the command that they come to, and room for the answer.
+
+Its own scripts are in the page itself. plotly is a file beside it, whose name changes with what it holds, so that a
+browser asks for it once.
+"""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup
 
 from meshwright.describe.presets import PRESETS, Text
 from meshwright.facts.catalogue import catalogue_names
 from meshwright.facts.links import BETWEEN_KINDS
+from meshwright.report.charts import charts_script, plotly_script, policy
 from meshwright.serve.models import JOB, Models
 from meshwright.serve.request import DEFAULTS, LIMITS, WORDS
 
@@ -30,10 +35,9 @@ class Page:
 
     @property
     def policy(self) -> str:
-        """What the page may do: run its one script, use its own style, ask this server, and nothing else."""
-        digest = base64.b64encode(hashlib.sha256(_script().encode()).digest()).decode()
-        allowed = f"script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'"
-        return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        """What the page may do: run its scripts, use its own style, ask this server, and nothing else."""
+        more = ("connect-src 'self'", "frame-ancestors 'none'")
+        return policy((charts_script(), _script()), script="'self'", more=more)
 
     def render(self) -> str:
         """The page as text; configs are looked for anew each time."""
@@ -49,13 +53,20 @@ class Page:
             policies=[(name, title, WORDS[name], DEFAULTS[name]) for name, title in POLICIES.items()],
             flags=FLAGS,
             first=(FIRST_PRESET, FIRST_DEVICE),
-            script=_script(),
+            scripts=(Markup(charts_script()), Markup(_script())),
+            plotly=plotly_path(),
         )
 
 
 def _defaults(preset: Any) -> dict[str, Any]:
     """What a preset takes unless it is told otherwise."""
     return {"batch": preset.batch, "seq": preset.shape.length if isinstance(preset, Text) else ""}
+
+
+@cache
+def plotly_path() -> str:
+    """Where the server has plotly's script."""
+    return f"/plotly-{hashlib.sha256(plotly_script().encode()).hexdigest()[:16]}.js"
 
 
 @cache

@@ -86,6 +86,7 @@ def make_server(models: Models, listener: socket.socket) -> uvicorn.Server:
 
 def _check_stack() -> None:
     try:
+        import plotly  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:

@@ -1,0 +1,23 @@
+"""Which of the page's colours stands for what: the same cause has the same one in every chart of every page."""
+
+from __future__ import annotations
+
+from meshwright.facts.forecast import MEMORY_CAUSES
+from meshwright.facts.timeline import KINDS
+from meshwright.planner.explain import CAUSES
+
+UNKNOWN = "text"
+"""For a cause that has no colour of its own."""
+MEMORY = dict(
+    zip(MEMORY_CAUSES, ("blue", "orange", "green", "pink", "sky", "red", "yellow", "violet", "grey"), strict=True)
+)
+TIME = dict(zip(CAUSES, ("blue", "pink", "grey", "red", "orange", "sky", "green", "violet"), strict=True))
+WORK = dict(zip(KINDS, ("blue", "orange", "red", "green", "sky", "pink", "violet", "track"), strict=True))
+CURVES = ("blue", "orange", "green", "pink", "sky", "red", "violet", "yellow")
+DARK = ("blue", "violet")
+"""Those that light letters stand on."""
+
+
+def variable(colour: str) -> str:
+    """A colour as styles and figures name it; `charts.js` looks up what it is when the page is dark, or light."""
+    return f"var(--{colour})"

@@ -37,8 +37,8 @@ from meshwright.strategies.pipeline import pipeline_ranks
 from meshwright.tracing import trace_roles
 from meshwright.tracing.costs import measure_costs
 
-PATIENCE = 8.0
-"""Seconds after which no further finalist is traced."""
+PATIENCE = 10.0
+"""Seconds for tracing finalists: as many as fit in, going by the one before, and the first in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,9 +184,9 @@ class Planner:
         """The first plans with their memory traced; one that turns out not to fit gives way to the next."""
         setting, rest = self.setting(cluster), list(plans)
         traced: list[Plan] = []
-        started = time.perf_counter()
-        while rest and len(traced) < count and time.perf_counter() - started < PATIENCE:
-            plan = rest.pop(0)
+        started = last = time.perf_counter()
+        while rest and len(traced) < count and (now := time.perf_counter()) + (now - last) <= started + PATIENCE:
+            plan, last = rest.pop(0), now
             try:
                 traces = trace_roles(self._short(plan.strategy), self.facts, plan.strategy, cluster.devices)
             except MeshwrightError as error:

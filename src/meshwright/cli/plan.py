@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.cli.importing import importing
 from meshwright.cli.outcome import print_result
 
 if TYPE_CHECKING:
@@ -56,10 +57,11 @@ def plan(
 
     [bold]meshwright plan job.py --on 4xA100-40GB --strategies pp=4:1f1b,bf16 --timeline timeline.html[/]
     """
-    from meshwright.planning import Wishes, named_strategies, open_planner, rank, read_allowed, read_cluster
-    from meshwright.report.charts import check_plotly
-    from meshwright.report.plan import plan_page
-    from meshwright.report.timeline_html import check_ending
+    with importing():
+        from meshwright.planning import Wishes, named_strategies, open_planner, rank, read_allowed, read_cluster
+        from meshwright.report.charts import check_plotly
+        from meshwright.report.plan import plan_page
+        from meshwright.report.timeline_html import check_ending
 
     if timeline is not None:
         check_ending(timeline)

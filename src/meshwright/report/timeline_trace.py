@@ -1,8 +1,8 @@
 """A timeline as Chrome trace events, which Perfetto opens; the timeline itself lies beside them.
 
 What Perfetto asks of them, and does not say: a track's number is its own in the whole file, since names go by it alone;
-process 0 and thread 0 are the idle ones; and of two events on a track one contains the other or they do not meet, or the
-later one is dropped.
+process 0 and thread 0 are the idle ones; and of two events on a track one contains the other or they do not meet, or
+the later one is dropped.
 """
 
 from __future__ import annotations

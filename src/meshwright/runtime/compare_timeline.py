@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshwright.facts.strategy import Strategy
-from meshwright.facts.timeline import BACKWARD, DATA, FORWARD, INPUT, UPDATE, WEIGHT, Piece, Timeline, with_idle
+from meshwright.facts.timeline import BACKWARD, DATA, FORWARD, INPUT, SEND, UPDATE, WEIGHT, Piece, Timeline, with_idle
 from meshwright.schedules.action import Action, Kind
 from meshwright.strategies.pipeline import pipeline_ranks, schedule_name
 
@@ -14,7 +15,7 @@ KINDS = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.BACKWARD_INPUT: IN
 
 
 def measured_timeline(strategy: Strategy, ranks: Sequence[dict[str, Any]], seconds: Sequence[float]) -> Timeline:
-    """The step whose time is the median, on the first rank of every stage; what is sent is not told apart."""
+    """The step whose time is the median, on the first rank of every stage."""
     middle = sorted(range(len(seconds)), key=seconds.__getitem__)[len(seconds) // 2]
     steps = [rank["steps"][middle] for rank in ranks]
     begun = min(start for start, *_ in steps)
@@ -22,6 +23,7 @@ def measured_timeline(strategy: Strategy, ranks: Sequence[dict[str, Any]], secon
     # The gradients' norm is everybody's, so the update begins when the last rank has its gradients.
     met = max(gradients for _, gradients, _, _ in steps)
     pieces = [piece for place, step in first.items() for piece in _pieces(place, step, begun, met, strategy)]
+    pieces += list(_sends(pieces))
     return Timeline(
         strategy=str(strategy),
         schedule=schedule_name(strategy),
@@ -49,3 +51,39 @@ def _pieces(rank: int, step: Sequence[Any], begun: float, met: float, strategy: 
         yield Piece(rank=rank, kind=DATA, start=last - begun, end=gradients - begun)
     if end > met:
         yield Piece(rank=rank, kind=UPDATE, start=met - begun, end=end - begun)
+
+
+def _sends(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """Messages as far as they were waited for: a result was there, who takes it was free, and did not have it yet.
+
+    What arrives while its receiver computes is not seen, and costs nothing.
+    """
+    actions = sorted((piece for piece in pieces if piece.micro_batch is not None), key=lambda piece: piece.start)
+    ends: dict[int, list[float]] = {}
+    takers: dict[tuple[object, ...], list[Piece]] = {}
+    for piece in actions:
+        ends.setdefault(piece.rank, []).append(piece.end)
+        takers.setdefault((_way(piece), piece.stage, piece.micro_batch), []).append(piece)
+    for piece in actions:
+        way = _way(piece)
+        waiting = takers.get((way, (piece.stage or 0) + way, piece.micro_batch)) if way else None
+        if not waiting:
+            continue
+        taker = waiting.pop(0)
+        before = bisect_right(ends[taker.rank], taker.start)
+        start = max(piece.end, ends[taker.rank][before - 1] if before else 0.0)
+        if taker.rank != piece.rank and taker.start > start:
+            yield Piece(
+                rank=piece.rank,
+                kind=SEND,
+                start=start,
+                end=taker.start,
+                stage=piece.stage,
+                micro_batch=piece.micro_batch,
+                to=taker.rank,
+            )
+
+
+def _way(piece: Piece) -> int:
+    """How far on the stage is that takes the result; 0 where nobody does."""
+    return {FORWARD: 1, BACKWARD: -1, INPUT: -1}.get(piece.kind, 0)

@@ -35,6 +35,8 @@ from meshwright.describe.jobfile import load_job
 from meshwright.describe.model import describe
 from meshwright.describe.observe import make_batch
 from meshwright.facts.cluster import Cluster
+from meshwright.facts.costs import ModelCosts
+from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.search import consider
 from meshwright.planning import Planner
@@ -128,18 +130,23 @@ def _translation(batch: int, length: int = 512, vocabulary: int = 32128) -> mw.J
 
 
 def job_of(text: str) -> mw.Job:
-    if text.startswith(TORCH):
-        return _translation(int(text.removeprefix(f"{TORCH}:batch=")))
-    if not text.startswith(T5):
-        return load_job(text)
+    """The job of `MODEL,batch=SAMPLES`."""
+    model, _, batch = text.rpartition("batch=")
+    return replace(_job_of_model(model.rstrip(":,")), global_batch=int(batch))
+
+
+def _job_of_model(name: str) -> mw.Job:
+    if name == TORCH:
+        return _translation(batch=1)
+    if name != T5:
+        return load_job(name)
     from transformers import T5Config
 
-    options = text.removeprefix(T5)
     with tempfile.TemporaryDirectory() as folder:
         T5Config(d_model=1024, d_kv=64, d_ff=4096, num_layers=24, num_heads=16, vocab_size=32128).save_pretrained(
             folder
         )
-        return load_job(f"hf:{folder}:seq=512,{options.removeprefix(':')}")
+        return load_job(f"hf:{folder}:seq=512")
 
 
 def measure(case: Case, alone: Any, detail: bool) -> dict[str, Any]:
@@ -260,8 +267,15 @@ def measure_all(path: Path, only: str, detail: bool) -> None:
 
 @cache
 def _planner(text: str) -> Planner:
-    job = job_of(text)
-    return Planner(job, describe(job), job.global_batch)
+    model, _, batch = text.rpartition("batch=")
+    job, facts, costs = _described(model.rstrip(":,"))
+    return Planner(replace(job, global_batch=int(batch)), facts, int(batch), costs=costs)
+
+
+@cache
+def _described(model: str) -> tuple[mw.Job, ModelFacts, dict[tuple[str, str], ModelCosts]]:
+    job = _job_of_model(model)
+    return job, describe(job), {}
 
 
 def account_for(row: dict[str, Any]) -> dict[str, float]:

@@ -43,6 +43,7 @@ def test_compare_writes_all_that_was_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_train_keeps_traces_of_the_steps_and_ranks_that_are_wished(tmp_path: Path) -> None:
     out = tmp_path / "run"
     wish = ["--profile", "2-3", "--profile-ranks", "1"]

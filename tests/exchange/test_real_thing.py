@@ -116,8 +116,8 @@ def test_accelerate_loads_every_kind(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "stage", "dtype"),
     [
-        ("zero1,mb=2", 1, "float32"),
         ("zero2,bf16,offload=optimizer,mb=2", 2, "bfloat16"),
+        pytest.param("zero1,mb=2", 1, "float32", marks=pytest.mark.thorough),
         pytest.param("fsdp,bf16:pure,mb=4", 3, "bfloat16", marks=pytest.mark.thorough),
         pytest.param("single,mb=4", 0, "float32", marks=pytest.mark.thorough),
     ],

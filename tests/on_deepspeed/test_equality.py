@@ -53,6 +53,7 @@ def test_weights_that_depend_on_data_in_low_precision(two_ranks: RankPool) -> No
     check(two_ranks, "masked", ["ddp,fp16", "zero1,bf16", "zero2,bf16", "zero3,fp16"])
 
 
+@THOROUGH
 def test_more_ranks(four_ranks: RankPool) -> None:
     check(four_ranks, "transformer", ["zero1", "zero2,mb=1", "zero3"])
 

@@ -51,8 +51,8 @@ def folder() -> Iterator[Path]:
 @pytest.mark.parametrize(
     "job",
     [
-        *("narrow_gpt", "sequential"),
-        *(pytest.param(job, marks=pytest.mark.thorough) for job in ("partial", "convolutions")),
+        "narrow_gpt",
+        *(pytest.param(job, marks=pytest.mark.thorough) for job in ("sequential", "partial", "convolutions")),
     ],
 )
 def test_every_strategy_loads_every_other(pools: dict[int, RankPool], folder: Path, job: str) -> None:

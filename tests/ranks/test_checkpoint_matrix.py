@@ -42,6 +42,8 @@ MATRICES = {
 }
 
 
+LARGE = "small_cnn"
+"""What the others do not hold, `convolutions` does."""
 ALL_PAIRS_UP_TO = 5
 """Nodes."""
 WRITTEN = {SINGLE, Node("fsdp", 4), Node("tp=2,fsdp", 4), Node("op=2", 2), Node("pp=2:interleaved,fsdp", 4)}
@@ -140,7 +142,12 @@ def results_of(pools: dict[int, RankPool], folder: Path) -> ResultsOf:
 
 
 @pytest.mark.parametrize(
-    ("job", "target"), [pytest.param(job, node, id=f"{job}-{node}") for job in MATRICES for node in MATRICES[job]]
+    ("job", "target"),
+    [
+        pytest.param(job, node, id=f"{job}-{node}", marks=[pytest.mark.thorough] if job == LARGE else [])
+        for job in MATRICES
+        for node in MATRICES[job]
+    ],
 )
 def test_every_strategy_loads_every_other(results_of: ResultsOf, job: str, target: Node) -> None:
     moves = results_of(job)[target].result()

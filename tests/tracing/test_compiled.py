@@ -136,7 +136,8 @@ def test_recomputing_is_compiled_too() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy", ["single,bf16,compile", pytest.param("single,compile,ac=full", marks=pytest.mark.thorough)]
+    "strategy",
+    [pytest.param(text, marks=pytest.mark.thorough) for text in ("single,bf16,compile", "single,compile,ac=full")],
 )
 def test_a_long_compiled_model_is_known_from_shorter_ones(strategy: str) -> None:
     short, whole = (trace(strategy, layers=12, whole=whole) for whole in (False, True))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.importing import importing
 from meshwright.cli.outcome import print_result
+from meshwright.importing import importing
 
 if TYPE_CHECKING:
     from meshwright.exchange import Imported
@@ -57,7 +57,7 @@ def plan(
 
     [bold]meshwright plan job.py --on 4xA100-40GB --strategies pp=4:1f1b,bf16 --timeline timeline.html[/]
     """
-    with importing():
+    with importing(briefly=True):
         from meshwright.planning import Wishes, named_strategies, open_planner, rank, read_allowed, read_cluster
         from meshwright.report.charts import check_plotly
         from meshwright.report.plan import plan_page

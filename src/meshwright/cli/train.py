@@ -10,6 +10,7 @@ import typer
 
 from meshwright.cli.outcome import print_result
 from meshwright.errors import BadInput, MeshwrightError
+from meshwright.importing import importing
 
 NOTES = """A strategy is comma-separated terms: ddp, zero1, zero2, fsdp, fsdp:grad-op, fsdp:no-shard, hsdp=2x4; bf16,
 fp16; ac=selective, ac=full; offload=optimizer, offload=params; mb=4; compile; engine=deepspeed. Under torchrun, Slurm
@@ -67,11 +68,12 @@ def train(
 
     [bold]torchrun --nproc-per-node 8 -m meshwright train job.py --strategy fsdp,bf16,ac=selective[/]
     """
-    from meshwright.report.tables import summary_table
-    from meshwright.runtime.command import train_command
-    from meshwright.runtime.profile_step import silent_profiler
-    from meshwright.runtime.sinks import check_services
-    from meshwright.strategies.deepspeed.written import read_config, strategy_of
+    with importing():
+        from meshwright.report.tables import summary_table
+        from meshwright.runtime.command import train_command
+        from meshwright.runtime.profile_step import silent_profiler
+        from meshwright.runtime.sinks import check_services
+        from meshwright.strategies.deepspeed.written import read_config, strategy_of
 
     config = None if deepspeed_config is None else read_config(deepspeed_config)
     if strategy is None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.outcome import print_result
+from meshwright.importing import importing
 
 NOTES = """Equal means: no further from one process than rounding takes it. The bounds are part of the JSON."""
 
@@ -31,8 +32,9 @@ def verify(
 
     [bold]meshwright verify examples/gpt.py --ranks 4 --strategies ddp zero1 fsdp,bf16 hsdp=2x2,ac=full --json[/]
     """
-    from meshwright.report.tables import verdict_table
-    from meshwright.runtime.command import verify_command
+    with importing():
+        from meshwright.report.tables import verdict_table
+        from meshwright.runtime.command import verify_command
 
     asked = [*(strategies or []), *(more or [])]
     document = verify_command(job=job, strategies=asked, ranks=ranks, steps=steps, seed=seed, device=device)

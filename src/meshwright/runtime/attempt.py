@@ -121,6 +121,7 @@ def leave(code: int) -> NoReturn:
     """End this process at once, without a farewell to peers: they may be waiting where this rank never comes."""
     for child in multiprocessing.active_children():
         child.kill()  # data-loading processes would take seconds to see that they are alone
+    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 

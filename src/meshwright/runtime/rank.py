@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
+from meshwright.importing import importing
 from meshwright.runtime.attempt import Attempt, leave, own_attempt
 from meshwright.runtime.environment import own_rank
 from meshwright.runtime.preemption import Preemption
@@ -24,13 +25,20 @@ def main() -> None:
 
 
 def _work(module: str, attempt: Attempt) -> None:
-    """Do it; on failure leave last words for the launcher and go."""
+    """Do it and go; on failure leave last words for the launcher.
+
+    All is written and closed by then. What Python and torch take down at their end takes long, and rarely fails: that
+    would be a failed rank, and a restart of a run that has ended.
+    """
     try:
-        import_module(module).main()
+        with importing():
+            work = import_module(module)
+        work.main()
         attempt.finish(own_rank())
     except BaseException as error:
         attempt.leave_words(own_rank(), error)
         leave(getattr(error, "exit_code", 1))
+    leave(0)
 
 
 if __name__ == "__main__":

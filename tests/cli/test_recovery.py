@@ -451,8 +451,12 @@ def test_a_loss_that_is_no_number(call: Call, folder: Path) -> None:
 @slow
 @pytest.mark.parametrize(
     ("ranks", "strategy", "undisturbed", "signals"),
-    [(2, "ddp", "whole_on_two", {"SIGTERM": 7}), (1, "single", "whole_alone", {"SIGTERM": 4, "SIGUSR1": 7})],
-    ids=["two ranks", "alone"],
+    [
+        pytest.param(2, "ddp", "whole_on_two", {"SIGTERM": 7}, id="two ranks"),
+        pytest.param(
+            *(1, "single", "whole_alone", {"SIGTERM": 4, "SIGUSR1": 7}), id="alone", marks=pytest.mark.thorough
+        ),
+    ],
 )
 def test_signals_save_and_end(
     request: pytest.FixtureRequest,

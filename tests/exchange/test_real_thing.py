@@ -141,6 +141,7 @@ def free_port() -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_slurm_s_file_trains(tmp_path: Path) -> None:
     """A Slurm of one node: srun runs what it is given, and torchrun starts two ranks on the CPU."""
     gpt = Path(__file__).parents[2] / "examples" / "gpt.py"

@@ -64,6 +64,7 @@ def test_pipeline(two_ranks: RankPool) -> None:
     check(two_ranks, "transformer", ["zero2"])  # which the pipeline's ranks must not be left behind for
 
 
+@THOROUGH
 def test_pipeline_with_a_data_axis(four_ranks: RankPool) -> None:
     check(four_ranks, "sequential", ["pp=2:1f1b", "pp=2:1f1b,zero1", "pp=2:1f1b,zero1,mb=1,bf16", "pp=4:1f1b"])
 

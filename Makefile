@@ -1,6 +1,6 @@
 # make demo   train a small GPT on two ranks of this machine
 # make lint   ruff and mypy
-# make fast   lint, and the tests that start no ranks
+# make fast   lint, and a minute of tests: those of the lower layers that start no ranks
 # make test   lint, and all tests but the thorough ones
 # make thorough   those too: more of what others hold
 
@@ -8,6 +8,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 STEPS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
+FAST := $(wildcard tests/test_*.py) $(addprefix tests/, facts schedules strategies checkpoint runtime)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .PHONY: demo test thorough fast lint clean
@@ -22,7 +23,7 @@ thorough: lint
 	$(BIN)/python -m pytest -m "thorough or not thorough"
 
 fast: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not thorough" $(FAST)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -17,9 +17,9 @@ from meshwright.facts.strategy import Strategy
 from meshwright.version import VERSION
 
 if TYPE_CHECKING:
-    from meshwright.planning import setup
     from meshwright.runtime.parallel import Parallel, parallelize
     from meshwright.runtime.run import Run
+    from meshwright.starting import setup
 
 __version__ = VERSION
 __all__ = ["Cluster", "Forecast", "Job", "Parallel", "Plan", "Run", "Strategy", "parallelize", "setup"]
@@ -28,7 +28,7 @@ _LATER = {
     "Parallel": "meshwright.runtime.parallel",
     "Run": "meshwright.runtime.run",
     "parallelize": "meshwright.runtime.parallel",
-    "setup": "meshwright.planning",
+    "setup": "meshwright.starting",
 }
 
 

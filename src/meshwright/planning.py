@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any
 
 from meshwright.against import weigh
-from meshwright.build.world import World
-from meshwright.describe.jobfile import load_job
 from meshwright.describe.model import describe
-from meshwright.errors import BadInput, MeshwrightError, Refused
+from meshwright.described import described
+from meshwright.errors import BadInput, MeshwrightError
 from meshwright.exchange import Imported
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import LOCAL, Cluster
@@ -29,12 +28,8 @@ from meshwright.planner.candidates import Allowed, candidates
 from meshwright.planner.explain import advise, explain
 from meshwright.planner.search import Found, Setting, best_of_each_kind, choose, search, with_traces
 from meshwright.planner.stagewise import Loads
-from meshwright.runtime import run
-from meshwright.runtime.environment import launched
 from meshwright.runtime.probe_machine import local_cluster
-from meshwright.runtime.run import Run
 from meshwright.strategies.pipeline import pipeline_ranks
-from meshwright.tracing import trace_roles
 from meshwright.tracing.costs import measure_costs
 
 PATIENCE = 10.0
@@ -95,8 +90,9 @@ def rank(
 
 def open_planner(job: str, wishes: Wishes) -> Planner:
     """A planner for a job as it is written on the command line."""
-    loaded = load_job(job)
-    return Planner(loaded, describe(loaded), wishes.global_batch or loaded.global_batch, wishes.calibration)
+    known = described(job)
+    batch = wishes.global_batch or known.job.global_batch
+    return Planner(known.job, known.facts, batch, wishes.calibration, known.costs)
 
 
 def read_cluster(text: str) -> Cluster:
@@ -172,7 +168,7 @@ class Planner:
         """Think through these and no others."""
         for strategy in strategies:
             self._measure(strategy.precision, strategy.recompute)
-        return search(self.setting(cluster), strategies)
+        return search(self.setting(cluster), strategies, time_all=True)
 
     def _measure(self, precision: str, recompute: str) -> None:
         """Costs under a policy; each precision is traced once."""
@@ -182,6 +178,8 @@ class Planner:
 
     def trace_first(self, cluster: Cluster, plans: list[Plan], count: int) -> list[Plan]:
         """The first plans with their memory traced; one that turns out not to fit gives way to the next."""
+        from meshwright.tracing import trace_roles  # a plan without traces need not wait for all that it imports
+
         setting, rest = self.setting(cluster), list(plans)
         traced: list[Plan] = []
         started = last = time.perf_counter()
@@ -226,62 +224,3 @@ class Planner:
 def named_strategies(words: Sequence[str]) -> tuple[str, ...]:
     """Strategies as they were written, each checked."""
     return tuple(str(Strategy.parse(word)) for word in words)
-
-
-def choose_strategy(job: Job, wanted: Strategy, cluster: Cluster) -> Plan:
-    """The plan for `auto`: axes are the planner's to choose, and policies as far as `wanted` leaves them open."""
-    allowed = Allowed(
-        precisions=(wanted.precision,),
-        recompute=(wanted.recompute,) if wanted.recompute != "none" else ("none", "selective", "full"),
-        offload=(wanted.offload,) if wanted.offload else ("", "optimizer"),
-        compile=(wanted.compile,),
-    )
-    ranking = plan(job, cluster, Wishes(allowed=allowed, fast=True))
-    if not ranking.plans:
-        raise Refused(" ".join(ranking.advice))
-    return ranking.plans[0]
-
-
-def resolve_auto(
-    job: Job, strategy: Strategy | str, *, ranks: int | None = None, device: str | None = None
-) -> Strategy:
-    """The strategy as it was written, or what the planner chose where it says `auto`.
-
-    It is chosen for so many ranks of this machine, or for those that a launcher gave; every rank chooses the same.
-    """
-    wanted = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
-    if not wanted.auto:
-        return wanted
-    place = launched()
-    here = local_cluster(device, devices=place.local_ranks if place else ranks)
-    cluster = replace(here, nodes=place.ranks // place.local_ranks) if place else here
-    return choose_strategy(job, wanted, cluster).strategy
-
-
-def setup(
-    job: Job,
-    strategy: Strategy | str = "ddp",
-    *,
-    seed: int = 0,
-    device: str | None = None,
-    workers: int = 0,
-    facts: ModelFacts | None = None,
-    world: World | None = None,
-    deepspeed_config: Mapping[str, Any] | None = None,
-) -> Run:
-    """Lay a job out under a strategy over the ranks that this process was launched among; alone if it was not.
-
-    `auto` asks the planner for the strategy that is fastest here. `deepspeed_config` is what DeepSpeed's own JSON file
-    holds, for `engine=deepspeed`.
-    """
-    chosen = resolve_auto(job, strategy, ranks=1, device=device)
-    return run.setup(
-        job,
-        chosen,
-        seed=seed,
-        device=device,
-        workers=workers,
-        facts=facts,
-        world=world,
-        deepspeed_config=deepspeed_config,
-    )

@@ -10,7 +10,8 @@ from meshwright.facts.job import Job
 from meshwright.facts.plan import Plan, Ranking
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.candidates import Allowed, candidates, plainness
-from meshwright.planning import Wishes, plan, resolve_auto
+from meshwright.planning import Wishes, plan
+from meshwright.starting import resolve_auto
 
 FAST = Wishes(fast=True)
 SMALL = Shape(layers=8, width=1024, heads=16, kv_heads=16, feed_forward=4096, vocabulary=32000, length=1024)

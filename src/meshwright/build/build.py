@@ -14,7 +14,7 @@ from meshwright.build.axes import Axes
 from meshwright.build.batchnorm import synchronise_batch_norms
 from meshwright.build.hollow import Hollow
 from meshwright.build.placement import Devices, Follow, compute_in_place, place_parameters
-from meshwright.build.precision import batch_norm_in_fp32, cast_borders, cast_parameters
+from meshwright.build.precision import apply_precision
 from meshwright.build.recompute import recompute_blocks
 from meshwright.build.world import World
 from meshwright.describe.blueprint import Blueprint
@@ -125,22 +125,6 @@ def _cut(model: nn.Module, facts: ModelFacts, strategy: Strategy, axes: Axes, op
         return split_operators(model, plan, axes.tensor)
     assert facts.tensor_plan is not None
     return split_tensors(model, facts.tensor_plan, axes.tensor, facts.blocks)
-
-
-def apply_precision(
-    model: nn.Module, blocks: list[nn.Module], dtype: torch.dtype, *, pure: bool, casts_itself: bool
-) -> None:
-    """Compute in `dtype`. Parameters are cast for good if `pure`, and left to the data axis if it `casts_itself`."""
-    if dtype == torch.float32:
-        return
-    if pure:
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
-    elif not casts_itself:
-        cast_parameters(model, dtype)
-    batch_norm_in_fp32(model, dtype)
-    cast_borders(model, blocks, dtype)
 
 
 def fill(blueprint: Blueprint, world: World, strategy: Strategy, cuts: Cuts) -> None:

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 from meshwright.build.axes import Axes
 from meshwright.build.batch import Batch, MicroBatch, rounds
 from meshwright.build.batchnorm import synchronise_batch_norms
-from meshwright.build.build import apply_precision, fill
+from meshwright.build.build import fill
 from meshwright.build.passes import Dropout, Losses
-from meshwright.build.precision import cast
+from meshwright.build.precision import apply_precision, cast
 from meshwright.build.recompute import recompute_blocks
 from meshwright.build.world import World
 from meshwright.describe.blueprint import record

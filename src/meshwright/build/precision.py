@@ -24,6 +24,22 @@ from meshwright.facts.job import Job
 from meshwright.strategies.forward import Around, wrap_forward
 
 
+def apply_precision(
+    model: nn.Module, blocks: list[nn.Module], dtype: torch.dtype, *, pure: bool, casts_itself: bool
+) -> None:
+    """Compute in `dtype`. Parameters are cast for good if `pure`, and left to the data axis if it `casts_itself`."""
+    if dtype == torch.float32:
+        return
+    if pure:
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+    elif not casts_itself:
+        cast_parameters(model, dtype)
+    batch_norm_in_fp32(model, dtype)
+    cast_borders(model, blocks, dtype)
+
+
 def cast_borders(model: nn.Module, blocks: list[nn.Module], dtype: torch.dtype) -> None:
     """Cast what enters the model and each block to `dtype`. What leaves the model is cast by whoever calls it."""
     for block in blocks:

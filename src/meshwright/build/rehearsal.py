@@ -9,8 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.build.build import apply_precision
-from meshwright.build.precision import loss_under
+from meshwright.build.precision import apply_precision, loss_under
 from meshwright.build.staging import check_stages
 from meshwright.describe.blueprint import record
 from meshwright.describe.observe import observe

@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_map
 from meshwright import schedules
 from meshwright.build.assembly import Assembly, Holders
 from meshwright.build.axes import Axes
-from meshwright.build.build import apply_precision, lay_out, model_region
+from meshwright.build.build import lay_out, model_region
 from meshwright.build.hollow import Hollow
 from meshwright.build.passes import Dropout, Losses
 from meshwright.build.pipeline import OwnStage, PipelinePasses
-from meshwright.build.precision import loss_under
+from meshwright.build.precision import apply_precision, loss_under
 from meshwright.build.world import World, outside_of_modes
 from meshwright.describe.blueprint import Blueprint, record
 from meshwright.describe.flow import Flow, Watcher

@@ -126,7 +126,7 @@ def _chosen(job: str, strategy: str, ranks: int | None, device: str | None) -> s
     if "auto" not in strategy:
         return strategy
     from meshwright.describe.jobfile import load_job
-    from meshwright.planning import resolve_auto
+    from meshwright.starting import resolve_auto
 
     chosen = str(resolve_auto(load_job(job), strategy, ranks=ranks, device=device))
     if chosen != strategy:

@@ -11,7 +11,8 @@ PyTorch takes apart before autograd sees them. While `as_on_cuda()` is active th
 | `dropout` | a mask in the input's dtype | a mask of bools |
 | statistics of `layer_norm`, `group_norm` | in the input's dtype | in fp32 |
 
-All others keep the same on both. It stands for results without values, so use it on fake tensors only:
+All others keep the same on both. Meta tensors would have an attention of their own, neither a CPU's nor a GPU's;
+`as_on_cpu()` gives them a CPU's. It stands for results without values, so use it on fake tensors only:
 
     with FakeTensorMode(), as_on_cuda():
         ...
@@ -26,8 +27,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from meshwright.describe.dtensor import dtensor_type
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -39,19 +42,31 @@ _compiled = False
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """While active, operators on CPU tensors choose what they are made of as on CUDA tensors. May be nested."""
+    """While active, operators on CPU and meta tensors are made of what they are on CUDA tensors. May be nested."""
     global _active
     _active += 1
     library = torch.library.Library("aten", "IMPL") if _active == 1 else None
     try:
         for name, kernel in _COMPOSITES.items() if library else ():
-            library.impl(name, kernel, "AutogradCPU")  # type: ignore[union-attr]
+            for key in ("AutogradCPU", "AutogradMeta"):
+                library.impl(name, kernel, key)  # type: ignore[union-attr]
         with _Statistics():
             yield
     finally:
         _active -= 1
         if library:
             library._destroy()
+
+
+@contextmanager
+def as_on_cpu() -> Iterator[None]:
+    """While active, attention on meta tensors is taken apart as on a CPU."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("scaled_dot_product_attention", _attention_on_cpu, "AutogradMeta")
+        yield
+    finally:
+        library._destroy()
 
 
 @contextmanager
@@ -82,6 +97,35 @@ def _attention(
     if _takes_efficient(query, key, value, attn_mask, enable_gqa):
         return _efficient(*arguments, scale)
     return aten._scaled_dot_product_attention_math(*arguments, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
+
+
+def _attention_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    arguments = query, key, value, attn_mask, dropout_p, is_causal
+    with _disable_current_modes():
+        q, k, v = map(_model_of, (query, key, value))
+        mask = None if attn_mask is None else _model_of(attn_mask)
+        chosen = torch._fused_sdp_choice(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if chosen == SDPBackend.FLASH_ATTENTION.value:
+        flash = aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
+    return aten._scaled_dot_product_attention_math(*arguments, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
+
+
+def _model_of(tensor: Tensor) -> Tensor:
+    """A real tensor of the same shape that takes next to no memory, to be asked which kernel takes it."""
+    step = min(tensor.stride(-1), 2)
+    row = torch.zeros(tensor.shape[-1] * max(step, 1), dtype=tensor.dtype)
+    return row.as_strided(tensor.shape, [0] * (tensor.dim() - 1) + [step]).requires_grad_(tensor.requires_grad)
 
 
 def _takes_flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
@@ -189,7 +233,7 @@ class _Statistics(TorchDispatchMode):
     OPERATORS = (aten.native_layer_norm.default, aten.native_group_norm.default)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
+        if dtensor_type() in types:
             return NotImplemented  # it computes on its local tensor, which comes by here
         found = func(*args, **(kwargs or {}))
         if func not in self.OPERATORS or _compiled:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
+from meshwright.describe.dtensor import is_dtensor
 from meshwright.describe.tape import Slot, Tape, recording
 from meshwright.errors import JobError, MeshwrightError, one_line
 
@@ -80,7 +80,7 @@ class Blueprint:
 
     def allocate(self, device: torch.device) -> None:
         """Give every parameter, buffer and plain attribute memory and no value, for steps on fake tensors."""
-        if any(isinstance(tensor, DTensor) for _, tensor in _tensors(self.model)):
+        if any(is_dtensor(tensor) for _, tensor in _tensors(self.model)):
             _allocate(self.model, device)  # FSDP2 knows its parameters by identity
         else:
             _replace(self.model, device)
@@ -194,7 +194,9 @@ def _replace(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def _copy(value: torch.Tensor, target: Any) -> None:
-    if isinstance(target, DTensor):
+    if is_dtensor(target):
+        from torch.distributed.tensor import distribute_tensor
+
         # Every rank has the same full value, so nothing needs to be sent.
         value = value.to(target.device)
         target.to_local().copy_(

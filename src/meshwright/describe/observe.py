@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,27 +19,21 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils import stateless
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
+from meshwright.describe.as_on_cuda import as_on_cpu
 from meshwright.describe.blueprint import Blueprint, set_attributes
+from meshwright.describe.disguise import is_meta
 from meshwright.describe.flow import Flow, Watcher
 from meshwright.describe.repeats import Follower, Repeats
+from meshwright.describe.shadows import shadow_of, shadows
 from meshwright.describe.tape import Slot
 from meshwright.describe.template import watch_calls
 from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
 
-# What a step on fake tensors raises when the model looks at values, which fake tensors do not have.
-_DEPENDS_ON_DATA = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    GuardOnDataDependentSymNode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 SAMPLES = 2  # enough for BatchNorm to have a variance
 SMALL = 1 << 28  # parameters below which a step may be tried on real tensors where fake ones do not do
 
@@ -104,11 +98,21 @@ class Understudy:
     """What one model keeps from pass to pass: fake tensors, blocks that need not run each time, and flows."""
 
     def __init__(self, repeats: Repeats) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.repeats = repeats
+        self.casts_shadows = True
+        """Whether no pass has failed on shadows yet."""
         self.flows: dict[frozenset[str], Flow] = {}
         """By the modules that were watched."""
         self._tensors: dict[str, torch.Tensor] = {}
+
+    @cached_property
+    def mode(self) -> FakeTensorMode:
+        """For passes that fail on shadows. It takes PyTorch a second to make the first."""
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+    def give_up_shadows(self) -> None:
+        """From here on, fake tensors."""
+        self.casts_shadows, self._tensors = False, {}
 
     def stand_ins(self, blueprint: Blueprint) -> dict[str, torch.Tensor]:
         """For one pass, which may put other tensors in the place of these."""
@@ -166,6 +170,10 @@ def _on_fake_tensors(
 ) -> tuple[Result | None, str]:
     """What `run` gives on a fake copy of the batch, or on the batch itself, or the reason why neither can be."""
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
+    if understudy is not None and understudy.casts_shadows:
+        with suppress(Exception), shadows(blueprint.model), as_on_cpu():
+            return run(tree_map(shadow_of, batch), understudy), ""
+        understudy.give_up_shadows()
     if understudy is not None:
         # Whatever goes wrong where blocks are left out is looked at again with all of them.
         with suppress(Exception), understudy.mode:
@@ -179,7 +187,7 @@ def _on_fake_tensors(
     except Exception as error:
         # Also where nothing looks at values: some fake kernels refuse what the real ones take.
         large = sum(p.numel() for p in blueprint.model.parameters()) > SMALL
-        if large and not isinstance(error, _DEPENDS_ON_DATA):
+        if large and not _depends_on_data(error):
             raise _misfit(error) from error
         if large:
             return None, one_line(error).removesuffix(".")
@@ -189,6 +197,20 @@ def _on_fake_tensors(
         raise
     except Exception as error:
         raise _misfit(error) from error
+
+
+def _depends_on_data(error: Exception) -> bool:
+    """Whether a step on fake tensors raised it because the model looks at values, which fake tensors do not have."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # it brings a computer algebra along
+
+    return isinstance(
+        error,
+        DataDependentOutputException
+        | DynamicOutputShapeException
+        | GuardOnDataDependentSymNode
+        | UnsupportedFakeTensorException
+        | UnsupportedOperatorException,
+    )
 
 
 def _fake(mode: FakeTensorMode, batch: Any) -> Any:
@@ -249,9 +271,9 @@ def _attribute(slot: Slot) -> torch.Tensor:
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     size, stride = tensor.size(), tensor.stride()
-    if not tensor.is_meta:
+    if not is_meta(tensor):
         return tensor.detach().clone()
     empty = torch.empty_strided(size, stride, dtype=tensor.dtype, device="cpu")
-    if isinstance(empty, FakeTensor):
+    if isinstance(empty, FakeTensor) or is_meta(empty):
         return empty
     return empty.normal_(std=0.02) if empty.is_floating_point() else empty.zero_()

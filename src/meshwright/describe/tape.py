@@ -18,14 +18,10 @@ from typing import Any
 
 import numpy
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.describe.disguise import META, Disguise, change_leaves, tensors_in
 from meshwright.errors import JobError
-
-META = torch.device("meta")
-_IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
-_DEVICE: Any = vars(torch._C.TensorBase)["device"].__get__
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class Operation:
     @property
     def slots(self) -> list[Slot]:
         found: list[Slot] = []
-        _change(
+        change_leaves(
             lambda leaf: found.append(leaf) if isinstance(leaf, Slot) else None, (self.args, self.kwargs, self.outputs)
         )
         return found
@@ -71,11 +67,13 @@ class Operation:
     def play(self, live: dict[int, torch.UntypedStorage]) -> None:
         """Run on real storages; storages that this operator makes are added."""
         results = self.call(lambda slot: slot.on(live[slot.storage]))
-        for slot, result in zip(self.outputs, _tensors(results), strict=True):
+        for slot, result in zip(self.outputs, tensors_in(results), strict=True):
             live.setdefault(slot.storage, result.untyped_storage())
 
     def call(self, real: Callable[[Slot], torch.Tensor]) -> Any:
-        args, kwargs = _change(lambda leaf: real(leaf) if isinstance(leaf, Slot) else leaf, (self.args, self.kwargs))
+        args, kwargs = change_leaves(
+            lambda leaf: real(leaf) if isinstance(leaf, Slot) else leaf, (self.args, self.kwargs)
+        )
         return self.function(*args, **kwargs)
 
 
@@ -94,7 +92,7 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         recorded = not tensors or any(self.has(tensor) for tensor in tensors)
         if not recorded and torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
@@ -127,9 +125,9 @@ class Tape(TorchDispatchMode):
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         names = {argument.name for argument in func._schema.arguments}
         kwargs.pop("pin_memory", None)
-        args, kwargs = _change(self._to_meta, (args, kwargs))
+        args, kwargs = change_leaves(self._to_meta, (args, kwargs))
         # Slots are taken before the operator runs: it may change a tensor's shape in place.
-        slotted_args, slotted_kwargs = _change(self._to_slot, (args, kwargs))
+        slotted_args, slotted_kwargs = change_leaves(self._to_slot, (args, kwargs))
         if "device" in names:
             kwargs["device"], slotted_kwargs["device"] = META, torch.device("cpu")
         try:
@@ -137,7 +135,7 @@ class Tape(TorchDispatchMode):
         except NotImplementedError as error:
             # Torch's parametrizations would swallow it and go on with other weights.
             raise JobError(f"The model's builder uses {func}, which cannot be recorded on the meta device.") from error
-        outputs = tuple(self.slot(tensor) for tensor in _tensors(result))
+        outputs = tuple(self.slot(tensor) for tensor in tensors_in(result))
         self._generators |= {g: g.get_state() for g in _generators(kwargs) if g not in self._generators}
         self.operations.append(Operation(func, slotted_args, slotted_kwargs, outputs))
         return result
@@ -230,20 +228,17 @@ class _SetState:
         torch.default_generator.set_state(self.state)
 
 
-class Disguise(TorchFunctionMode):
-    """Lets a builder believe that its tensors are on the CPU: `trunc_normal_`, for one, skips meta tensors."""
+class _Disguise(Disguise):
+    """Also a recorded tensor's values can be had, as those of a tensor on the CPU."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _IS_META:
-            return False
         if func is torch.Tensor.tolist and self._tape.has(args[0]):
             return self._tape.real(args[0]).tolist()
-        result = func(*args, **(kwargs or {}))
-        return torch.device("cpu") if func == _DEVICE and result == META else result
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 @contextmanager
@@ -254,7 +249,7 @@ def recording(seed: int) -> Iterator[Tape]:
     numpy.random.seed(seed % 2**32)
     tape = Tape(seed)
     try:
-        with _builder_may_seed(tape), Disguise(tape), tape:
+        with _builder_may_seed(tape), _Disguise(tape), tape:
             yield tape
     finally:
         random.setstate(python_state)
@@ -298,18 +293,3 @@ def _only_draws(func: Any) -> bool:
 
 def _generators(kwargs: dict[str, Any]) -> list[torch.Generator]:
     return [value for value in kwargs.values() if isinstance(value, torch.Generator)]
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    _change(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, tree)
-    return found
-
-
-def _change(change: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree_map` over what an operator takes and gives, which is tuples, lists and dicts; several times as fast."""
-    if isinstance(tree, tuple | list):
-        return type(tree)([_change(change, item) for item in tree])
-    if isinstance(tree, dict):
-        return {key: _change(change, item) for key, item in tree.items()}
-    return change(tree)

@@ -6,7 +6,9 @@ the last one. All sizes are affine in the samples of a micro-batch, so two trace
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,37 @@ class ModelCosts:
                 made[unit.like] = _recomputed(unit, kind) if unit.is_block else unit
         units = tuple(replace(made[u.like], name=u.name, parameters=u.parameters) for u in self.units)
         return replace(self, units=units, recompute=kind)
+
+    def to_json(self) -> dict[str, Any]:
+        """Units that are like an earlier one by their names alone."""
+        units = [_names(unit) if unit.like != unit.name else asdict(unit) for unit in self.units]
+        return {"precision": self.precision, "recompute": self.recompute, "units": units}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> ModelCosts:
+        made: dict[str, UnitCosts] = {}
+        units = []
+        for values in document["units"]:
+            own = {"name": values["name"], "parameters": tuple(values["parameters"])}
+            if values["name"] == values["like"]:
+                made[values["name"]] = _unit({**values, **own})
+            units.append(replace(made[values["like"]], **own))
+        return cls(precision=document["precision"], recompute=document["recompute"], units=tuple(units))
+
+
+def _names(unit: UnitCosts) -> dict[str, Any]:
+    return {"name": unit.name, "like": unit.like, "parameters": unit.parameters}
+
+
+def _unit(values: Mapping[str, Any]) -> UnitCosts:
+    passes = {key: tuple(map(_kernel, values[key])) for key in ("forward", "backward")}
+    sizes = {key: Size(**values[key]) for key in ("kept", "output", "forward_peak", "backward_peak")}
+    return UnitCosts(**{**values, **passes, **sizes})
+
+
+def _kernel(values: Mapping[str, Any]) -> Kernel:
+    sizes = {key: Size(**values[key]) for key in ("flops", "bytes", "made")}
+    return Kernel(**{**values, **sizes, "shape": tuple(Size(**size) for size in values["shape"])})
 
 
 def _recomputed(unit: UnitCosts, kind: str) -> UnitCosts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshwright.facts.forecast import Forecast
@@ -30,6 +31,7 @@ class Account:
     fullest: int
     """Which of these ranks holds most."""
     timing: Timing
+    """Empty where nobody asked for it."""
 
     @property
     def forecast(self) -> Forecast:
@@ -71,17 +73,35 @@ def allocated(forecast: Forecast) -> int:
     return forecast.peak - forecast.memory.get("allocator", 0)
 
 
-def account(arrangement: Arrangement, loads: Loads, hardware: Hardware, per_node: int) -> Account:
-    """Memory and time of an arrangement; raises `Refused` where the model cannot be cut so."""
-    timing = forecast_time(arrangement, loads, hardware, per_node)
-    far = arrangement.pp > 1 and arrangement.ranks > per_node
-    stalls = arrangement.elastic and far and (timing.stalls or arrangement.tp > per_node)
-    held = held_twice(arrangement) if stalls else AHEAD if arrangement.elastic and arrangement.pp > 1 else 1.0
+def account(
+    arrangement: Arrangement,
+    loads: Loads,
+    hardware: Hardware,
+    per_node: int,
+    *,
+    worth_timing: Callable[[Forecast], bool] = lambda memory: True,
+) -> Account:
+    """Memory and time of an arrangement; raises `Refused` where the model cannot be cut so.
+
+    `worth_timing` is told the fullest rank's memory, and says whether the time is asked for.
+    """
+    timing = forecast_time(arrangement, loads, hardware, per_node) if arrangement.elastic else Timing()
+    held = _held_by_streams(arrangement, timing, per_node) if arrangement.elastic else 1.0
     ranks = forecast_memory(arrangement, loads, gathered=held)
     if arrangement.elastic and max(rank.peak for rank in ranks) > usable(hardware):
         ranks = _squeezed(arrangement, loads, ranks, usable(hardware))
     fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].peak)
+    if not arrangement.elastic and worth_timing(ranks[fullest]):
+        timing = forecast_time(arrangement, loads, hardware, per_node)
     return Account(ranks=tuple(ranks), fullest=fullest, timing=timing)
+
+
+def _held_by_streams(arrangement: Arrangement, timing: Timing, per_node: int) -> float:
+    """Gathered inputs that streams hold, by those that backward needs: the more, the more they wait."""
+    far = arrangement.pp > 1 and arrangement.ranks > per_node
+    if far and (timing.stalls or arrangement.tp > per_node):
+        return held_twice(arrangement)
+    return AHEAD if arrangement.pp > 1 else 1.0
 
 
 def _squeezed(arrangement: Arrangement, loads: Loads, ranks: list[Forecast], room: float) -> list[Forecast]:

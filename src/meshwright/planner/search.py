@@ -70,8 +70,11 @@ class Setting:
         return Place(device=device, devices=per_node, ranks=self.cluster.devices, local_ranks=per_node)
 
 
-def search(setting: Setting, candidates: Iterable[Strategy]) -> Found:
-    """Think through every candidate. Those that only take more memory than one that does not fit are passed over."""
+def search(setting: Setting, candidates: Iterable[Strategy], *, time_all: bool = False) -> Found:
+    """Think through every candidate. Those that only take more memory than one that does not fit are passed over.
+
+    How long a step would take is told of those that fit, or with `time_all` of the others as well.
+    """
     found, known = Found(), _Known()
     for candidate in candidates:
         found.candidates += 1
@@ -80,7 +83,7 @@ def search(setting: Setting, candidates: Iterable[Strategy]) -> Found:
             found.refused.append(Refusal(strategy=str(candidate), reason=reason))
             continue
         try:
-            plan = consider(setting, candidate)
+            plan = consider(setting, candidate, time_all=time_all)
         except MeshwrightError as error:
             known.cannot(candidate, str(error))
             found.refused.append(Refusal(strategy=str(candidate), reason=str(error)))
@@ -144,13 +147,19 @@ def _policies(s: Strategy) -> tuple[object, ...]:
     return *_axes(s), s.recompute, s.offload
 
 
-def consider(setting: Setting, candidate: Strategy) -> Plan:
-    """One strategy's plan, whether it fits or not; raises where it cannot be."""
+def consider(setting: Setting, candidate: Strategy, *, time_all: bool = True) -> Plan:
+    """One strategy's plan, whether it fits or not; raises where it cannot be. Without `time_all` only if it fits."""
     strategy = candidate.resolve(setting.cluster.devices)
     if reason := refuse(setting, strategy):
         raise Refused(reason)
     arrangement = arrange(strategy, setting.facts, setting.global_batch)
-    found = account(arrangement, setting.loads, setting.hardware, setting.cluster.devices_per_node)
+    found = account(
+        arrangement,
+        setting.loads,
+        setting.hardware,
+        setting.cluster.devices_per_node,
+        worth_timing=lambda memory: time_all or setting.calibration.apply(memory).peak <= usable(setting.hardware),
+    )
     return _plan(setting, strategy, arrangement, found)
 
 
@@ -185,7 +194,7 @@ def _plan(setting: Setting, strategy: Strategy, arrangement: Arrangement, found:
         forecast=forecast,
         fits=not why,
         why=why,
-        speed=_speed(setting, arrangement, forecast.step),
+        speed=_speed(setting, arrangement, forecast.step) if forecast.time else Speed(),
         error_bar=ERROR_BARS["account"],
         stages=found.places,
         host_gib=host,

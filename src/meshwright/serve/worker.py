@@ -11,15 +11,10 @@ import os
 import sys
 import traceback
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from meshwright.describe.jobfile import load_job
-from meshwright.describe.model import describe
+from meshwright.described import Described, described
 from meshwright.errors import MeshwrightError
-from meshwright.facts.costs import ModelCosts
-from meshwright.facts.job import Job
-from meshwright.facts.model import ModelFacts
 from meshwright.planning import Planner, rank
 from meshwright.report.plan_html import body
 from meshwright.serve.errors import status_of
@@ -32,19 +27,6 @@ PLAYED = 4000
 """Actions of a pipeline that is drawn: more would be waited for at every turn of a knob."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Described:
-    """A model that was described, with what tracing found of its costs so far."""
-
-    job: Job
-    facts: ModelFacts
-    costs: dict[tuple[str, str], ModelCosts] = field(default_factory=dict)
-
-    def planner(self, batch: int | None) -> Planner:
-        """A planner of its own for every question: it keeps what it was asked, and costs alone are worth keeping."""
-        return Planner(self.job, self.facts, batch or self.job.global_batch, costs=self.costs)
-
-
 class Shelf:
     """The descriptions that are kept."""
 
@@ -55,8 +37,7 @@ class Shelf:
         """The model of a text, whose file was written at that time."""
         key = source, stamp
         if key not in self._models:
-            job = load_job(source)
-            self._models[key] = Described(job=job, facts=describe(job))
+            self._models[key] = described(source)
         self._models.move_to_end(key)
         while len(self._models) > KEPT:
             self._models.popitem(last=False)
@@ -65,7 +46,9 @@ class Shelf:
 
 def answer(request: PlanRequest, shelf: Shelf) -> dict[str, Any]:
     """What the page is told: the plans as data, and all of it as it is shown."""
-    planner = shelf.take(request.source, request.stamp).planner(request.batch)
+    known = shelf.take(request.source, request.stamp)
+    # A planner of its own for every question: it keeps what it was asked, and costs alone are worth keeping.
+    planner = Planner(known.job, known.facts, request.batch or known.job.global_batch, costs=known.costs)
     ranking = rank(planner, request.cluster, request.wishes, name=request.job)
     timeline = first_timeline(planner.setting(request.cluster), ranking.plans, largest=PLAYED)
     document = ranking.to_json()

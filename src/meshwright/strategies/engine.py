@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from meshwright.describe.dtensor import is_dtensor
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
@@ -184,4 +184,4 @@ class OptimizerState(Protocol):
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on every rank as one process would hold it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor

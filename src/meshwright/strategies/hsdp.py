@@ -7,7 +7,7 @@ from torch import nn
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.base import Layout
 from meshwright.strategies.engine import Engine, Setting
-from meshwright.strategies.fsdp import Fsdp, shard
+from meshwright.strategies.fsdp import Fsdp
 
 
 class Hsdp(Fsdp):
@@ -20,4 +20,6 @@ class Hsdp(Fsdp):
         return Layout(parameters=strategy.shards, gradients=strategy.shards, optimizer=strategy.shards)
 
     def apply(self, model: nn.Module, setting: Setting) -> Engine:
+        from meshwright.strategies.fully_shard import shard  # only where it runs: FSDP2 takes a second to import
+
         return shard(model, setting, reshard=True)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
+
+from meshwright.describe.dtensor import is_dtensor
 
 PART = 1 << 16
 """Elements whose squares a CPU may add one after another."""
@@ -28,7 +29,7 @@ def global_square(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """
     groups: dict[tuple[torch.device, DeviceMesh | None, tuple[Any, ...]], list[torch.Tensor]] = {}
     for gradient in gradients:
-        placed = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None, ())
+        placed = (gradient.device_mesh, gradient.placements) if is_dtensor(gradient) else (None, ())
         groups.setdefault((gradient.device, *placed), []).append(local(gradient))
     squares = [_reduce(_squares(tensors), *key[1:]) for key, tensors in groups.items()]
     return torch.stack([square.to(squares[0].device) for square in squares]).sum() if squares else torch.zeros(())
@@ -59,7 +60,7 @@ def scale_(gradients: Iterable[torch.Tensor], factor: torch.Tensor | float) -> N
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _reduce(square: torch.Tensor, mesh: DeviceMesh | None, placements: tuple[Any, ...]) -> torch.Tensor:

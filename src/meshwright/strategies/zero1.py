@@ -7,7 +7,6 @@ from torch import nn
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.base import DataStrategy, Layout
 from meshwright.strategies.engine import Engine, Setting
-from meshwright.strategies.shards import ShardedUpdateEngine
 
 
 class Zero1(DataStrategy):
@@ -18,5 +17,7 @@ class Zero1(DataStrategy):
         return Layout(optimizer=strategy.data_ranks, lowered_copy=True)
 
     def apply(self, model: nn.Module, setting: Setting) -> Engine:
+        from meshwright.strategies.shards import ShardedUpdateEngine  # only where it runs: it brings DTensor along
+
         setting.fill()
         return ShardedUpdateEngine(model, setting, keep_whole=True)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils import stateless
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from meshwright.build.build import apply_precision
-from meshwright.build.precision import loss_under
+from meshwright.build.precision import apply_precision, loss_under
 from meshwright.build.recompute import recompute_blocks
 from meshwright.describe.as_on_cuda import as_on_cuda
 from meshwright.describe.blueprint import Blueprint, record, set_attributes
+from meshwright.describe.disguise import is_meta
 from meshwright.describe.observe import SMALL, call_model, make_batch
+from meshwright.describe.shadows import shadow_of, shadows
 from meshwright.describe.tape import Slot
 from meshwright.errors import JobError, one_line
 from meshwright.facts.costs import Kernel, ModelCosts, Size, UnitCosts
@@ -132,7 +133,9 @@ class _Recorder:
 
 
 def _trace(job: Job, facts: ModelFacts, blueprint: Blueprint, precision: str, samples: int) -> list[_Segment]:
-    """One step on fake tensors; on real ones where the model looks at values and is small."""
+    """One step on shadows or fake tensors; on real ones where the model looks at values and is small."""
+    with suppress(Exception), shadows(blueprint.model), as_on_cuda():
+        return _step(job, facts, blueprint, precision, samples, shadow_of)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, as_on_cuda():
             return _step(job, facts, blueprint, precision, samples, lambda tensor: mode.from_tensor(tensor.cpu()))
@@ -207,9 +210,11 @@ def _forget_gradient(parameter: torch.Tensor) -> None:
 
 def _empty(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     dtype = dtype if tensor.is_floating_point() else tensor.dtype
-    if not tensor.is_meta:
+    if not is_meta(tensor):
         return tensor.detach().to(dtype)
     empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
+    if isinstance(empty, FakeTensor) or is_meta(empty):
+        return empty
     return empty.normal_(std=0.02) if empty.is_floating_point() else empty.zero_()
 
 

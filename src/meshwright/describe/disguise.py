@@ -1,0 +1,45 @@
+"""Meta tensors that pass for tensors on the CPU, and what handles the arguments of operators on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+META = torch.device("meta")
+_CPU = torch.device("cpu")
+_IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
+_DEVICE: Any = vars(torch._C.TensorBase)["device"].__get__
+
+
+class Disguise(TorchFunctionMode):
+    """Lets code believe that its tensors are on the CPU: `trunc_normal_`, for one, skips meta tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _IS_META:
+            return False
+        result = func(*args, **(kwargs or {}))
+        return _CPU if func == _DEVICE and result == META else result
+
+
+def is_meta(tensor: torch.Tensor) -> bool:
+    """What a tensor is beneath its disguise."""
+    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Meta)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors among what an operator takes or gives."""
+    found: list[torch.Tensor] = []
+    change_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, tree)
+    return found
+
+
+def change_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree_map` over what an operator takes and gives, which is tuples, lists and dicts; several times as fast."""
+    if isinstance(tree, tuple | list):
+        return type(tree)([change_leaves(change, item) for item in tree])
+    if isinstance(tree, dict):
+        return {key: change_leaves(change, item) for key, item in tree.items()}
+    return change(tree)

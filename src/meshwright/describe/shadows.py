@@ -1,0 +1,80 @@
+"""Tensors that have a shape and no values, for a pass that asks for structure: meta tensors that pass for CPU tensors.
+
+PyTorch's fake tensors can do more: they know devices, sizes that are symbols, and constants. They also take twice the
+time. So a pass is tried on shadows, and whatever casts doubt on that raises `NotShadowed` or an error of PyTorch's:
+then it is fake tensors' turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.describe.disguise import META, Disguise, change_leaves, is_meta, tensors_in
+
+_CPU = (torch.device("cpu"), "cpu")
+_CONVOLUTION = torch.ops.aten.convolution.default
+
+
+class NotShadowed(Exception):
+    """Shadows would not do what tensors do."""
+
+
+@contextmanager
+def shadows(model: nn.Module) -> Iterator[None]:
+    """While active, tensors are made without values, and the model does not notice."""
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        raise NotShadowed("A CPU runs recurrent layers by a kernel of its own.")
+    with _OnCpu(), _Shadows():
+        yield
+
+
+def shadow_of(leaf: Any) -> Any:
+    """A tensor without its values; anything else as it is."""
+    if not isinstance(leaf, torch.Tensor) or is_meta(leaf):
+        return leaf
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=META)
+
+
+class _OnCpu(Disguise):
+    """Also a move to the CPU is none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise NotShadowed("Autocast passes meta tensors by.")
+        if func is torch.Tensor.to and is_meta(args[0]):
+            args, kwargs = change_leaves(lambda leaf: META if leaf in _CPU else leaf, (args, kwargs or {}))
+        elif func is torch.Tensor.cpu and is_meta(args[0]):
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class _Shadows(TorchDispatchMode):
+    """Whatever is made is a meta tensor; a real tensor that meets one becomes one for the occasion."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = tensors_in((args, kwargs))
+        if _takes_device(func):
+            kwargs["device"] = META
+            kwargs.pop("pin_memory", None)
+        elif tensors and not any(map(is_meta, tensors)):
+            return func(*args, **kwargs)
+        if not all(map(is_meta, tensors)):
+            if func._schema.is_mutable:
+                raise NotShadowed(f"{func} would change a tensor that has values.")
+            args, kwargs = change_leaves(shadow_of, (args, kwargs))
+        if func is _CONVOLUTION and args[0].dim() > 3 and not all(tensor.is_contiguous() for tensor in args[:2]):
+            raise NotShadowed("Convolutions of meta tensors do not keep channels last.")
+        return func(*args, **kwargs)
+
+
+@cache
+def _takes_device(func: Any) -> bool:
+    return any(argument.name == "device" for argument in func._schema.arguments)

@@ -1,0 +1,80 @@
+"""A job laid out over ranks, under the strategy that was named or the one that the planner chooses for `auto`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from meshwright.build.world import World
+from meshwright.errors import Refused
+from meshwright.facts.cluster import Cluster
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.plan import Plan
+from meshwright.facts.strategy import Strategy
+from meshwright.planner.candidates import Allowed
+from meshwright.planning import Wishes, plan
+from meshwright.runtime import run
+from meshwright.runtime.environment import launched
+from meshwright.runtime.probe_machine import local_cluster
+from meshwright.runtime.run import Run
+
+
+def choose_strategy(job: Job, wanted: Strategy, cluster: Cluster) -> Plan:
+    """The plan for `auto`: axes are the planner's to choose, and policies as far as `wanted` leaves them open."""
+    allowed = Allowed(
+        precisions=(wanted.precision,),
+        recompute=(wanted.recompute,) if wanted.recompute != "none" else ("none", "selective", "full"),
+        offload=(wanted.offload,) if wanted.offload else ("", "optimizer"),
+        compile=(wanted.compile,),
+    )
+    ranking = plan(job, cluster, Wishes(allowed=allowed, fast=True))
+    if not ranking.plans:
+        raise Refused(" ".join(ranking.advice))
+    return ranking.plans[0]
+
+
+def resolve_auto(
+    job: Job, strategy: Strategy | str, *, ranks: int | None = None, device: str | None = None
+) -> Strategy:
+    """The strategy as it was written, or what the planner chose where it says `auto`.
+
+    It is chosen for so many ranks of this machine, or for those that a launcher gave; every rank chooses the same.
+    """
+    wanted = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+    if not wanted.auto:
+        return wanted
+    place = launched()
+    here = local_cluster(device, devices=place.local_ranks if place else ranks)
+    cluster = replace(here, nodes=place.ranks // place.local_ranks) if place else here
+    return choose_strategy(job, wanted, cluster).strategy
+
+
+def setup(
+    job: Job,
+    strategy: Strategy | str = "ddp",
+    *,
+    seed: int = 0,
+    device: str | None = None,
+    workers: int = 0,
+    facts: ModelFacts | None = None,
+    world: World | None = None,
+    deepspeed_config: Mapping[str, Any] | None = None,
+) -> Run:
+    """Lay a job out under a strategy over the ranks that this process was launched among; alone if it was not.
+
+    `auto` asks the planner for the strategy that is fastest here. `deepspeed_config` is what DeepSpeed's own JSON file
+    holds, for `engine=deepspeed`.
+    """
+    chosen = resolve_auto(job, strategy, ranks=1, device=device)
+    return run.setup(
+        job,
+        chosen,
+        seed=seed,
+        device=device,
+        workers=workers,
+        facts=facts,
+        world=world,
+        deepspeed_config=deepspeed_config,
+    )

@@ -79,11 +79,17 @@ def made_with() -> str:
     return f"torch {release}, code {digest.hexdigest()[:16]}"
 
 
+def written(name: str) -> dict[str, Any] | None:
+    """What was written down of a preset, with whatever."""
+    path = FOLDER / f"{name}.json.gz"
+    document: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes())) if path.is_file() else {}
+    return document or None
+
+
 def _kept(name: str) -> dict[str, Any] | None:
-    if name not in PRESETS or not (path := FOLDER / f"{name}.json.gz").is_file():
-        return None
-    document: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-    return document if document["made_with"] == made_with() else None
+    """The same if it holds here and now."""
+    document = written(name) if name in PRESETS else None
+    return document if document and document["made_with"] == made_with() else None
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ def test_another_make_or_other_options_are_described_anew(text: str, monkeypatch
     assert found.facts == describe(found.job)
 
 
+@same_torch
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_costs_are_written_and_read(recompute: str) -> None:
     costs = described("preset:gpt2").costs[PRECISION, "none"].recomputed(recompute)

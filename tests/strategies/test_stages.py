@@ -266,6 +266,7 @@ def odd(make: Any) -> Job:
     return replace(pipeline_jobs.trunk, model=lambda: Odd(make))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="this PyTorch's pipelines send floating tensors only")
 def test_whole_numbers_cross() -> None:
     job = odd(lambda y: y.argmax(-1))
     assert crossing(job, "blocks.2") == [[], ["blocks.0", "blocks.1"]]

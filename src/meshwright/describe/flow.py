@@ -17,8 +17,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
-from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from meshwright.describe.flops import count_flops
 
 NUMBERS = (bool, int, float)
 CONSTANTS = (type(None), *NUMBERS, str, torch.dtype, torch.device)
@@ -178,7 +179,7 @@ class Watcher(TorchDispatchMode):
             self._open.reads |= {source for source in sources if isinstance(source, str)}
             # Also what no argument handed over: a call may find a tensor on an object that it shares with others.
             self._open.needs |= {s for s in sources if not isinstance(s, str) and s != Inside(self._open.index)}
-            self._open.flops += _flops(func, args, kwargs or {}, result)
+            self._open.flops += count_flops(func, args, kwargs or {}, result)
             self._open.looked |= isinstance(result, NUMBERS)
             sources |= {Inside(self._open.index)}
         elif isinstance(result, NUMBERS):
@@ -288,8 +289,3 @@ def _changed_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 def _version(leaf: Any) -> int:
     return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
-
-
-def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    count = flop_registry.get(func) or flop_registry.get(func.overloadpacket)
-    return float(count(*args, **kwargs, out_val=result)) if count else 0.0

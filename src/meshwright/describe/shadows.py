@@ -20,6 +20,7 @@ from meshwright.describe.disguise import META, Disguise, change_leaves, is_meta,
 
 _CPU = (torch.device("cpu"), "cpu")
 _CONVOLUTION = torch.ops.aten.convolution.default
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 
 
 class NotShadowed(Exception):
@@ -72,7 +73,10 @@ class _Shadows(TorchDispatchMode):
             args, kwargs = change_leaves(shadow_of, (args, kwargs))
         if func is _CONVOLUTION and args[0].dim() > 3 and not all(tensor.is_contiguous() for tensor in args[:2]):
             raise NotShadowed("Convolutions of meta tensors do not keep channels last.")
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        if func is _CONVOLUTION_BACKWARD:  # gradients lie as what they are of does, whatever came in
+            return tuple(None if gradient is None else gradient.contiguous() for gradient in found)
+        return found
 
 
 @cache

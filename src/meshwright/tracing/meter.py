@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+
+from meshwright.describe.flops import count_flops
 
 _MATMULS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -88,8 +89,7 @@ def _is_view(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> 
 
 def _work(func: Any, args: Any, kwargs: Any, result: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> Ran:
     name = func.overloadpacket.__name__
-    count = flop_registry.get(func) or flop_registry.get(func.overloadpacket)
-    flops = float(count(*args, **kwargs, out_val=result)) if count else 0.0
+    flops = count_flops(func, args, kwargs, result)
     if _is_causal(func, args, kwargs):
         flops /= 2  # the kernel passes over what lies above the diagonal, and the registry counts it
     largest = max([*given, *made], key=lambda leaf: leaf.numel() * leaf.is_floating_point(), default=None)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from meshwright.describe.flops import count_flops
 from meshwright.facts.trace import Operation
 
 aten = torch.ops.aten
@@ -34,9 +35,8 @@ class Operations:
         runs = func._schema.is_mutable or (made and not func.is_view and packet.__name__ not in _ALLOCATIONS)
         if phase not in _PHASES or not runs:
             return
-        formula = flop_registry.get(packet)
-        flops = float(formula(*args, **kwargs, out_val=found)) if formula else 0.0
-        kind = _kind(packet) if formula else "other"
+        flops = count_flops(func, args, kwargs, found)
+        kind = _kind(packet) if packet in flop_registry else "other"
         operation = Operation(
             kind=kind,
             dtype=_dtype(given or made),

@@ -118,4 +118,5 @@ def _document(request: Request, done: Compared, cluster: str, rows: list[dict[st
         "references": done.references,
         "left_out": done.left_out,
         "seconds": done.seconds,
+        "interrupted": done.interrupted,
     }

@@ -124,6 +124,16 @@ def test_the_table_says_what_went_wrong(document: dict[str, Any]) -> None:
     assert "200.0" in line and "0.50" in line and "DIFFERS" in line and "40%" in line and "30%" in line
 
 
+def test_a_narrow_window_gets_two_tables(document: dict[str, Any]) -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(comparison_page(document))
+    text = console.export_text()
+    first, second = (line for line in text.splitlines() if line.startswith("│ zero2"))
+    assert "200.0" in first and "0.50" in first and "DIFFERS" in first
+    assert "40%" in second and "30%" in second
+    assert "…" not in text
+
+
 def test_csv_has_a_line_a_strategy(document: dict[str, Any]) -> None:
     rows = list(csv.DictReader(io.StringIO(csv_text(document))))
     assert [row["strategy"] for row in rows] == [row["strategy"] for row in document["results"]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from compare_outcomes import Starts, made_up
@@ -31,6 +33,37 @@ def test_what_failed_once_is_not_run_again_and_the_rest_goes_on() -> None:
     ]
     assert done.rows[-1]["reason"] == "Rank 1 was ended by SIGKILL."
     assert "[3/7] round 1, zero2: KILLED: Rank 1 was ended by SIGKILL." in lines[2]
+
+
+class Interrupted(Starts):
+    """As if Ctrl-C came at the nth start."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self._at = at
+
+    def __call__(self, request: dict[str, Any], ranks: int, *, timeout: float) -> Outcome:
+        if len(self.asked) + 1 == self._at:
+            raise KeyboardInterrupt
+        return super().__call__(request, ranks, timeout=timeout)
+
+
+def test_an_interrupt_leaves_what_was_measured() -> None:
+    lines: list[str] = []
+    done = made_up("ddp", "zero2", "fsdp", starts=Interrupted(4), lines=lines)
+    assert done.interrupted
+    assert [(row["strategy"], row["status"], row["rounds"]) for row in done.rows] == [
+        ("ddp", "ok", 1),
+        ("zero2", "ok", 1),
+        ("fsdp", "not run", 0),
+    ]
+    assert "interrupted before its turn" in done.rows[-1]["reason"]
+    assert lines[-1] == "[4/7] round 1, fsdp: interrupted; what was measured until here follows"
+
+
+def test_an_interrupt_before_any_strategy_had_its_turn_gets_through() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        made_up("ddp", "zero2", starts=Interrupted(2))
 
 
 def test_the_fastest_leads_and_others_are_held_against_it() -> None:

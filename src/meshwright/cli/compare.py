@@ -76,6 +76,9 @@ def compare(
     if trace is not None:
         write_trace(document, comparison.profiles, trace)
     print_result(document, comparison_page(document), as_json=as_json)
+    if document["interrupted"]:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(130)
     if not any(row["status"] == OK for row in document["results"]):
         print("error: no strategy ran through; the reasons are listed.", file=sys.stderr)
         raise typer.Exit(1)

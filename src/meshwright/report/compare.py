@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +22,12 @@ COLUMNS = (
     *("strategy", "status", "step ms", "spread", "speed", "/s", "peak MiB", "comm", "exposed", "bubble", "loss"),
     *("forecast ms", "forecast MiB"),
 )
+NARROW = (
+    ("strategy", "status", "step ms", "spread", "speed", "peak MiB", "loss"),
+    ("strategy", "comm", "exposed", "bubble", "forecast ms", "forecast MiB"),
+)
+"""The same in two tables, for windows in which one has no room; only what follows from the step is left out."""
+ANY_WIDTH = 10_000
 LEFT = ("strategy", "status", "loss")
 FIELDS = (
     *("strategy", "resolved", "status", "reason", "rounds", "step_ms", "step_ms_low", "step_ms_high", "samples_per_s"),
@@ -38,7 +46,7 @@ def check_folders(*files: Path | None) -> None:
 
 def comparison_page(document: Row) -> Group:
     """The table, and what one has to know to read it."""
-    parts: list[RenderableType] = [comparison_table(document)]
+    parts: list[RenderableType] = [ComparisonTables(document)]
     wrong = [row for row in document["results"] if row["reason"]]
     parts += [Text(f"{row['strategy']}: {row['status']}: {row['reason']}") for row in wrong]
     parts += [Text(f"left out: {one['strategy']}: {one['reason']}", style="dim") for one in document["left_out"]]
@@ -47,19 +55,37 @@ def comparison_page(document: Row) -> Group:
     return Group(*parts)
 
 
-def comparison_table(document: Row) -> Table:
-    words = f"{document['job']} on {document['ranks']} {document['device']} ranks, batch {document['global_batch']}"
-    table = Table(title=words, title_justify="left")
-    for column in COLUMNS:
+class ComparisonTables:
+    """One table, or two where that is wider than the window."""
+
+    def __init__(self, document: Row) -> None:
+        self._document = document
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        words = "{job} on {ranks} {device} ranks, batch {global_batch}".format_map(self._document)
+        yield Text(words, style="italic")
+        whole = comparison_table(self._document)
+        wanted = Measurement.get(console, options.update(max_width=ANY_WIDTH), whole).maximum
+        if wanted <= options.max_width:
+            yield whole
+        else:
+            yield from (comparison_table(self._document, columns) for columns in NARROW)
+        yield Text(
+            "step: median and middle half over all rounds; speed: against the fastest; peak: fullest rank; comm: share "
+            "of a profiled step in which communication is under way, exposed: while nothing computes; bubble: idle "
+            "share of a pipeline; loss: first losses equal to one process",
+            style="dim",
+        )
+
+
+def comparison_table(document: Row, columns: Sequence[str] = COLUMNS) -> Table:
+    table = Table()
+    for column in columns:
         head = f"{speed_unit(document)}/s" if column == "/s" else column
         table.add_column(head, justify="left" if column in LEFT else "right")
     for row in document["results"]:
-        table.add_row(*cells(row))
-    table.caption = (
-        "step: median and middle half over all rounds; speed: against the fastest; peak: fullest rank; comm: share of "
-        "a profiled step in which communication is under way, exposed: while nothing computes; bubble: idle share of "
-        "a pipeline; loss: first losses equal to one process"
-    )
+        told = dict(zip(COLUMNS, cells(row), strict=True))
+        table.add_row(*(told[column] for column in columns))
     return table
 
 

@@ -71,6 +71,8 @@ class Compared:
     seconds: float
     profiles: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Spans of the profiled step of every rank."""
+    interrupted: bool = False
+    """Whether the user ended it before all was run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +133,9 @@ def compare(request: Request, *, tell: Tell | None = None, start: Start = start)
     }
     planned = list(matrix.cells(ranks=request.ranks, rounds=request.rounds))
     with silent_profiler():
-        outcomes = run_cells(planned, asked, timeout=request.timeout, tell=tell or tell_stderr, start=start)
+        outcomes, interrupted = run_cells(
+            planned, asked, timeout=request.timeout, tell=tell or tell_stderr, start=start
+        )
     rows, references = _rows(matrix, outcomes)
     named = bool(request.strategies)
     refused = [choice for choice in matrix.choices if choice.strategy is None]
@@ -145,6 +149,7 @@ def compare(request: Request, *, tell: Tell | None = None, start: Start = start)
         left_out=[{"strategy": one.text, "reason": one.reason} for one in refused if not named],
         seconds=time.perf_counter() - began,
         profiles={text: _spans(outcomes[text, False]) for text in matrix.able},
+        interrupted=interrupted,
     )
 
 
@@ -164,20 +169,29 @@ def look(request: Request) -> Matrix:
 
 def run_cells(
     planned: Sequence[Cell], request: dict[str, Any], *, timeout: float, tell: Tell, start: Start
-) -> Outcomes:
-    """What came of each strategy, round after round. What failed once is not run again."""
-    found: Outcomes = {}
+) -> tuple[Outcomes, bool]:
+    """What came of each strategy, round after round, and whether the user interrupted it.
+
+    What failed once is not run again. An interrupt gets through as long as no strategy has had its turn.
+    """
+    found: Outcomes = {(cell.text, cell.is_reference): [] for cell in planned}
     began = time.perf_counter()
     for done, cell in enumerate(planned, start=1):
-        earlier = found.setdefault((cell.text, cell.is_reference), [])
+        earlier = found[cell.text, cell.is_reference]
         if any(outcome.status != OK for outcome in earlier):
             continue
         own = {**request, "strategy": cell.strategy, "profile": cell.round == 1}
-        earlier.append(start(own, cell.ranks, timeout=timeout))
+        try:
+            earlier.append(start(own, cell.ranks, timeout=timeout))
+        except KeyboardInterrupt:
+            if not any(outcomes for (_, is_reference), outcomes in found.items() if not is_reference):
+                raise
+            tell(f"[{done}/{len(planned)}] {cell.words}: interrupted; what was measured until here follows")
+            return found, True
         left = (time.perf_counter() - began) / done * (len(planned) - done)
         rest = f" ({left:.0f} s left)" if done < len(planned) else ""
         tell(f"[{done}/{len(planned)}] {cell.words}: {in_short(earlier[-1])}{rest}")
-    return found
+    return found, False
 
 
 def in_short(outcome: Outcome) -> str:
@@ -218,7 +232,7 @@ def _rows(matrix: Matrix, outcomes: Outcomes) -> tuple[list[dict[str, Any]], lis
     """Of the strategies, and of the single processes that they are held against."""
     references = matrix.references
     ones = {text: outcomes[text, True] for text in dict.fromkeys(references.values())}
-    losses = {text: one[0].measured["losses"] for text, one in ones.items() if one[0].measured is not None}
+    losses = {text: one[0].measured["losses"] for text, one in ones.items() if one and one[0].measured is not None}
     basis = Basis(facts=matrix.facts, global_batch=matrix.job.global_batch, references=losses)
     rows = [
         make_row(text, strategy, outcomes[text, False], references[text], basis)
@@ -229,5 +243,5 @@ def _rows(matrix: Matrix, outcomes: Outcomes) -> tuple[list[dict[str, Any]], lis
 
 def _spans(outcomes: list[Outcome]) -> list[dict[str, Any]]:
     """What every rank told of its profiled step."""
-    measured = outcomes[0].measured
+    measured = outcomes[0].measured if outcomes else None
     return [rank["profile"] for rank in measured["ranks"] if rank["profile"] is not None] if measured else []

@@ -30,15 +30,17 @@ class Basis:
     """Losses of one process, by its strategy; of a reference that failed there are none."""
 
 
+NOT_RUN = Outcome(status="not run", reason="The comparison was interrupted before its turn.")
+
+
 def make_row(
     text: str, strategy: Strategy, outcomes: Sequence[Outcome], reference: str, basis: Basis
 ) -> dict[str, Any]:
     """One strategy's row; one that went wrong in any round has a status, a reason and no figures."""
-    wrong = next((outcome for outcome in outcomes if outcome.status != OK), None)
+    wrong = next((outcome for outcome in outcomes or [NOT_RUN] if outcome.status != OK), None)
     rounds = [outcome.measured for outcome in outcomes if outcome.measured is not None]
-    if wrong is not None or not rounds:
-        status, reason = (wrong.status, wrong.reason) if wrong else ("not run", "")
-        return empty_row(text, status, reason, strategy=str(strategy), rounds=len(rounds))
+    if wrong is not None:
+        return empty_row(text, wrong.status, wrong.reason, strategy=str(strategy), rounds=len(rounds))
     row = empty_row(text, OK, "", strategy=str(strategy), rounds=len(rounds))
     return {
         **row,

@@ -82,7 +82,7 @@ def comparison_table(document: Row, columns: Sequence[str] = COLUMNS) -> Table:
     table = Table()
     for column in columns:
         head = f"{speed_unit(document)}/s" if column == "/s" else column
-        table.add_column(head, justify="left" if column in LEFT else "right")
+        table.add_column(head, justify="left" if column in LEFT else "right", overflow="fold")
     for row in document["results"]:
         told = dict(zip(COLUMNS, cells(row), strict=True))
         table.add_row(*(told[column] for column in columns))

@@ -21,6 +21,7 @@ from markupsafe import Markup
 
 from meshwright.errors import BadInput
 from meshwright.report.colours import variable
+from meshwright.report.terms import lines_of
 
 Values = dict[str, Any]
 
@@ -121,12 +122,7 @@ def plain(text: str) -> str:
 
 def folded(strategy: str, width: int = FOLDED) -> str:
     """A strategy for a tooltip, in lines that break between its terms."""
-    lines = [""]
-    for term in strategy.replace(",", ",\n").split("\n"):
-        if lines[-1] and len(lines[-1]) + len(term) > width:
-            lines.append("")
-        lines[-1] += term
-    return "<br>".join(plain(line) for line in lines)
+    return "<br>".join(plain(line) for line in lines_of(strategy, width))
 
 
 def shared_layout(height: int, **others: Any) -> Values:

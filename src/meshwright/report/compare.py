@@ -15,6 +15,7 @@ from rich.text import Text
 
 from meshwright.errors import OutputError
 from meshwright.report.html import write_file
+from meshwright.report.terms import Terms
 
 Row = dict[str, Any]
 
@@ -82,9 +83,10 @@ def comparison_table(document: Row, columns: Sequence[str] = COLUMNS) -> Table:
     table = Table()
     for column in columns:
         head = f"{speed_unit(document)}/s" if column == "/s" else column
-        table.add_column(head, justify="left" if column in LEFT else "right", overflow="fold")
+        table.add_column(head, justify="left" if column in LEFT else "right")
     for row in document["results"]:
-        told = dict(zip(COLUMNS, cells(row), strict=True))
+        told: dict[str, RenderableType] = dict(zip(COLUMNS, cells(row), strict=True))
+        told["strategy"] = Terms(row["strategy"])
         table.add_row(*(told[column] for column in columns))
     return table
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.report.plan_against import in_order, place_of, verdict
+from meshwright.report.terms import Terms
 
 REASONS = 6
 """Kinds of refusals that are listed."""
@@ -30,8 +31,9 @@ def plan_page(document: dict[str, Any]) -> RenderableType:
 
 def _table(document: dict[str, Any]) -> Table:
     table = Table(title=f"{document['job']} on {document['cluster']}", title_justify="left")
+    by_tokens = all(plan["tokens_per_s_per_device"] for plan in document["plans"])
     table.add_column("strategy")
-    for column in ("step", "speed", "peak", "reserved", "mfu"):
+    for column in ("step", "tokens/s a device" if by_tokens else "samples/s", "peak GiB", "reserved GiB", "mfu"):
         table.add_column(column, justify="right")
     table.add_column("time goes to")
     theirs = place_of(document)
@@ -39,11 +41,11 @@ def _table(document: dict[str, Any]) -> Table:
         if place > len(document["plans"]):
             table.add_section()
         table.add_row(
-            f"{plan['strategy']}  <- theirs, number {place}" if place == theirs else plan["strategy"],
+            Terms(f"{plan['strategy']}  <- theirs, number {place}" if place == theirs else plan["strategy"]),
             _milliseconds(plan["step_ms"]),
-            _speed(plan),
-            f"{plan['peak_gib']:.1f} GiB{'*' if plan['grade'] == 'trace' else ''}",
-            f"{plan['reserved_gib']:.1f} GiB",
+            f"{plan['tokens_per_s_per_device'] if by_tokens else plan['samples_per_s']:,.0f}",
+            f"{plan['peak_gib']:.1f}{'*' if plan['grade'] == 'trace' else ''}",
+            f"{plan['reserved_gib']:.1f}",
             f"{plan['mfu']:.0%}",
             _shares(plan["time"]),
         )
@@ -56,11 +58,6 @@ def _table(document: dict[str, Any]) -> Table:
 
 def _milliseconds(value: float) -> str:
     return f"{value / 1e3:.2f} s" if value >= 1e3 else f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
-
-
-def _speed(plan: dict[str, Any]) -> str:
-    tokens = plan["tokens_per_s_per_device"]
-    return f"{tokens:,.0f} tok/s/dev" if tokens else f"{plan['samples_per_s']:,.0f} samples/s"
 
 
 def _shares(time: dict[str, float]) -> str:

@@ -43,6 +43,20 @@ class Branching(Blocks):
         return y if y.sum().item() < 1e30 else self.leave(y)
 
 
+class Keeping(Branching):
+    """Makes what it needs each time at the first call, as many do with tables of angles, and looks at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+        self.register_buffer("ones", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table, self.ones = torch.arange(x.shape[-1]), torch.ones(x.shape[-1])
+        return super().forward(x * self.table * self.ones)
+
+
 class WithAttribute(nn.Module):
     """Computes with a tensor that is neither parameter nor buffer."""
 
@@ -131,6 +145,12 @@ def test_a_model_that_looks_at_values_takes_a_real_step() -> None:
     assert facts.blocks == ("blocks.0", "blocks.1")
     assert facts.unused == ()
     assert facts.weight_per_sample == 1.0
+
+
+def test_a_model_that_keeps_something_may_look_at_values() -> None:
+    """What it keeps of a pass without values does not get into the next one."""
+    found = describe(make_job(model=Keeping))
+    assert found == describe(make_job(model=Branching))
 
 
 def test_a_model_that_computes_with_a_plain_tensor() -> None:

@@ -74,7 +74,7 @@ def test_what_is_made_on_the_way_is_a_shadow_that_passes_for_a_cpu_tensor() -> N
         x = torch.arange(1 << 40)
         assert x.device == torch.device("cpu")
         assert not x.is_meta
-        assert x.to("cpu") is x.cpu() is x
+        assert x.to("cpu") is x.to(x) is x.to(device=x.device) is x.cpu() is x
         assert (x + torch.tensor(1)).shape == x.shape
     assert x.device == torch.device("meta")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,6 +126,24 @@ def set_attributes(
     for (module, attribute), value in attributes.items():
         filled = tree_map(lambda leaf: tensor(leaf) if isinstance(leaf, Slot) else leaf, value)
         setattr(model.get_submodule(module), attribute, filled)
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """If a pass fails in here, the model loses what it kept of it for the next time, a table of angles for one.
+
+    The next pass is on tensors of another kind, which would not go with it.
+    """
+    before = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for attributes, values, buffers in before:
+            attributes.clear()
+            attributes.update(values)
+            attributes["_buffers"].clear()
+            attributes["_buffers"].update(buffers)
+        raise
 
 
 def _plain_attributes(model: nn.Module, tape: Tape) -> dict[tuple[str, str], Any]:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from meshwright.describe.as_on_cuda import as_on_cpu
-from meshwright.describe.blueprint import Blueprint, set_attributes
+from meshwright.describe.blueprint import Blueprint, as_it_was, set_attributes
 from meshwright.describe.disguise import is_meta
 from meshwright.describe.flow import Flow, Watcher
 from meshwright.describe.repeats import Follower, Repeats
@@ -171,16 +171,16 @@ def _on_fake_tensors(
     """What `run` gives on a fake copy of the batch, or on the batch itself, or the reason why neither can be."""
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
     if understudy is not None and understudy.casts_shadows:
-        with suppress(Exception), shadows(blueprint.model), as_on_cpu():
+        with suppress(Exception), as_it_was(blueprint.model), shadows(blueprint.model), as_on_cpu():
             return run(tree_map(shadow_of, batch), understudy), ""
         understudy.give_up_shadows()
     if understudy is not None:
         # Whatever goes wrong where blocks are left out is looked at again with all of them.
-        with suppress(Exception), understudy.mode:
+        with suppress(Exception), as_it_was(blueprint.model), understudy.mode:
             return run(_fake(understudy.mode, batch), understudy), ""
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with mode:
+        with as_it_was(blueprint.model), mode:
             return run(_fake(mode, batch), None), ""
     except JobError:
         raise

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.describe.disguise import META, Disguise, change_leaves, is_meta, tensors_in
 
-_CPU = (torch.device("cpu"), "cpu")
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 
@@ -50,7 +49,7 @@ class _OnCpu(Disguise):
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise NotShadowed("Autocast passes meta tensors by.")
         if func is torch.Tensor.to and is_meta(args[0]):
-            args, kwargs = change_leaves(lambda leaf: META if leaf in _CPU else leaf, (args, kwargs or {}))
+            args, kwargs = change_leaves(_from_cpu, (args, kwargs or {}))
         elif func is torch.Tensor.cpu and is_meta(args[0]):
             return args[0]
         return super().__torch_function__(func, types, args, kwargs)
@@ -77,6 +76,10 @@ class _Shadows(TorchDispatchMode):
         if func is _CONVOLUTION_BACKWARD:  # gradients lie as what they are of does, whatever came in
             return tuple(None if gradient is None else gradient.contiguous() for gradient in found)
         return found
+
+
+def _from_cpu(leaf: Any) -> Any:
+    return META if isinstance(leaf, torch.device | str) and str(leaf) == "cpu" else leaf
 
 
 @cache

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from meshwright.build.precision import apply_precision, loss_under
 from meshwright.build.recompute import recompute_blocks
 from meshwright.describe.as_on_cuda import as_on_cuda
-from meshwright.describe.blueprint import Blueprint, record, set_attributes
+from meshwright.describe.blueprint import Blueprint, as_it_was, record, set_attributes
 from meshwright.describe.disguise import is_meta
 from meshwright.describe.observe import SMALL, call_model, make_batch
 from meshwright.describe.shadows import shadow_of, shadows
@@ -134,10 +134,10 @@ class _Recorder:
 
 def _trace(job: Job, facts: ModelFacts, blueprint: Blueprint, precision: str, samples: int) -> list[_Segment]:
     """One step on shadows or fake tensors; on real ones where the model looks at values and is small."""
-    with suppress(Exception), shadows(blueprint.model), as_on_cuda():
+    with suppress(Exception), as_it_was(blueprint.model), shadows(blueprint.model), as_on_cuda():
         return _step(job, facts, blueprint, precision, samples, shadow_of)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, as_on_cuda():
+        with as_it_was(blueprint.model), FakeTensorMode(allow_non_fake_inputs=True) as mode, as_on_cuda():
             return _step(job, facts, blueprint, precision, samples, lambda tensor: mode.from_tensor(tensor.cpu()))
     except Exception as error:
         if sum(p.count for p in facts.parameters) > SMALL:

@@ -45,7 +45,7 @@ def no_fake_tensors(*args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.thorough) if name == "T5" else name for name in JOBS]
+    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in ("T5", "Mamba 2") else name for name in JOBS]
 )
 def test_shadows_show_what_fake_tensors_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = JOBS[name]()

@@ -23,7 +23,7 @@ from serve_address import EXAMPLE, Address
 
 pytestmark = pytest.mark.slow
 
-WAYS = [("light", 1200), ("dark", 1200), ("light", 360)]
+WAYS = [("light", 1200), ("dark", 360)]
 
 
 @pytest.fixture(scope="module")

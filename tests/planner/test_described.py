@@ -14,10 +14,14 @@ from meshwright.facts.costs import ModelCosts
 from meshwright.tracing.costs import measure_costs
 
 HERE = ".".join(torch.__version__.split(".")[:2])
-WRITTEN = (module.written("gpt2") or {"made_with": "nothing"})["made_with"].split(",")[0]
+WRITTEN = (module.written("gpt2") or {}).get("made_with", f"torch {HERE}").split(",")[0]
 same_torch = pytest.mark.skipif(f"torch {HERE}" != WRITTEN, reason=f"presets were described with {WRITTEN}")
 
 SAMPLE = ("gpt2", "bert-base", "qwen2.5-0.5b")
+
+
+def test_every_preset_has_its_file_and_no_other() -> None:
+    assert {path.name for path in module.FOLDER.iterdir()} == {f"{name}.json.gz" for name in PRESETS}
 
 
 @same_torch

@@ -5,12 +5,14 @@ import pytest
 import tiny_jobs
 from meshwright.describe.decoder import Shape, decoder_job
 from meshwright.describe.jobfile import load_job
+from meshwright.described import described
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.job import Job
 from meshwright.facts.plan import Plan, Ranking
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.candidates import Allowed, candidates, plainness
-from meshwright.planning import Wishes, plan
+from meshwright.planner.search import search
+from meshwright.planning import Planner, Wishes, plan
 from meshwright.starting import resolve_auto
 
 FAST = Wishes(fast=True)
@@ -38,6 +40,19 @@ def test_every_candidate_is_a_plan_or_has_a_reason(ranking: Ranking) -> None:
     assert ranking.candidates > 500
     assert all(refusal.reason for refusal in ranking.refused)
     assert len({refusal.strategy for refusal in ranking.refused}) == len(ranking.refused)
+
+
+def test_in_a_search_over_all_only_what_fits_is_timed() -> None:
+    known, cluster = described("preset:gpt2-xl"), Cluster.parse("8xT4")
+    planner = Planner(known.job, known.facts, 64, costs=known.costs)
+    allowed = Allowed(precisions=("fp16",))
+    planner.search(cluster, Wishes(allowed=allowed))
+    setting, all_of_them = planner.setting(cluster), list(candidates(known.facts, cluster, 64, allowed))
+    quick, whole = (search(setting, all_of_them, time_all=time_all) for time_all in (False, True))
+    assert quick.plans == whole.plans and quick.refused == whole.refused and quick.plans and quick.unfit
+    assert not any(found.forecast.time for found in quick.unfit)
+    assert all(found.forecast.step > 0 and found.speed.mfu > 0 for found in whole.unfit)
+    assert [found.peak for found in quick.unfit] == [found.peak for found in whole.unfit]
 
 
 def test_a_small_model_is_replicated(ranking: Ranking) -> None:

@@ -88,6 +88,8 @@ def _refuse_model_axes(job: Job, facts: ModelFacts, strategy: Strategy) -> str |
         if reason := facts.tensor_plan.refuse(strategy.tp):
             return reason
     if strategy.op > 1:
+        if facts.unseen:
+            return f"op={strategy.op} needs to see the model run on fake tensors, which it does not: {facts.unseen}"
         plan_operators(record(job.model, seed=0).model, strategy.op, frozenset(facts.read_elsewhere))
     if is_pipelined(strategy):
         if strategy.schedule in SPLIT_BACKWARD and strategy.precision != "fp32" and data_strategy(strategy).lowers:

@@ -60,8 +60,10 @@ def _describe(job: Job) -> ModelFacts:
         optimizer_slots=_optimizer_slots(job, model),
         batch_norms=batch_norm_names(model),
         weight_per_sample=observed.weight_per_sample if observed else None,
-        tensor_plan=find_tensor_plan(job, blueprint, blocks, understudy) if observed else None,
-        read_elsewhere=read_elsewhere(job, blueprint, understudy) if observed else (),
+        tensor_plan=find_tensor_plan(job, blueprint, blocks, understudy, observed.read_elsewhere) if observed else None,
+        read_elsewhere=tuple(sorted(observed.read_elsewhere | read_elsewhere(job, blueprint, understudy)))
+        if observed
+        else (),
         drops=watcher.drops,
         unseen=unseen,
     )
@@ -71,14 +73,14 @@ def call_facts(flow: Flow) -> tuple[CallFacts, ...]:
     return tuple(CallFacts(name=c.name, flops=c.flops, reads=tuple(sorted(c.reads))) for c in flow.calls)
 
 
-def read_elsewhere(job: Job, blueprint: Blueprint, understudy: Understudy | None = None) -> tuple[str, ...]:
-    """Names of parameters that the model reads outside of the modules that hold them."""
+def read_elsewhere(job: Job, blueprint: Blueprint, understudy: Understudy | None = None) -> frozenset[str]:
+    """Names of parameters that operators read outside of the modules that hold them, by whatever way they got there."""
     owners = frozenset(name for name, module in blueprint.model.named_modules() if name and _holds(module))
     flow = understudy.flows.get(owners) if understudy else None
     if flow is None:
         flow, _ = trace(job, blueprint, Watcher(owners), understudy=understudy)
     if flow is None:
-        return ()
+        return frozenset()
     found = {source for sources in (flow.needs, *(call.needs for call in flow.calls)) for source in sources}
     names = {source for source in found if isinstance(source, str)}
     tied: dict[int, list[str]] = {}
@@ -87,7 +89,7 @@ def read_elsewhere(job: Job, blueprint: Blueprint, understudy: Understudy | None
     aliases = {group[0]: group for group in tied.values()}
     for call in flow.calls:
         names |= {n for n in call.reads if not any(alias.startswith(f"{call.name}.") for alias in aliases[n])}
-    return tuple(sorted(alias for name in names for alias in aliases[name]))
+    return frozenset(alias for name in names for alias in aliases[name])
 
 
 def _holds(module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from meshwright.describe.as_on_cuda import as_on_cpu
 from meshwright.describe.blueprint import Blueprint, as_it_was, set_attributes
 from meshwright.describe.disguise import is_meta
 from meshwright.describe.flow import Flow, Watcher
+from meshwright.describe.reads import Reads
 from meshwright.describe.repeats import Follower, Repeats
 from meshwright.describe.shadows import shadow_of, shadows
 from meshwright.describe.tape import Slot
@@ -45,6 +46,8 @@ class Observed:
     used: frozenset[str]
     called: frozenset[str]
     weight_per_sample: float | None
+    read_elsewhere: frozenset[str] = frozenset()
+    """Parameters that are read, or asked for their shape, while none of the modules that hold them runs."""
 
 
 def make_batch(job: Job, samples: int) -> Any:
@@ -232,8 +235,11 @@ def _step(
     model = blueprint.model
     tensors = under.stand_ins(blueprint) if under else _stand_ins(blueprint)
     wanted = {name: tensors[name] for name, p in model.named_parameters() if p.requires_grad}
-    with _given(model, tensors), under.repeats.running() if under else nullcontext():
-        with watch or nullcontext(), watch_calls(model) as called:
+    with ExitStack() as stack:
+        stack.enter_context(_given(model, tensors))
+        reads = Reads(model)
+        stack.enter_context(under.repeats.running(follower=reads) if under else nullcontext())
+        with watch or nullcontext(), watch_calls(model) as called, reads.noting():
             total, weight = _forward(job, model, batch)
         if not total.requires_grad:
             raise JobError("The loss does not depend on any trainable parameter; nothing could be trained.")
@@ -245,14 +251,18 @@ def _step(
         if gradient is not None or id(tensor) in trained
     )
     called |= under.repeats.called if under else set()
-    return Observed(used, frozenset(called), None if torch.is_tensor(weight) else float(weight) / SAMPLES)
+    per_sample = None if torch.is_tensor(weight) else float(weight) / SAMPLES
+    return Observed(used, frozenset(called), per_sample, frozenset(reads.elsewhere))
 
 
 def _stand_ins(blueprint: Blueprint) -> dict[str, torch.Tensor]:
     """Tensors for all parameters and buffers by name, and for plain attributes in their places."""
     model = blueprint.model
     set_attributes(model, blueprint.attributes, _attribute)
-    tensors = {name: _stand_in(p).requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
+    # Parameters, because a model may look for those among its attributes.
+    tensors: dict[str, torch.Tensor] = {
+        name: nn.Parameter(_stand_in(p), requires_grad=p.requires_grad) for name, p in model.named_parameters()
+    }
     return tensors | {name: _stand_in(b) for name, b in model.named_buffers()}
 
 

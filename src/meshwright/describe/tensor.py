@@ -47,9 +47,16 @@ _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
 
 
 def find_tensor_plan(
-    job: Job, blueprint: Blueprint, blocks: Sequence[str], understudy: Understudy | None = None
+    job: Job,
+    blueprint: Blueprint,
+    blocks: Sequence[str],
+    understudy: Understudy | None = None,
+    read_elsewhere: frozenset[str] = frozenset(),
 ) -> TensorPlan:
-    """Every layer with a weight matrix and what becomes of it. Raises JobError for a hint that does not fit."""
+    """Every layer with a weight matrix and what becomes of it. Raises JobError for a hint that does not fit.
+
+    `read_elsewhere` names parameters that are read, or asked for their shape, outside of the modules that hold them.
+    """
     model = blueprint.model
     layers = {name: module for name, module in model.named_modules() if _is_matrix(module)}
     owners = _owners(model)
@@ -60,7 +67,7 @@ def find_tensor_plan(
     if understudy is not None and flow is not None:
         understudy.flows[frozenset(owners)] = flow
     given = _from_model(model, layers) | _from_job(job, layers)
-    found = _Finder(model, layers, flow, frozenset(blocks), given, outputs)
+    found = _Finder(model, layers, flow, frozenset(blocks), given, outputs, read_elsewhere)
     return TensorPlan(rows=tuple(found.rows(unseen)), sequence=found.has_sequence())
 
 
@@ -211,6 +218,7 @@ class _Finder:
     blocks: frozenset[str]
     given: dict[str, tuple[str, str]]
     outputs: _Outputs
+    read_elsewhere: frozenset[str] = frozenset()
     role: dict[str, str] = field(default_factory=dict)
     reason: dict[str, str] = field(default_factory=dict)
     feeds: dict[str, str] = field(default_factory=dict)
@@ -271,7 +279,8 @@ class _Finder:
         if name not in self._called:
             return NEVER_CALLED
         for parameter in self._names[name]:
-            if any(parameter not in self._names.get(reader, ()) for reader in self._readers.get(parameter, ())):
+            outside = any(parameter not in self._names.get(reader, ()) for reader in self._readers.get(parameter, ()))
+            if outside or parameter in self.read_elsewhere:
                 return f"{parameter} is also read outside of it"
         return ""
 

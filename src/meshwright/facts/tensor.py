@@ -60,8 +60,8 @@ class TensorPlan:
         if not self.divided:
             return (
                 f"tp={ranks} was asked, but no layer can be divided: in each block, linear layers that feed another "
-                f"linear layer were looked for, and a vocabulary; name layers in Job(tensor_plan=...), or use "
-                f"op={ranks}, which divides single operators."
+                f"linear layer were looked for, and a vocabulary{self._first_reason()}; name layers in "
+                f"Job(tensor_plan=...), or use op={ranks}, which divides single operators."
             )
         needed = [row for row in self.divided if not self._may_be_whole(row)]
         if bad := [row for row in needed if row.parts % ranks]:
@@ -72,6 +72,9 @@ class TensorPlan:
             found = _size(self.divided[0])
             return f"tp={ranks} was asked, but {found}, and nothing else could be divided; use op={ranks}."
         return None
+
+    def _first_reason(self) -> str:
+        return next((f" ({row.module}: {row.reason})" for row in self.rows if row.reason), "")
 
     def for_ranks(self, ranks: int) -> TensorPlan:
         """The plan for so many ranks: what they cannot divide, and need not, is whole."""

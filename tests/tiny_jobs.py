@@ -93,7 +93,7 @@ class Plain(nn.Module):
         super().__init__()
         self.first = nn.Linear(7, 33)
         self.second = nn.Linear(33, 5)
-        self.scale = nn.Parameter(torch.tensor(1.0))  # no dims: FSDP2 cannot shard it
+        self.scale = nn.Parameter(torch.tensor(1.0))  # no dims, so it cannot be cut
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(torch.tanh(self.first(x))) * self.scale

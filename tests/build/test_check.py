@@ -200,16 +200,15 @@ def test_data_parallel_runs_on_gpus(text: str) -> None:
     assert check(JOB, FACTS, Strategy.parse(text), place("cuda", ranks=2)).data_size == 2
 
 
-@pytest.mark.parametrize("data", ["fsdp", "fsdp:grad-op", "hsdp=1x2"])
-def test_a_parameter_without_dims_cannot_be_sharded(data: str) -> None:
-    message = refusal(data, place(ranks=2), replace(FACTS, parameters=(WEIGHT, SCALE)))
-    assert "scale" in message
-    assert "layer.weight" not in message
-    assert "shape (1,)" in message
+@pytest.mark.parametrize("text", ["fsdp,compile", "fsdp,pp=2:1f1b"])
+def test_ranks_agree_on_used_parameters_under_fsdp(text: str) -> None:
+    facts = replace(FACTS, by_value=True)
+    assert "looks at values" in refusal(text, place(ranks=4), facts)
+    assert check(JOB, facts, Strategy.parse("fsdp"), place(ranks=4))
 
 
-@pytest.mark.parametrize("data", ["ddp", "zero1", "zero2"])
-def test_a_parameter_without_dims_elsewhere(data: str) -> None:
+@pytest.mark.parametrize("data", ["ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op", "hsdp=1x2"])
+def test_a_parameter_without_dims(data: str) -> None:
     assert check(JOB, replace(FACTS, parameters=(WEIGHT, SCALE)), Strategy.parse(data), place(ranks=2))
 
 

@@ -50,7 +50,7 @@ def test_what_strategies_get_wrong(four_ranks: RankPool, job: str) -> None:
 
 
 def test_parameter_without_dims(four_ranks: RankPool) -> None:
-    check(four_ranks, "plain", ["ddp", "zero1", "zero2", "zero1,bf16", "zero2,offload=optimizer"])
+    check(four_ranks, "plain", ["ddp", "zero1", "zero2", "fsdp", "zero1,bf16", "fsdp,bf16", "zero2,offload=optimizer"])
 
 
 def test_policies_together(two_ranks: RankPool) -> None:

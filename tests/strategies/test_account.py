@@ -84,7 +84,13 @@ def test_the_fullest_rank_counts() -> None:
 
 def test_a_parameter_without_dims_is_on_every_rank() -> None:
     scalar = replace(FACTS, parameters=(ParameterFacts(names=("scale",), shape=(), itemsize=4),))
-    assert account("zero2", 8, scalar) == (4, 4, 8)
+    assert account("zero2", 8, scalar) == account("fsdp", 8, scalar) == (4, 4, 8)
+
+
+def test_what_fsdp_leaves_whole_is_on_every_rank() -> None:
+    outside = replace(FACTS, read_outside=("up",))
+    assert account("fsdp", 8, outside) == tuple(n * (64 * 32 + (P - 64 * 32) // 8) for n in (4, 4, 8))
+    assert account("zero2", 8, outside) == account("zero2", 8)
 
 
 def test_frozen_and_unused_parameters_have_no_gradient() -> None:

@@ -89,6 +89,9 @@ class Assembly(Engine):
 
         return all_of_them()
 
+    def backward(self, loss: torch.Tensor) -> None:
+        self.engines[0].backward(loss)
+
     def finish(self) -> None:
         for engine in self.engines:
             engine.finish()

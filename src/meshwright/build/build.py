@@ -66,7 +66,8 @@ def lay_out(
         plain = world.device.type == "cpu" or world.fake
         model = synchronise_batch_norms(model, group, in_plain_operators=plain)
     blocks = setting.blocks(model)
-    apply_precision(model, blocks, setting.compute_dtype, pure=strategy.pure, casts_itself=technique.lowers)
+    left = technique.kept_whole(facts) if technique.lowers else None
+    apply_precision(model, blocks, setting.compute_dtype, pure=strategy.pure, left_to_cast=left)
     if strategy.recompute != "none":
         recompute_blocks(blocks or [model], strategy.recompute)
     if strategy.compile:
@@ -84,7 +85,7 @@ def lay_on_devices(
     model = blueprint.model
     blocks = [model.get_submodule(name) for name in facts.blocks]
     places = place_parameters(model, facts, stages, devices)
-    apply_precision(model, blocks, DTYPES[strategy.precision], pure=strategy.pure, casts_itself=False)
+    apply_precision(model, blocks, DTYPES[strategy.precision], pure=strategy.pure)
     if strategy.recompute != "none":
         recompute_blocks(blocks or [model], strategy.recompute)
     compute_in_place(model, facts, stages, devices)

@@ -58,7 +58,7 @@ def lay_deepspeed_pipeline(
         model = synchronise_batch_norms(model, group, in_plain_operators=world.device.type == "cpu")
     own = dict(model.named_modules())
     blocks = [own[name] for name in facts.blocks if name in own]
-    apply_precision(model, blocks, setting.compute_dtype, pure=False, casts_itself=False)
+    apply_precision(model, blocks, setting.compute_dtype, pure=False)
     if strategy.recompute != "none":
         recompute_blocks(blocks or list(model.children()), strategy.recompute)
     setting.fill()

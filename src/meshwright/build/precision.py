@@ -10,7 +10,7 @@ is fp32 under DDP and bf16 under FSDP2.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -25,17 +25,25 @@ from meshwright.strategies.forward import Around, wrap_forward
 
 
 def apply_precision(
-    model: nn.Module, blocks: list[nn.Module], dtype: torch.dtype, *, pure: bool, casts_itself: bool
+    model: nn.Module,
+    blocks: list[nn.Module],
+    dtype: torch.dtype,
+    *,
+    pure: bool,
+    left_to_cast: Collection[str] | None = None,
 ) -> None:
-    """Compute in `dtype`. Parameters are cast for good if `pure`, and left to the data axis if it `casts_itself`."""
+    """Compute in `dtype`. Parameters are cast for good if `pure`.
+
+    Where the data axis casts parameters itself, `left_to_cast` names those that it leaves to us; None is all.
+    """
     if dtype == torch.float32:
         return
     if pure:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
-    elif not casts_itself:
-        cast_parameters(model, dtype)
+    else:
+        cast_parameters(model, dtype, left_to_cast)
     batch_norm_in_fp32(model, dtype)
     cast_borders(model, blocks, dtype)
 
@@ -47,14 +55,15 @@ def cast_borders(model: nn.Module, blocks: list[nn.Module], dtype: torch.dtype) 
     wrap_forward(model, _entering(dtype))
 
 
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+def cast_parameters(model: nn.Module, dtype: torch.dtype, only: Collection[str] | None = None) -> None:
     """Whoever reads a parameter of the model gets a copy in `dtype`; gradients flow on to the original.
 
     Each module gets a subclass of its own class on which its parameters are properties. So the copy is made where the
     parameter is used: inside of what activation checkpointing repeats and of what torch.compile sees.
     """
+    chosen = {id(p) for n, p in model.named_parameters() if p.is_floating_point() and (only is None or n in only)}
     for module in model.modules():
-        names = tuple(n for n, p in module.named_parameters(recurse=False) if p.is_floating_point())
+        names = tuple(n for n, p in module.named_parameters(recurse=False) if id(p) in chosen)
         if names and not isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.__class__ = _reading_in(type(module), names, dtype)  # type: ignore[arg-type]  # hashable
 

@@ -49,7 +49,7 @@ def check_precision(job: Job, facts: ModelFacts, strategy: Strategy) -> None:
         return
     blueprint = record(job.model, seed=0)
     blocks = [blueprint.model.get_submodule(name) for name in facts.blocks]
-    apply_precision(blueprint.model, blocks, dtype, pure=strategy.pure, casts_itself=False)
+    apply_precision(blueprint.model, blocks, dtype, pure=strategy.pure)
     try:
         observe(replace(job, loss=loss_under(strategy.precision, job)), blueprint, OneDtype())
     except JobError as error:

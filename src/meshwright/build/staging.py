@@ -97,7 +97,7 @@ def tracer(job: Job, facts: ModelFacts, strategy: Strategy, seed: int) -> tuple[
         pristine = record(job.model, seed)
     blocks = [pristine.model.get_submodule(name) for name in facts.blocks]
     dtype = DTYPES[strategy.precision]
-    apply_precision(pristine.model, blocks, dtype, pure=strategy.pure, casts_itself=False)
+    apply_precision(pristine.model, blocks, dtype, pure=strategy.pure)
     traced = replace(job, loss=loss_under(strategy.precision, job))
     names = [call.name for call in facts.calls]
 

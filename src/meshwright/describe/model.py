@@ -13,6 +13,7 @@ from meshwright.describe.blocks import find_blocks
 from meshwright.describe.blueprint import Blueprint, record
 from meshwright.describe.flow import DropoutWatcher, Flow, Watcher
 from meshwright.describe.observe import Observed, Understudy, observe, trace
+from meshwright.describe.outside import OutsideReads
 from meshwright.describe.repeats import find_repeats
 from meshwright.describe.tensor import find_tensor_plan
 from meshwright.describe.units import find_units
@@ -48,7 +49,8 @@ def _describe(job: Job) -> ModelFacts:
     _check_optimizer(job, model)
     blocks = find_blocks(model, hint=job.blocks)
     understudy = Understudy(find_repeats(model, blocks))
-    observed, unseen = observe(job, blueprint, understudy=understudy)
+    outside = OutsideReads(model, blocks)
+    observed, unseen = observe(job, blueprint, outside, understudy=understudy)
     if observed and job.blocks is None:
         blocks = tuple(name for name in blocks if name in observed.called)
     watcher = DropoutWatcher(find_units(model, blocks, observed.called) if observed else ())
@@ -64,6 +66,8 @@ def _describe(job: Job) -> ModelFacts:
         read_elsewhere=tuple(sorted(observed.read_elsewhere | read_elsewhere(job, blueprint, understudy)))
         if observed
         else (),
+        read_outside=tuple(sorted(name for name, block in outside.found.items() if block in blocks)),
+        by_value=observed is None or observed.by_value,
         drops=watcher.drops,
         unseen=unseen,
     )
@@ -112,7 +116,7 @@ def parameter_facts(model: nn.Module, observed: Observed | None) -> tuple[Parame
             shape=tuple(parameter.shape),
             itemsize=parameter.dtype.itemsize,
             trainable=parameter.requires_grad,
-            used=observed is None or not parameter.requires_grad or name in observed.used,
+            used=observed is None or observed.by_value or not parameter.requires_grad or name in observed.used,
         )
         for name, parameter in model.named_parameters()
     )

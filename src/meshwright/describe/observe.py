@@ -48,6 +48,8 @@ class Observed:
     weight_per_sample: float | None
     read_elsewhere: frozenset[str] = frozenset()
     """Parameters that are read, or asked for their shape, while none of the modules that hold them runs."""
+    by_value: bool = False
+    """Whether the step would not run on fake tensors, which have no values to look at."""
 
 
 def make_batch(job: Job, samples: int) -> Any:
@@ -251,8 +253,13 @@ def _step(
         if gradient is not None or id(tensor) in trained
     )
     called |= under.repeats.called if under else set()
-    per_sample = None if torch.is_tensor(weight) else float(weight) / SAMPLES
-    return Observed(used, frozenset(called), per_sample, frozenset(reads.elsewhere))
+    return Observed(
+        used,
+        frozenset(called),
+        None if torch.is_tensor(weight) else float(weight) / SAMPLES,
+        read_elsewhere=frozenset(reads.elsewhere),
+        by_value=not (isinstance(total, FakeTensor) or is_meta(total)),
+    )
 
 
 def _stand_ins(blueprint: Blueprint) -> dict[str, torch.Tensor]:

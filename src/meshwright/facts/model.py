@@ -60,6 +60,10 @@ class ModelFacts:
     """How tensor parallelism would divide it; None where no step could be seen."""
     read_elsewhere: tuple[str, ...] = ()
     """Parameters that are read outside of the module that holds them, as a tied weight in a function call is."""
+    read_outside: tuple[str, ...] = ()
+    """Parameters of blocks that are read while their block is not running."""
+    by_value: bool = False
+    """Whether the model looks at values, so that samples may decide which blocks run and which parameters are used."""
     drops: bool = False
     """Whether a training step draws random numbers, as dropout does."""
     unseen: str = ""
@@ -85,5 +89,7 @@ class ModelFacts:
         calls = tuple(CallFacts(**{**call, "reads": tuple(call["reads"])}) for call in document.get("calls", ()))
         plan = document.get("tensor_plan")
         tensor_plan = TensorPlan.from_json(plan) if plan else None
-        lists = {key: tuple(document[key]) for key in ("blocks", "batch_norms", "read_elsewhere")}
+        lists = {
+            key: tuple(document.get(key, ())) for key in ("blocks", "batch_norms", "read_elsewhere", "read_outside")
+        }
         return cls(**{**document, "parameters": parameters, "calls": calls, "tensor_plan": tensor_plan, **lists})

@@ -58,6 +58,10 @@ class DataStrategy(ABC):
         """The mesh axes that it needs, by name and size; empty for one process."""
         return {"data": strategy.data_ranks}
 
+    def kept_whole(self, facts: ModelFacts) -> frozenset[str]:
+        """Parameters that it leaves whole on every rank though it shards the others; tied ones by each name."""
+        return frozenset()
+
     def weights_on_host(self, strategy: Strategy) -> bool:
         """Whether initial weights are made in host memory, from where `apply` takes them."""
         return strategy.offload == "params"
@@ -74,27 +78,30 @@ class DataStrategy(ABC):
         """Bytes of states on the fullest rank at the end of a backward pass."""
         layout, low = self.layout(strategy), DTYPES[strategy.precision].itemsize
         master = low if strategy.pure else None
+        whole = self.kept_whole(facts)
         has_masters = layout.lowered_copy and strategy.precision != "fp32" and not strategy.pure
         used = [p for p in facts.trainable if p.used]
-        optimizer = shard_bytes(used, layout.optimizer, master) * facts.optimizer_slots
+        optimizer = shard_bytes(used, layout.optimizer, master, whole) * facts.optimizer_slots
         if has_masters:
-            optimizer += shard_bytes(facts.parameters, layout.optimizer, None)
+            optimizer += shard_bytes(facts.parameters, layout.optimizer, None, whole)
         return Forecast(
             memory={
-                "parameters": shard_bytes(facts.parameters, layout.parameters, low if has_masters else master),
-                "gradients": shard_bytes(used, layout.gradients, master),
+                "parameters": shard_bytes(facts.parameters, layout.parameters, low if has_masters else master, whole),
+                "gradients": shard_bytes(used, layout.gradients, master, whole),
                 "optimizer": round(optimizer),
             },
             time={},
         )
 
 
-def shard_bytes(parameters: Iterable[ParameterFacts], ranks: int, itemsize: int | None) -> int:
-    """Bytes on rank 0 when each parameter is cut along its first dim, as FSDP2 and our ZeRO do.
+def shard_bytes(
+    parameters: Iterable[ParameterFacts], ranks: int, itemsize: int | None, whole: frozenset[str] = frozenset()
+) -> int:
+    """Bytes on rank 0 when each parameter is cut along its first dim, as FSDP2 and our ZeRO do, but for the `whole`.
 
     `itemsize` is that of a dtype they are cast to; None keeps each in its own.
     """
-    return sum(shard_elements(p.shape, ranks) * (itemsize or p.itemsize) for p in parameters)
+    return sum(shard_elements(p.shape, 1 if p.name in whole else ranks) * (itemsize or p.itemsize) for p in parameters)
 
 
 def shard_elements(shape: tuple[int, ...], ranks: int) -> int:

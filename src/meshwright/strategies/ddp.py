@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,9 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.errors import JobError
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.base import DataStrategy, Layout
 from meshwright.strategies.engine import Engine, Setting
+from meshwright.strategies.summing import refuse_gradients, sum_gradients
 
 # Buffers are alike on all ranks (BatchNorm is synchronised), so sending them before every forward is waste.
 # The option changed its name in torch 2.13.
@@ -24,10 +25,20 @@ _NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "bro
 
 
 class DdpEngine(Engine):
-    def __init__(self, model: nn.Module, module: DistributedDataParallel, ranks: int) -> None:
+    def __init__(self, model: nn.Module, module: DistributedDataParallel, ranks: int, *, uses_all: bool) -> None:
+        """`uses_all` says that every step uses every parameter, so DDP waits for all gradients."""
         super().__init__(model, module)
-        self._ddp = module
+        self._ddp, self._uses_all = module, uses_all
         self.gradient_scale = float(ranks)
+
+    def finish(self) -> None:
+        if not self._uses_all:
+            return
+        if missing := [name for name, parameter in self.parameters().named() if parameter.grad is None]:
+            raise JobError(
+                f"{missing[0]} got no gradient in this step, but the step that was run before training used every "
+                "parameter, so ddp waits for it; use zero1 or zero2, which do not."
+            )
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self._ddp.no_sync()
@@ -44,34 +55,10 @@ class SummedAfterwardsEngine(Engine):
         super().__init__(model)
         self._group, self._unused = mesh.get_group(), unused
 
-    @torch.no_grad()
     def finish(self) -> None:
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for name, parameter in self.parameters().named():
-            if name in self._unused and parameter.grad is None:  # an optimizer would decay what has a gradient of zeros
-                continue
-            if parameter.grad is None:  # it must take part: another rank may have a gradient for it
-                parameter.grad = torch.zeros_like(parameter)
-            by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
-        for gradients in by_dtype.values():
-            for bucket in _buckets(gradients):
-                flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-                dist.all_reduce(flat, group=self._group)
-                parts = flat.split([gradient.numel() for gradient in bucket])
-                for gradient, part in zip(bucket, parts, strict=True):
-                    gradient.copy_(part.view_as(gradient))
-
-
-def _buckets(gradients: list[torch.Tensor], elements: int = 1 << 24) -> Iterator[list[torch.Tensor]]:
-    """Consecutive gradients of about so many elements, so that the copy of one bucket is all that is held twice."""
-    bucket: list[torch.Tensor] = []
-    for gradient in gradients:
-        bucket.append(gradient)
-        if sum(g.numel() for g in bucket) >= elements:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
+        named = list(self.parameters().named())
+        refuse_gradients(name for name, p in named if name in self._unused and p.grad is not None)
+        sum_gradients([p for name, p in named if name not in self._unused], self._group)
 
 
 class Ddp(DataStrategy):
@@ -87,20 +74,21 @@ class Ddp(DataStrategy):
         assert setting.mesh is not None
         if setting.pipelined:
             return SummedAfterwardsEngine(model, setting.mesh, setting.unused)
+        uses_all = not (setting.unused or setting.facts.unseen or setting.facts.by_value)
         module = DistributedDataParallel(
             model,
             device_ids=[setting.device] if setting.device.type == "cuda" else None,
             process_group=setting.mesh.get_group(),
             init_sync=False,  # every rank played the same tape
             gradient_as_bucket_view=True,
-            find_unused_parameters=bool(setting.unused or setting.facts.unseen),
+            find_unused_parameters=not uses_all,
             **_NO_BUFFER_SYNC,
         )
         if setting.fake:
             ranks = setting.strategy.data_ranks
             module.register_comm_hook(None, lambda state, bucket: _sum_in_a_fake_world(bucket, ranks))
         _settle_buckets(module)
-        return DdpEngine(model, module, setting.strategy.data_ranks)
+        return DdpEngine(model, module, setting.strategy.data_ranks, uses_all=uses_all)
 
 
 class _EveryParameter(nn.Module):

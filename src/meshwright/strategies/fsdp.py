@@ -15,13 +15,18 @@ class Fsdp(DataStrategy):
     lowers = True
 
     def refuse(self, strategy: Strategy, facts: ModelFacts, place: Place) -> str | None:
-        scalars = [p.name for p in facts.parameters if not p.shape]
-        if scalars:
+        if facts.by_value and (strategy.compile or strategy.pp > 1 or strategy.layers > 1):
             return (
-                f"FSDP2 cannot shard a parameter without dims: {', '.join(scalars)}; "
-                "give it the shape (1,), or use ddp, zero1 or zero2."
+                "The model looks at values, so samples may decide which parameters a rank uses; ranks agree on that "
+                f"between forward and backward, which {strategy} leaves no room for. Use zero2, or drop pp, layers and "
+                "compile."
             )
         return None
+
+    def kept_whole(self, facts: ModelFacts) -> frozenset[str]:
+        """Those without dims, which cannot be cut, and those that are read where their block is not gathered."""
+        outside = frozenset(facts.read_outside)
+        return frozenset(n for p in facts.parameters if not p.shape or p.name in outside for n in p.names)
 
     def axes(self, strategy: Strategy) -> dict[str, int]:
         if strategy.variant == "no-shard":
@@ -35,4 +40,4 @@ class Fsdp(DataStrategy):
     def apply(self, model: nn.Module, setting: Setting) -> Engine:
         from meshwright.strategies.fully_shard import shard  # only where it runs: FSDP2 takes a second to import
 
-        return shard(model, setting, reshard=setting.strategy.variant == "")
+        return shard(model, setting, reshard=setting.strategy.variant == "", whole=self.kept_whole(setting.facts))

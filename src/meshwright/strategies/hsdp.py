@@ -22,4 +22,4 @@ class Hsdp(Fsdp):
     def apply(self, model: nn.Module, setting: Setting) -> Engine:
         from meshwright.strategies.fully_shard import shard  # only where it runs: FSDP2 takes a second to import
 
-        return shard(model, setting, reshard=True)
+        return shard(model, setting, reshard=True, whole=self.kept_whole(setting.facts))

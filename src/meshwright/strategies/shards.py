@@ -4,6 +4,10 @@ Every parameter is cut along dim 0 as FSDP2 cuts it, so optimizer state lies in 
 parameter's own name. (`ZeroRedundancyOptimizer` hands out whole parameters, which leaves the rank that got the
 embedding with more than its share, and wants a class where a job has a factory.) A bucket is a block: its gradients
 are reduce-scattered as soon as all are there, while backward goes on, and its parameters are gathered after the update.
+
+All ranks reduce buckets in one fixed order, the last block's first, because samples may decide which parameters a rank
+uses. A bucket that is not complete holds up those after it until the end of backward. Each row of a bucket also carries
+a flag per parameter, so a rank without a gradient learns whether another one has it.
 """
 
 from __future__ import annotations
@@ -22,9 +26,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from meshwright.errors import JobError
+from meshwright.facts.model import ModelFacts
 from meshwright.facts.named import NamedParameters
 from meshwright.strategies.collectives import all_gather, reduce_scatter
 from meshwright.strategies.engine import Engine, Held, Setting, whole
+from meshwright.strategies.summing import had_by_any, refuse_gradients, sum_over_ranks
 
 
 @dataclass
@@ -79,19 +86,32 @@ class Bucket:
         self.pieces = pieces
         self.ranks, self.rank, self.group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
         self.width = sum(piece.width for piece in pieces)
-        self.waiting = len(pieces)
+        self.arrived: set[str] = set()
+        """Pieces whose gradient of the last micro-batch is there."""
+        self._missing: list[bool] = []
+        """Of each piece: whether this rank has no gradient for it in this step."""
         self._work: dist.Work | None = None
         self._reduced = self._sent = self._gathered = torch.empty(0)
 
+    @property
+    def is_complete(self) -> bool:
+        return len(self.arrived) == len(self.pieces)
+
     def reduce(self) -> None:
-        """Start to sum gradients over ranks; each rank gets its row."""
+        """Start to sum gradients over ranks; each rank gets its row, and how many ranks had a gradient."""
         like = self.pieces[0].shard
-        matrix = torch.zeros(self.ranks, self.width, dtype=like.dtype, device=like.device)
+        width = self.width + len(self.pieces)
+        matrix = torch.zeros(self.ranks, width, dtype=like.dtype, device=like.device)
         for piece, columns in self._columns():
             gradient = piece.whole_gradient()
             if gradient is not None:
                 self._pack(piece, gradient, matrix[:, columns])
-        self._sent, self._reduced = matrix, matrix.new_empty(self.width)
+        self._missing = [piece.whole_gradient() is None for piece in self.pieces]
+        matrix[:, self.width :] = 1.0
+        for place, missing in enumerate(self._missing, start=self.width):
+            if missing:
+                matrix[:, place] = 0.0
+        self._sent, self._reduced = matrix, matrix.new_empty(width)
         self._work = reduce_scatter(self._reduced, matrix.view(-1), group=self.group, async_op=True)
 
     def settle(self) -> None:
@@ -101,15 +121,20 @@ class Bucket:
         self._work, self._sent = None, torch.empty(0)
 
     def finish(self, keep_whole: bool) -> None:
-        """Wait for the sum and give each shard its gradient."""
+        """Wait for the sum and give each shard its gradient; none where no rank has one, as in one process."""
         self.settle()
-        for piece, columns in self._columns():
+        had = had_by_any(self._missing, self._reduced[self.width :])
+        for (piece, columns), used in zip(self._columns(), had, strict=True):
+            if not used:
+                piece.shard.grad = None
+                continue
             local = piece.chunk(piece.parameter, self.rank)
             reduced = self._reduced[columns][: local.numel()].view(local.shape)
             if keep_whole and (kept := piece.whole_gradient()) is not None:
                 reduced = piece.chunk(kept, self.rank).copy_(reduced)
             piece.shard.grad = piece.as_shard(reduced)
-        self.waiting, self._reduced = len(self.pieces), torch.empty(0)
+        self._reduced = torch.empty(0)
+        self.arrived.clear()
 
     def start_gather(self) -> None:
         """Start to send this rank's updated rows to all."""
@@ -159,13 +184,17 @@ class ShardedUpdateEngine(Engine):
         assert setting.mesh is not None
         self._mesh, self._keep_whole, self._last = setting.mesh, keep_whole, True
         self._under_way: Bucket | None = None
+        self._next = 0
+        """How many buckets were reduced in this step, in their fixed order."""
         self._masters = _masters(model, setting)
         # Frozen parameters have no update, but their masters are kept where computing has its own copy.
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad or n in self._masters]
         self._pieces = {name: self._piece(name, parameter) for name, parameter in named}
-        used = {n: p for n, p in self._pieces.items() if p.parameter.requires_grad and n not in setting.unused}
+        trained = {n: p for n, p in self._pieces.items() if p.parameter.requires_grad}
+        used = {n: p for n, p in trained.items() if n not in setting.unused}
+        self._unused = [piece for name, piece in trained.items() if name not in used]
         self._scalars = [piece for piece in used.values() if not piece.parameter.shape]
-        self._buckets = [Bucket(group, self._mesh) for group in _by_block(used, setting.facts.blocks)]
+        self._buckets = [Bucket(group, self._mesh) for group in _by_block(used, setting.facts)]
         for bucket in self._buckets:
             for piece in bucket.pieces:
                 piece.parameter.register_post_accumulate_grad_hook(self._hook(bucket, piece))
@@ -181,18 +210,15 @@ class ShardedUpdateEngine(Engine):
 
     @torch.no_grad()
     def finish(self) -> None:
+        refuse_gradients(piece.name for piece in self._unused if piece.whole_gradient() is not None)
+        for bucket in self._buckets[self._next :]:  # held up by a parameter without a gradient, or by a pipeline
+            for piece in bucket.pieces:
+                piece.take_gradient()
+            self._reduce(bucket)
         for bucket in self._buckets:
-            if bucket.waiting:  # a parameter had no gradient in this batch, or none was reduced in backward
-                for piece in bucket.pieces:
-                    piece.take_gradient()
-                self._reduce(bucket)
             bucket.finish(self._keep_whole)
-        for piece in self._scalars:
-            piece.take_gradient()
-            gradient = piece.whole_gradient()
-            gradient = torch.zeros_like(piece.shard.to_local()) if gradient is None else gradient
-            dist.all_reduce(gradient, group=self._mesh.get_group())
-            piece.shard.grad = piece.as_shard(gradient)
+        self._next = 0
+        self._sum_scalars()
 
     def parameters(self) -> NamedParameters:
         return NamedParameters((n, piece.shard) for n, piece in self._pieces.items() if piece.parameter.requires_grad)
@@ -256,11 +282,30 @@ class ShardedUpdateEngine(Engine):
                 return
             own_piece.take_gradient()
             if own._last:
-                whole_bucket.waiting -= 1
-                if whole_bucket.waiting == 0:
-                    own._reduce(whole_bucket)
+                own._arrived(whole_bucket, own_piece)
 
         return gradient_is_there
+
+    def _arrived(self, bucket: Bucket, piece: Piece) -> None:
+        if piece.name in bucket.arrived and bucket in self._buckets[: self._next]:
+            raise JobError(
+                f"The gradient of {piece.name} came twice in one backward pass, the second time after it was summed "
+                "over ranks. Reentrant activation checkpointing does that; pass use_reentrant=False to it."
+            )
+        bucket.arrived.add(piece.name)
+        while self._next < len(self._buckets) and self._buckets[self._next].is_complete:
+            self._reduce(self._buckets[self._next])
+
+    def _sum_scalars(self) -> None:
+        by_dtype: dict[torch.dtype, list[Piece]] = {}
+        for piece in self._scalars:
+            piece.take_gradient()
+            by_dtype.setdefault(piece.shard.dtype, []).append(piece)
+        for pieces in by_dtype.values():
+            likes = [piece.shard.to_local() for piece in pieces]
+            summed = sum_over_ranks([piece.whole_gradient() for piece in pieces], likes, self._mesh.get_group())
+            for piece, gradient in zip(pieces, summed, strict=True):
+                piece.shard.grad = None if gradient is None else piece.as_shard(gradient)
 
     @torch.no_grad()
     def _reduce(self, bucket: Bucket) -> None:
@@ -268,7 +313,7 @@ class ShardedUpdateEngine(Engine):
         if self._under_way is not None:
             self._under_way.settle()
         bucket.reduce()
-        bucket.waiting, self._under_way = 0, bucket
+        self._under_way, self._next = bucket, self._next + 1
         if not self._keep_whole:
             for piece in bucket.pieces:
                 piece.forget_whole()
@@ -286,11 +331,16 @@ def _masters(model: nn.Module, setting: Setting) -> dict[str, torch.Tensor]:
     return masters
 
 
-def _by_block(pieces: dict[str, Piece], blocks: tuple[str, ...]) -> list[list[Piece]]:
-    """Pieces grouped by the block that holds them and by dtype; what no block holds comes first, as in forward."""
+def _by_block(pieces: dict[str, Piece], facts: ModelFacts) -> list[list[Piece]]:
+    """Pieces grouped by the block that holds them and by dtype, in the order in which backward completes them.
+
+    What no block holds comes last: an embedding is there, too.
+    """
     groups: dict[tuple[str, torch.dtype, torch.dtype], list[Piece]] = {}
     for name, piece in pieces.items():
         if piece.parameter.shape:
-            block = next((b for b in blocks if name.startswith(f"{b}.")), "")
+            block = next((b for b in facts.blocks if name.startswith(f"{b}.")), "")
             groups.setdefault((block, piece.parameter.dtype, piece.shard.dtype), []).append(piece)
-    return list(groups.values())
+    called = {name: place for place, name in enumerate((*facts.blocks, *(call.name for call in facts.calls)))}
+    order = sorted(groups, key=lambda key: called.get(key[0], -1), reverse=True)
+    return [groups[key] for key in order]

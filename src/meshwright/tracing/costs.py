@@ -42,7 +42,7 @@ def measure_costs(job: Job, facts: ModelFacts, precision: str, recompute: str = 
         raise JobError(f"The model's step could not be seen on fake tensors: {facts.unseen}.")
     blueprint = record(job.model, seed=0)
     blocks = [blueprint.model.get_submodule(name) for name in facts.blocks]
-    apply_precision(blueprint.model, blocks, DTYPES[precision], pure=False, casts_itself=True)
+    apply_precision(blueprint.model, blocks, DTYPES[precision], pure=False, left_to_cast=())
     if recompute != "none":
         recompute_blocks(blocks or [blueprint.model], recompute)
     small, large = (_trace(job, facts, blueprint, precision, samples) for samples in SIZES)

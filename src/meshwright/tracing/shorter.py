@@ -136,6 +136,7 @@ def _rename_facts(facts: ModelFacts, rename: Callable[[str], str | None]) -> Mod
         ),
         batch_norms=renamed(facts.batch_norms),
         read_elsewhere=renamed(facts.read_elsewhere),
+        read_outside=renamed(facts.read_outside),
         tensor_plan=_rename_plan(facts.tensor_plan, rename),
     )
 

@@ -64,6 +64,11 @@ def _reasons(strategy: Strategy, facts: ModelFacts, place: Place, stage: int) ->
     yield from _wrong_policies(strategy, stage)
     if strategy.offload == "nvme" and (reason := package.refuse_nvme(strategy.nvme, place.device)):
         yield reason
+    if facts.by_value:
+        yield (
+            "The model looks at values, so samples may decide which parameters a rank uses, on which DeepSpeed's ranks "
+            "do not agree; drop engine=deepspeed."
+        )
     scalars = [parameter.name for parameter in facts.parameters if not parameter.shape]
     if scalars:
         yield (

@@ -1,0 +1,79 @@
+"""Sums of whole gradients over ranks that may not all have the same ones.
+
+Samples may decide which parameters are used. A gradient that one rank has is summed on all; one that no rank has stays
+None everywhere, because an optimizer decays and moves a parameter whose gradient is zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+
+from meshwright.errors import JobError
+
+BUCKET = 1 << 24
+"""Elements that travel together: the copy of one bucket is all that is held twice."""
+
+Gradient = torch.Tensor | None
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup, *, share: float = 1.0) -> None:
+    """Give every rank `share` times the sum of all ranks' gradients of these parameters."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for alike in by_dtype.values():
+        for bucket in _buckets(alike):
+            summed = sum_over_ranks([p.grad for p in bucket], bucket, group, share=share)
+            for parameter, gradient in zip(bucket, summed, strict=True):
+                parameter.grad = gradient
+
+
+@torch.no_grad()
+def sum_over_ranks(
+    gradients: Sequence[Gradient], likes: Sequence[torch.Tensor], group: dist.ProcessGroup, *, share: float = 1.0
+) -> list[Gradient]:
+    """The sums in one message, which also says how many ranks have each gradient; `likes` have their shapes."""
+    if not gradients:
+        return []
+    given = [torch.zeros_like(like) if g is None else g for g, like in zip(gradients, likes, strict=True)]
+    missing = [gradient is None for gradient in gradients]
+    flags = given[0].new_tensor([0.0 if gone else 1.0 for gone in missing])
+    flat = torch.cat([*(gradient.reshape(-1) for gradient in given), flags])
+    dist.all_reduce(flat, group=group)
+    *parts, counts = flat.split([*(gradient.numel() for gradient in given), len(given)])
+    if share != 1.0:
+        flat[: -len(given)].mul_(share)
+    had = had_by_any(missing, counts)
+    return [g.copy_(part.view_as(g)) if yes else None for g, part, yes in zip(given, parts, had, strict=True)]
+
+
+def had_by_any(missing: Sequence[bool], counts: torch.Tensor) -> list[bool]:
+    """Of each gradient, whether any rank has it. The device is only waited for where this rank does not."""
+    if not any(missing) or isinstance(counts, FakeTensor):
+        return [True] * len(missing)
+    return [not gone or count > 0 for gone, count in zip(missing, counts.tolist(), strict=True)]
+
+
+def refuse_gradients(names: Iterable[str]) -> None:
+    """Raise where parameters that no step was expected to use have a gradient: it would not be summed over ranks."""
+    if found := list(names):
+        raise JobError(
+            f"{found[0]} got a gradient, but the step that was run before training did not use it, so its gradient is "
+            "not summed over ranks. Have Job(sample=...) give batches that use every parameter, or use single."
+        )
+
+
+def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    bucket: list[torch.Tensor] = []
+    for tensor in tensors:
+        bucket.append(tensor)
+        if sum(t.numel() for t in bucket) >= BUCKET:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket

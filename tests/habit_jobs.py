@@ -1,0 +1,115 @@
+"""Small jobs of models with habits that data strategies stumble over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from meshwright import Job
+
+WIDTH, TASKS = 6, 4
+
+
+def squares(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return F.mse_loss(output, batch["y"], reduction="sum"), len(batch["y"])
+
+
+def values(n: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(n, WIDTH), "y": torch.randn(n, WIDTH)}
+
+
+def job_of(model: Any, **parts: Any) -> Job:
+    whole: dict[str, Any] = {
+        "model": model,
+        "inputs": lambda batch: (batch["x"],),
+        "loss": squares,
+        "optimizer": lambda params: SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1),
+        "sample": values,
+        "global_batch": 8,
+    }
+    return Job(**whole | parts)
+
+
+class Adapters(nn.Module):
+    """Blocks in a row, each of which only some samples pass through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(TASKS))
+        self.leave = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, task: Tensor) -> Tensor:
+        y = self.enter(x)
+        if bool((task == 1).any()):
+            y = y * torch.where(task == 1, self.gain, torch.ones(()))[:, None]
+        for number in task.unique().tolist():
+            y = torch.where((task == number)[:, None], y + self.blocks[number](y), y)
+        return self.leave(y)
+
+
+def tasks(n: int) -> dict[str, Tensor]:
+    """The first half of a batch has other tasks than the second; which ones changes from batch to batch."""
+    first = int(torch.randint(2, ()))
+    task = torch.cat([torch.full((n - n // 2,), first), torch.full((n // 2,), 1 + first)])
+    return {**values(n), "task": task}
+
+
+adapters = job_of(Adapters, inputs=lambda batch: (batch["x"], batch["task"]), sample=tasks)
+adapters_adam = job_of(
+    Adapters,
+    inputs=lambda batch: (batch["x"], batch["task"]),
+    sample=tasks,
+    optimizer=lambda params: AdamW(params, lr=0.01),
+    max_norm=0.5,
+)
+
+
+class Scaled(nn.Module):
+    """Scalars, one of them in a block, and one frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ScaledBlock() for _ in range(2))
+        self.leave = nn.Linear(WIDTH, WIDTH)
+        self.logit_scale = nn.Parameter(torch.tensor(0.5))
+        self.shift = nn.Parameter(torch.tensor(0.25), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x) * self.logit_scale.exp() + self.shift
+
+
+class ScaledBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.down(torch.tanh(self.up(x)))
+
+
+class ReadsABlock(Scaled):
+    """Uses a block's weight in a function of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + F.linear(x, self.blocks[0].down.weight @ self.blocks[1].up.weight))
+
+
+class CallsIntoABlock(Scaled):
+    """Calls a layer of a block by itself, as DiT does with its first block's embedding of the time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.blocks[0].down(torch.tanh(self.blocks[0].up(x))))
+
+
+scaled = job_of(Scaled, optimizer=lambda params: AdamW(params, lr=0.01), max_norm=0.5)
+reads_a_block = job_of(ReadsABlock, optimizer=lambda params: AdamW(params, lr=0.01, foreach=True), max_norm=0.5)
+calls_into_a_block = job_of(CallsIntoABlock, max_norm=0.5)

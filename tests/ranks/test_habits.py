@@ -1,0 +1,54 @@
+"""Models with habits train under data strategies as in a plain loop."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import habit_jobs
+import habit_programs
+from plain_loop import train_plainly
+from rank_pool import RankPool
+
+pytestmark = pytest.mark.slow
+
+STEPS = 4
+EACH = ["ddp", "zero1", "zero2", "fsdp"]
+
+
+def check(pool: RankPool, job: str, strategies: list[str]) -> None:
+    chosen = getattr(habit_jobs, job)
+    losses, state = train_plainly(chosen, habit_programs.batches(chosen, STEPS))
+    for strategy in strategies:
+        for found_losses, found in pool(habit_programs.train, job, strategy, STEPS):
+            assert found_losses == pytest.approx(losses, rel=1e-5), strategy
+            for name, expected in state.items():
+                torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-6, msg=f"{strategy}: {name}")
+
+
+@pytest.mark.parametrize("job", ["adapters", "adapters_adam"])
+def test_samples_decide_which_parameters_a_rank_uses(two_ranks: RankPool, job: str) -> None:
+    check(two_ranks, job, [*EACH, "ddp,mb=2", "zero1,mb=2", "zero2,mb=2", "fsdp,mb=2", "hsdp=2x1,mb=2", "fsdp:grad-op"])
+
+
+@pytest.mark.parametrize("job", ["scaled", "reads_a_block", "calls_into_a_block"])
+def test_parameters_that_fsdp_leaves_whole(two_ranks: RankPool, job: str) -> None:
+    check(two_ranks, job, [*EACH, "fsdp,mb=2", "hsdp=2x1", "hsdp=1x2,mb=2", "fsdp:no-shard"])
+    check(two_ranks, job, ["fsdp,offload=optimizer", "fsdp,offload=params", "fsdp,ac=full"])
+
+
+def test_whole_parameters_in_bf16(two_ranks: RankPool) -> None:
+    """They are cast where they are read, as FSDP casts what it gathers."""
+    for verdict in two_ranks(habit_programs.verdicts, "scaled", ["fsdp,bf16", "fsdp,fp16,mb=2", "fsdp,bf16:pure"])[0]:
+        assert verdict.equal, f"{verdict.strategy}: {verdict.first_difference}"
+
+
+def test_checkpoints_hold_whole_parameters(two_ranks: RankPool, tmp_path: Path) -> None:
+    """What fsdp saves, zero1 and fsdp continue from as a plain loop goes on."""
+    losses, state = train_plainly(habit_jobs.scaled, habit_programs.batches(habit_jobs.scaled, STEPS))
+    for first, second in [("fsdp", "zero1"), ("zero1", "fsdp"), ("fsdp", "fsdp,offload=optimizer")]:
+        folder = str(tmp_path / f"{first}-{second}")
+        for found_losses, found in two_ranks(habit_programs.train_on, "scaled", first, second, STEPS, folder):
+            assert found_losses == pytest.approx(losses, rel=1e-5), (first, second)
+            for name, expected in state.items():
+                torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-6, msg=name)

@@ -200,6 +200,11 @@ def test_data_parallel_runs_on_gpus(text: str) -> None:
     assert check(JOB, FACTS, Strategy.parse(text), place("cuda", ranks=2)).data_size == 2
 
 
+def test_batch_norm_is_not_recomputed_in_compiled_blocks() -> None:
+    assert "BatchNorm (norm)" in refusal("ddp,compile,ac=full", place(ranks=2), BATCH_NORM)
+    assert check(JOB, BATCH_NORM, Strategy.parse("ddp,compile"), place(ranks=2))
+
+
 @pytest.mark.parametrize("text", ["fsdp,compile", "fsdp,pp=2:1f1b"])
 def test_ranks_agree_on_used_parameters_under_fsdp(text: str) -> None:
     facts = replace(FACTS, by_value=True)

@@ -1,43 +1,123 @@
-"""BatchNorm over a batch that is split between ranks: statistics must be those of the whole."""
+"""BatchNorm over a batch that is split between ranks: statistics must be those of the whole.
+
+A BatchNorm keeps its class and its `forward`, because a subclass may do more than normalise. Only the call of
+`batch_norm` inside of that `forward` is answered otherwise. Elsewhere the function means something else: weight
+standardisation calls it on weights.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from meshwright.strategies.forward import wrap_forward
+from meshwright.build.sync_batch_norm import normalise_on_cuda
+from meshwright.errors import JobError
+from meshwright.strategies.forward import Around, wrap_forward
+
+Normalise = Callable[..., torch.Tensor]
 
 
-def synchronise_batch_norms(model: nn.Module, group: dist.ProcessGroup, *, in_plain_operators: bool) -> nn.Module:
+class _AnyBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """What `nn.SyncBatchNorm` is where nothing is synchronised: a BatchNorm of any number of dims."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+def take_over_synchronised(model: nn.Module) -> None:
+    """Make plain BatchNorms of `nn.SyncBatchNorm`s, which would talk to ranks of other axes, and not at all on CPUs."""
+    for module in model.modules():
+        if type(module) is nn.SyncBatchNorm:
+            module.__class__ = _AnyBatchNorm  # type: ignore[assignment]
+
+
+def synchronise_batch_norms(model: nn.Module, group: dist.ProcessGroup, *, in_plain_operators: bool) -> None:
     """Make every BatchNorm see the whole micro-batch of all ranks of `group`.
 
-    PyTorch's SyncBatchNorm where it can be used. It refuses CPU tensors and stumbles over the fake process group, so
-    there the same is computed in plain operators.
+    PyTorch's synchronised kernels where they can be used. They refuse CPU tensors and stumble over the fake process
+    group, so there the same is computed in plain operators.
     """
-    if not in_plain_operators:
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
-        return converted
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            wrap_forward(module, _normalise_over(group))
-    return model
+            module._meshwright_name = name  # for an error in its forward
+            wrap_forward(module, _over(group, in_plain_operators))
 
 
-def _normalise_over(group: dist.ProcessGroup) -> Callable[..., Any]:
-    def normalise(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        uses_batch = module.training or module.running_mean is None
-        return _synchronised(module, args[0], group) if uses_batch else forward(*args, **kwargs)
+@lru_cache(maxsize=8)
+def _over(group: dist.ProcessGroup, in_plain_operators: bool) -> Around:
+    def around(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        normalise = normalise_plainly if in_plain_operators else normalise_on_cuda
+        with _Redirected(normalise, group) as redirected:
+            output = forward(*args, **kwargs)
+        if module.training and not redirected.calls:
+            raise JobError(own_statistics(module._meshwright_name))
+        return output
 
-    return normalise
+    return around
 
 
-def _synchronised(module: Any, batch: torch.Tensor, group: dist.ProcessGroup) -> Any:
+def own_statistics(name: str) -> str:
+    return (
+        f"{name} is a BatchNorm whose forward does not call F.batch_norm, so its statistics cannot be taken over ranks "
+        "or micro-batches; call F.batch_norm in it, or train with single."
+    )
+
+
+class _Redirected(TorchFunctionMode):
+    """While active, `batch_norm` on a batch's own statistics takes those of all ranks."""
+
+    def __init__(self, normalise: Normalise, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._normalise, self._group = normalise, group
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.batch_norm and func is not torch.batch_norm:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        given = _arguments(func, args, kwargs or {})
+        if not given["training"]:
+            return func(*args, **(kwargs or {}))
+        given.pop("training"), given.pop("cudnn_enabled", None)
+        return self._normalise(group=self._group, **given)
+
+
+_ORDER = ["input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"]
+"""Of `torch.batch_norm`, which has no signature that Python can read."""
+_SIGNATURE = inspect.signature(F.batch_norm)
+
+
+def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    if func is torch.batch_norm:
+        return {**dict(zip(_ORDER, args, strict=False)), **kwargs}
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def normalise_plainly(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+    *,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
     """Mean first, then squares around it: two small sums over ranks, and no cancellation between large numbers."""
-    x = batch.float()
+    wide = torch.promote_types(input.dtype, torch.float32)
+    x = input.to(wide)
     dims = [0, *range(2, x.dim())]
     shape = [1, -1, *[1] * (x.dim() - 2)]
     totals = torch.cat([x.sum(dims), x.new_tensor([x.numel() / x.shape[1]])])
@@ -46,12 +126,15 @@ def _synchronised(module: Any, batch: torch.Tensor, group: dist.ProcessGroup) ->
     mean = totals[:-1] / count
     centred = x - mean.view(shape)
     variance = _Sum.apply(centred.square().sum(dims), group) / count
-    if module.training and module.track_running_stats:
-        _track(module, mean.detach(), variance.detach() * count / (count - 1))
-    y = centred * torch.rsqrt(variance + module.eps).view(shape)
-    if module.affine:
-        y = y * module.weight.float().view(shape) + module.bias.float().view(shape)
-    return y.to(batch.dtype)
+    _track(running_mean, mean, momentum)
+    _track(running_var, variance * count / (count - 1), momentum)
+    y = centred * torch.rsqrt(variance + eps).view(shape)
+    if weight is not None:
+        y = y * weight.to(wide).view(shape)
+    if bias is not None:
+        y = y + bias.to(wide).view(shape)
+    normalised: torch.Tensor = y.to(input.dtype)
+    return normalised
 
 
 class _Sum(torch.autograd.Function):
@@ -72,8 +155,6 @@ class _Sum(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _track(module: Any, mean: torch.Tensor, unbiased_variance: torch.Tensor) -> None:
-    module.num_batches_tracked += 1
-    share = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
-    module.running_mean.lerp_(mean, share)
-    module.running_var.lerp_(unbiased_variance, share)
+def _track(running: torch.Tensor | None, value: torch.Tensor, share: float) -> None:
+    if running is not None:
+        running.lerp_(value.detach().to(running.dtype), share)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.build.axes import Axes
-from meshwright.build.batchnorm import synchronise_batch_norms
+from meshwright.build.batchnorm import synchronise_batch_norms, take_over_synchronised
 from meshwright.build.hollow import Hollow
 from meshwright.build.placement import Devices, Follow, compute_in_place, place_parameters
 from meshwright.build.precision import apply_precision
@@ -62,9 +62,10 @@ def lay_out(
         devices=tuple(range(strategy.data_ranks)) if strategy.data == "dp" else (),
         engine_config=engine_config,
     )
+    take_over_synchronised(model)
     if facts.batch_norms and (group := axes.batch_group(world)) is not None:
         plain = world.device.type == "cpu" or world.fake
-        model = synchronise_batch_norms(model, group, in_plain_operators=plain)
+        synchronise_batch_norms(model, group, in_plain_operators=plain)
     blocks = setting.blocks(model)
     left = technique.kept_whole(facts) if technique.lowers else None
     apply_precision(model, blocks, setting.compute_dtype, pure=strategy.pure, left_to_cast=left)

@@ -34,7 +34,7 @@ def check_strategy(facts: ModelFacts, strategy: Strategy, place: Place) -> Strat
     resolved = strategy.resolve(place.ranks)
     refuse_missing_gpus(place)
     reason = data_strategy(resolved).refuse(resolved, facts, place) or _refuse_offload(resolved)
-    if reason:
+    if reason := reason or _refuse_compile(resolved, facts):
         raise Refused(reason)
     return resolved
 
@@ -71,6 +71,15 @@ def refuse_unbuilt(strategy: Strategy) -> None:
                 "tp, op, pp and layers, with fp32, bf16, fp16, ac, offload=optimizer|params, mb and compile; "
                 "engine=deepspeed runs zero3,offload=nvme:DIR, too."
             )
+
+
+def _refuse_compile(strategy: Strategy, facts: ModelFacts) -> str | None:
+    if strategy.compile and strategy.recompute != "none" and facts.batch_norms:
+        return (
+            f"torch.compile cannot go through a block that is recomputed and has BatchNorm ({facts.batch_norms[0]}); "
+            f"drop compile or ac={strategy.recompute}."
+        )
+    return None
 
 
 def _refuse_offload(strategy: Strategy) -> str | None:

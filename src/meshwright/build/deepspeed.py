@@ -55,7 +55,7 @@ def lay_deepspeed_pipeline(
         engine_config=engine_config,
     )
     if facts.batch_norms and (group := axes.batch_group(world)) is not None:
-        model = synchronise_batch_norms(model, group, in_plain_operators=world.device.type == "cpu")
+        synchronise_batch_norms(model, group, in_plain_operators=world.device.type == "cpu")
     own = dict(model.named_modules())
     blocks = [own[name] for name in facts.blocks if name in own]
     apply_precision(model, blocks, setting.compute_dtype, pure=False)

@@ -1,0 +1,29 @@
+"""PyTorch's synchronised BatchNorm kernels, behind `nn.SyncBatchNorm`, on the tensors of one call.
+
+`nn.SyncBatchNorm` would replace the module, and with it what a subclass of BatchNorm adds.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules._functions import SyncBatchNorm
+
+
+def normalise_on_cuda(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+    *,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """`F.batch_norm` with the statistics of all ranks' inputs."""
+    ranks = dist.get_world_size(group)
+    output: torch.Tensor = SyncBatchNorm.apply(
+        input, weight, bias, running_mean, running_var, eps, momentum, group, ranks
+    )
+    return output

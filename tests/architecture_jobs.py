@@ -19,7 +19,7 @@ from meshwright import Job
 from meshwright.build.world import World
 from meshwright.runtime.verdict import Verdict
 from meshwright.runtime.verify import verify
-from shared_facts import facts_of
+from shared_facts import facts_of, references_of
 
 WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH = 32, 4, 4, 64, 16
 SIDE, CLASSES, MELS, FRAMES, SAMPLES = 16, 10, 8, 32, 400
@@ -266,7 +266,7 @@ ARCHITECTURES: dict[str, Job] = {
 def verdicts(world: World, name: str, strategies: list[str]) -> list[Verdict]:
     """For ranks: verify one of the architectures, or one of the habits."""
     chosen = {**ARCHITECTURES, **HABITS}[name]
-    return list(verify(chosen, facts_of(world, chosen), strategies, world))
+    return list(verify(chosen, facts_of(world, chosen), strategies, world, references=references_of(world, chosen)))
 
 
 class Block(nn.Module):

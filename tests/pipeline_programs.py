@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -24,17 +24,16 @@ from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_of
 from meshwright.runtime.verdict import Verdict
 from meshwright.runtime.verify import seeded_batch, verify
-from shared_facts import facts_of
+from shared_facts import facts_of, references_of
 
 
 def verdicts(world: World, job: str, strategies: list[str], defect: str | None = None) -> list[Verdict]:
     """Verify one of the small jobs, perhaps with a planted defect."""
     chosen: Job = getattr(pipeline_jobs, job)
     facts = facts_of(world, chosen)
-    if defect is None:
-        return list(verify(chosen, facts, strategies, world))
-    with DEFECTS[defect]():
-        return list(verify(chosen, facts, strategies, world))
+    references = references_of(world, chosen)
+    with DEFECTS[defect]() if defect else nullcontext():
+        return list(verify(chosen, facts, strategies, world, references=references))
 
 
 def trainer(world: World, job: Job, strategy: str) -> Trainer:

@@ -19,13 +19,15 @@ from meshwright.runtime.place import place_of
 from meshwright.runtime.verdict import Verdict
 from meshwright.runtime.verify import seeded_batch, verify
 from meshwright.strategies import DATA_STRATEGIES
-from shared_facts import facts_of
+from shared_facts import facts_of, references_of
 
 
 def verdicts(world: World, job: str, strategies: list[str], plant: str | None = None) -> list[Verdict]:
     """Verify one of the tiny jobs, perhaps with a planted defect."""
     chosen = getattr(tiny_jobs, job)
-    return list(verify(chosen, facts_of(world, chosen), strategies, world, plant=PLANTS[plant] if plant else None))
+    spoil = PLANTS[plant] if plant else None
+    references = references_of(world, chosen)
+    return list(verify(chosen, facts_of(world, chosen), strategies, world, plant=spoil, references=references))
 
 
 def trainer(world: World, job: Job, strategy: str, seed: int = 0) -> Trainer:

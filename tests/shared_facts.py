@@ -9,6 +9,7 @@ from meshwright.build.world import World
 from meshwright.describe.model import describe
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
+from meshwright.runtime.references import Here
 
 _FOUND: dict[Hashable, Any] = {}
 
@@ -23,3 +24,12 @@ def found_once(world: World, key: Hashable, find: Callable[[], Any]) -> Any:
     if key not in _FOUND:
         _FOUND[key] = world.gather(find() if world.is_main else None)[0]
     return _FOUND[key]
+
+
+def references_of(world: World, job: Job) -> Here:
+    """What the job's strategies are compared with, kept for later calls: rank 0 makes each when it is first asked."""
+    key = ("references", id(job))
+    if key not in _FOUND:
+        _FOUND[key] = Here(job, facts_of(world, job), world.device, steps=3, seed=0)
+    found: Here = _FOUND[key]
+    return found

@@ -112,10 +112,12 @@ def test_verify_prints_one_document(call: Call) -> None:
     done = call("verify", "job.py", "--ranks", "2", "--strategies", "ddp", "fsdp,ac=full", "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    assert document["reference"] == "single"
-    assert [result["strategy"] for result in document["results"]] == ["ddp", "fsdp,ac=full"]
-    assert all(result["equal"] and result["loss_max_rel"] <= 1e-5 for result in document["results"])
-    assert {"grad_norm_max_rel", "param_max_abs", "first_difference"} <= document["results"][0].keys()
+    assert document["reference"] == "plain PyTorch"
+    assert [result["strategy"] for result in document["results"]] == ["single", "ddp", "fsdp,ac=full"]
+    for result in document["results"]:
+        assert result["equal"] and result["status"] == "equal" and result["loss_max_rel"] <= 1e-10
+        assert result["precision"] == "float64" and result["grad_max_rel"] <= 1e-10
+    assert {"grad_norm_max_rel", "param_max_abs", "first_difference", "cause"} <= document["results"][0].keys()
 
 
 def test_verify_exits_1_where_a_strategy_differs(call: Call, folder: Path) -> None:
@@ -128,7 +130,9 @@ def test_verify_exits_1_where_a_strategy_differs(call: Call, folder: Path) -> No
     )
     done = call("verify", "job.py", "--ranks", "2", "--strategies", "ddp", "--json")
     assert done.returncode == 1, done.stderr
-    assert not json.loads(done.stdout)["results"][0]["equal"]
+    single, ddp = json.loads(done.stdout)["results"]
+    assert single["equal"] and ddp["status"] == "differs"
+    assert ddp["first_difference"].startswith("gradient of 0.weight: differs by ")
 
 
 FAILURES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 from meshwright.build.axes import Axes
 from meshwright.facts.named import NamedParameters
 from meshwright.strategies.cuts import Cut, Cuts
-from meshwright.strategies.engine import Engine, Held
+from meshwright.strategies.engine import Engine, Held, Read
 from meshwright.strategies.norm import global_square, local
 
 
@@ -138,15 +138,15 @@ class Assembly(Engine):
                 found.setdefault(kind, []).extend(tensors)
         return found
 
-    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def collect(self, read: Read, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         if self.holders is None or self._pristine is None:
-            for name, tensor in self.engines[0].state():
+            for name, tensor in self.engines[0].collect(read, names):
                 yield name, self._join(name, tensor)
             return
         owners = self._owners(self._pristine, self.holders)
         for stage in range(len(self.holders.held)):
-            names = [name for name, owner in owners.items() if owner == stage]
-            yield from self._from(stage, names)
+            own = [name for name, owner in owners.items() if owner == stage and (names is None or name in names)]
+            yield from self._from(stage, own, read)
 
     def held(self) -> Iterator[Held]:
         if self.holders is None or self._pristine is None:
@@ -178,18 +178,17 @@ class Assembly(Engine):
                 owners[name] = next((holders.owner(first[id(p)]) for p in _beside(pristine, name)), 0)
         return owners
 
-    def _from(self, stage: int, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _from(self, stage: int, names: list[str], read: Read) -> Iterator[tuple[str, torch.Tensor]]:
         """A stage's tensors on all ranks of the pipeline."""
         assert self.holders is not None and self.axes.pipeline is not None and self._pristine is not None
         group, source = self.axes.pipeline.get_group(), self.holders.ranks[stage]
         device = next(self.model.parameters()).device
         if stage in self.holders.own:
             engine = self.engines[self.holders.own.index(stage)]
-            for name, part in engine.state():
+            for name, part in engine.collect(read, names):
                 tensor = self._join(name, part).contiguous()
-                if name in names:
-                    dist.broadcast(tensor, group_src=source, group=group)
-                    yield name, tensor
+                dist.broadcast(tensor, group_src=source, group=group)
+                yield name, tensor
             return
         like = self._pristine.state_dict(keep_vars=True)
         for name in names:

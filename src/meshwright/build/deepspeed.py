@@ -94,7 +94,7 @@ class DeepSpeedPasses:
 
     def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
         self._factor, self._step = factor, step
-        self._totals = torch.zeros(3, device=self._dropout.device, dtype=torch.float32)
+        self._totals = torch.zeros(3, device=self._dropout.device, dtype=torch.float64)
         all_of_them = rounds(batch, self._axes.data_ranks, self._micro_batches)
         for number, pieces in enumerate(all_of_them, start=1):
             self._start(pieces)

@@ -51,16 +51,16 @@ class Losses:
         total = self.plain(total)
         counts = 1.0 if piece.span.length else 0.0
         expected = self.weight_per_sample
+        kept = total.detach().to(torch.promote_types(total.dtype, torch.float32)) * counts
         if expected is None:
-            value = torch.as_tensor(self.plain(weight), dtype=torch.float32, device=total.device) * counts
-            return total * counts, torch.stack([total.detach().float() * counts, value])
+            value = torch.as_tensor(self.plain(weight), dtype=kept.dtype, device=total.device) * counts
+            return total * counts, torch.stack([kept, value])
         if piece.span.length and not isclose(float(weight), expected * piece.span.length, rel_tol=1e-9):
             raise JobError(
                 f"Job(loss=...) gave the weight {weight} for {piece.span.length} samples, where {expected:g} a sample "
                 "was seen at first; give a weight that depends on the data as a tensor."
             )
-        value = total.new_full((), float(weight) * counts, dtype=torch.float32)
-        return total * counts, torch.stack([total.detach().float() * counts, value])
+        return total * counts, torch.stack([kept, kept.new_full((), float(weight) * counts)])
 
 
 class PlainPasses:
@@ -72,7 +72,7 @@ class PlainPasses:
 
     def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
         pieces = list(micro_batches(batch))
-        totals = torch.zeros(3, device=self._dropout.device, dtype=torch.float32)
+        totals = torch.zeros(3, device=self._dropout.device, dtype=torch.float64)
         for index, piece in enumerate(pieces):
             with self.engine.accumulating(last=index == len(pieces) - 1), self.engine.region():
                 self._dropout.seed(step, piece.span.first)

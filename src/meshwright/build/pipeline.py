@@ -93,7 +93,7 @@ class PipelinePasses:
     def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
         self._factor, self._step = factor, step
         self.events.clear()
-        self._totals = torch.zeros(3, device=self._dropout.device, dtype=torch.float32)
+        self._totals = torch.zeros(3, device=self._dropout.device, dtype=torch.float64)
         with self.engine.accumulating(last=False):
             for pieces in rounds(batch, self.engine.axes.data_ranks, self._micro_batches):
                 for some in self._in_flight(pieces):

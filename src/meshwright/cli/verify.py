@@ -10,7 +10,7 @@ import typer
 from meshwright.cli.outcome import print_result
 from meshwright.importing import importing
 
-NOTES = """Equal means: no further from one process than rounding takes it. The bounds are part of the JSON."""
+NOTES = """Equal means: no further from plain PyTorch than rounding takes it. The bounds are part of the JSON."""
 
 
 def verify(
@@ -22,11 +22,14 @@ def verify(
     more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3,
     seed: Annotated[int, typer.Option(help="For weights and batches.")] = 0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a rank waits for another before it fails.")] = 600,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU is taken where there is one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:
-    """Prove that strategies train as one process does, or name the first thing that differs.
+    """Prove that strategies train as plain PyTorch does in one process, or name the first thing that differs.
+
+    They are compared in float64 where the model runs in that, so that rounding hides nothing.
 
     [bold]meshwright verify examples/gpt.py --ranks 4[/]
 
@@ -34,14 +37,16 @@ def verify(
     """
     with importing():
         from meshwright.report.tables import verdict_table
-        from meshwright.runtime.command import verify_command
+        from meshwright.runtime.verify_command import verify_command
 
     asked = [*(strategies or []), *(more or [])]
-    document = verify_command(job=job, strategies=asked, ranks=ranks, steps=steps, seed=seed, device=device)
+    document = verify_command(
+        job=job, strategies=asked, ranks=ranks, steps=steps, seed=seed, device=device, timeout=timeout
+    )
     if document is None:
         return
     print_result(document, verdict_table(document["results"]), as_json=as_json)
-    different = [result["strategy"] for result in document["results"] if not result["equal"]]
+    different = [f"{one['strategy']} ({one['status']})" for one in document["results"] if not one["equal"]]
     if different:
-        print(f"error: not equal to one process: {', '.join(different)}", file=sys.stderr)
+        print(f"error: not equal to plain PyTorch: {', '.join(different)}", file=sys.stderr)
         raise typer.Exit(1)

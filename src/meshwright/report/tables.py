@@ -38,23 +38,28 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 
 def verdict_table(results: Sequence[dict[str, Any]]) -> Table:
-    """How strategies compare with one process."""
-    table = Table(title="against one process", title_justify="left")
-    for column in ("strategy", "equal", "loss", "grad norm", "parameters", "first difference"):
-        table.add_column(column, justify="right" if column in ("loss", "grad norm", "parameters") else "left")
+    """How strategies compare with plain PyTorch."""
+    table = Table(title="against plain PyTorch in one process", title_justify="left")
+    numbers = ("loss", "grad norm", "gradients", "parameters")
+    for column in ("strategy", "equal", "in", *numbers, "first difference"):
+        table.add_column(column, justify="right" if column in numbers else "left")
     for result in results:
-        equal = "[green]yes[/]" if result["equal"] else "[red]NO[/]"
+        status = result["status"]
         table.add_row(
             result["strategy"],
-            equal,
-            _number(result["loss_max_rel"]),
-            _number(result["grad_norm_max_rel"]),
-            _number(result["param_max_abs"]),
-            result["first_difference"] or "",
+            "[green]yes[/]" if result["equal"] else f"[red]{'NO' if status == 'differs' else status}[/]",
+            result["precision"] or "-",
+            *(_number(result[key]) for key in ("loss_max_rel", "grad_norm_max_rel", "grad_max_rel", "param_max_abs")),
+            "\n".join(line for line in (result["first_difference"], _because(result["cause"])) if line),
         )
     notes = dict.fromkeys(result["note"] for result in results if result.get("note"))
-    table.caption = "\n".join(("largest differences: loss and gradient norm relative, parameters absolute", *notes))
+    largest = "largest differences: loss, gradient norm and gradients relative, parameters absolute"
+    table.caption = "\n".join((largest, *notes))
     return table
+
+
+def _because(cause: str | None) -> str:
+    return f"cause: {cause}" if cause else ""
 
 
 def _number(value: float | None) -> str:

@@ -12,7 +12,7 @@ from meshwright.build.check import check, check_engine_config
 from meshwright.build.rehearsal import rehearse
 from meshwright.describe.jobfile import load_job
 from meshwright.describe.model import describe
-from meshwright.errors import BadInput, MeshwrightError, RankFailed, Refused
+from meshwright.errors import BadInput, Refused
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
@@ -22,11 +22,10 @@ from meshwright.runtime.launch import launch
 from meshwright.runtime.layout import lay_out_on_paper
 from meshwright.runtime.place import choose_device, place_for, place_of_layers
 from meshwright.runtime.record import prepare_output, require_tensorboard
-from meshwright.runtime.worker import run_train, run_verify
+from meshwright.runtime.worker import run_train
 
 RESTARTS = 3
 """How often a run that saves itself is restarted where nobody says otherwise."""
-DEFAULT_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op", "fsdp:no-shard")
 
 
 def train_command(
@@ -47,11 +46,11 @@ def train_command(
     parsed = Strategy.parse(strategy)
     if parsed.offload == "nvme" and out is not None:
         raise Refused(f"No checkpoint is made under {parsed}, so --out has nothing to keep; leave it out.")
-    rest["device"] = choose_device(_known_device(rest["device"]))
-    count = _count_ranks(ranks, default=_fewest_ranks(parsed, rest["device"]))
-    loaded, facts = _look(job)
+    rest["device"] = choose_device(known_device(rest["device"]))
+    count = count_ranks(ranks, default=_fewest_ranks(parsed, rest["device"]))
+    loaded, facts = look(job)
     in_one = count == 1 and parsed.layers > 1
-    place_checked = place_of_layers(rest["device"], parsed) if in_one else _place(rest["device"], count)
+    place_checked = place_of_layers(rest["device"], parsed) if in_one else find_place(rest["device"], count)
     clipped = _with_norm(loaded, rest["max_norm"])
     resolved = check(clipped, facts, parsed, place_checked)
     if deepspeed_config is not None:
@@ -90,81 +89,14 @@ def _refuse_without_folder(out: Path | None, *, resume: bool, save_every: int, *
         raise BadInput(f"{'--resume' if resume else '--save-every'} needs the run's folder; give it with --out.")
 
 
-def verify_command(
-    *, job: str, strategies: list[str], ranks: int | None, device: str | None, steps: int, seed: int
-) -> dict[str, Any] | None:
-    """Verify; returns the JSON document, or None on a rank that has nothing to print."""
-    chosen = choose_device(_known_device(device))
-    count = _count_ranks(ranks, default=2)
-    loaded, facts = _look(job)
-    place = _place(chosen, count)
-    names = strategies or _fitting(loaded, facts, place)
-    for name in names:
-        parsed = Strategy.parse(name)
-        if parsed.data == "dp":
-            raise Refused("dp runs in one process and verify among ranks; verify ddp, which trains alike.")
-        rehearse(loaded, facts, check(loaded, facts, parsed, place))
-    request = {
-        **{"verb": "verify", "job": job, "strategies": names, "steps": steps, "seed": seed, "device": chosen},
-        **{"facts": facts.to_json()},
-    }
-    place_given = launched()
-    if place_given is not None:
-        with redirect_stdout(sys.stderr):
-            results = run_verify(request)
-        return _document(results) if place_given.rank == 0 else None
-    return _document(_verify_all(request, count))
-
-
 def layout_command(*, job: str, strategy: str, ranks: int | None) -> dict[str, Any]:
     """How a strategy would lie, on as few ranks as it needs where no number is given."""
     parsed = Strategy.parse(strategy)
-    loaded, facts = _look(job)
+    loaded, facts = look(job)
     return lay_out_on_paper(loaded, facts, parsed, ranks or parsed.model_ranks * (parsed.data_size or 1))
 
 
-def _verify_all(request: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
-    """All verdicts. A strategy whose ranks fail is a verdict, too, and the rest go on in new ranks."""
-    results: list[dict[str, Any]] = []
-    names = request["strategies"]
-    while len(results) < len(names):
-        try:
-            launch({**request, "strategies": names[len(results) :]}, ranks, results=results)
-        except RankFailed as failure:
-            print(f"{failure.traceback.rstrip()}\n{failure}", file=sys.stderr)
-            results.append(_failed(names[len(results)], failure))
-    return results
-
-
-def _failed(strategy: str, failure: MeshwrightError) -> dict[str, Any]:
-    numbers = dict.fromkeys(("loss_max_rel", "grad_norm_max_rel", "param_max_abs"))
-    return {"strategy": strategy, "reference": None, "equal": False, **numbers, "first_difference": str(failure)}
-
-
-def _document(results: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"reference": "single", "results": results}
-
-
-def _fitting(job: Job, facts: ModelFacts, place: Any) -> list[str]:
-    """Every data strategy that this job and these ranks can take, and the plainest of the others."""
-    names = [*DEFAULT_STRATEGIES]
-    if place.ranks % 2 == 0 and place.ranks > 2:
-        names.append(f"hsdp=2x{place.ranks // 2}")
-    if place.ranks % 2 == 0:
-        names += ["tp=2", "pp=2:1f1b"]
-    found = []
-    for name in names:
-        try:
-            rehearse(job, facts, check(job, facts, Strategy.parse(name), place))
-            found.append(name)
-        except Refused as reason:
-            print(f"left out: {name}: {reason}", file=sys.stderr)
-    if not found:
-        raise Refused("No strategy fits this job and these ranks; see the reasons above.")
-    return found
-
-
-def _look(job: str) -> tuple[Job, ModelFacts]:
+def look(job: str) -> tuple[Job, ModelFacts]:
     with redirect_stdout(sys.stderr):
         loaded = load_job(job)
         return loaded, describe(loaded)
@@ -174,7 +106,7 @@ def _with_norm(job: Job, max_norm: float | None) -> Job:
     return job if max_norm is None else replace(job, max_norm=max_norm)
 
 
-def _count_ranks(asked: int | None, *, default: int) -> int:
+def count_ranks(asked: int | None, *, default: int) -> int:
     place = launched()
     if place is None:
         return asked or default
@@ -190,12 +122,12 @@ def _fewest_ranks(strategy: Strategy, device: str) -> int:
     return strategy.model_ranks * (strategy.data_size or 1)
 
 
-def _place(device: str, ranks: int) -> Any:
+def find_place(device: str, ranks: int) -> Any:
     place = launched()
     return place_for(device, ranks, local_ranks=place.local_ranks if place else ranks)
 
 
-def _known_device(device: str | None) -> str | None:
+def known_device(device: str | None) -> str | None:
     if device not in (None, "cpu", "cuda"):
         raise BadInput(f"--device must be cpu or cuda, not {device!r}.")
     return device

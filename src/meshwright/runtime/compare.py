@@ -29,7 +29,7 @@ from meshwright.runtime.compare_start import OK, REFUSED, Outcome, start
 from meshwright.runtime.environment import launched
 from meshwright.runtime.place import choose_device, place_for
 from meshwright.runtime.profile_step import silent_profiler
-from meshwright.runtime.verify import reference_of
+from meshwright.runtime.references import reference_of
 
 Tell = Callable[[str], None]
 Start = Callable[..., Outcome]

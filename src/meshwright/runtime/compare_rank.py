@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from meshwright.build.check import check
 from meshwright.build.step import StepResult, Trainer
@@ -29,11 +26,12 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.attempt import own_attempt, report
 from meshwright.runtime.compare_memory import PeakMeter
+from meshwright.runtime.dropout_off import without_dropout
+from meshwright.runtime.made_up import seeded_batch
 from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_of
 from meshwright.runtime.profile_step import StepProfile, coarsened, profile_step
 from meshwright.runtime.run import enter_world
-from meshwright.runtime.verify import NoDropout, seeded_batch
 
 CHECKED, WARMUP = 2, 1
 SPANS = 300
@@ -159,20 +157,3 @@ def _told(profile: StepProfile) -> dict[str, Any]:
     """A profile for the launcher: exact shares, and spans for a picture."""
     spans = {kind: coarsened(getattr(profile, kind), SPANS) for kind in ("compute", "communication")}
     return {"seconds": profile.seconds, "shares": profile.shares, **spans}
-
-
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Dropout passes everything through in here: as a function, and on modules that backward may recompute."""
-    kept = []
-    for module in model.modules():
-        name = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout"
-        if name == "p" or isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-            kept.append((module, name, getattr(module, name)))
-            setattr(module, name, 0.0)
-    try:
-        with NoDropout():
-            yield
-    finally:
-        for module, name, value in kept:
-            setattr(module, name, value)

@@ -10,10 +10,10 @@ from typing import Any
 
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
+from meshwright.runtime.bounds import LOSS_BOUND
 from meshwright.runtime.compare_rank import CHECKED
 from meshwright.runtime.compare_start import OK, Outcome
 from meshwright.runtime.compare_timeline import measured_timeline
-from meshwright.runtime.verdict import LOSS_BOUND
 from meshwright.units import mib
 
 COMPUTE, EXPOSED, OTHER = "compute", "exposed communication", "other"

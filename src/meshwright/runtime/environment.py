@@ -80,6 +80,13 @@ def environment_for_ranks(ranks: int, folder: str, *, ending: Iterable[str]) -> 
             os.environ.pop(key) if value is None else os.environ.__setitem__(key, value)
 
 
+def environment_without_ranks() -> dict[str, str]:
+    """For a process that is to know of no ranks: without what torchrun, Slurm or Meshwright told this one."""
+    ours = (_FOLDER, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    theirs = ("GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
+    return {key: value for key, value in os.environ.items() if key not in ours and not key.startswith(theirs)}
+
+
 def _threads(ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 

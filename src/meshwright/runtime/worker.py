@@ -17,6 +17,7 @@ from meshwright.runtime.checkpoints import Checkpoints, saved_seed
 from meshwright.runtime.environment import restart_count
 from meshwright.runtime.preemption import Preemption
 from meshwright.runtime.profile_train import ProfileWish
+from meshwright.runtime.references import Elsewhere
 from meshwright.runtime.run import enter_world, setup
 from meshwright.runtime.train import train
 from meshwright.runtime.verify import verify
@@ -59,18 +60,17 @@ def run_train(request: dict[str, Any]) -> dict[str, Any]:
     return summary.to_json()
 
 
-def run_verify(request: dict[str, Any]) -> list[dict[str, Any]]:
+def run_verify(request: dict[str, Any], patience: timedelta | None = None) -> list[dict[str, Any]]:
     """Verify as asked; every verdict is also reported as soon as it is there."""
     verdicts = []
-    job = _job(request)
-    facts = _facts(request)
-    world = enter_world(request["device"], patience=timedelta(hours=4))  # rank 0 runs the references meanwhile
-    strategies = request["strategies"]
-    for number, verdict in enumerate(
-        verify(job, facts, strategies, world, steps=request["steps"], seed=request["seed"]), start=1
-    ):
+    job, facts, strategies = _job(request), _facts(request), request["strategies"]
+    world = enter_world(request["device"], patience=patience or timedelta(seconds=request["timeout"]))
+    # Rank 0 alone compares, and what it compares with lies on its machine.
+    made = Elsewhere(Path(request["references"])) if world.is_main else None
+    found = verify(job, facts, strategies, world, steps=request["steps"], seed=request["seed"], references=made)
+    for number, verdict in enumerate(found, start=1):
         if world.is_main:
-            word = "equal" if verdict.equal else "DIFFERS"
+            word = verdict.status if verdict.equal else verdict.status.upper()
             print(f"[{number}/{len(strategies)}] {verdict.strategy}: {word}", file=sys.stderr, flush=True)
         verdicts.append(verdict.to_json())
         report(verdicts[-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -76,6 +76,10 @@ class Held:
     """Whether training keeps it up to date: a stage's copy of another stage's buffer is not."""
 
 
+Read = Callable[[Held], torch.Tensor]
+"""Takes something of a held tensor's shape and layout off it: the tensor itself, or its gradient."""
+
+
 class Engine:
     """One process's share of the model. This one is the plain case; strategies override what differs."""
 
@@ -123,8 +127,13 @@ class Engine:
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter and buffer, whole, in the unsplit model's names. All ranks must take part."""
+        yield from self.collect(lambda held: held.tensor.detach())
+
+    def collect(self, read: Read, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """What `read` takes off every parameter and buffer, whole; `names` are those to read, alike on all ranks."""
         for held in self.held():
-            yield held.name, whole(held.tensor.detach())
+            if names is None or held.name in names:
+                yield held.name, whole(read(held))
 
     def held(self) -> Iterator[Held]:
         """What this rank holds of every parameter and persistent buffer, as it lies here. No communication."""

@@ -23,7 +23,7 @@ def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def global_square(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The sum of squares over all gradients.
+    """The sum of squares over all gradients, in fp64 whatever the gradients are, so that ranks can add theirs up.
 
     Each rank sums the squares of what it holds; a sum travels only over the axes on which its gradients are cut.
     """
@@ -32,30 +32,37 @@ def global_square(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
         placed = (gradient.device_mesh, gradient.placements) if is_dtensor(gradient) else (None, ())
         groups.setdefault((gradient.device, *placed), []).append(local(gradient))
     squares = [_reduce(_squares(tensors), *key[1:]) for key, tensors in groups.items()]
-    return torch.stack([square.to(squares[0].device) for square in squares]).sum() if squares else torch.zeros(())
+    if not squares:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack([square.to(squares[0].device) for square in squares]).sum().double()
 
 
 def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
     if tensors[0].is_cuda:
-        return get_total_norm(tensors).float().square()
+        return _wide(get_total_norm(tensors)).square()
     # On CPUs `norm` adds one number after another, which loses up to 1e-3 over a million. `dot` over parts of a large
     # tensor loses 1e-5 at most and is as fast; many small tensors are faster in one call.
-    small = [tensor.float() for tensor in tensors if tensor.numel() <= PART]
-    parts = [p for t in tensors if t.numel() > PART for p in t.reshape(-1).float().split(PART)]
+    small = [_wide(tensor) for tensor in tensors if tensor.numel() <= PART]
+    parts = [p for t in tensors if t.numel() > PART for p in _wide(t).reshape(-1).split(PART)]
     squares = [torch.dot(part, part) for part in parts]
     if small:
         squares.append(torch.stack(torch._foreach_norm(small)).square().sum())
     return torch.stack(squares).sum()
 
 
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In fp32 at least: squares of what is smaller overflow."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 @torch.no_grad()
 def scale_(gradients: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply gradients in place, wherever they lie."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
-        by_device.setdefault(gradient.device, []).append(local(gradient))
-    for device, tensors in by_device.items():
-        torch._foreach_mul_(tensors, factor.to(device) if torch.is_tensor(factor) else factor)
+        alike.setdefault((gradient.device, gradient.dtype), []).append(local(gradient))
+    for (device, dtype), tensors in alike.items():
+        torch._foreach_mul_(tensors, factor.to(device, dtype) if torch.is_tensor(factor) else factor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,252 @@
+"""What strategies are compared with: plain PyTorch, and under bf16 and fp16 one process of ours.
+
+They are made in a process of their own that knows of no ranks (`python -m meshwright.runtime.references FOLDER`),
+before the ranks start, and come back as files. A model with collectives of its own would otherwise wait for ranks that
+do something else.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from meshwright.build.batch import micro_steps
+from meshwright.build.world import World
+from meshwright.describe.jobfile import load_job
+from meshwright.errors import BadInput, JobError, MeshwrightError, one_line
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.importing import importing
+from meshwright.runtime.attempt import leave
+from meshwright.runtime.bounds import LOSS_BOUND, ROUNDING
+from meshwright.runtime.double import NarrowWatch, double_arithmetic, in_double
+from meshwright.runtime.environment import environment_without_ranks
+from meshwright.runtime.evidence import Reference, Trace
+from meshwright.runtime.plain import Recipe, train_plainly
+from meshwright.runtime.trained import Disturbance, run_steps
+from meshwright.runtime.verdict import FAILED, REFUSED, Verdict, judge, judge_loss, without_verdict
+from meshwright.strategies.engine import DTYPES
+from meshwright.strategies.pipeline import is_pipelined
+
+
+def reference_of(strategy: Strategy, facts: ModelFacts, global_batch: int) -> Strategy:
+    """One process with the same precision. Where there is BatchNorm, also with the same samples in each statistic."""
+    ranks = strategy.data_ranks
+    # A pipeline with BatchNorm is one of a single micro-batch: others were refused.
+    count = 1 if is_pipelined(strategy) else micro_steps(global_batch, ranks, strategy.micro_batch)
+    size = -(-global_batch // count) if facts.batch_norms and count > 1 else None
+    return Strategy(data="single", precision=strategy.precision, pure=strategy.pure, micro_batch=size)
+
+
+def runs_alone(strategy: Strategy) -> bool:
+    """Whether a strategy is one process of ours, which is compared where the references are made."""
+    return strategy.data == "single" and strategy.model_ranks == 1
+
+
+class References(Protocol):
+    """Where verdicts come from what to compare with."""
+
+    def of(self, strategy: Strategy) -> Reference:
+        """What a resolved strategy is compared with."""
+
+    def verdict_on_single(self, strategy: Strategy) -> Verdict:
+        """How one process of ours compares with plain PyTorch."""
+
+
+class Here:
+    """References that are made in this process, each when it is first asked for."""
+
+    def __init__(self, job: Job, facts: ModelFacts, device: torch.device, *, steps: int, seed: int) -> None:
+        self._job, self._facts, self._world = job, facts, World(device=device)
+        self._steps, self._seed = steps, seed
+        self._made: dict[str, Reference] = {}
+
+    def of(self, strategy: Strategy) -> Reference:
+        """In float64 where the strategy computes in fp32 and the model also runs in more."""
+        key = reference_of(strategy, self._facts, self._job.global_batch)
+        double = strategy.precision == "fp32" and _takes_double(strategy) and self._double[0]
+        name = f"{key}{' in float64' * double}"
+        if name not in self._made:
+            make = self._plain if strategy.precision == "fp32" else self._ours
+            self._made[name] = make(key, double)
+        return self._made[name]
+
+    def verdict_on_single(self, strategy: Strategy) -> Verdict:
+        lowered = strategy.precision != "fp32"
+        autocast = DTYPES[strategy.precision] if lowered else None
+        plain = train_plainly(self._job, self._recipe(strategy, autocast=autocast)) if lowered else None
+        reference = None if lowered else self.of(strategy)
+        try:
+            if plain is not None:
+                return judge_loss(str(strategy), self._run(strategy), plain, self.of(strategy))
+            assert reference is not None
+            return judge(str(strategy), self._run(strategy, double=reference.precision == "float64"), reference)
+        except BadInput as reason:
+            return without_verdict(str(strategy), REFUSED, str(reason))
+        except Exception as error:
+            traceback.print_exc()
+            return without_verdict(str(strategy), FAILED, one_line(error))
+
+    @cached_property
+    def _double(self) -> tuple[bool, str | None]:
+        """Whether the model runs in float64, and the reason why not or what in it rounds to less."""
+        watch = NarrowWatch()
+        recipe = self._recipe(Strategy.parse("single"), double=True, watch=lambda: watch)
+        try:
+            train_plainly(in_double(self._job), replace(recipe, steps=1))
+        except MeshwrightError as error:
+            return False, f"compared in fp32: the model does not run in float64 ({one_line(error.__cause__ or error)})"
+        if watch.found is not None:
+            return True, f"computes in less than float64 in places (first {watch.found}), so bounds are those of fp32"
+        return True, None
+
+    def _plain(self, key: Strategy, double: bool) -> Reference:
+        job = in_double(self._job) if double else self._job
+        narrow = double and self._double[1] is not None
+        unit = ROUNDING["float64" if double and not narrow else "fp32"]
+        run = partial(self._recipe, key, double=double)
+        exact = train_plainly(job, run())
+        moved = train_plainly(job, run(moved=(1, 2 * unit)))
+        turned = train_plainly(job, run(moved=(2, 2 * unit), backwards=True))
+        if _order_matters(exact, turned, "fp32"):
+            turned = train_plainly(job, run(moved=(2, 2 * unit)))
+        precision = "float64" if double else "fp32"
+        return Reference(
+            words=f"plain PyTorch in {precision}" + f", mb={key.micro_batch}" * (key.micro_batch is not None),
+            precision=precision,
+            exact=exact,
+            disturbed=[moved, turned],
+            narrow=narrow,
+            note=self._double[1],
+        )
+
+    def _ours(self, key: Strategy, double: bool) -> Reference:
+        """Of bf16 and fp16: autocast rounds elsewhere, so only one process of ours can be compared in detail."""
+        by = 2 * ROUNDING[key.precision]
+        exact, moved = self._run(key), self._run(key, disturbed=Disturbance(seed=1, by=by))
+        turned = self._run(key, disturbed=Disturbance(seed=2, by=by, backwards=True))
+        if _order_matters(exact, turned, key.precision):
+            turned = self._run(key, disturbed=Disturbance(seed=2, by=by))
+        return Reference(words=str(key), precision=key.precision, exact=exact, disturbed=[moved, turned])
+
+    def _run(self, strategy: Strategy, *, double: bool = False, disturbed: Disturbance | None = None) -> Trace:
+        return run_steps(
+            *(self._job, self._facts, strategy, self._world),
+            steps=self._steps,
+            seed=self._seed,
+            double=double,
+            disturbed=disturbed,
+        )
+
+    def _recipe(self, key: Strategy, *, double: bool = False, **rest: Any) -> Recipe:
+        arithmetic = double_arithmetic if double else nullcontext
+        micro_batch = key.micro_batch if self._facts.batch_norms else None
+        return Recipe(
+            steps=self._steps,
+            seed=self._seed,
+            device=self._world.device,
+            micro_batch=micro_batch,
+            arithmetic=arithmetic,
+            **rest,
+        )
+
+
+def _takes_double(strategy: Strategy) -> bool:
+    """DeepSpeed's engine takes fp32 and less, and a compiled model is that of one dtype."""
+    return strategy.engine == "torch" and not strategy.compile
+
+
+def _order_matters(exact: Trace, turned: Trace, precision: str) -> bool:
+    """Where the order of samples has a meaning (BatchNorm over micro-batches), turning it round is no rounding."""
+    return not abs(turned.losses[0] - exact.losses[0]) <= LOSS_BOUND[precision] * abs(exact.losses[0])
+
+
+class Elsewhere:
+    """References that another process has made, read from its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._index = json.loads((folder / "index.json").read_text())
+        self._read: dict[str, Reference] = {}
+
+    def of(self, strategy: Strategy) -> Reference:
+        name = self._index["references"][str(strategy)]
+        if name not in self._read:
+            self._read = {name: Reference.load(self._folder / name)}  # one at a time: each is several models large
+        return self._read[name]
+
+    def verdict_on_single(self, strategy: Strategy) -> Verdict:
+        return Verdict(**self._index["singles"][str(strategy)])
+
+
+def make_elsewhere(request: dict[str, Any], strategies: Sequence[Strategy], folder: Path) -> None:
+    """Have another process make the references of resolved strategies, and verdicts on those of one process."""
+    wanted = {**request, "wanted": [str(strategy) for strategy in strategies]}
+    (folder / "request.json").write_text(json.dumps(wanted))
+    command = [sys.executable, "-m", "meshwright.runtime.references", str(folder)]
+    # The child ends when its stdin does, so that it does not outlive this process.
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment_without_ranks())
+    try:
+        code = child.wait()
+    except BaseException:
+        child.kill()
+        raise
+    if (folder / "failure.json").exists():
+        raise JobError(json.loads((folder / "failure.json").read_text()))
+    if code:
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise MeshwrightError(
+            f"The process that trains the job in plain PyTorch {how}; it needs room for the whole model."
+        )
+
+
+def main(folder: Path) -> None:
+    """What the process does: a file for each reference, and an index of them."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    request = json.loads((folder / "request.json").read_text())
+    try:
+        job, facts = load_job(request["job"]), ModelFacts.from_json(request["facts"])
+        here = Here(job, facts, torch.device(request["device"]), steps=request["steps"], seed=request["seed"])
+        index = _make_all(here, [Strategy.parse(text) for text in request["wanted"]], folder)
+        (folder / "index.json").write_text(json.dumps(index))
+    except BadInput as error:
+        (folder / "failure.json").write_text(json.dumps(str(error)))
+    leave(0)
+
+
+def _make_all(here: Here, wanted: list[Strategy], folder: Path) -> dict[str, dict[str, Any]]:
+    index: dict[str, dict[str, Any]] = {"references": {}, "singles": {}}
+    names: dict[int, str] = {}
+    for number, strategy in enumerate(wanted):
+        if runs_alone(strategy):
+            index["singles"][str(strategy)] = here.verdict_on_single(strategy).to_json()
+            continue
+        reference = here.of(strategy)
+        if id(reference) not in names:
+            names[id(reference)] = f"reference-{number}.pt"
+            reference.save(folder / names[id(reference)])
+        index["references"][str(strategy)] = names[id(reference)]
+    return index
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    leave(1)
+
+
+if __name__ == "__main__":
+    with importing():
+        main(Path(sys.argv[1]))

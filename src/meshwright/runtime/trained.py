@@ -1,0 +1,122 @@
+"""A few steps under a strategy, and what they leave behind for a comparison."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+import torch
+
+from meshwright.build.batch import turn_round
+from meshwright.build.step import StepResult, Trainer
+from meshwright.build.world import World
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.runtime.double import double_arithmetic, in_double
+from meshwright.runtime.dropout_off import NoDropout, switch_dropout_off
+from meshwright.runtime.evidence import Trace, kept_of, outputs_of
+from meshwright.runtime.gathered import compare_copies, whole_gradients, whole_state
+from meshwright.runtime.made_up import seeded_batch
+from meshwright.strategies.engine import OptimizingEngine
+
+LOSS_SCALE = 2.0**8
+"""fp16's, held low: at the usual 2**16 one process overflows where the smaller parts of its ranks do not, and skips."""
+Plant = Callable[[Trainer], None]
+"""Spoils a trainer on purpose; tests use it to see that a defect is found."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disturbance:
+    """What rounding could do to a training."""
+
+    seed: int
+    by: float
+    """How much of itself a weight is moved by at most."""
+    backwards: bool = False
+    """Whether the samples of every batch come in the opposite order."""
+
+
+def run_steps(
+    job: Job,
+    facts: ModelFacts,
+    strategy: Strategy,
+    world: World,
+    *,
+    steps: int,
+    seed: int,
+    double: bool = False,
+    plant: Plant | None = None,
+    disturbed: Disturbance | None = None,
+) -> Trace:
+    """Train a few steps on made-up batches, in float64 if `double`."""
+    job = in_double(job) if double else job
+    trace = Trace(losses=[], norms=[])
+    watched = replace(job, loss=_noting_outputs(job, trace)) if world.ranks == 1 and not strategy.compile else job
+    trainer = Trainer(watched, facts, strategy, world, seed=seed)
+    switch_dropout_off(trainer.engine.model)
+    if plant is not None:
+        plant(trainer)
+    if trainer.loss_scale:
+        trainer.loss_scale.value = LOSS_SCALE
+    if disturbed:
+        _move(trainer, disturbed)
+    trace.start.update(whole_state(trainer))
+    if world.ranks == 1:
+        trace.kept.update(kept_of(trainer.engine.model))
+    else:
+        trace.copies.extend(compare_copies(trainer, "before the first step"))
+    for index in range(steps):
+        batch = seeded_batch(job, seed + index)
+        with double_arithmetic() if double else nullcontext():
+            turned = turn_round(batch) if disturbed and disturbed.backwards else batch
+            result = _step(trainer, turned, trace, seed + index)
+        trace.losses.append(result.loss)
+        trace.norms.append(result.grad_norm)
+        if index == 0:
+            trace.first.update(whole_state(trainer))
+            if not trace.copies and world.ranks > 1:
+                trace.copies.extend(compare_copies(trainer, "after step 1"))
+    trace.last.update(whole_state(trainer))
+    if not trace.copies and world.ranks > 1:
+        trace.copies.extend(compare_copies(trainer, f"after step {steps}"))
+    return trace
+
+
+def _step(trainer: Trainer, batch: Any, trace: Trace, seed: int) -> StepResult:
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    with NoDropout():
+        trainer.forward_backward(batch)
+        if trainer.steps == 0 and _shows_gradients(trainer):
+            trace.gradients = whole_gradients(trainer)
+        return trainer.update()
+
+
+def _shows_gradients(trainer: Trainer) -> bool:
+    """DeepSpeed's engine keeps them to itself, and those of bf16 and fp16 have no bound of their own."""
+    return not isinstance(trainer.engine, OptimizingEngine) and trainer.strategy.precision == "fp32"
+
+
+def _noting_outputs(job: Job, trace: Trace) -> Callable[[Any, Any], Any]:
+    """The job's loss, which also keeps the model's outputs of the first step."""
+
+    def loss(output: Any, batch: Any) -> Any:
+        if not trace.losses and torch.is_grad_enabled():
+            trace.outputs.extend(outputs_of(output))
+        return job.loss(output, batch)
+
+    return loss
+
+
+@torch.no_grad()
+def _move(trainer: Trainer, disturbed: Disturbance) -> None:
+    """Once, at the start: under bf16 and fp16 that is as much as computing with the weights does."""
+    generator = torch.Generator().manual_seed(disturbed.seed)
+    for parameter in trainer.engine.parameters():
+        noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2 - 1
+        parameter.copy_(parameter.double() * (1 + disturbed.by * noise.to(parameter.device)))

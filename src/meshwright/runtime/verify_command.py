@@ -1,0 +1,125 @@
+"""What `meshwright verify` asks for: references in a process of their own, then ranks, and a row for every strategy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from meshwright.build.check import check
+from meshwright.build.rehearsal import rehearse
+from meshwright.errors import BadInput, MeshwrightError, RankFailed, Refused, StrategyError
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.runtime.command import count_ranks, find_place, known_device, look
+from meshwright.runtime.environment import launched
+from meshwright.runtime.launch import launch
+from meshwright.runtime.place import choose_device
+from meshwright.runtime.references import make_elsewhere, reference_of, runs_alone
+from meshwright.runtime.verdict import FAILED, REFUSED, without_verdict
+from meshwright.runtime.worker import run_verify
+from meshwright.strategies import Place
+
+DEFAULT_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op", "fsdp:no-shard")
+REFERENCE = "plain PyTorch"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy to verify, or the reason why it cannot be."""
+
+    text: str
+    resolved: Strategy | None
+    reason: str = ""
+
+
+def verify_command(
+    *, job: str, strategies: list[str], ranks: int | None, device: str | None, steps: int, seed: int, timeout: float
+) -> Row | None:
+    """Verify; returns the JSON document, or None on a rank that has nothing to print."""
+    chosen = choose_device(known_device(device))
+    count = count_ranks(ranks, default=2)
+    loaded, facts = look(job)
+    choices = choose(loaded, facts, find_place(chosen, count), strategies)
+    able = [choice.resolved for choice in choices if choice.resolved is not None]
+    alone = dict.fromkeys(str(reference_of(strategy, facts, loaded.global_batch)) for strategy in able)
+    request = {
+        **{"verb": "verify", "job": job, "steps": steps, "seed": seed, "device": chosen, "facts": facts.to_json()},
+        **{"timeout": timeout, "references": None},
+    }
+    place = launched()
+    names = [*alone, *(choice.text for choice in choices if choice.resolved is not None and choice.text not in alone)]
+    refused = {one.text: without_verdict(one.text, REFUSED, one.reason).to_json() for one in choices if one.reason}
+    with TemporaryDirectory(prefix="meshwright-verify-") as folder:
+        if able and (place is None or place.rank == 0):
+            make_elsewhere(request, [Strategy.parse(text) for text in alone] + able, Path(folder))
+        request |= {"references": folder, "strategies": names}
+        if not able:
+            rows = []
+        elif place is not None:
+            with redirect_stdout(sys.stderr):
+                rows = run_verify(request, patience=timedelta(hours=4))  # the others wait for rank 0's references
+        else:
+            rows = _verify_all(request, count)
+    if place is not None and place.rank != 0:
+        return None
+    found = {row["strategy"]: row for row in rows} | refused
+    order = dict.fromkeys([*alone, *(choice.text for choice in choices)])
+    return {"reference": REFERENCE, "results": [found[text] for text in order]}
+
+
+def choose(job: Job, facts: ModelFacts, place: Place, asked: Sequence[str]) -> list[Choice]:
+    """What was asked for, each with its reason if it is refused; or all that fit, where nothing was asked for."""
+    if asked:
+        return [_choice(job, facts, text, place) for text in dict.fromkeys(asked)]
+    found = [_choice(job, facts, text, place) for text in _usual(place)]
+    for choice in found:
+        if choice.resolved is None:
+            print(f"left out: {choice.text}: {choice.reason}", file=sys.stderr)
+    able = [choice for choice in found if choice.resolved is not None]
+    if not able:
+        raise Refused("No strategy fits this job and these ranks; see the reasons above.")
+    return able
+
+
+def _usual(place: Place) -> list[str]:
+    """The data strategies and the plainest of the others."""
+    names = [*DEFAULT_STRATEGIES]
+    if place.ranks % 2 == 0 and place.ranks > 2:
+        names.append(f"hsdp=2x{place.ranks // 2}")
+    return [*names, "tp=2", "pp=2:1f1b"] if place.ranks % 2 == 0 else names
+
+
+def _choice(job: Job, facts: ModelFacts, text: str, place: Place) -> Choice:
+    strategy = Strategy.parse(text)
+    try:
+        if strategy.data == "dp":
+            raise Refused("dp runs in one process and verify among ranks; verify ddp, which trains alike.")
+        own = replace(place, ranks=1, local_ranks=1) if runs_alone(strategy) else place
+        resolved = check(job, facts, strategy, own)
+        rehearse(job, facts, resolved)
+        return Choice(text, resolved)
+    except (Refused, StrategyError) as reason:
+        return Choice(text, None, str(reason))
+
+
+def _verify_all(request: Row, ranks: int) -> list[Row]:
+    """All verdicts. A strategy whose ranks fail is a verdict, too, and the rest go on in new ranks."""
+    results: list[Row] = []
+    names = request["strategies"]
+    while len(results) < len(names):
+        try:
+            launch({**request, "strategies": names[len(results) :]}, ranks, results=results)
+        except MeshwrightError as failure:
+            if isinstance(failure, RankFailed):
+                print(f"{failure.traceback.rstrip()}\n{failure}", file=sys.stderr)
+            status = REFUSED if isinstance(failure, BadInput) else FAILED
+            results.append(without_verdict(names[len(results)], status, str(failure)).to_json())
+    return results

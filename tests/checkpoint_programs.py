@@ -151,9 +151,10 @@ def _digest(world: World, batch: Batch) -> str:
 
 def _samples_of(batch: Batch) -> dict[int, str]:
     """A digest of each of this rank's samples, by its place in the global batch."""
-    places = [span.first + offset for span in batch.spans for offset in range(span.length)]
-    leaves = tree_leaves(batch.data)
     return {
-        place: hashlib.sha256(b"".join(leaf[row].numpy().tobytes() for leaf in leaves)).hexdigest()
-        for row, place in enumerate(places)
+        piece.span.first + row: hashlib.sha256(
+            b"".join(leaf[row].numpy().tobytes() for leaf in tree_leaves(piece.data))
+        ).hexdigest()
+        for piece in batch.pieces
+        for row in range(piece.span.length)
     }

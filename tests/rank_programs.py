@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import any_batch_jobs
 import tiny_jobs
 from meshwright.build.check import check
 from meshwright.build.step import Trainer
@@ -16,6 +17,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_of
+from meshwright.runtime.run import Run
 from meshwright.runtime.verdict import Verdict
 from meshwright.runtime.verify import seeded_batch, verify
 from meshwright.strategies import DATA_STRATEGIES
@@ -132,3 +134,13 @@ PLANTS: dict[str, Any] = {
     "untie": untie,
     "update": do_not_update,
 }
+
+
+def any_batch_losses(world: World, strategies: list[str], steps: int) -> dict[tuple[str, str], list[float]]:
+    """Losses on batches of the loader, for jobs with batches of every structure."""
+    found = {}
+    for name, job in any_batch_jobs.JOBS.items():
+        for strategy in strategies:
+            run = Run(trainer(world, job, strategy))
+            found[name, strategy] = [run.step(batch).loss for batch in run.batches(steps=steps)]
+    return found

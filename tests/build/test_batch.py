@@ -5,17 +5,11 @@ from itertools import product
 import pytest
 import torch
 
-from meshwright.build.batch import (
-    Batch,
-    count_samples,
-    has_stand_ins,
-    micro_batches,
-    micro_steps,
-    part,
-    spans,
-    take,
-)
+from meshwright.build.batch import Batch, MicroBatch, Share, Span, assemble, has_stand_ins, micro_steps, spans
+from meshwright.build.batch import part as part_of
+from meshwright.describe.samples import Cutter
 from meshwright.errors import JobError
+from minimal import make_job
 
 CASES = list(product(range(1, 26), range(1, 8), (None, 1, 2, 3, 5, 8)))
 
@@ -81,6 +75,11 @@ def nested(samples: int) -> dict[str, object]:
     }
 
 
+def part(data: object, ranks: int, rank: int, limit: int | None, sample: object = nested) -> Batch:
+    share = Share(ranks=ranks, rank=rank, micro_batch=limit)
+    return part_of(data, share, Cutter(make_job(sample=sample)), nominal=8)
+
+
 @pytest.mark.parametrize(
     ("samples", "ranks", "limit"), [(1, 1, None), (8, 2, 2), (7, 3, 1), (10, 4, 2), (2, 4, None), (5, 3, 2)]
 )
@@ -90,11 +89,10 @@ def test_parts_give_back_the_samples(samples: int, ranks: int, limit: int | None
     for rank in range(ranks):
         batch = part(data, ranks, rank, limit)
         assert batch.samples == samples
-        pieces = list(micro_batches(batch))
-        assert tuple(piece.span for piece in pieces) == batch.spans == spans(samples, ranks, rank, limit)
-        for piece in pieces:
+        assert batch.spans == spans(samples, ranks, rank, limit)
+        for piece in batch.pieces:
             length = piece.span.length
-            assert count_samples(piece.data) == max(1, length)
+            assert len(piece.data["x"]) == max(1, length)
             assert torch.equal(piece.data["table"], data["table"])
             assert piece.data["scale"] is data["scale"]
             assert (piece.data["number"], piece.data["more"][1][1]) == (4, "name")
@@ -108,46 +106,57 @@ def test_parts_give_back_the_samples(samples: int, ranks: int, limit: int | None
 
 
 def test_a_tensor_that_is_not_of_samples_stays_whole() -> None:
-    """Also where it happens to have as many rows as one rank has samples."""
-    data = {"x": torch.arange(8), "table": torch.arange(4)}
+    """Also where it happens to have as many rows as one rank, or all of them, have samples."""
+
+    def sample(samples: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.arange(samples), "table": torch.arange(4), "other": torch.arange(8)}
+
     for rank in range(2):
-        batch = part(data, 2, rank, 1)
-        assert torch.equal(batch.data["table"], data["table"])
-        for piece in micro_batches(batch):
-            assert torch.equal(piece.data["table"], data["table"])
+        for piece in part(sample(8), 2, rank, 1, sample).pieces:
+            assert torch.equal(piece.data["table"], torch.arange(4))
+            assert torch.equal(piece.data["other"], torch.arange(8))
 
 
 def test_a_whole_batch_on_one_rank_is_not_copied() -> None:
     data = nested(4)
-    batch = part(data, 1, 0, None)
-    (piece,) = micro_batches(batch)
-    assert piece.data["x"].data_ptr() == data["x"].data_ptr()
+    (piece,) = part(data, 1, 0, None).pieces
+    assert piece.data is data
 
 
 def test_stand_in() -> None:
-    batch = part({"x": torch.arange(2)}, 4, 3, None)
-    (piece,) = micro_batches(batch)
+    (piece,) = part({"x": torch.arange(2)}, 4, 3, None, lambda samples: {"x": torch.arange(samples)}).pieces
     assert piece.span.length == 0
-    assert count_samples(piece.data) == 1
-
-
-def test_take() -> None:
-    data = (torch.arange(6), [torch.arange(6) * 2], torch.arange(6))
-    first, (second,), whole = take(data, 2, 3, (True, True, False))
-    assert first.tolist() == [2, 3, 4]
-    assert second.tolist() == [4, 6, 8]
-    assert whole.tolist() == list(range(6))
+    assert len(piece.data["x"]) == 1
 
 
 def test_to_device_moves_tensors_only() -> None:
-    batch = Batch(data={"x": torch.arange(2), "name": "a"}, samples=2, spans=())
-    moved = batch.to(torch.device("meta"))
-    assert moved.data["x"].is_meta
-    assert moved.data["name"] == "a"
+    piece = MicroBatch(data={"x": torch.arange(2), "name": "a"}, span=Span(0, 2))
+    moved = Batch(rounds=((piece,),), samples=2).to(torch.device("meta"))
+    assert moved.pieces[0].data["x"].is_meta
+    assert moved.pieces[0].data["name"] == "a"
     assert moved.samples == 2
 
 
-@pytest.mark.parametrize("data", [{}, {"x": 3}, [torch.tensor(1.0)]])
-def test_a_batch_without_samples(data: object) -> None:
-    with pytest.raises(JobError, match="first dim counts the samples"):
-        count_samples(data)
+def packed(samples: int) -> dict[str, torch.Tensor]:
+    """All tokens in one row, of another length for each sample."""
+    lengths = torch.randint(1, 9, (samples,))
+    return {"tokens": torch.arange(int(lengths.sum())), "offsets": torch.cat([torch.zeros(1), lengths.cumsum(0)])}
+
+
+def test_what_cannot_be_cut_is_refused_only_where_it_must_be_cut() -> None:
+    (piece,) = part(packed(8), 1, 0, None, packed).pieces
+    assert (piece.span, piece.regular) == (Span(0, 8), False)
+    for ranks, limit in ((2, None), (1, 4)):
+        with pytest.raises(JobError, match=r'batch\["tokens"\] .* cannot be known.*Job\(split=...\)'):
+            part(packed(8), ranks, 0, limit, packed)
+
+
+def test_a_batch_without_samples() -> None:
+    with pytest.raises(JobError, match="without samples"):
+        part({"x": torch.arange(0)}, 1, 0, None, lambda samples: {"x": torch.arange(samples)})
+
+
+def test_a_part_is_put_together_from_micro_batches() -> None:
+    rounds = Share(ranks=2, rank=1, micro_batch=2).rounds(8)
+    batch = assemble(["c d", "g h"], rounds, samples=8)
+    assert [(piece.data, piece.span) for piece in batch.pieces] == [("c d", Span(2, 2)), ("g h", Span(6, 2))]

@@ -5,16 +5,25 @@ from itertools import product
 
 import torch
 
-from meshwright.build.batch import MicroBatch, part, rounds
+from meshwright.build.batch import MicroBatch, Share, part
+from meshwright.describe.samples import Cutter
+from minimal import make_job
 
 CASES = [(samples, ranks, count) for samples, ranks, count in product(range(1, 28), (1, 2, 3, 4), (1, 2, 3, 4, 8))]
 
 
+def numbered(samples: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.arange(samples), "table": torch.arange(97)}
+
+
+CUTTER = Cutter(make_job(sample=numbered))
+
+
 @cache
-def all_rounds(samples: int, ranks: int, count: int) -> list[list[list[MicroBatch]]]:
+def all_rounds(samples: int, ranks: int, count: int) -> list[tuple[tuple[MicroBatch, ...], ...]]:
     """One row a rank."""
-    data = {"x": torch.arange(samples), "table": torch.arange(97)}
-    return [rounds(part(data, ranks, rank, None), ranks, count) for rank in range(ranks)]
+    shares = [Share(ranks=ranks, rank=rank, pipelined=count) for rank in range(ranks)]
+    return [part(numbered(samples), share, CUTTER, nominal=8).rounds for share in shares]
 
 
 def test_every_sample_is_taken_once() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
-from meshwright.build.batch import part
+from meshwright.build.batch import Share, part
 from meshwright.build.step import Trainer
 from meshwright.errors import JobError
 from minimal import WIDTH, Blocks, make_job, make_trainer, mlp, sample, squares
@@ -198,7 +198,7 @@ def test_an_empty_batch() -> None:
 
 def test_a_part_of_a_batch_is_taken_as_it_is() -> None:
     whole, parted = make_trainer(make_job()), make_trainer(make_job())
-    assert parted.step(part(sample(6), 1, 0, None)).loss == whole.step(sample(6)).loss
+    assert parted.step(part(sample(6), Share(), parted.cutter, nominal=8)).loss == whole.step(sample(6)).loss
 
 
 def masks(strategy: str, samples: int, *, seed: int = 0, steps: int = 1) -> list[list[float]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from meshwright.build.batch import has_stand_ins, micro_batches
+from meshwright.build.batch import Batch, Share, has_stand_ins
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.data import Loader, Order, Part
 from minimal import CPU, make_job
@@ -24,7 +24,10 @@ def parts(order: Order, count: int, position: int = 0) -> list[Part]:
 
 def global_batches(order: Order, ranks: int, count: int, position: int = 0) -> list[list[int]]:
     """Each global batch, put together from the parts of all ranks by where their spans lie."""
-    rows = [parts(replace(order, ranks=ranks, rank=rank), count, position) for rank in range(ranks)]
+    rows = [
+        parts(replace(order, share=replace(order.share, ranks=ranks, rank=rank)), count, position)
+        for rank in range(ranks)
+    ]
     batches = []
     for step in zip(*rows, strict=True):
         assert len({part.end for part in step}) == 1
@@ -54,7 +57,7 @@ def test_every_sample_once_an_epoch() -> None:
 @pytest.mark.parametrize("micro_batch", [None, 1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7])
 def test_same_batches_on_any_number_of_ranks(ranks: int, micro_batch: int | None) -> None:
-    order = replace(ORDER, micro_batch=micro_batch)
+    order = replace(ORDER, share=Share(micro_batch=micro_batch))
     assert global_batches(order, ranks, 2 * PER_EPOCH) == global_batches(ORDER, 1, 2 * PER_EPOCH)
 
 
@@ -85,7 +88,7 @@ def test_seed_and_epoch_give_another_order() -> None:
 
 
 def test_a_rank_with_nothing_has_a_stand_in() -> None:
-    order = replace(ORDER, ranks=6, rank=5)
+    order = replace(ORDER, share=Share(ranks=6, rank=5))
     *_, last = parts(order, PER_EPOCH)
     assert [span.length for span in last.spans] == [0]
     assert len(last.indices) == 1
@@ -94,7 +97,7 @@ def test_a_rank_with_nothing_has_a_stand_in() -> None:
 @pytest.mark.parametrize(("ranks", "kept"), [(2, 4), (4, 4), (5, 3), (6, 3)])
 def test_a_ragged_batch_can_be_left_out(ranks: int, kept: int) -> None:
     """Four samples are enough for four ranks, but not for five."""
-    order = replace(ORDER, ranks=ranks, drop_ragged=True)
+    order = replace(ORDER, share=Share(ranks=ranks), drop_ragged=True)
     sizes = [part.samples for part in parts(order, 8)]
     assert sizes == ([6, 6, 6, 4][:kept] * 3)[:8]
     assert not any(has_stand_ins(size, ranks, None) for size in sizes)
@@ -114,7 +117,7 @@ def test_no_batch_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch, samples: i
 
     monkeypatch.setattr(Order, "_permutation", counted)
     with pytest.raises(MeshwrightError):
-        next(replace(ORDER, samples=samples, ranks=4, drop_ragged=drop_ragged).parts(0))
+        next(replace(ORDER, samples=samples, share=Share(ranks=4), drop_ragged=drop_ragged).parts(0))
 
 
 class Numbers(Dataset[dict[str, Any]]):
@@ -127,15 +130,19 @@ class Numbers(Dataset[dict[str, Any]]):
         return {"x": torch.full((2,), float(index)), "more": [index]}
 
 
+def samples_of(batch: Batch) -> tuple[int, ...]:
+    return tuple(int(row[0]) for piece in batch.pieces for row in piece.data["x"])
+
+
 def loader(**options: Any) -> Loader:
-    order = replace(ORDER, ranks=2, rank=1, micro_batch=2)
+    order = replace(ORDER, share=Share(ranks=2, rank=1, micro_batch=2))
     return Loader(make_job(data=Numbers()), order, device=CPU, **options)
 
 
 @pytest.mark.parametrize("data", [Numbers(), Numbers, lambda: Numbers()], ids=["made", "class", "function"])
 def test_data_may_be_made_or_be_what_makes_it(data: Any) -> None:
     source = Loader(make_job(data=data), ORDER, device=CPU)
-    assert next(iter(source)).data["x"][:, 0].tolist() == parts(ORDER, 1)[0].indices
+    assert samples_of(next(iter(source))) == parts(ORDER, 1)[0].indices
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -144,21 +151,21 @@ def test_loader_gives_the_samples_of_the_order(workers: int) -> None:
     batches = iter(source)
     for part in parts(source.order, PER_EPOCH + 1):
         batch = next(batches)
-        assert batch.data["x"].tolist() == [[float(index)] * 2 for index in part.indices]
-        assert batch.data["more"][0].tolist() == part.indices
+        assert samples_of(batch) == part.indices
+        assert [piece.data["more"][0].tolist() for piece in batch.pieces] == [list(group) for group in part.groups]
         assert (batch.samples, batch.spans) == (part.samples, part.spans)
         assert source.position == part.end, "the position is that of what was handed out, not of what was read ahead"
-        assert sum(piece.span.length for piece in micro_batches(batch)) == len(part.indices)
+        assert sum(piece.span.length for piece in batch.pieces) == len(part.indices)
     batches.close()  # type: ignore[attr-defined]
 
 
 def test_loader_starts_and_goes_on_at_its_position() -> None:
     source = loader(position=18)
     assert next(iter(source)).samples == 4
-    assert next(iter(source)).data["x"][:, 0].tolist() == parts(source.order, 1, position=22)[0].indices
+    assert samples_of(next(iter(source))) == parts(source.order, 1, position=22)[0].indices
 
 
 def test_loader_uses_the_job_s_collate() -> None:
     job = make_job(data=Numbers(), collate=lambda rows: {"x": torch.stack([row["x"] for row in rows]) + 100})
     first: Iterator[Any] = iter(Loader(job, ORDER, device=CPU))
-    assert next(first).data["x"][:, 0].tolist() == [index + 100 for index in parts(ORDER, 1)[0].indices]
+    assert samples_of(next(first)) == tuple(index + 100 for index in parts(ORDER, 1)[0].indices)

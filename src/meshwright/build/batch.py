@@ -7,14 +7,16 @@ batch of an epoch is small. A rank left without samples in a micro-step runs a s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import ceil
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from meshwright.describe.samples import Cutter
+from meshwright.describe.structure import tensors_of, to_device
 from meshwright.errors import JobError
 
 
@@ -26,21 +28,8 @@ class Span:
     length: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """One rank's part of a global batch."""
-
-    data: Any
-    """This rank's samples, micro-step after micro-step; one stand-in sample where it has none."""
-    samples: int
-    """Samples of the whole global batch."""
-    spans: tuple[Span, ...]
-    """What this rank has of each micro-step."""
-    of_samples: tuple[bool, ...] | None = None
-    """Which leaves of the data have a row for each sample; None: those of as many rows as this rank has samples."""
-
-    def to(self, device: torch.device) -> Batch:
-        return replace(self, data=to_device(self.data, device))
+Rounds = tuple[tuple[Span, ...], ...]
+"""What a rank has of each micro-step. A pipeline takes those of one round together; without one there is one round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +39,54 @@ class MicroBatch:
     data: Any
     span: Span
     """Where it lies in the global batch; its length is 0 for a stand-in."""
+    regular: bool = True
+    """Whether that length is known and samples are all of one size, so that the loss's weight may follow from it."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        return replace(self, data=to_device(self.data, device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One rank's part of a global batch."""
+
+    rounds: tuple[tuple[MicroBatch, ...], ...]
+    samples: int
+    """Samples of the whole global batch."""
+
+    @property
+    def pieces(self) -> list[MicroBatch]:
+        """What each forward pass of this rank takes."""
+        return list(chain.from_iterable(self.rounds))
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(piece.span for piece in self.pieces)
+
+    @property
+    def regular(self) -> bool:
+        return all(piece.regular for piece in self.pieces)
+
+    def to(self, device: torch.device) -> Batch:
+        return replace(self, rounds=tuple(tuple(piece.to(device) for piece in round_) for round_ in self.rounds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """How one rank's part of every global batch is found."""
+
+    ranks: int = 1
+    rank: int = 0
+    micro_batch: int | None = None
+    """How many samples a rank may have in one micro-step."""
+    pipelined: int | None = None
+    """Micro-batches that a pipeline has under way together; None: no pipeline."""
+
+    def rounds(self, samples: int) -> Rounds:
+        """What the rank has of each micro-step of a global batch."""
+        if self.pipelined is None:
+            return (spans(samples, self.ranks, self.rank, self.micro_batch),)
+        return pipeline_rounds(samples, self.ranks, self.rank, self.pipelined)
 
 
 def micro_steps(samples: int, ranks: int, micro_batch: int | None) -> int:
@@ -76,91 +113,63 @@ def _near_equal(total: int, parts: int, index: int) -> Span:
     return Span(index * size + min(index, longer), size + (index < longer))
 
 
-def count_samples(data: Any) -> int:
-    """Samples in a batch: dim 0 of its first tensor that has dims."""
-    for leaf in tree_leaves(data):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
-    raise JobError("A batch must hold at least one tensor whose first dim counts the samples.")
-
-
-def find_leaves_of_samples(data: Any) -> tuple[bool, ...]:
-    """Which leaves have a row for each sample: tensors of as many rows as the first."""
-    samples = count_samples(data)
-    return tuple(torch.is_tensor(x) and x.dim() > 0 and x.shape[0] == samples for x in tree_leaves(data))
-
-
-def take(data: Any, start: int, length: int, of_samples: tuple[bool, ...]) -> Any:
-    """Some samples of a batch; what has no row for each sample is kept whole."""
-    leaves, tree = tree_flatten(data)
-    cut = [leaf[start : start + length] if yes else leaf for leaf, yes in zip(leaves, of_samples, strict=True)]
-    return tree_unflatten(cut, tree)
-
-
-def turn_round(data: Any) -> Any:
-    """The same samples, last first."""
-    leaves, tree = tree_flatten(data)
-    kept = zip(leaves, find_leaves_of_samples(data), strict=True)
-    return tree_unflatten([leaf.flip(0) if of_samples else leaf for leaf, of_samples in kept], tree)
-
-
-def part(data: Any, ranks: int, rank: int, micro_batch: int | None) -> Batch:
-    """The part of `rank` in a global batch that every rank has whole."""
-    samples, of_samples = count_samples(data), find_leaves_of_samples(data)
-    own = spans(samples, ranks, rank, micro_batch)
-    pieces = [take(data, span.first, span.length, of_samples) for span in own if span.length]
-    pieces = pieces or [take(data, 0, 1, of_samples)]
-    return Batch(data=_join(pieces, of_samples), samples=samples, spans=own, of_samples=of_samples)
-
-
-def micro_batches(batch: Batch) -> Iterator[MicroBatch]:
-    """What each forward pass of this rank takes."""
-    of_samples = batch.of_samples or find_leaves_of_samples(batch.data)
-    start = 0
-    for span in batch.spans:
-        whole = len(batch.spans) == 1
-        data = batch.data if whole else take(batch.data, start if span.length else 0, span.length or 1, of_samples)
-        yield MicroBatch(data=data, span=span)
-        start += span.length
-
-
-def rounds(batch: Batch, ranks: int, count: int) -> list[list[MicroBatch]]:
+def pipeline_rounds(samples: int, ranks: int, rank: int, count: int) -> Rounds:
     """What a pipeline takes: `count` micro-batches of one size, and where that does not divide as many single samples.
 
     The sizes follow from the global batch alone, so all data ranks take the same rounds; one that has no sample left
     for a place in the second round runs a stand-in. A single micro-batch is all that the rank has, in one round: so
     BatchNorm sees what it sees under a data strategy.
     """
+    (own,) = spans(samples, ranks, rank, None)
     if count == 1:
-        return [list(micro_batches(batch))]
-    of_samples = batch.of_samples or find_leaves_of_samples(batch.data)
-    first, own = batch.spans[0].first, batch.spans[0].length
-    size = batch.samples // ranks // count
+        return ((own,),)
+    size = samples // ranks // count
     found = []
     if size:
-        found.append([_piece(batch.data, first, index * size, size, of_samples) for index in range(count)])
-    if ceil(batch.samples / ranks) > size * count:
+        found.append(tuple(Span(own.first + index * size, size) for index in range(count)))
+    if ceil(samples / ranks) > size * count:
         left = range(size * count, size * count + count)
-        found.append([_piece(batch.data, first, index, int(index < own), of_samples) for index in left])
-    return found
+        found.append(tuple(Span(own.first + index, int(index < own.length)) for index in left))
+    return tuple(found)
 
 
-def _piece(data: Any, first: int, start: int, length: int, of_samples: tuple[bool, ...]) -> MicroBatch:
-    taken = take(data, start if length else 0, length or 1, of_samples)
-    return MicroBatch(data=taken, span=Span(first + start, length))
+def part(data: Any, share: Share, cutter: Cutter, *, nominal: int) -> Batch:
+    """A rank's part of a global batch that every rank has whole.
+
+    A batch that is not cut need not tell its samples; then it is taken to have the `nominal` number.
+    """
+    samples = cutter.count(data)
+    if samples == 0:
+        raise JobError("A batch without samples was given to step().")
+    rounds = share.rounds(samples or nominal)
+    if rounds == ((Span(0, samples or nominal),),):
+        return assemble(
+            [data], rounds, samples=samples or nominal, regular=samples is not None and cutter.is_regular(data)
+        )
+    return cut(data, rounds, cutter, samples=samples or nominal)
 
 
-def _join(pieces: list[Any], of_samples: tuple[bool, ...]) -> Any:
-    """Batches one after another: the inverse of `take`."""
-    if len(pieces) == 1:
-        return pieces[0]
-    flat = [tree_flatten(piece) for piece in pieces]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    joined = [torch.cat(column) if yes else column[0] for column, yes in zip(columns, of_samples, strict=True)]
-    return tree_unflatten(joined, flat[0][1])
+def cut(data: Any, rounds: Rounds, cutter: Cutter, *, samples: int, first: int = 0) -> Batch:
+    """A rank's micro-batches, from what begins with the sample `first` of a global batch."""
+    wanted = [(span.first - first, span.length) if span.length else (0, 1) for span in chain.from_iterable(rounds)]
+    return assemble(cutter.cut(data, wanted), rounds, samples=samples, regular=cutter.is_regular(data))
 
 
-def to_device(data: Any, device: torch.device) -> Any:
-    leaves, tree = tree_flatten(data)
-    moved = [leaf.to(device, non_blocking=True) if torch.is_tensor(leaf) else leaf for leaf in leaves]
-    return tree_unflatten(moved, tree)
+def assemble(pieces: Sequence[Any], rounds: Rounds, *, samples: int, regular: bool = True) -> Batch:
+    """A rank's part from the data of each micro-step."""
+    data = iter(pieces)
+
+    def made(span: Span) -> MicroBatch:
+        return MicroBatch(data=next(data), span=span, regular=regular)
+
+    return Batch(rounds=tuple(tuple(made(span) for span in round_) for round_ in rounds), samples=samples)
+
+
+def refuse_unlike_shapes(pieces: Sequence[MicroBatch]) -> None:
+    """Stages receive micro-batches into tensors of one shape."""
+    shapes = {tuple(tuple(tensor.shape) for tensor in tensors_of(piece.data)) for piece in pieces}
+    if len(shapes) > 1:
+        raise JobError(
+            "Micro-batches that a pipeline runs together have tensors of other shapes; pad samples to one length in "
+            "Job(collate=...), or use a strategy without pp."
+        )

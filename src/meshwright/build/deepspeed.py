@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from meshwright.build.axes import Axes
-from meshwright.build.batch import Batch, MicroBatch, rounds
+from meshwright.build.batch import Batch, MicroBatch, refuse_unlike_shapes
 from meshwright.build.batchnorm import synchronise_batch_norms
 from meshwright.build.build import fill
 from meshwright.build.passes import Dropout, Losses
@@ -18,13 +17,14 @@ from meshwright.build.precision import apply_precision, cast
 from meshwright.build.recompute import recompute_blocks
 from meshwright.build.world import World
 from meshwright.describe.blueprint import record
+from meshwright.describe.structure import tensors_of
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.deepspeed.pipeline import Layers, StageEngine, ZeroStageEngine, cut_layers, stage_of
 from meshwright.strategies.engine import Setting
-from meshwright.strategies.pipeline import count_micro_batches, count_stages
+from meshwright.strategies.pipeline import count_stages
 from meshwright.strategies.stages import cut_stages
 
 
@@ -62,9 +62,7 @@ def lay_deepspeed_pipeline(
     if strategy.recompute != "none":
         recompute_blocks(blocks or list(model.children()), strategy.recompute)
     setting.fill()
-    return DeepSpeedPasses(
-        model, setting, layers, axes, losses, dropout, micro_batches=count_micro_batches(strategy, job.global_batch)
-    )
+    return DeepSpeedPasses(model, setting, layers, axes, losses, dropout)
 
 
 class DeepSpeedPasses:
@@ -78,15 +76,12 @@ class DeepSpeedPasses:
         axes: Axes,
         losses: Losses,
         dropout: Dropout,
-        *,
-        micro_batches: int,
     ) -> None:
         assert axes.pipeline is not None
         kind = ZeroStageEngine if setting.strategy.data == "zero1" else StageEngine
         self.engine: StageEngine = kind(model, setting, layers, axes.pipeline, self._loss)
-        self._setting, self._axes, self._losses, self._dropout = setting, axes, losses, dropout
-        self._micro_batches = micro_batches
-        self._pieces: list[MicroBatch] = []
+        self._setting, self._losses, self._dropout = setting, losses, dropout
+        self._pieces: Sequence[MicroBatch] = ()
         self._next, self._factor, self._step = 0, 1.0, 0
         self._shapes: list[torch.Size] = []
         self._totals = torch.zeros(2, device=dropout.device)
@@ -95,23 +90,23 @@ class DeepSpeedPasses:
     def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
         self._factor, self._step = factor, step
         self._totals = torch.zeros(3, device=self._dropout.device, dtype=torch.float64)
-        all_of_them = rounds(batch, self._axes.data_ranks, self._micro_batches)
-        for number, pieces in enumerate(all_of_them, start=1):
+        for number, pieces in enumerate(batch.rounds, start=1):
             self._start(pieces)
-            self.engine.run(self._loaded(), len(pieces), last=number == len(all_of_them))
+            self.engine.run(self._loaded(), len(pieces), last=number == len(batch.rounds))
         return self._totals
 
     def forward(self, batch: Batch) -> torch.Tensor:
         self._totals = torch.zeros(2, device=self._dropout.device, dtype=torch.float64)
-        for pieces in rounds(batch, self._axes.data_ranks, self._micro_batches):
+        for pieces in batch.rounds:
             self._start(pieces)
             self.engine.look(self._loaded(), len(pieces))
         return self._totals
 
-    def _start(self, pieces: list[MicroBatch]) -> None:
+    def _start(self, pieces: Sequence[MicroBatch]) -> None:
         """All stages of a pipeline have the same samples, so they see shapes change together."""
         self._pieces, self._next = pieces, 0
-        shapes = [leaf.shape for leaf in tree_leaves(pieces[0].data) if torch.is_tensor(leaf)]
+        refuse_unlike_shapes(pieces)
+        shapes = [tensor.shape for tensor in tensors_of(pieces[0].data)]
         if shapes != self._shapes:
             self.engine.forget_shapes()
         self._shapes = shapes

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from meshwright.build.batch import Batch, MicroBatch, micro_batches
+from meshwright.build.batch import Batch, MicroBatch
 from meshwright.describe.observe import call_model
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
@@ -50,7 +50,7 @@ class Losses:
         total, weight = self.loss(output, piece.data)
         total = self.plain(total)
         counts = 1.0 if piece.span.length else 0.0
-        expected = self.weight_per_sample
+        expected = self.weight_per_sample if piece.regular else None
         kept = total.detach().to(torch.promote_types(total.dtype, torch.float32)) * counts
         if expected is None:
             value = torch.as_tensor(self.plain(weight), dtype=kept.dtype, device=total.device) * counts
@@ -71,7 +71,7 @@ class PlainPasses:
         self._counts = 1.0 if counts else 0.0
 
     def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
-        pieces = list(micro_batches(batch))
+        pieces = batch.pieces
         totals = torch.zeros(3, device=self._dropout.device, dtype=torch.float64)
         for index, piece in enumerate(pieces):
             with self.engine.accumulating(last=index == len(pieces) - 1), self.engine.region():
@@ -84,7 +84,7 @@ class PlainPasses:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         totals = torch.zeros(2, device=self._dropout.device, dtype=torch.float64)
-        for piece in micro_batches(batch):
+        for piece in batch.pieces:
             with self.engine.region():
                 output = call_model(self._losses.job, self.engine, piece.data)
                 totals += self._losses.of_output(output, piece)[1].to(totals.device)

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
-from torch.utils._pytree import tree_leaves
 
 from meshwright.build.assembly import Assembly
-from meshwright.build.batch import Batch, MicroBatch, rounds
+from meshwright.build.batch import Batch, MicroBatch, refuse_unlike_shapes
 from meshwright.build.hollow import Hollow
 from meshwright.build.passes import Dropout, Losses
 from meshwright.build.torch_stage import Event, make_stage
 from meshwright.describe.flow import Flow, TensorLeaf
 from meshwright.describe.observe import call_model
+from meshwright.describe.structure import leaves_of, tensors_of
 from meshwright.errors import JobError
 from meshwright.strategies.engine import Engine
 from meshwright.strategies.forward import wrap_forward
@@ -69,14 +69,13 @@ class PipelinePasses:
         dropout: Dropout,
         *,
         schedule: str,
-        micro_batches: int,
         trace: Callable[[Any], Flow],
         counts: bool,
         fake: bool = False,
     ) -> None:
         self.engine, self._own, self._stages = engine, own, stages
         self._losses, self._dropout, self._trace = losses, dropout, trace
-        self._schedule, self._micro_batches = schedule, micro_batches
+        self._schedule = schedule
         self._counts, self._fake = 1.0 if counts else 0.0, fake
         self.events: list[Event] = []
         """When this rank computed in the last step."""
@@ -95,7 +94,7 @@ class PipelinePasses:
         self.events.clear()
         self._totals = torch.zeros(3, device=self._dropout.device, dtype=torch.float64)
         with self.engine.accumulating(last=False):
-            for pieces in rounds(batch, self.engine.axes.data_ranks, self._micro_batches):
+            for pieces in batch.rounds:
                 for some in self._in_flight(pieces):
                     self._start(some)
                     schedule = self._prepared()
@@ -107,9 +106,9 @@ class PipelinePasses:
     def forward(self, batch: Batch) -> torch.Tensor:
         """One micro-batch after another, each stage as soon as it has its input."""
         self._totals = torch.zeros(2, device=self._dropout.device, dtype=torch.float64)
-        for pieces in rounds(batch, self.engine.axes.data_ranks, self._micro_batches):
-            self._start(pieces)
-            for _ in pieces:
+        for some in (some for pieces in batch.rounds for some in self._in_flight(pieces)):
+            self._start(some)
+            for _ in some:
                 sent: tuple[torch.Tensor, ...] = ()
                 for stage in self._own:
                     with self.engine.region():
@@ -120,12 +119,13 @@ class PipelinePasses:
         """What the first stage is called with. Its input is the batch, but FSDP2 fails on a call without arguments."""
         return (torch.zeros(length, device=self._dropout.device),) if self._own[0].index == 0 else ()
 
-    def _in_flight(self, pieces: list[MicroBatch]) -> list[list[MicroBatch]]:
+    def _in_flight(self, pieces: Sequence[MicroBatch]) -> list[Sequence[MicroBatch]]:
         """Micro-batches that are under way together: all, or one at a time under plain layer-wise placement."""
         return [[piece] for piece in pieces] if self._schedule == "layers" else [pieces]
 
     def _start(self, pieces: Sequence[MicroBatch]) -> None:
         self._pieces, self._next = pieces, [0] * len(self._own)
+        refuse_unlike_shapes(pieces)
         self._route = self._find_route(pieces[0].data)
 
     def _find_route(self, data: Any) -> Route:
@@ -255,6 +255,7 @@ class _Leaving(torch.autograd.Function):
 
 
 def _shapes(data: Any) -> tuple[Any, ...]:
-    return tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in tree_leaves(data)
-    )
+    """What decides how a batch goes through the model: shapes, and values that are not tensors."""
+    found: list[Any] = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(data)]
+    others = [repr(leaf) for leaf in leaves_of(data) if leaf is None or isinstance(leaf, int | float | str)]
+    return (*found, *others)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
 
 from meshwright import schedules
 from meshwright.build.assembly import Assembly, Holders
@@ -22,6 +21,7 @@ from meshwright.build.world import World, outside_of_modes
 from meshwright.describe.blueprint import Blueprint, record
 from meshwright.describe.flow import Flow, Watcher
 from meshwright.describe.observe import make_batch, trace
+from meshwright.describe.structure import map_tensors
 from meshwright.errors import Refused
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
@@ -84,7 +84,6 @@ def lay_pipeline(
         losses,
         dropout,
         schedule=schedule_name(strategy),
-        micro_batches=count,
         trace=follow,
         counts=axes.tensor_rank == 0,
         fake=world.fake,
@@ -122,7 +121,7 @@ def nominal_batch(job: Job, strategy: Strategy) -> Any:
 
 def _without_values(batch: Any) -> Any:
     """A step on fake tensors has fake batches, which belong to it: others of their shape, without memory, go on."""
-    return tree_map(
+    return map_tensors(
         lambda leaf: torch.zeros((), dtype=leaf.dtype).expand(leaf.shape) if isinstance(leaf, FakeTensor) else leaf,
         batch,
     )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from meshwright.build.assembly import Assembly
 from meshwright.build.axes import lay_axes
-from meshwright.build.batch import Batch, count_samples, part
+from meshwright.build.batch import Batch, Share, part
 from meshwright.build.build import lay_on_devices, lay_out, model_region, plainly
 from meshwright.build.deepspeed import lay_deepspeed_pipeline
 from meshwright.build.fused import take_fused_kernels
@@ -24,6 +24,7 @@ from meshwright.build.precision import LossScale, loss_under
 from meshwright.build.staging import lay_pipeline
 from meshwright.build.world import World, outside_of_modes
 from meshwright.describe.blueprint import record
+from meshwright.describe.samples import Cutter
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
@@ -31,6 +32,7 @@ from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.engine import OptimizerState, OptimizingEngine
 from meshwright.strategies.norm import scale_
+from meshwright.strategies.pipeline import count_micro_batches
 from meshwright.strategies.stages import cut_stages
 
 
@@ -119,6 +121,7 @@ class Trainer:
         self.job, self.facts, self.strategy, self.world, self.seed = job, facts, strategy, world, seed
         self.devices, self.engine_config = devices, engine_config
         self.axes = lay_axes(strategy, world)
+        self.cutter = Cutter(job)
         self.passes = self._lay_passes()
         self.engine = self.passes.engine
         self.engine.model.train()
@@ -173,9 +176,15 @@ class Trainer:
         return self.axes.data_rank
 
     @property
-    def micro_batch(self) -> int | None:
-        """How large the pieces are that a rank's part of a batch is made of; a pipeline cuts its part itself."""
-        return None if self.axes.pipeline is not None else self.strategy.micro_batch
+    def share(self) -> Share:
+        """How this rank's part of every global batch is found."""
+        axes, pipelined = self.axes, self.axes.pipeline is not None
+        return Share(
+            ranks=axes.data_ranks,
+            rank=axes.data_rank,
+            micro_batch=None if pipelined else self.strategy.micro_batch,
+            pipelined=count_micro_batches(self.strategy, self.job.global_batch) if pipelined else None,
+        )
 
     def step(self, batch: Any) -> StepResult:
         """One optimizer step. A `Batch` is this rank's part; anything else is the whole global batch, on all ranks."""
@@ -185,7 +194,7 @@ class Trainer:
     def forward_backward(self, batch: Any) -> None:
         """Leave the gradient of the global batch's mean loss on the parameters (under fp16, times the loss scale)."""
         own = self._part(batch)
-        expected = self.facts.weight_per_sample
+        expected = self.facts.weight_per_sample if own.regular else None
         # Where the weight depends on the data it is not known yet: divide by the samples now and put it right below.
         divisor = own.samples * (expected if expected is not None else 1.0)
         totals = self.passes.backward(own, self._scale_up() / divisor, self.steps)
@@ -243,9 +252,9 @@ class Trainer:
     def _part(self, batch: Any) -> Batch:
         if isinstance(batch, Batch):
             return batch.to(self.world.device)
-        if count_samples(batch) == 0:
-            raise JobError("A batch without samples was given to step().")
-        return part(batch, self.data_ranks, self.data_rank, self.micro_batch).to(self.world.device)
+        with outside_of_modes():
+            own = part(batch, self.share, self.cutter, nominal=self.job.global_batch)
+        return own.to(self.world.device)
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._own if p.grad is not None]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import isclose
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.nn.utils import stateless
-from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from meshwright.describe.as_on_cuda import as_on_cpu
@@ -30,6 +30,7 @@ from meshwright.describe.flow import Flow, Watcher
 from meshwright.describe.reads import Reads
 from meshwright.describe.repeats import Follower, Repeats
 from meshwright.describe.shadows import shadow_of, shadows
+from meshwright.describe.structure import map_tensors
 from meshwright.describe.tape import Slot
 from meshwright.describe.template import watch_calls
 from meshwright.errors import JobError, one_line
@@ -177,7 +178,7 @@ def _on_fake_tensors(
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
     if understudy is not None and understudy.casts_shadows:
         with suppress(Exception), as_it_was(blueprint.model), shadows(blueprint.model), as_on_cpu():
-            return run(tree_map(shadow_of, batch), understudy), ""
+            return run(map_tensors(shadow_of, batch), understudy), ""
         understudy.give_up_shadows()
     if understudy is not None:
         # Whatever goes wrong where blocks are left out is looked at again with all of them.
@@ -197,7 +198,7 @@ def _on_fake_tensors(
         if large:
             return None, one_line(error).removesuffix(".")
     try:
-        return run(tree_map(lambda leaf: leaf.cpu() if torch.is_tensor(leaf) else leaf, batch), None), ""
+        return run(map_tensors(torch.Tensor.cpu, batch), None), ""
     except JobError:
         raise
     except Exception as error:
@@ -220,7 +221,7 @@ def _depends_on_data(error: Exception) -> bool:
 
 def _fake(mode: FakeTensorMode, batch: Any) -> Any:
     """A batch may lie on a GPU; what is asked here is asked of a CPU."""
-    return tree_map(lambda leaf: mode.from_tensor(leaf.cpu()) if torch.is_tensor(leaf) else leaf, batch)
+    return map_tensors(lambda tensor: mode.from_tensor(tensor.cpu()), batch)
 
 
 def _misfit(error: Exception) -> JobError:
@@ -246,6 +247,9 @@ def _step(
         if not total.requires_grad:
             raise JobError("The loss does not depend on any trainable parameter; nothing could be trained.")
         gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
+        known = None if torch.is_tensor(weight) else float(weight) / SAMPLES
+        if known is not None and not isinstance(total, FakeTensor) and not is_meta(total):
+            known = known if _weighs(job, model, known) else None
     trained = {id(tensor) for tensor in under.repeats.trained} if under else set()
     used = frozenset(
         name
@@ -256,10 +260,19 @@ def _step(
     return Observed(
         used,
         frozenset(called),
-        None if torch.is_tensor(weight) else float(weight) / SAMPLES,
+        known,
         read_elsewhere=frozenset(reads.elsewhere),
         by_value=not (isinstance(total, FakeTensor) or is_meta(total)),
     )
+
+
+@torch.no_grad()
+def _weighs(job: Job, model: nn.Module, per_sample: float) -> bool:
+    """Whether other samples weigh the same: where tensors have values, a weight may depend on them."""
+    with suppress(Exception):  # data of two samples has no third
+        batches = [(samples, make_batch(job, samples)) for samples in (SAMPLES + 1, SAMPLES)]
+        return all(isclose(float(_forward(job, model, batch)[1]), samples * per_sample) for samples, batch in batches)
+    return False
 
 
 def _stand_ins(blueprint: Blueprint) -> dict[str, torch.Tensor]:

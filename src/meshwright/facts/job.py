@@ -38,7 +38,10 @@ class Job:
     data: Callable[[], Dataset[Any]] | Dataset[Any] | None = None
     """A map-style dataset, or what builds one. Only training needs it."""
     collate: Callable[[list[Any]], Any] | None = None
-    """From a list of samples to a batch; None is PyTorch's default."""
+    """From a list of samples to a batch; None is PyTorch's default. Called for each micro-batch."""
+    split: Callable[[Any], Sequence[Any]] | None = None
+    """The inverse of `collate`, from a batch to the list of its samples. Only a whole batch that must be cut needs it,
+    and only where comparing batches of several sizes does not show where its samples lie."""
     sample: Callable[[int], Any] | None = None
     """A batch of n made-up samples, for planning, rehearsing and verifying."""
     blocks: Sequence[str] | None = None
@@ -51,6 +54,9 @@ class Job:
     def __post_init__(self) -> None:
         for field in ("model", "inputs", "loss", "optimizer"):
             if not callable(getattr(self, field)):
+                raise JobError(f"Job({field}=...) must be a function, but it is {type(getattr(self, field)).__name__}.")
+        for field in ("schedule", "collate", "split", "sample"):
+            if getattr(self, field) is not None and not callable(getattr(self, field)):
                 raise JobError(f"Job({field}=...) must be a function, but it is {type(getattr(self, field)).__name__}.")
         if isinstance(self.global_batch, bool) or not isinstance(self.global_batch, int) or self.global_batch < 1:
             raise JobError(f"Job(global_batch=...) must be a whole number of samples, but it is {self.global_batch!r}.")

@@ -7,15 +7,17 @@ the exact next sample, on any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from meshwright.build.batch import Batch, Span, has_stand_ins, spans
+from meshwright.build.batch import Batch, Rounds, Share, Span, assemble, cut, has_stand_ins
+from meshwright.describe.samples import Cutter
+from meshwright.describe.structure import tensors_of
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.runtime.preemption import spare_loader
@@ -29,20 +31,23 @@ class Order:
     """In the data set."""
     global_batch: int
     seed: int
-    ranks: int = 1
-    rank: int = 0
-    micro_batch: int | None = None
+    share: Share = field(default_factory=Share)
+    """What one rank takes of each."""
     drop_ragged: bool = False
     """Whether to leave out a last batch in which some rank would have nothing of its own (BatchNorm sees stand-ins)."""
 
     def __post_init__(self) -> None:
         if self.samples == 0:
             raise JobError("Job(data=...) has no samples.")
-        if self.drop_ragged and has_stand_ins(min(self.samples, self.global_batch), self.ranks, self.micro_batch):
+        if self.drop_ragged and self._has_stand_ins(min(self.samples, self.global_batch)):
             raise JobError(
-                f"A batch of {min(self.samples, self.global_batch)} leaves one of {self.ranks} ranks without samples "
-                "in some micro-step, and BatchNorm must not see stand-ins; use fewer ranks, or more samples in a batch."
+                f"A batch of {min(self.samples, self.global_batch)} leaves one of {self.share.ranks} ranks without "
+                "samples in some micro-step, and BatchNorm must not see stand-ins; use fewer ranks, or more samples in "
+                "a batch."
             )
+
+    def _has_stand_ins(self, samples: int) -> bool:
+        return has_stand_ins(samples, self.share.ranks, self.share.micro_batch)
 
     def parts(self, position: int) -> Iterator[Part]:
         """This rank's parts from `position` on, epoch after epoch, without end."""
@@ -51,7 +56,7 @@ class Order:
             order = self._permutation(epoch)
             for first in range(start, self.samples, self.global_batch):
                 batch = order[first : first + self.global_batch]
-                if not (self.drop_ragged and has_stand_ins(len(batch), self.ranks, self.micro_batch)):
+                if not (self.drop_ragged and self._has_stand_ins(len(batch))):
                     yield self._part(batch, epoch * self.samples + first)
             epoch, start = epoch + 1, 0
 
@@ -60,20 +65,33 @@ class Order:
         return torch.randperm(self.samples, generator=generator).tolist()
 
     def _part(self, batch: list[int], position: int) -> Part:
-        own = spans(len(batch), self.ranks, self.rank, self.micro_batch)
-        indices = [index for span in own for index in batch[span.first : span.first + span.length]] or batch[:1]
-        return Part(indices=indices, spans=own, samples=len(batch), end=position + len(batch))
+        rounds = self.share.rounds(len(batch))
+        own = [batch[span.first : span.first + span.length] for round_ in rounds for span in round_]
+        stand_in = next((indices[:1] for indices in own if indices), batch[:1])
+        groups = tuple(tuple(indices or stand_in) for indices in own)
+        return Part(groups=groups, rounds=rounds, samples=len(batch), end=position + len(batch))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """One rank's part of one global batch, as indices into the data set."""
 
-    indices: list[int]
-    spans: tuple[Span, ...]
+    groups: tuple[tuple[int, ...], ...]
+    """The samples of each micro-batch; one as a stand-in where a rank has none."""
+    rounds: Rounds
     samples: int
     end: int
     """The position after this batch."""
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(chain.from_iterable(self.rounds))
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """All samples of this rank; one as a stand-in where it has none."""
+        own = [index for group, span in zip(self.groups, self.spans, strict=True) if span.length for index in group]
+        return tuple(own) or self.groups[0]
 
 
 class Loader:
@@ -85,13 +103,19 @@ class Loader:
         order: Order,
         *,
         device: torch.device,
-        dataset: Dataset[Any] | None = None,
+        cutter: Cutter | None = None,
+        weighed: bool = True,
         workers: int = 0,
         position: int = 0,
     ) -> None:
+        """`weighed`: whether somebody wants to know if samples are all of one size, which takes a look at a few."""
         self.order, self.position = order, position
-        self._collate, self._device, self._workers = job.collate, device, workers
-        self._dataset = job.dataset() if dataset is None else dataset
+        self._device, self._workers, self._cutter = device, workers, cutter or Cutter(job)
+        # Micro-batches of a pipeline must be of one shape: a collate that pads makes them so if it pads them together.
+        self._together = (order.share.pipelined or 1) > 1 and self._cutter.cuts_data
+        self._regular = not weighed or self._cutter.data.regular
+        collate = job.collate or default_collate
+        self._collated = _Collated(self._cutter.dataset, collate, together=self._together)
 
     def __iter__(self) -> Iterator[Batch]:
         batches = self._batches()
@@ -104,25 +128,51 @@ class Loader:
     def _batches(self) -> Iterator[tuple[Batch, int]]:
         start = self.position
         loader: DataLoader[Any] = DataLoader(
-            self._dataset,
-            batch_sampler=_Indices(self.order, start),
+            self._collated,
+            batch_size=None,
+            sampler=_Parts(self.order, start),
             num_workers=self._workers,
-            collate_fn=self._collate,
+            collate_fn=_as_it_is,
             pin_memory=self._device.type == "cuda",
             persistent_workers=self._workers > 0,
             worker_init_fn=spare_loader,
-            generator=torch.Generator().manual_seed((self.order.seed * 1_000_003 + self.order.rank) % 2**63),
+            generator=torch.Generator().manual_seed((self.order.seed * 1_000_003 + self.order.share.rank) % 2**63),
         )
-        for part, data in zip(self.order.parts(start), loader, strict=False):
-            yield Batch(data=data, samples=part.samples, spans=part.spans), part.end
+        for part, pieces in zip(self.order.parts(start), loader, strict=False):
+            yield self._batch(part, pieces), part.end
+
+    def _batch(self, part: Part, pieces: list[Any]) -> Batch:
+        if self._together:
+            first = part.spans[0].first
+            return cut(pieces[0], part.rounds, self._cutter, samples=part.samples, first=first)
+        return assemble(pieces, part.rounds, samples=part.samples, regular=self._regular)
 
 
-class _Indices:
+class _Collated(Dataset[list[Any]]):
+    """A data set whose items are the collated micro-batches of a part, so that no batch need be cut."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], *, together: bool) -> None:
+        self._dataset, self._collate, self._together = dataset, collate, together
+
+    def __getitem__(self, part: Part) -> list[Any]:
+        groups = (part.indices,) if self._together else part.groups
+        return [self._collate(self._items(list(group))) for group in groups]
+
+    def _items(self, indices: list[int]) -> list[Any]:
+        many = getattr(self._dataset, "__getitems__", None)  # what DataLoader asks for, too
+        return list(many(indices)) if many else [self._dataset[index] for index in indices]
+
+
+class _Parts(Sampler[Part]):
     def __init__(self, order: Order, position: int) -> None:
         self._order, self._position = order, position
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return (part.indices for part in self._order.parts(self._position))
+    def __iter__(self) -> Iterator[Part]:
+        return self._order.parts(self._position)
+
+
+def _as_it_is(pieces: list[Any]) -> list[Any]:
+    return pieces
 
 
 def _one_ahead(batches: Iterator[tuple[Batch, int]], device: torch.device) -> Iterator[tuple[Batch, int]]:
@@ -137,8 +187,7 @@ def _one_ahead(batches: Iterator[tuple[Batch, int]], device: torch.device) -> It
     while True:
         torch.cuda.current_stream(device).wait_stream(stream)
         current = following
-        for leaf in tree_leaves(current[0].data):
-            if torch.is_tensor(leaf):
-                leaf.record_stream(torch.cuda.current_stream(device))
+        for tensor in tensors_of([piece.data for piece in current[0].pieces]):
+            tensor.record_stream(torch.cuda.current_stream(device))
         following = start(next(batches))
         yield current

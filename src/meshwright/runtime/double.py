@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
+from meshwright.describe.structure import map_tensors
 from meshwright.facts.job import Job
 from meshwright.strategies.forward import wrap_forward
 
@@ -42,7 +43,7 @@ def in_double(job: Job) -> Job:
 
 def to_double(tree: Any) -> Any:
     """Floating tensors of a tree in float64."""
-    return tree_map(lambda leaf: leaf.double() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, tree)
+    return map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, tree)
 
 
 @contextmanager

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.build.batch import micro_batches, part, to_device, turn_round
+from meshwright.build.batch import MicroBatch, Share, Span, part
 from meshwright.build.passes import Dropout
 from meshwright.describe.observe import call_loss, call_model
+from meshwright.describe.samples import Cutter
+from meshwright.describe.structure import to_device
 from meshwright.errors import JobError, MeshwrightError, one_line
 from meshwright.facts.job import Job
 from meshwright.facts.named import NamedParameters
@@ -104,7 +106,7 @@ def _train(job: Job, recipe: Recipe) -> Trace:
 
 def step_batch(job: Job, recipe: Recipe, step: int) -> Any:
     batch = seeded_batch(job, recipe.seed + step)
-    return to_device(turn_round(batch) if recipe.backwards else batch, recipe.device)
+    return to_device(Cutter(job).turned(batch) if recipe.backwards else batch, recipe.device)
 
 
 def forward_backward(
@@ -112,7 +114,7 @@ def forward_backward(
 ) -> float:
     """Leave the gradient of the mean loss on the parameters; `outputs` gets what the model gave at the first step."""
     sums, weights = [], []
-    pieces = list(micro_batches(part(batch, 1, 0, recipe.micro_batch)))
+    pieces = _pieces(job, batch, recipe)
     for piece in pieces:
         seed_step(recipe, step, piece.span.first)
         with recipe.watch():
@@ -132,6 +134,12 @@ def forward_backward(
             if parameter.grad is not None:
                 parameter.grad /= math.fsum(weights)
     return math.fsum(sums) / math.fsum(weights)
+
+
+def _pieces(job: Job, batch: Any, recipe: Recipe) -> list[MicroBatch]:
+    if recipe.micro_batch is None:
+        return [MicroBatch(data=batch, span=Span(0, job.global_batch))]
+    return part(batch, Share(micro_batch=recipe.micro_batch), Cutter(job), nominal=job.global_batch).pieces
 
 
 def seed_step(recipe: Recipe, step: int, first: int = 0) -> None:

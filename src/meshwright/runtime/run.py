@@ -114,18 +114,21 @@ class Run:
 
     def _make_loader(self) -> Loader:
         job, trainer = self.trainer.job, self.trainer
-        dataset = job.dataset()
         order = Order(
-            samples=len(dataset),  # type: ignore[arg-type]  # checked to have a length
+            samples=len(trainer.cutter.dataset),
             global_batch=job.global_batch,
             seed=trainer.seed,
-            ranks=trainer.data_ranks,
-            rank=trainer.data_rank,
-            micro_batch=trainer.micro_batch,
+            share=trainer.share,
             drop_ragged=bool(self.facts.batch_norms),
         )
         return Loader(
-            job, order, device=self.world.device, dataset=dataset, workers=self._workers, position=self._position
+            job,
+            order,
+            device=self.world.device,
+            cutter=trainer.cutter,
+            weighed=self.facts.weight_per_sample is not None,
+            workers=self._workers,
+            position=self._position,
         )
 
 

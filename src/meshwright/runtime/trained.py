@@ -11,7 +11,6 @@ from typing import Any
 import numpy
 import torch
 
-from meshwright.build.batch import turn_round
 from meshwright.build.step import StepResult, Trainer
 from meshwright.build.world import World
 from meshwright.facts.job import Job
@@ -73,7 +72,7 @@ def run_steps(
     for index in range(steps):
         batch = seeded_batch(job, seed + index)
         with double_arithmetic() if double else nullcontext():
-            turned = turn_round(batch) if disturbed and disturbed.backwards else batch
+            turned = trainer.cutter.turned(batch) if disturbed and disturbed.backwards else batch
             result = _step(trainer, turned, trace, seed + index)
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)

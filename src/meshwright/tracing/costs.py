@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils import stateless
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.build.precision import apply_precision, loss_under
 from meshwright.build.recompute import recompute_blocks
@@ -20,6 +20,7 @@ from meshwright.describe.blueprint import Blueprint, as_it_was, record, set_attr
 from meshwright.describe.disguise import is_meta
 from meshwright.describe.observe import SMALL, call_model, make_batch
 from meshwright.describe.shadows import shadow_of, shadows
+from meshwright.describe.structure import map_tensors, tensors_of
 from meshwright.describe.tape import Slot
 from meshwright.errors import JobError, one_line
 from meshwright.facts.costs import Kernel, ModelCosts, Size, UnitCosts
@@ -168,8 +169,8 @@ def _step(
     set_attributes(model, blueprint.attributes, _empty_slot)
     tensors = _parameters(model, facts, DTYPES[precision])
     tensors |= {name: _empty(b, b.dtype) for name, b in model.named_buffers()}
-    batch = tree_map(lambda leaf: take(leaf) if torch.is_tensor(leaf) else leaf, make_batch(job, samples))
-    recorder.meter.known([*tensors.values(), *(leaf for leaf in tree_leaves(batch) if torch.is_tensor(leaf))])
+    batch = map_tensors(take, make_batch(job, samples))
+    recorder.meter.known([*tensors.values(), *tensors_of(batch)])
     for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
         if tensor.requires_grad:
             tensor.register_post_accumulate_grad_hook(_forget_gradient)

@@ -16,15 +16,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import debug as tensor_debug
 from torch.nn.utils import clip_grad
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from meshwright.build.assembly import Assembly
 from meshwright.build.axes import Axes
-from meshwright.build.batch import Batch, find_leaves_of_samples, spans
+from meshwright.build.batch import Batch, assemble
 from meshwright.build.step import Trainer
-from meshwright.build.world import World, pretend
+from meshwright.build.world import World, outside_of_modes, pretend
 from meshwright.describe.as_on_cuda import as_on_cuda
+from meshwright.describe.batch_layout import CannotCut
 from meshwright.describe.observe import SAMPLES, make_batch
+from meshwright.describe.structure import map_tensors
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
@@ -163,26 +165,28 @@ def _leaving(recorder: Recorder, name: str) -> Callable[..., None]:
 
 def _part(job: Job, sample: Any, trainer: Trainer) -> Batch:
     """This rank's part of a global batch, made from a few samples: the others are of the same shape."""
-    of_samples = find_leaves_of_samples(sample)
-    own = spans(job.global_batch, trainer.data_ranks, trainer.data_rank, trainer.micro_batch)
-    length = sum(span.length for span in own) or 1
-    flags = iter(of_samples)
+    rounds = trainer.share.rounds(job.global_batch)
+    with outside_of_modes():
+        pieces = {length: _piece(job, sample, trainer, length) for length in {s.length or 1 for r in rounds for s in r}}
+    data = [pieces[span.length or 1] for round_ in rounds for span in round_]
+    pinned = map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), data)
+    return assemble(pinned, rounds, samples=job.global_batch)
 
-    def grown(leaf: Any) -> Any:
-        many = next(flags)
-        if not torch.is_tensor(leaf):
-            return leaf
-        return torch.empty((length, *leaf.shape[1:]) if many else leaf.shape, dtype=leaf.dtype, pin_memory=True)
 
-    return Batch(data=tree_map(grown, sample), samples=job.global_batch, spans=own, of_samples=of_samples)
+def _piece(job: Job, sample: Any, trainer: Trainer, length: int) -> Any:
+    """A micro-batch without memory; one of samples that are made up where those at hand do not tell its shape."""
+    try:
+        return trainer.cutter.grown(sample, length)
+    except CannotCut:
+        return make_batch(job, length)
 
 
 def _copied(batch: Batch) -> Batch:
     """As a batch that was brought to the device for this step."""
-    data = tree_map(
-        lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype) if torch.is_tensor(leaf) else leaf, batch.data
-    )
-    return replace(batch, data=data)
+    data = [piece.data for piece in batch.pieces]
+    copied = map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), data)
+    rounds = tuple(tuple(piece.span for piece in round_) for round_ in batch.rounds)
+    return assemble(copied, rounds, samples=batch.samples)
 
 
 @contextmanager

@@ -1,0 +1,215 @@
+"""How a job's batches are counted and cut into samples."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import default_collate
+
+from meshwright.describe.batch_layout import CannotCut, Draws, Layout, Unknown, learn
+from meshwright.describe.observe import make_batch
+from meshwright.describe.structure import leaves_of, tensors_of
+from meshwright.errors import JobError, one_line
+from meshwright.facts.job import Job
+
+SIZES = (2, 3, 5, 3)
+"""Samples of the batches that are compared: three sizes, and one of them twice to see what else changes."""
+
+
+@contextmanager
+def own_random_numbers(seed: int) -> Iterator[None]:
+    """Random numbers of torch, numpy and Python from a seed; afterwards they go on as if nothing had been drawn."""
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+
+
+class Cutter:
+    """Counts and cuts batches of one job: by `Job(split=...)`, or by what made-up and collated batches show.
+
+    A batch may be like those of `Job(sample=...)` or like those of the data; both are looked at when they are needed.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def count(self, batch: Any) -> int | None:
+        """Samples in a batch; None where that cannot be known."""
+        if self._job.split is not None:
+            return len(self._split(batch))
+        try:
+            return self._layout_of(batch).count(batch)
+        except CannotCut:
+            return None
+
+    def cut(self, batch: Any, ranges: Sequence[tuple[int, int]]) -> list[Any]:
+        """Parts of a batch, each from a first sample on and so long. Raises CannotCut, by name."""
+        if self._job.split is not None:
+            samples = self._split(batch)
+            return [self._collate(samples[first : first + length]) for first, length in ranges]
+        layout, count = self._cuttable(batch)
+        return [layout.take(batch, first, length, count) for first, length in ranges]
+
+    def turned(self, batch: Any) -> Any:
+        """The same samples, last first; the batch as it is where that cannot be known."""
+        if self._job.split is not None:
+            return self._collate(self._split(batch)[::-1])
+        try:
+            return self._layout_of(batch).turned(batch)
+        except CannotCut:
+            return batch
+
+    def grown(self, batch: Any, length: int) -> Any:
+        """A batch of so many samples that are all like the first one. Raises CannotCut, by name."""
+        if self._job.split is not None:
+            return self._collate(self._split(batch)[:1] * length)
+        layout, samples = self._cuttable(batch)
+        return layout.grown(batch, length, samples)
+
+    def joined(self, batches: list[Any]) -> Any:
+        """Batches one after another, as one."""
+        if self._job.split is not None:
+            return self._collate([sample for batch in batches for sample in self._split(batch)])
+        return self._layout_of(batches[0]).joined(batches)
+
+    def is_regular(self, batch: Any) -> bool:
+        """Whether samples of batches like this one are all of one size."""
+        return self._source_of(batch).regular
+
+    @property
+    def cuts_data(self) -> bool:
+        """Whether batches of collated data can be cut."""
+        return self._job.split is not None or self.data.layout.unknown() is None
+
+    def _cuttable(self, batch: Any) -> tuple[Layout, int]:
+        layout = self._layout_of(batch)
+        if (unknown := layout.unknown()) is not None:
+            raise CannotCut(unknown.path, unknown.why)
+        samples = layout.count(batch)
+        if samples is None:
+            raise CannotCut("batch", "has nothing whose size is the number of samples")
+        return layout, samples
+
+    def _layout_of(self, batch: Any) -> Layout:
+        return self._source_of(batch).layout
+
+    def _source_of(self, batch: Any) -> Source:
+        """What makes batches like this one; where nothing does, the layout of the first says what is missing."""
+        for source in self._sources():
+            try:
+                source.layout.count(batch)
+            except CannotCut:
+                continue
+            return source
+        return next(self._sources())
+
+    def _sources(self) -> Iterator[Source]:
+        if self._job.sample is not None:
+            yield self.made_up
+        if self._job.data is not None:
+            yield self.data
+
+    @cached_property
+    def dataset(self) -> Any:
+        """The job's data, built once."""
+        return self._job.dataset()
+
+    @cached_property
+    def made_up(self) -> Source:
+        assert self._job.sample is not None
+        return look_at(self._job.sample, "Job(sample=...)")
+
+    @cached_property
+    def data(self) -> Source:
+        taken = 0
+
+        def draw(samples: int) -> Any:
+            nonlocal taken
+            items = [self.dataset[index % len(self.dataset)] for index in range(taken, taken + samples)]
+            taken += samples
+            return self._collate(items)
+
+        return look_at(draw, "Job(data=..., collate=...)")
+
+    def _collate(self, samples: list[Any]) -> Any:
+        return (self._job.collate or default_collate)(samples)
+
+    def _split(self, batch: Any) -> list[Any]:
+        assert self._split_fits
+        return self._split_unchecked(batch)
+
+    def _split_unchecked(self, batch: Any) -> list[Any]:
+        assert self._job.split is not None
+        try:
+            samples = list(self._job.split(batch))
+        except Exception as error:
+            raise JobError(f"Job(split=...) raised {one_line(error)}") from error
+        if not samples:
+            raise JobError("Job(split=...) gave no samples of a batch.")
+        return samples
+
+    @cached_property
+    def _split_fits(self) -> bool:
+        """Whether batches of known sizes are split into as many samples; otherwise an error says what it gave."""
+        for seed, samples in enumerate(SIZES[:2]):
+            with own_random_numbers(seed):
+                batch = make_batch(self._job, samples)
+            if (found := len(self._split_unchecked(batch))) != samples:
+                raise JobError(f"Job(split=...) gave {found} samples of a batch of {samples}.")
+        return True
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a few batches from one source show."""
+
+    layout: Layout
+    regular: bool
+    """Whether samples are all of one size."""
+
+
+def look_at(draw: Callable[[int], Any], name: str) -> Source:
+    """Make a few batches and compare them."""
+    try:
+        draws: Draws = [(samples, _drawn(draw, samples, seed)) for seed, samples in enumerate(SIZES)]
+    except Exception as error:
+        return Source(Unknown("batch", f"could not be looked at: {name} raised {one_line(error)}"), regular=False)
+    layout = learn(draws)
+    return Source(layout, regular=layout.unknown() is None and _are_alike(layout, draws))
+
+
+def _drawn(draw: Callable[[int], Any], samples: int, seed: int) -> Any:
+    with own_random_numbers(seed):
+        return draw(samples)
+
+
+def _are_alike(layout: Layout, draws: Draws) -> bool:
+    """Whether all samples have the same sizes."""
+    first = _sizes(layout.take(draws[0][1], 0, 1, draws[0][0]))
+    singles = (layout.take(batch, index, 1, samples) for samples, batch in draws for index in range(samples))
+    return all(_sizes(single) == first for single in singles)
+
+
+def _sizes(batch: Any) -> list[Any]:
+    """All that a loss can know of a batch without looking at a tensor's values."""
+    tensors = [part for tensor in tensors_of(batch) for part in (tensor.unbind() if tensor.is_nested else [tensor])]
+    leaves = leaves_of(batch)
+    return [
+        len(leaves),
+        *(tuple(t.shape) for t in tensors),
+        *(leaf for leaf in leaves if isinstance(leaf, int | float)),
+    ]

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "meshwright"
 
 # Lowest first. Parts of one layer do not import each other, except the single files at the package's root.
 LAYERS = (
-    ("errors", "importing", "units", "version"),
+    ("errors", "importing", "reading", "units", "version"),
     ("facts",),
     ("describe", "exchange", "schedules"),
     ("strategies",),
@@ -28,6 +28,7 @@ HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
 ROOT_FILES = {
     "errors",
     "importing",
+    "reading",
     "units",
     "version",
     "against",

@@ -10,6 +10,7 @@
     │   ├── ClusterError         the cluster's text or file is wrong
     │   ├── JobError             the job's file, model, sample or loss is wrong
     │   ├── OutputError          a folder cannot be written
+    │   ├── Unreadable           a file of somebody else's is no plain file, too large, or not what it should be
     │   ├── CheckpointError      a checkpoint is not there, or cannot be made or taken
     │   │   ├── DamagedCheckpoint    its files are not what was written
     │   │   └── WrongCheckpoint      a sound one of another model or optimizer
@@ -64,6 +65,14 @@ class JobError(BadInput):
 
 class OutputError(BadInput):
     """A folder or file that was asked for cannot be written."""
+
+
+class Unreadable(BadInput):
+    """A file that was given cannot be read. `why` is the reason alone, for an error that says more."""
+
+    def __init__(self, path: object, why: str, *, missing: bool = False) -> None:
+        super().__init__(f"{path} cannot be read: {why}.")
+        self.why, self.missing = why, missing
 
 
 class CheckpointError(BadInput):

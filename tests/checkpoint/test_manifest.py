@@ -83,6 +83,21 @@ def test_a_newer_version_says_which_to_use(saved: Path, folder: Path, version: i
         read_manifest(folder)
 
 
+def test_a_truth_is_no_version(saved: Path, folder: Path) -> None:
+    write(folder, json.dumps(document(saved) | {"version": True}))
+    with pytest.raises(DamagedCheckpoint, match="version is True"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("rate", ["fast", [0.1], {"dict": []}])
+def test_a_learning_rate_that_is_none(saved: Path, folder: Path, rate: object) -> None:
+    changed = document(saved)
+    changed["optimizer"]["groups"][0]["values"] = {"dict": [["lr", rate]]}
+    write(folder, json.dumps(changed))
+    with pytest.raises(DamagedCheckpoint, match="learning rate"):
+        read_manifest(folder)
+
+
 @pytest.mark.parametrize(
     "text",
     [

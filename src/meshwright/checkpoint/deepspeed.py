@@ -17,6 +17,7 @@ import torch
 
 from meshwright.checkpoint.parts import Laid, lay
 from meshwright.errors import CheckpointError, one_line
+from meshwright.reading import read_text, refuse_special
 from meshwright.strategies.cuts import Stretch
 
 LATEST = "latest"
@@ -56,7 +57,7 @@ class DeepSpeedFolder:
 def find_deepspeed(folder: Path) -> Path | None:
     """A folder of one step: this one, or the one that its `latest` names; None where DeepSpeed wrote neither."""
     if (folder / LATEST).is_file():
-        tag = (folder / LATEST).read_text().strip()
+        tag = read_text(folder / LATEST, limit=4096).strip()
         folder = folder / tag if Path(tag).name == tag else folder
     return folder if _files(folder, _MODEL) else None
 
@@ -98,6 +99,7 @@ class _StandIn:
 
 
 def _load(path: Path) -> dict[str, Any]:
+    refuse_special(path)
     try:
         strange = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         if foreign := [name for name in strange if not name.startswith("deepspeed.")]:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.storage import write_durably
-from meshwright.errors import CheckpointError, OutputError
+from meshwright.errors import CheckpointError, OutputError, Unreadable
+from meshwright.reading import read_text
 
 CHECKPOINTS, LATEST = "checkpoints", "latest"
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-([0-9]{8,18})")
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -46,8 +47,8 @@ def step_of(path: Path) -> int:
 
 def read_latest(folder: Path) -> Path | None:
     try:
-        name = (folder / LATEST).read_text().strip()
-    except (OSError, UnicodeDecodeError):
+        name = read_text(folder / LATEST, limit=4096).strip()
+    except Unreadable:
         return None
     path = folder / name
     return path if _STEP.fullmatch(name) and path.is_dir() else None

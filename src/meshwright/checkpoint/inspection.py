@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from math import prod
 from pathlib import Path
 
-import torch
-
 from meshwright.checkpoint.manifest import MANIFEST, Chunk, Entry, Manifest
 from meshwright.checkpoint.progress import Progress, silent
-from meshwright.checkpoint.soundness import Damage, find_damage
+from meshwright.checkpoint.soundness import Damage, damage_in, find_strangers
 
+MOST_CORNERS = 1 << 24  # of a tensor's boxes; no strategy cuts along more than three dimensions
 READERS = 4  # files that are hashed at a time: one thread does not keep up with a fast disk
 
 
 def inspect(folder: Path, manifest: Manifest, progress: Progress = silent) -> list[Damage]:
     """All that is wrong with a checkpoint."""
-    found = [*find_gaps(manifest), *find_damage(folder, manifest, ())]
+    found = [*find_gaps(manifest), *find_strangers(folder, manifest)]
     with progress(f"checking {folder.name}", manifest.bytes) as advance, ThreadPoolExecutor(READERS) as pool:
-        for damage in pool.map(lambda name: find_damage(folder, manifest, [name], saw=advance), manifest.files):
+        for damage in pool.map(lambda name: list(damage_in(folder, name, manifest, saw=advance)), manifest.files):
             found += damage
     return list(dict.fromkeys(found))
 
@@ -45,13 +46,28 @@ def _within(entry: Entry, chunk: Chunk, manifest: Manifest) -> bool:
 
 
 def _is_covered(entry: Entry) -> bool:
-    """As many elements in boxes as in the tensor, and none of them in two."""
-    if sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.shape):
-        return False
+    """Whether the boxes make up the tensor, every element in exactly one of them.
+
+    The indicator of a box is known from its corners alone, taken with alternating signs, so the sum over boxes is the
+    whole tensor if and only if the signed corners are the tensor's. That takes as many steps as there are corners,
+    where a comparison of each box with each other takes their square.
+    """
     boxes = [chunk for chunk in entry.chunks if prod(chunk.sizes)]
-    if len(boxes) < 2:
+    if not prod(entry.shape):
         return True
-    starts = torch.tensor([chunk.offsets for chunk in boxes])
-    ends = starts + torch.tensor([chunk.sizes for chunk in boxes])
-    overlap = ((starts[:, None] < ends[None]) & (starts[None] < ends[:, None])).all(-1)
-    return int(overlap.sum()) == len(boxes)  # each with itself only
+    split = [
+        dim for dim, whole in enumerate(entry.shape) if any(chunk.sizes[dim] != whole for chunk in boxes)
+    ]  # along the others all boxes are alike
+    if len(boxes) << len(split) > MOST_CORNERS:
+        return False
+    signs: Counter[tuple[int, ...]] = Counter()
+    for chunk in boxes:
+        _add_corners(signs, [(chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]) for dim in split], 1)
+    _add_corners(signs, [(0, entry.shape[dim]) for dim in split], -1)
+    return not any(signs.values())
+
+
+def _add_corners(signs: Counter[tuple[int, ...]], sides: list[tuple[int, int]], sign: int) -> None:
+    for ends in product((0, 1), repeat=len(sides)):
+        corner = tuple(side[end] for side, end in zip(sides, ends, strict=True))
+        signs[corner] += sign if sum(ends) % 2 == 0 else -sign

@@ -132,7 +132,8 @@ def _hugging_face(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if found is None:
         return None
     config = found["config"]
-    architecture = next(iter(config.get("architectures") or ()), None)
+    named = config.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else None
     return {"architecture": architecture, "model_type": config.get("model_type"), "prefix": found["prefix"]}
 
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,15 @@ import torch
 from meshwright import version
 from meshwright.checkpoint.plain import decode
 from meshwright.checkpoint.typed import typed
-from meshwright.errors import CheckpointError, DamagedCheckpoint, WrongCheckpoint
+from meshwright.errors import CheckpointError, DamagedCheckpoint, Unreadable, WrongCheckpoint, one_line
+from meshwright.reading import Limits, parse_json, read_text, shown
+from meshwright.units import GIB
 
 FORMAT, VERSION = "meshwright checkpoint", 1
 MANIFEST, DIGESTS = "checkpoint.json", "checkpoint.sha256"
 MODEL, OPTIMIZER, RNG = "model/", "optimizer/", "rng/"
+LIMITS = Limits(bytes=GIB, values=50_000_000, finite=False)
+"""A thousand ranks write a million chunks; what a field may be is checked one by one."""
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -115,9 +120,17 @@ class Manifest:
 
     def chunks_in(self, file: str) -> list[tuple[str, Entry, Chunk]]:
         """Tensors and their chunks, in the order in which they lie in a file."""
-        found = [(name, entry, c) for name, entry in self.tensors.items() for c in entry.chunks if c.file == file]
         # One without elements begins where the next one does.
-        return sorted(found, key=lambda one: (one[2].at, prod(one[2].sizes)))
+        return sorted(self._chunks_by_file.get(file, ()), key=lambda one: (one[2].at, prod(one[2].sizes)))
+
+    @cached_property
+    def _chunks_by_file(self) -> dict[str, list[tuple[str, Entry, Chunk]]]:
+        """Made once: to look through all chunks for each file takes a day where a thousand ranks wrote."""
+        found: dict[str, list[tuple[str, Entry, Chunk]]] = {}
+        for name, entry in self.tensors.items():
+            for chunk in entry.chunks:
+                found.setdefault(chunk.file, []).append((name, entry, chunk))
+        return found
 
 
 def digest_of_file(header: str, chunks: Iterable[str]) -> str:
@@ -135,22 +148,22 @@ def read_manifest(folder: Path) -> Manifest:
     text = _read(folder / MANIFEST)
     digests = _read(folder / DIGESTS)
     try:
-        document = json.loads(text)
+        document = parse_json(text, LIMITS)
         kind, number = document.pop("format"), document.pop("version")
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise _damaged(folder, f"it is no manifest ({type(error).__name__})") from None
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise _damaged(folder, f"it is no manifest ({one_line(error).rstrip('.')})") from None
     if kind != FORMAT:
-        raise _damaged(folder, f"its format is {kind!r}")
-    if isinstance(number, int) and number > VERSION:
+        raise _damaged(folder, f"its format is {shown(kind)}")
+    if type(number) is int and number > VERSION:
         raise WrongCheckpoint(
             f"{folder / MANIFEST} has format version {number}; this Meshwright ({version.VERSION}) reads up "
             f"to {VERSION}; use the newer one that wrote it."
         )
-    if number != VERSION:
-        raise _damaged(folder, f"its format version is {number!r}")
+    if type(number) is not int or number != VERSION:
+        raise _damaged(folder, f"its format version is {shown(number)}")
     try:
         manifest = _from_document(document)
-    except (ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RuntimeError, OverflowError, IndexError) as error:
         raise _damaged(folder, f"a field is missing or not what it should be ({error})") from None
     if digests != digest_line(text):
         raise _damaged(folder, f"it does not match {DIGESTS} beside it (one of the two was changed)")
@@ -201,6 +214,14 @@ class _Group:
     values: Mapping[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _HuggingFace:
+    """Where a model of transformers came from."""
+
+    config: Mapping[str, Any]
+    prefix: str
+
+
 def _refuse_odd(little: Little) -> None:
     """What the fields' types do not tell."""
     if little.step < 0 or little.samples < 0 or little.ranks < 1:
@@ -208,8 +229,18 @@ def _refuse_odd(little: Little) -> None:
     if little.optimizer is not None:
         groups = [typed(_Group, group) for group in little.optimizer["groups"]]
         _refuse_unkept(little.optimizer["class"], *(group.values for group in groups))
+        for group in groups:
+            _refuse_odd_rate(decode(group.values).get("lr"))
+    if little.hugging_face is not None:
+        typed(_HuggingFace, little.hugging_face)
     if little.schedule is not None:
         _refuse_unkept(little.schedule["class"], little.schedule["state"])
+
+
+def _refuse_odd_rate(rate: Any) -> None:
+    is_number = isinstance(rate, int | float) or (torch.is_tensor(rate) and rate.numel() == 1)
+    if rate is not None and not is_number:
+        raise ValueError(f"a learning rate is {shown(rate)}")
 
 
 def _refuse_unkept(name: Any, *states: Any) -> None:
@@ -220,15 +251,13 @@ def _refuse_unkept(name: Any, *states: Any) -> None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode()
-    except FileNotFoundError:
-        if path.name == DIGESTS or any(path.parent.glob("*.safetensors")):
-            raise DamagedCheckpoint(f"{path} is missing.") from None
-        raise CheckpointError(f"{path.parent} is no checkpoint: it has no {path.name}.") from None
-    except UnicodeDecodeError:
-        raise DamagedCheckpoint(f"{path} is damaged: it is not text.") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+        return read_text(path, LIMITS.bytes)
+    except Unreadable as error:
+        if error.missing and path.name != DIGESTS and not any(path.parent.glob("*.safetensors")):
+            raise CheckpointError(f"{path.parent} is no checkpoint: it has no {path.name}.") from None
+        raise DamagedCheckpoint(
+            f"{path} is missing." if error.missing else f"{path} is damaged: {error.why}."
+        ) from None
 
 
 def _damaged(folder: Path, what: str) -> DamagedCheckpoint:

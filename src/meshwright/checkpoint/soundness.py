@@ -36,10 +36,9 @@ def find_damage(
     saw: Callable[[int], None] = lambda size: None,
 ) -> list[Damage]:
     """All that is wrong; with `files`, only those are read (but all must be there). `saw` is told of bytes read."""
-    found = list(_strangers(folder, manifest))
+    found = list(find_strangers(folder, manifest))
     for name in manifest.files if files is None else files:
-        if (folder / name).is_file():
-            found += _damage_of(folder, name, manifest, saw)
+        found += damage_in(folder, name, manifest, saw=saw)
     return found
 
 
@@ -49,7 +48,8 @@ def raise_damage(folder: Path, damage: list[Damage]) -> None:
         raise DamagedCheckpoint(f"The checkpoint {folder} is damaged: {damage[0]}{more}.")
 
 
-def _strangers(folder: Path, manifest: Manifest) -> Iterator[Damage]:
+def find_strangers(folder: Path, manifest: Manifest) -> Iterator[Damage]:
+    """Files that are missing, that do not belong to it, or that are no plain files."""
     there = {path.name for path in folder.iterdir()}
     expected = {*manifest.files, MANIFEST, DIGESTS}
     for name in sorted(expected - there):
@@ -61,7 +61,10 @@ def _strangers(folder: Path, manifest: Manifest) -> Iterator[Damage]:
             yield Damage(name, "is no plain file")
 
 
-def _damage_of(folder: Path, name: str, manifest: Manifest, saw: Callable[[int], None]) -> Iterator[Damage]:
+def damage_in(folder: Path, name: str, manifest: Manifest, *, saw: Callable[[int], None]) -> Iterator[Damage]:
+    """What is wrong with a file that is there."""
+    if not (folder / name).is_file():
+        return
     expected, chunks = manifest.files[name], manifest.chunks_in(name)
     size = (folder / name).stat().st_size
     if size != expected.bytes:

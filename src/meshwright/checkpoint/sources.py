@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
 from collections.abc import Mapping
@@ -18,9 +17,13 @@ from meshwright.checkpoint.deepspeed import TrainingState, find_deepspeed, open_
 from meshwright.checkpoint.folder import CHECKPOINTS
 from meshwright.checkpoint.formats import SAFETENSORS, TORCH
 from meshwright.checkpoint.manifest import MANIFEST
-from meshwright.errors import CheckpointError, one_line
+from meshwright.errors import CheckpointError, Unreadable, one_line
+from meshwright.reading import Limits, read_json, refuse_special
+from meshwright.units import MIB
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+LIMITS = Limits(bytes=256 * MIB, values=10_000_000, finite=False)
+"""An index names every tensor; a config of transformers may hold infinities."""
 NESTED = ("state_dict", "model")
 
 # What a folder may hold, best first.
@@ -78,6 +81,7 @@ def _read_indexed(index: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_file(path: Path) -> dict[str, torch.Tensor]:
+    refuse_special(path)
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     if path.suffix in PICKLED:
@@ -99,9 +103,12 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
 def _unpickle(path: Path) -> Any:
     """Only tensors and plain containers: anything else in the file is refused before it can run."""
     try:
+        is_archive = zipfile.is_zipfile(path)
+        if is_archive:
+            _refuse_compressed(path)
         # Files older than torch 1.6 are no zip archives and cannot be mapped.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except OSError:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+    except (OSError, CheckpointError):
         raise
     except Exception as error:
         foreign = re.search(r"GLOBAL (\S+)", str(error))
@@ -110,6 +117,13 @@ def _unpickle(path: Path) -> Any:
                 f"{path} holds a {foreign[1]}, and only tensors are read; save the model's state_dict by itself."
             ) from None
         raise CheckpointError(f"{path} is no sound file of torch ({type(error).__name__}).") from None
+
+
+def _refuse_compressed(path: Path) -> None:
+    """torch compresses nothing, and what is compressed may become any size."""
+    with zipfile.ZipFile(path) as archive:
+        if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+            raise CheckpointError(f"{path} is a compressed archive, which torch.save does not write; save it anew.")
 
 
 def _tensors_of(path: Path, content: Any) -> dict[str, torch.Tensor]:
@@ -140,9 +154,9 @@ def _read_config(path: Path) -> dict[str, Any] | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_bytes())
-    except ValueError:
-        raise CheckpointError(f"{path} is not JSON.") from None
+        document = read_json(path, LIMITS)
+    except Unreadable as error:
+        raise CheckpointError(str(error)) from None
     if not isinstance(document, dict):
         raise CheckpointError(f"{path} holds no JSON object.")
     return document

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright.cli.outcome import print_result
-from meshwright.errors import BadInput, OutputError, one_line
+from meshwright.errors import BadInput, OutputError, Unreadable, one_line
+from meshwright.reading import Limits, read_json, shown
+from meshwright.units import MIB
 
 if TYPE_CHECKING:
     from meshwright.exchange import Subject
@@ -21,6 +22,7 @@ NOTES = """What has no equal in the other's language is named on stderr, in the 
 back is plan --against FILE."""
 LAUNCHERS = ("slurm", "kubernetes")
 """Files that name the job and do not look into it."""
+PLAN = Limits(bytes=64 * MIB, values=5_000_000)
 
 
 def export(
@@ -108,13 +110,19 @@ def _cluster(strategy: Strategy, on: str | None, ranks: int | None) -> Cluster:
 def _read_plan(path: Path) -> dict[str, Any]:
     """What `plan --json` wrote."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"Cannot read the plan {str(path)!r}: {one_line(error)} Write one with plan --json.") from error
+        document = read_json(path, PLAN)
+    except Unreadable as error:
+        raise BadInput(f"Cannot read the plan {str(path)!r}: {error.why}. Write one with plan --json.") from None
     if not isinstance(document, dict) or not isinstance(document.get("plans"), list):
         raise BadInput(f"{path} holds no plans; write one with plan --json, or name a strategy.")
     if not document["plans"]:
         raise BadInput(f"{path} holds no plan, since nothing fitted; its advice says what would.")
+    for entry in document["plans"]:
+        if not isinstance(entry, dict) or not isinstance(entry.get("strategy"), str):
+            raise BadInput(f"{path} holds a plan without a strategy, {shown(entry)}; write one with plan --json.")
+    for name in ("cluster", "job"):
+        if not isinstance(document.get(name, ""), str | None):
+            raise BadInput(f"{path}: its {name} is {shown(document[name])}, which is no text; write it anew.")
     return document
 
 
@@ -123,7 +131,7 @@ def _picked(plan: dict[str, Any], pick: str | None) -> str:
     strategies = [entry["strategy"] for entry in plan["plans"]]
     if pick is None:
         return str(strategies[0])
-    if pick.isdigit() and 0 < int(pick) <= len(strategies):
+    if pick.isdecimal() and len(pick) < 10 and 0 < int(pick) <= len(strategies):
         return str(strategies[int(pick) - 1])
     if pick in strategies:
         return pick

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from meshwright.exchange.errors import ExchangeError
+from meshwright.reading import shown
 
 AUTO = "auto"
 """What Hugging Face's configs of DeepSpeed leave to the script."""
+_NUMBER = re.compile(r"-?[0-9]{1,15}")
 _FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -38,7 +41,7 @@ class Fields:
         """A whole number. Some write it as text, or as -1 for what is left."""
         value = self.take(name, default)
         text = str(value).strip()
-        if isinstance(value, bool) or not text.removeprefix("-").isdigit():
+        if isinstance(value, bool) or not _NUMBER.fullmatch(text):
             raise self.wrong(name, "a whole number")
         return int(text)
 
@@ -85,4 +88,4 @@ class Fields:
     def wrong(self, name: str, wanted: str) -> ExchangeError:
         """The error of a setting that is not what it should be."""
         found = self._values.get(name)
-        return ExchangeError(f"{self.file}: {self.path(name)} is {found!r}, and has to be {wanted}.")
+        return ExchangeError(f"{self.file}: {self.path(name)} is {shown(found)}, and has to be {wanted}.")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from meshwright.errors import Unreadable
 from meshwright.exchange import read_accelerate, read_deepspeed, read_torchtitan
 from meshwright.exchange.errors import ExchangeError
 from meshwright.exchange.fields import Fields
 from meshwright.exchange.imported import Imported
+from meshwright.reading import parse_json, parse_toml, parse_yaml, read_text
+from meshwright.units import MIB
 
 _KNOWN = (
     "a DeepSpeed JSON (zero_optimization), an Accelerate YAML (distributed_type) or a torchtitan TOML ([parallelism])"
@@ -40,15 +39,17 @@ def read_foreign(path: Path | str, *, ranks: int | None = None) -> Imported:
 
 def _load(path: Path) -> Mapping[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ExchangeError(f"Cannot read {str(path)!r}: {error}. Name {_KNOWN}.") from error
+        text = read_text(path, limit=MIB)
+    except Unreadable as error:
+        raise ExchangeError(f"Cannot read {str(path)!r}: {error.why}. Name {_KNOWN}.") from None
+    said = ""
     # YAML last: it takes nearly any text for something.
-    for parse, mistake in ((json.loads, ValueError), (tomllib.loads, ValueError), (yaml.safe_load, yaml.YAMLError)):
+    for parse in (parse_json, parse_toml, parse_yaml):
         try:
             values = parse(text)
-        except mistake:
+        except ValueError as error:
+            said = f" ({error})"
             continue
         if isinstance(values, Mapping):
             return values
-    raise ExchangeError(f"{path} is no table of settings in JSON, TOML or YAML; name {_KNOWN}.")
+    raise ExchangeError(f"{path} is no table of settings in JSON, TOML or YAML{said}; name {_KNOWN}.")

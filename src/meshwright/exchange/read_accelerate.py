@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.errors import Unreadable
 from meshwright.exchange.errors import ExchangeError
 from meshwright.exchange.fields import Fields
 from meshwright.exchange.imported import Imported
 from meshwright.exchange.read_deepspeed import Zero, offloading, read_deepspeed, zero_axis
 from meshwright.facts.strategy import Strategy
+from meshwright.reading import read_json
 
 SIGNS = ("distributed_type", "compute_environment")
 """By one of these keys a file is Accelerate's."""
@@ -196,11 +197,11 @@ def _with_file(fields: Fields, named: Path, ranks: int | None) -> Imported:
     beside = fields.file.parent / named
     path = beside if beside.exists() else named  # Accelerate itself looks in the folder that it is called in
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values = read_json(path)
+    except Unreadable as error:
         raise ExchangeError(
-            f"{fields.file}: its deepspeed_config_file {str(named)!r} cannot be read: {error}."
-        ) from error
+            f"{fields.file}: its deepspeed_config_file {str(named)!r} cannot be read: {error.why}."
+        ) from None
     if not isinstance(values, dict):
         raise ExchangeError(f"{fields.file}: its deepspeed_config_file {str(named)!r} is no table of settings.")
     found = read_deepspeed(Fields(values, path), ranks=ranks)

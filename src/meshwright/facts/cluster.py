@@ -5,29 +5,32 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import ClusterError
+from meshwright.errors import ClusterError, Unreadable
 from meshwright.facts.links import BETWEEN_KINDS
 from meshwright.facts.overrides import check_overrides
+from meshwright.reading import read_json, shown
 
 LOCAL = "local"
 """The device of a cluster that stands for this machine, until somebody looks at the machine."""
 
-_SHAPE = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<devices>\d+)x(?P<device>[A-Za-z][^@]*)(?:@(?P<link>.*))?")
+_SHAPE = re.compile(r"(?:(?P<nodes>[0-9]{1,7})x)?(?P<devices>[0-9]{1,7})x(?P<device>[A-Za-z][^@]*)(?:@(?P<link>.*))?")
 _DEVICE = re.compile(
     r"(?P<name>[A-Za-z][A-Za-z0-9_.]*(?:-[A-Za-z0-9_.]+)*?)"
-    r"(?:-(?P<memory>\d+(?:\.\d+)?)gi?b(?P<form>-(?:pcie|sxm\d?))?)?",
+    r"(?:-(?P<memory>[0-9]{1,9}(?:\.[0-9]{1,9})?)gi?b(?P<form>-(?:pcie|sxm\d?))?)?",
     re.I,
 )
-_LINK = re.compile(r"(?P<gbps>\d+(?:\.\d+)?)gbps(?::(?P<kind>[a-z]+))?", re.I)
+_LINK = re.compile(r"(?P<gbps>[0-9]{1,9}(?:\.[0-9]{1,9})?)gbps(?::(?P<kind>[a-z]+))?", re.I)
 _FORMS = "Write DEVICESxNAME-MEMORY, as in 8xA100-40GB; NODESxDEVICESxNAME, as in 4x8xH100-80GB; local; or FILE.json."
 _LINK_FORMS = f"Write Gbit/s of a node, as in @3200Gbps or @400Gbps:roce; kinds are {', '.join(BETWEEN_KINDS)}."
+MOST = 10_000_000
+"""Nodes, and devices in each; beyond it a number is a slip of the keyboard."""
 _JSON_FORM = '{"devices_per_node": 8, "device": "A100-40GB"}'
 
 
@@ -77,9 +80,9 @@ class Cluster:
     def load(cls, path: Path) -> Cluster:
         """Reads a cluster file."""
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ClusterError(f"Cannot read the cluster file {str(path)!r}: {error}. {_FORMS}") from error
+            value = read_json(path)
+        except Unreadable as error:
+            raise ClusterError(f"Cannot read the cluster file {str(path)!r}: {error.why}. {_FORMS}") from None
         try:
             return cls.from_json({**_as_mapping(value), "source": str(path)})
         except ClusterError as error:
@@ -130,15 +133,21 @@ def _as_mapping(value: object) -> Mapping[str, Any]:
 
 
 def _check_count(name: str, number: object) -> None:
-    if type(number) is not int or number < 1:
-        raise ClusterError(f"{name} is {number!r}, and has to be a whole number of at least 1. {_FORMS}")
+    if type(number) is not int or not 1 <= number <= MOST:
+        raise ClusterError(f"{name} is {shown(number)}, and has to be a whole number from 1 to {MOST}. {_FORMS}")
+
+
+def _is_amount(value: object) -> bool:
+    """A number above 0."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and value > 0 and math.isfinite(value)  # type: ignore[operator,arg-type]  # it is a number
 
 
 def _check_memory(memory: float | None) -> float | None:
     if memory is None:
         return None
-    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0:
-        raise ClusterError(f"memory_gib is {memory!r}, and has to be a number above 0, as in 8xA100-40GB.")
+    if not _is_amount(memory):
+        raise ClusterError(f"memory_gib is {shown(memory)}, and has to be a number above 0, as in 8xA100-40GB.")
     return float(memory)
 
 
@@ -146,7 +155,9 @@ def _read_device(text: object) -> tuple[str, float | None]:
     """The device's canonical name and the memory that it states."""
     found = _DEVICE.fullmatch(text) if isinstance(text, str) else None
     if found is None:
-        raise ClusterError(f"Cannot read the device {text!r}: write NAME or NAME-MEMORY, as in A100-40GB. {_FORMS}")
+        raise ClusterError(
+            f"Cannot read the device {shown(text)}: write NAME or NAME-MEMORY, as in A100-40GB. {_FORMS}"
+        )
     if found["memory"] is None:
         return found[0], None
     # Device names say GB for what is GiB: an A100-40GB has 40 x 2^30 bytes on board.
@@ -170,10 +181,9 @@ def _show_link(gbps: float | None, kind: str | None) -> str:
 
 
 def _check_link(gbps: object, kind: object) -> None:
-    is_number = isinstance(gbps, (int, float)) and not isinstance(gbps, bool) and gbps > 0
-    if gbps is not None and not is_number:
-        raise ClusterError(f"between_gbps is {gbps!r}, and has to be a number above 0. {_LINK_FORMS}")
-    if kind is not None and kind not in BETWEEN_KINDS:
-        raise ClusterError(f"The link between nodes is of kind {kind!r}, which is unknown. {_LINK_FORMS}")
+    if gbps is not None and not _is_amount(gbps):
+        raise ClusterError(f"between_gbps is {shown(gbps)}, and has to be a number above 0. {_LINK_FORMS}")
+    if kind is not None and not (isinstance(kind, str) and kind in BETWEEN_KINDS):
+        raise ClusterError(f"The link between nodes is of kind {shown(kind)}, which is unknown. {_LINK_FORMS}")
     if kind is not None and gbps is None:
         raise ClusterError(f"The link between nodes has a kind, {kind}, but no speed. {_LINK_FORMS}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -9,6 +10,7 @@ from typing import Any
 
 from meshwright.errors import ClusterError
 from meshwright.facts.hardware import Hardware, Link
+from meshwright.reading import shown
 
 _LINKS = ("within", "between", "host")
 _KEYS = tuple(item.name for item in fields(Hardware))
@@ -69,7 +71,9 @@ def _check_link(name: str, value: object) -> None:
 def _as_mapping(name: str, value: object) -> Mapping[str, Any]:
     if isinstance(value, Mapping):
         return value
-    raise ClusterError(f'{name} is {value!r}, and has to be a JSON object, as in {{"hardware": {{"launch": 5e-6}}}}.')
+    raise ClusterError(
+        f'{name} is {shown(value)}, and has to be a JSON object, as in {{"hardware": {{"launch": 5e-6}}}}.'
+    )
 
 
 def _check_key(where: str, key: str, known: tuple[str, ...]) -> None:
@@ -80,5 +84,8 @@ def _check_key(where: str, key: str, known: tuple[str, ...]) -> None:
 
 
 def _check_number(name: str, number: object) -> None:
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
-        raise ClusterError(f"{name} is {number!r}, and has to be a number above 0: bytes, seconds, or those a second.")
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or not number > 0 or not math.isfinite(number):  # type: ignore[operator,arg-type]
+        raise ClusterError(
+            f"{name} is {shown(number)}, and has to be a number above 0: bytes, seconds, or those a second."
+        )

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from meshwright.describe.decoder import Shape
-from meshwright.errors import BadInput
+from meshwright.errors import BadInput, ClusterError
 from meshwright.facts.cluster import Cluster
 from meshwright.planner.arrangement import ITEMSIZE, Arrangement
+from meshwright.reading import read_text, shown
+
+MOST = 10_000_000
+"""Of layers, tokens, devices and whatever else is counted; beyond it a number is a slip of the keyboard."""
 
 NEEDED = (
     *("arch", "n_layers", "d_model", "n_heads", "d_ff", "vocab", "seq_len", "gpu", "gpus_per_node", "n_gpus"),
@@ -53,21 +59,23 @@ class Row:
 def read_rows(path: Path) -> list[Row]:
     """All rows of a CSV file; an error names the line and the column that cannot be read."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
-            if missing:
-                raise BadInput(f"{path} has no column {missing[0]!r}; needed are {', '.join(NEEDED)}.")
-            return [_read(values, path, number) for number, values in enumerate(reader, start=2)]
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"Cannot read {path}: {error}.") from error
+        reader = csv.DictReader(StringIO(read_text(path), newline=""))
+        missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+        if missing:
+            raise BadInput(f"{path} has no column {missing[0]!r}; needed are {', '.join(NEEDED)}.")
+        return [_read(values, path, number) for number, values in enumerate(reader, start=2)]
+    except csv.Error as error:
+        raise BadInput(f"{path} cannot be read as CSV: {error}.") from None
 
 
 def _read(values: Mapping[str, Any], path: Path, line: int) -> Row:
+    short = next((name for name in NEEDED if values[name] is None), None)
+    if short is not None:
+        raise BadInput(f"{path}, line {line}: it ends before the column {short}.")
     try:
         return _row(values, line)
-    except (ValueError, KeyError) as error:
-        raise BadInput(f"{path}, line {line}: {error}.") from error
+    except (ValueError, KeyError, ClusterError) as error:
+        raise BadInput(f"{path}, line {line}: {str(error).rstrip('.')}.") from error
 
 
 def _row(values: Mapping[str, Any], line: int) -> Row:
@@ -95,8 +103,8 @@ def _row(values: Mapping[str, Any], line: int) -> Row:
         cluster=_cluster(values, number),
         arrangement=_arrangement(values, number),
         fits=values["status"] == "ok",
-        tokens_per_s=_float(values.get("tok_s_gpu")),
-        peak_gib=_float(values.get("peak_mem_gib")),
+        tokens_per_s=_float(values, "tok_s_gpu"),
+        peak_gib=_float(values, "peak_mem_gib"),
         loss="fused" if values["arch"].lower().startswith("mpt") else "shifted" if accumulators else "plain",
     )
 
@@ -107,8 +115,8 @@ def _cluster(values: Mapping[str, Any], number: _Numbers) -> Cluster:
         nodes=-(-devices // per_node),
         devices_per_node=min(devices, per_node),
         device=values["gpu"],
-        memory_gib=_float(values.get("gpu_mem_gib")),
-        between_gbps=_float(values.get("inter_node_gbps")) if devices > per_node else None,
+        memory_gib=_float(values, "gpu_mem_gib"),
+        between_gbps=_float(values, "inter_node_gbps") if devices > per_node else None,
         between_kind=_link(values) if devices > per_node else None,
     )
 
@@ -174,12 +182,10 @@ class _Numbers:
         text = self._values.get(name) or ""
         if not text and default is not None:
             return default
-        try:
-            number = float(text)
-        except ValueError:
-            raise ValueError(f"{name} is {text!r}, and has to be a number") from None
-        if number != int(number) or number < (0 if name == "zero_stage" else 1):
-            raise ValueError(f"{name} is {text!r}, and has to be a whole number of at least 1")
+        number = _real(text, name)
+        least = 0 if name == "zero_stage" else 1
+        if number != int(number) or not least <= number <= MOST:
+            raise ValueError(f"{name} is {shown(text)}, and has to be a whole number from {least} to {MOST}")
         return int(number)
 
 
@@ -194,5 +200,16 @@ def _is_true(text: Any) -> bool:
     return str(text or "").strip().lower() in ("true", "1", "yes")
 
 
-def _float(text: Any) -> float | None:
-    return float(text) if text not in (None, "") else None
+def _float(values: Mapping[str, Any], name: str) -> float | None:
+    text = values.get(name)
+    return _real(text, name) if text not in (None, "") else None
+
+
+def _real(text: Any, name: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {shown(text)}, and has to be a number")
+    return number

@@ -5,7 +5,6 @@ A visitor names models; nothing that a visitor names is run. Python files are lo
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from meshwright.describe.presets import PRESETS, Text, preset_job
-from meshwright.errors import BadInput
+from meshwright.errors import BadInput, Unreadable
+from meshwright.reading import Limits, read_json
 from meshwright.serve.errors import Forbidden
 
 JOB = "job"
@@ -139,9 +139,7 @@ def _is_own_config(path: Path) -> bool:
 def _read_config(path: Path) -> dict[str, Any] | None:
     """A config that says which model it is of; None if the file is no such thing."""
     try:
-        if path.stat().st_size > LARGEST:
-            return None
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        value = read_json(path, Limits(bytes=LARGEST, finite=False))
+    except Unreadable:
         return None
     return value if isinstance(value, dict) and isinstance(value.get("model_type"), str) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from meshwright.facts.cluster import Cluster
 from meshwright.facts.grammar import nearest
 from meshwright.planner.candidates import Allowed
 from meshwright.planning import Wishes, read_allowed
+from meshwright.reading import parse_json
 from meshwright.serve.errors import RequestError
 from meshwright.serve.models import Models
 
@@ -99,10 +99,10 @@ class PlanRequest:
 def read_json(body: bytes) -> Mapping[str, Any]:
     """One JSON object, with every key once and no number that is none."""
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_once)
+        value = parse_json(body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_once)
     except RequestError:
         raise
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RequestError(f"The request's body is no JSON that can be read ({type(error).__name__}).") from error
     if not isinstance(value, dict):
         raise RequestError('The request\'s body has to be a JSON object, as in {"model": "preset:llama3-8b"}.')

@@ -7,7 +7,6 @@ a section that nobody reads would be a training that nobody asked for.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from meshwright.errors import BadInput, Refused
+from meshwright.errors import BadInput, Refused, Unreadable
 from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
+from meshwright.reading import read_json, shown
 from meshwright.strategies.deepspeed.config import STAGES
 
 TUNING = (
@@ -59,11 +59,9 @@ READ = {
 def read_config(path: Path) -> dict[str, Any]:
     """The configuration without what is `"auto"`; refused where a section is not understood."""
     try:
-        document = json.loads(path.read_bytes())
-    except OSError as error:
-        raise BadInput(f"--deepspeed-config {path} cannot be read: {error.strerror}.") from None
-    except ValueError as error:
-        raise BadInput(f"--deepspeed-config {path} is not JSON: {error}.") from None
+        document = read_json(path)
+    except Unreadable as error:
+        raise BadInput(f"--deepspeed-config {path} cannot be read: {error.why}.") from None
     if not isinstance(document, dict):
         raise BadInput(f"--deepspeed-config {path} holds no JSON object, but {type(document).__name__}.")
     return understood(document)
@@ -86,8 +84,11 @@ def strategy_of(config: Mapping[str, Any]) -> Strategy:
     """What a configuration says of the strategy; what it leaves open is open."""
     zero, offload = _section(config, "zero_optimization"), _offload(config)
     words = {stage: word for word, stage in STAGES.items()}
-    if (stage := zero.get("stage", 0)) not in words:
-        raise BadInput(f"The DeepSpeed configuration has zero_optimization.stage {stage!r}; it must be 0, 1, 2 or 3.")
+    stage = zero.get("stage", 0)
+    if type(stage) is not int or stage not in words:
+        raise BadInput(
+            f"The DeepSpeed configuration has zero_optimization.stage {shown(stage)}; it must be 0, 1, 2 or 3."
+        )
     return Strategy(
         data=words[stage],  # type: ignore[arg-type]  # one of the data axis's words
         precision=_precision(config),  # type: ignore[arg-type]

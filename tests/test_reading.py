@@ -40,7 +40,9 @@ def test_bombs_are_refused_by_every_reader(sound: dict[str, Kind], tmp_path: Pat
     for name, kind in sound.items():
         for bomb in BOMBS:
             said = outcome(kind, tmp_path / name, bomb)
-            assert said and "\n" not in said and len(said) < 1000, (name, bomb[:40], said)
+            # Beside weights a config.json that names no model counts for nothing.
+            assert said or name == "config of transformers", (name, bomb[:40])
+            assert "\n" not in said and len(said) < 1000, (name, bomb[:40], said)
 
 
 def test_spoiled_files_are_taken_or_refused_in_a_sentence(sound: dict[str, Kind], tmp_path: Path) -> None:

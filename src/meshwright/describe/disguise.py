@@ -10,18 +10,22 @@ from torch.overrides import TorchFunctionMode
 
 META = torch.device("meta")
 _CPU = torch.device("cpu")
-_IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
-_DEVICE: Any = vars(torch._C.TensorBase)["device"].__get__
+IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
+DEVICE: Any = vars(torch._C.TensorBase)["device"].__get__
 
 
 class Disguise(TorchFunctionMode):
     """Lets code believe that its tensors are on the CPU: `trunc_normal_`, for one, skips meta tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _IS_META:
-            return False
+        if func == IS_META:
+            return is_meta(args[0]) and not self.hides(args[0])
         result = func(*args, **(kwargs or {}))
-        return _CPU if func == _DEVICE and result == META else result
+        return _CPU if func == DEVICE and result == META and self.hides(args[0]) else result
+
+    def hides(self, tensor: torch.Tensor) -> bool:
+        """Whether a meta tensor passes for one on the CPU."""
+        return True
 
 
 def is_meta(tensor: torch.Tensor) -> bool:
@@ -32,8 +36,19 @@ def is_meta(tensor: torch.Tensor) -> bool:
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors among what an operator takes or gives."""
     found: list[torch.Tensor] = []
-    change_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, tree)
+    _collect(tree, found)
     return found
+
+
+def _collect(tree: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(tree, torch.Tensor):
+        found.append(tree)
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            _collect(item, found)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            _collect(item, found)
 
 
 def change_leaves(change: Callable[[Any], Any], tree: Any) -> Any:

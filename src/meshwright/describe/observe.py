@@ -27,11 +27,11 @@ from meshwright.describe.as_on_cuda import as_on_cpu
 from meshwright.describe.blueprint import Blueprint, as_it_was, set_attributes
 from meshwright.describe.disguise import is_meta
 from meshwright.describe.flow import Flow, Watcher
+from meshwright.describe.operation import Slot
 from meshwright.describe.reads import Reads
 from meshwright.describe.repeats import Follower, Repeats
 from meshwright.describe.shadows import shadow_of, shadows
 from meshwright.describe.structure import map_tensors
-from meshwright.describe.tape import Slot
 from meshwright.describe.template import watch_calls
 from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job

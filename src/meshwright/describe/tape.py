@@ -5,76 +5,27 @@ Weights must be the same under every strategy and world size, and must be those 
 operator is written down, and each rank plays the whole tape in order on the CPU from the same seed. A tensor is
 handed over as soon as no later operator touches it, and freed: a rank never holds more than its own shards and
 what is being filled at the moment. A meta tensor's storage is its identity, so views and tied weights need no care.
+
+Real tensors that the builder brings along are referred to and not copied: a file that is mapped into memory is read
+where a rank's part of it is. Tensors that the builder itself puts on the meta device are left alone.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-import numpy
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from meshwright.describe.disguise import META, Disguise, change_leaves, tensors_in
-from meshwright.errors import JobError
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where a tensor lies in a recorded storage."""
-
-    storage: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The real tensor, once its storage is real."""
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
-
-    def scratch(self) -> torch.Tensor:
-        """A tensor of the same layout with arbitrary content."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+from meshwright.describe.constants import Constants
+from meshwright.describe.disguise import META, change_leaves, is_meta, tensors_in
+from meshwright.describe.operation import Operation, SetState, Slot, changed_by, gives_numbers, leaves_empty, only_draws
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One recorded operator; tensors in `args`, `kwargs` and `outputs` are slots."""
-
-    function: Any
-    args: Any
-    kwargs: Any
-    outputs: tuple[Slot, ...]
-
-    @property
-    def random(self) -> bool:
-        return torch.Tag.nondeterministic_seeded in self.function.tags
-
-    @property
-    def slots(self) -> list[Slot]:
-        found: list[Slot] = []
-        change_leaves(
-            lambda leaf: found.append(leaf) if isinstance(leaf, Slot) else None, (self.args, self.kwargs, self.outputs)
-        )
-        return found
-
-    def play(self, live: dict[int, torch.UntypedStorage]) -> None:
-        """Run on real storages; storages that this operator makes are added."""
-        results = self.call(lambda slot: slot.on(live[slot.storage]))
-        for slot, result in zip(self.outputs, tensors_in(results), strict=True):
-            live.setdefault(slot.storage, result.untyped_storage())
-
-    def call(self, real: Callable[[Slot], torch.Tensor]) -> Any:
-        args, kwargs = change_leaves(
-            lambda leaf: real(leaf) if isinstance(leaf, Slot) else leaf, (self.args, self.kwargs)
-        )
-        return self.function(*args, **kwargs)
+class NotRecorded(Exception):
+    """The builder does what a recording cannot repeat; it must be run for real."""
 
 
 class Tape(TorchDispatchMode):
@@ -84,7 +35,12 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.seed = seed
         self.operations: list[Operation] = []
-        self._constants: dict[int, torch.UntypedStorage] = {}
+        self.doubt = ""
+        """Why the recording cannot be trusted, if it cannot."""
+        self.constants = Constants()
+        self._aside = False
+        self._written: set[int] = set()
+        """Recorded storages that hold more than uninitialised memory."""
         self._kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no identity is used twice
         self._generators: dict[torch.Generator, torch.Tensor] = {}  # the builder's own, with their first states
         self._states_before: dict[int, dict[torch.Generator, torch.Tensor]] = {}
@@ -93,79 +49,143 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = tensors_in((args, kwargs))
-        recorded = not tensors or any(self.has(tensor) for tensor in tensors)
-        if not recorded and torch.Tag.nondeterministic_seeded not in func.tags:
+        recorded = [self.has(tensor) for tensor in tensors]
+        if self._aside or _makes_nothing(func, args):
             return func(*args, **kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return self.real(args[0]).item()
-        if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and not self.has(args[0]):
-            raise JobError(
-                f"The model's builder changes a tensor made from data in place ({func}); it cannot be built on the "
-                "meta device that way. Make the tensor with torch.empty and fill that."
-            )
+        if tensors and not any(recorded):
+            return self._on_others(func, args, kwargs, tensors)
+        if gives_numbers(func):
+            return self._result(func, *change_leaves(self._to_slot, change_leaves(self._to_meta, (args, kwargs))))
+        changed = changed_by(func, args, kwargs)
+        if any(is_meta(tensor) and not self.has(tensor) for tensor in tensors):
+            if changed and all(is_meta(tensor) and not self.has(tensor) for tensor in changed):
+                return func(*change_leaves(self._to_meta, args), **change_leaves(self._to_meta, kwargs))
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")  # as PyTorch says it
+        if not all(self.has(tensor) for tensor in changed):
+            self.refuse(f"{func} changes a tensor made from data in place")
         return self._record(func, args, kwargs)
 
+    def _on_others(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        """An operator that no recorded tensor takes part in."""
+        if all(map(is_meta, tensors)):
+            made_anew = kwargs.get("device", META) != META and _makes_alike(func)
+            return self._record(func, args, kwargs) if made_anew else func(*args, **kwargs)
+        changed = changed_by(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if changed:
+                self.refuse(f"{func} changes a tensor made from data in place")
+            return self._record(func, args, kwargs)
+        for tensor in changed:
+            self.constants.before_change(tensor)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Nothing is recorded in here: the builder asked for tensors on the meta device."""
+        before, self._aside = self._aside, True
+        try:
+            yield
+        finally:
+            self._aside = before
+
+    def refuse(self, reason: str) -> None:
+        """The builder may catch what is raised, so it is noted as well."""
+        self.doubt = self.doubt or reason
+        raise NotRecorded(reason)
+
     def slot(self, tensor: torch.Tensor) -> Slot:
-        """Where a meta tensor lies."""
+        """Where a recorded or a real tensor lies."""
+        if not is_meta(tensor):
+            tensor = self.constants.stand_in(tensor)
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._kept[key] = storage
         return Slot(key, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of the recording's."""
+        strided = is_meta(tensor) and tensor.layout == torch.strided
+        return strided and tensor.untyped_storage()._cdata in self._kept
+
+    def is_written(self, slot: Slot) -> bool:
+        """Whether a storage holds what the builder has put there, not uninitialised memory."""
+        return slot.storage in self._written or slot.storage in self.constants.storages or 0 in slot.size
+
     def play(self, hand_over: Callable[[int, torch.UntypedStorage], None]) -> None:
         """Run all operators in order; `hand_over` gets each storage once, when it is final."""
         last = {slot.storage: index for index, op in enumerate(self.operations) for slot in op.slots}
-        live = {key: storage.clone() for key, storage in self._constants.items()}
+        live = dict(self.constants.storages)
         with self._from_the_seed(), torch.no_grad():
             for index, operation in enumerate(self.operations):
                 operation.play(live)
                 for key in {slot.storage for slot in operation.slots if last[slot.storage] == index}:
                     hand_over(key, live.pop(key))
+            for key in list(live):
+                hand_over(key, live.pop(key))
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        names = {argument.name for argument in func._schema.arguments}
         kwargs.pop("pin_memory", None)
         args, kwargs = change_leaves(self._to_meta, (args, kwargs))
         # Slots are taken before the operator runs: it may change a tensor's shape in place.
         slotted_args, slotted_kwargs = change_leaves(self._to_slot, (args, kwargs))
-        if "device" in names:
+        if any(argument.name == "device" for argument in func._schema.arguments):
             kwargs["device"], slotted_kwargs["device"] = META, torch.device("cpu")
         try:
-            result = args[0] if _only_draws(func) else func(*args, **kwargs)
-        except NotImplementedError as error:
-            # Torch's parametrizations would swallow it and go on with other weights.
-            raise JobError(f"The model's builder uses {func}, which cannot be recorded on the meta device.") from error
+            result = args[0] if only_draws(func) else func(*args, **kwargs)
+        except NotImplementedError:
+            if torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable:
+                self.refuse(f"{func} has no kernel for tensors without values")
+            result = self._shapes(func, slotted_args, slotted_kwargs)
         outputs = tuple(self.slot(tensor) for tensor in tensors_in(result))
         self._generators |= {g: g.get_state() for g in _generators(kwargs) if g not in self._generators}
-        self.operations.append(Operation(func, slotted_args, slotted_kwargs, outputs))
+        operation = Operation(func, slotted_args, slotted_kwargs, outputs)
+        self.operations.append(operation)
+        self._note_written(operation)
         return result
 
-    def _to_slot(self, leaf: Any) -> Any:
-        return self.slot(leaf) if isinstance(leaf, torch.Tensor) else leaf
+    def _note_written(self, operation: Operation) -> None:
+        sources = [slot for slot in tensors_of((operation.args, operation.kwargs))]
+        if leaves_empty(operation.function, [self.is_written(slot) for slot in sources]):
+            return
+        taken = {slot.storage for slot in sources}
+        changed = changed_by(operation.function, operation.args, operation.kwargs, Slot)
+        self._written |= {slot.storage for slot in changed}
+        self._written |= {slot.storage for slot in operation.outputs if slot.storage not in taken}
 
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is one of the recording's."""
-        return tensor.untyped_storage()._cdata in self._kept
+    def _to_slot(self, leaf: Any) -> Any:
+        return self.slot(leaf) if isinstance(leaf, torch.Tensor) and self.has(leaf) else leaf
 
     def _to_meta(self, leaf: Any) -> Any:
         """A real tensor that meets a recorded one becomes a constant of the tape."""
-        if not isinstance(leaf, torch.Tensor) or self.has(leaf):
+        if not isinstance(leaf, torch.Tensor) or is_meta(leaf):
             return leaf
-        copy = leaf.detach().clone()
-        meta = torch.empty_strided(copy.size(), copy.stride(), dtype=copy.dtype, device=META)
-        self._constants[self.slot(meta).storage] = copy.untyped_storage()
+        meta = self.constants.stand_in(leaf)
+        self.slot(meta)
         return meta
+
+    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator gives on the values that its arguments have now."""
+        with torch.no_grad(), _disable_current_modes(), torch.device("cpu"):
+            return Operation(func, args, kwargs, ()).call(self._real)
+
+    def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Meta tensors like those that an operator without a meta kernel gives."""
+        result = self._result(func, args, kwargs)
+        with _disable_current_modes():
+            return change_leaves(_meta_like, tuple(result) if isinstance(result, tuple) else result)
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a recorded tensor holds now: for `linspace(...).item()`, or a rejection loop's `any()`."""
-        wanted = self.slot(tensor)
+        return self._real(self.slot(tensor))
+
+    def _real(self, wanted: Slot) -> torch.Tensor:
         needed, chosen = {wanted.storage}, []
         for index in reversed(range(len(self.operations))):
             keys = {slot.storage for slot in self.operations[index].slots}
             if keys & needed:
                 needed |= keys
                 chosen.append(index)
-        live = {key: storage.clone() for key, storage in self._constants.items() if key in needed}
+        live = {key: storage for key, storage in self.constants.storages.items() if key in needed}
         with self._from_the_seed(), torch.no_grad():
             self._find_random_states()
             for index in reversed(chosen):
@@ -182,7 +202,7 @@ class Tape(TorchDispatchMode):
 
     def set_random_state(self, state: torch.Tensor) -> None:
         """The builder sets torch's generator."""
-        self.operations.append(Operation(_SetState(state.clone()), (), {}, ()))
+        self.operations.append(Operation(SetState(state.clone()), (), {}, ()))
 
     def _find_random_states(self) -> None:
         """The generators' states before each random operator; how far one moves them depends on layout alone."""
@@ -206,7 +226,7 @@ class Tape(TorchDispatchMode):
     def _from_the_seed(self) -> Iterator[None]:
         """Real tensors on the CPU and generators at their start; all is put back afterwards."""
         before = self._get_states()
-        with torch.device("cpu"), torch.utils._python_dispatch._disable_current_modes():
+        with torch.device("cpu"), _disable_current_modes():
             try:
                 torch.default_generator.manual_seed(self.seed)
                 for generator, first in self._generators.items():
@@ -217,78 +237,28 @@ class Tape(TorchDispatchMode):
                     generator.set_state(state)
 
 
-@dataclass(frozen=True)
-class _SetState:
-    """An operator that sets torch's generator."""
-
-    state: torch.Tensor
-    tags = (torch.Tag.nondeterministic_seeded,)
-
-    def __call__(self) -> None:
-        torch.default_generator.set_state(self.state)
+def tensors_of(tree: Any) -> list[Slot]:
+    """The slots among what a recorded operator takes."""
+    found: list[Slot] = []
+    change_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Slot) else None, tree)
+    return found
 
 
-class _Disguise(Disguise):
-    """Also a recorded tensor's values can be had, as those of a tensor on the CPU."""
-
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()
-        self._tape = tape
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.tolist and self._tape.has(args[0]):
-            return self._tape.real(args[0]).tolist()
-        return super().__torch_function__(func, types, args, kwargs)
+def _meta_like(tensor: Any) -> Any:
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
 
 
-@contextmanager
-def recording(seed: int) -> Iterator[Tape]:
-    """Record a builder. Python's and numpy's generators start from the seed, too, and are put back afterwards."""
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    tape = Tape(seed)
-    try:
-        with _builder_may_seed(tape), _Disguise(tape), tape:
-            yield tape
-    finally:
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
+def _makes_nothing(func: Any, args: Any) -> bool:
+    """An empty tensor is what PyTorch begins with to wrap a storage: let it be a real one."""
+    return func is torch.ops.aten.empty.memory_format and list(args[0]) == [0]
 
 
-@contextmanager
-def _builder_may_seed(tape: Tape) -> Iterator[None]:
-    """`torch.manual_seed`, `fork_rng` and the like act on the recording instead of the generator."""
-
-    def manual_seed(seed: int) -> torch.Generator:
-        tape.set_random_state(torch.Generator().manual_seed(int(seed)).get_state())
-        return torch.default_generator
-
-    replaced = {
-        "manual_seed": manual_seed,
-        "get_rng_state": tape.random_state,
-        "set_rng_state": tape.set_random_state,
-    }
-    places = [(module, name) for module in (torch, torch.random) for name in replaced]
-    before = [getattr(module, name) for module, name in places]
-    for module, name in places:
-        setattr(module, name, replaced[name])
-    try:
-        yield
-    finally:
-        for (module, name), value in zip(places, before, strict=True):
-            setattr(module, name, value)
-
-
-@cache
-def _only_draws(func: Any) -> bool:
-    """Whether an operator fills its first argument at random and does nothing else, as `normal_` does.
-
-    On the meta device it would do nothing at all, slowly: half of the time that it takes to record a model.
-    """
-    tensors = [argument for argument in func._schema.arguments if "Tensor" in str(argument.type)]
-    drawn = torch.Tag.nondeterministic_seeded in func.tags and func._schema.name.endswith("_")
-    return drawn and len(tensors) == 1 and tensors[0].name == "self"
+def _makes_alike(func: Any) -> bool:
+    """Whether an operator takes a tensor for its shape alone: `empty_like`, `new_zeros`."""
+    name: str = func._schema.name.removeprefix("aten::")
+    return name.endswith("_like") or name.startswith("new_")
 
 
 def _generators(kwargs: dict[str, Any]) -> list[torch.Generator]:

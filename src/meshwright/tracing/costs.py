@@ -19,9 +19,9 @@ from meshwright.describe.as_on_cuda import as_on_cuda
 from meshwright.describe.blueprint import Blueprint, as_it_was, record, set_attributes
 from meshwright.describe.disguise import is_meta
 from meshwright.describe.observe import SMALL, call_model, make_batch
+from meshwright.describe.operation import Slot
 from meshwright.describe.shadows import shadow_of, shadows
 from meshwright.describe.structure import map_tensors, tensors_of
-from meshwright.describe.tape import Slot
 from meshwright.errors import JobError, one_line
 from meshwright.facts.costs import Kernel, ModelCosts, Size, UnitCosts
 from meshwright.facts.job import Job

@@ -1,0 +1,105 @@
+"""Real tensors that take part in a recording: kept by reference, and guarded against changes.
+
+Small ones are copied at once. A large one may be a file that is mapped into memory, so it is referred to; before an
+operator changes it in place it is copied, and changes that no operator made (numpy's, another thread's) show in its
+version and in a sample of its content.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from meshwright.describe.disguise import META
+
+SMALL = 1 << 16
+"""Bytes up to which a constant is copied."""
+SAMPLED = 64
+"""Elements of a tensor that are looked at, spread over all of it."""
+
+
+def sample(tensor: torch.Tensor) -> list[float | int | bool | complex]:
+    """Some elements of a tensor: the first, the last, and others spread evenly between them."""
+    if tensor.numel() == 0:
+        return []
+    count = min(SAMPLED, tensor.numel())
+    places = [index * (tensor.numel() - 1) // max(1, count - 1) for index in range(count)]
+    whole = torch.tensor(places, device=tensor.device)
+    indices = []
+    for size in reversed(tensor.shape):
+        indices.append(whole % size)
+        whole = whole // size
+    chosen: torch.Tensor = tensor.detach()[tuple(reversed(indices))] if indices else tensor.detach().reshape(1)
+    return chosen.tolist()
+
+
+def _bytes(storage: torch.UntypedStorage) -> bytes:
+    return bytes(storage.tolist())
+
+
+@dataclass(frozen=True)
+class _Guard:
+    """What a constant looked like when it was first used."""
+
+    tensor: torch.Tensor
+    version: int
+    content: str
+
+    def is_stale(self) -> bool:
+        return self.tensor._version != self.version or str(sample(self.tensor)) != self.content
+
+
+class Constants:
+    """Storages of real tensors, each with a meta storage that stands for it in the recording."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        """By the identity of the meta storages."""
+        self._stand_ins: dict[int, torch.UntypedStorage] = {}  # by the identity of the real ones
+        self._guards: dict[int, _Guard] = {}
+        self._alive: list[torch.UntypedStorage] = []  # so that no identity is used twice
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A meta tensor for a real one, of the same layout."""
+        storage = tensor.untyped_storage()
+        with _disable_current_modes(), torch.no_grad():
+            if not self._is_known(storage):
+                self._add(tensor.detach(), storage)
+            meta = self._stand_ins[storage._cdata]
+            empty = torch.empty(0, dtype=tensor.dtype, device=META)
+            return empty.set_(meta, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def before_change(self, tensor: torch.Tensor) -> None:
+        """An operator is about to change a real tensor in place: what was recorded so far keeps a copy."""
+        storage = tensor.untyped_storage()
+        meta = self._stand_ins.pop(storage._cdata, None)
+        if meta is not None and self.storages[meta._cdata]._cdata == storage._cdata:
+            with _disable_current_modes():
+                self.storages[meta._cdata] = storage.clone()
+            self._guards.pop(meta._cdata)
+
+    def stale(self) -> bool:
+        """Whether any was changed behind the recording's back."""
+        return any(guard.is_stale() for guard in self._guards.values())
+
+    def release(self) -> None:
+        self.storages, self._stand_ins, self._guards, self._alive = {}, {}, {}, []
+
+    def _is_known(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage has a stand-in. A small one may have been changed since it was copied."""
+        meta = self._stand_ins.get(storage._cdata)
+        if meta is None or meta._cdata in self._guards:
+            return meta is not None
+        return _bytes(self.storages[meta._cdata]) == _bytes(storage)
+
+    def _add(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        meta = torch.UntypedStorage(storage.nbytes(), device=META)
+        self._stand_ins[storage._cdata] = meta
+        self._alive += [storage, meta]
+        if storage.nbytes() <= SMALL:
+            self.storages[meta._cdata] = storage.clone()
+        else:
+            self.storages[meta._cdata] = storage
+            self._guards[meta._cdata] = _Guard(tensor, tensor._version, str(sample(tensor)))

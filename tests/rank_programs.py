@@ -73,6 +73,17 @@ def dropout_losses(world: World, strategy: str) -> list[float]:
     return [made.step(seeded_batch(made.job, step)).loss for step in range(3)]
 
 
+def evaluated(world: World, job: str, strategies: list[str]) -> list[float]:
+    """The loss under each strategy after a step, without dropout in what is evaluated."""
+    chosen = replace(getattr(tiny_jobs, job), optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
+    found = []
+    for strategy in strategies:
+        made = trainer(world, chosen, strategy)
+        made.step(seeded_batch(chosen, 0))
+        found.append(made.evaluate([seeded_batch(chosen, 0)]))
+    return found
+
+
 def sums_over_ranks(world: World, strategy: str) -> int:
     """How many sums over ranks one step takes: gradients, and the loss and the norm, which are one each.
 

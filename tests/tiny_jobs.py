@@ -50,6 +50,13 @@ class Transformer(nn.Module):
         return self.head(y)
 
 
+class OwnLoss(Transformer):
+    """Computes its loss itself."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(super().forward(x).flatten(0, 1), y.flatten())
+
+
 class Partial(Transformer):
     """With a frozen, an unused and a nearly empty parameter."""
 
@@ -163,6 +170,12 @@ transformer = Job(
 masked = replace(transformer, loss=masked_loss, max_norm=None)
 partial = replace(transformer, model=Partial)
 uneven = replace(transformer, global_batch=7)
+own_loss = replace(
+    transformer,
+    model=OwnLoss,
+    inputs=lambda batch: (batch["x"], batch["y"]),
+    loss=lambda output, batch: (output * batch["y"].numel(), batch["y"].numel()),
+)
 sequential = replace(transformer, model=layers)
 uneven_sequential = replace(sequential, global_batch=7)
 hf_gpt2 = replace(transformer, model=gpt2, inputs=lambda batch: {"input_ids": batch["x"]})

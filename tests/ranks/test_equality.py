@@ -1,6 +1,7 @@
 """The heart: every strategy, under every policy, trains as one process does."""
 
 import pytest
+import torch
 
 import rank_programs
 from rank_pool import RankPool
@@ -56,6 +57,15 @@ def test_parameter_without_dims(four_ranks: RankPool) -> None:
 def test_policies_together(two_ranks: RankPool) -> None:
     check(two_ranks, "transformer", ["fsdp,bf16,ac=full,mb=2", "zero2,bf16,ac=selective,mb=1,offload=optimizer"])
     check(two_ranks, "convolutions", ["ddp,bf16,ac=full,mb=2", "hsdp=1x2,ac=full,mb=1,offload=optimizer"])
+
+
+def test_a_loss_inside_the_model_is_in_fp32(one_rank: RankPool, two_ranks: RankPool) -> None:
+    """A mean of a few losses that were rounded to bf16's 8 bits would fit in fp16's 11."""
+    (expected,) = one_rank(rank_programs.evaluated, "own_loss", ["single,bf16"])[0]
+    strategies = ["ddp,bf16,ac=full", "zero2,bf16", "fsdp,bf16", "tp=2,bf16", "tp=2,bf16,ac=full", "pp=2:1f1b,bf16"]
+    for strategy, found in zip(strategies, two_ranks(rank_programs.evaluated, "own_loss", strategies)[0], strict=True):
+        assert found == pytest.approx(expected, rel=1e-3), strategy
+        assert torch.tensor(found).half().item() != found, strategy
 
 
 def test_parameters_in_host_memory(two_ranks: RankPool) -> None:

@@ -13,7 +13,7 @@ from meshwright.build.batch import Batch, MicroBatch, refuse_unlike_shapes
 from meshwright.build.batchnorm import synchronise_batch_norms
 from meshwright.build.build import fill
 from meshwright.build.passes import Dropout, Losses
-from meshwright.build.precision import apply_precision, cast
+from meshwright.build.precision import apply_precision, cast, follow_table
 from meshwright.build.recompute import recompute_blocks
 from meshwright.build.world import World
 from meshwright.describe.blueprint import record
@@ -59,6 +59,7 @@ def lay_deepspeed_pipeline(
     own = dict(model.named_modules())
     blocks = [own[name] for name in facts.blocks if name in own]
     apply_precision(model, blocks, setting.compute_dtype, pure=False)
+    follow_table(model.children(), setting.compute_dtype)  # DeepSpeed calls them one by one
     if strategy.recompute != "none":
         recompute_blocks(blocks or list(model.children()), strategy.recompute)
     setting.fill()
@@ -92,7 +93,8 @@ class DeepSpeedPasses:
         self._totals = torch.zeros(3, device=self._dropout.device, dtype=torch.float64)
         for number, pieces in enumerate(batch.rounds, start=1):
             self._start(pieces)
-            self.engine.run(self._loaded(), len(pieces), last=number == len(batch.rounds))
+            with self._losses.recomputing:
+                self.engine.run(self._loaded(), len(pieces), last=number == len(batch.rounds))
         return self._totals
 
     def forward(self, batch: Batch) -> torch.Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from math import isclose
 from typing import Any, Protocol
 
@@ -44,6 +45,8 @@ class Losses:
     """Where it follows from shapes; then it is checked instead of added up."""
     plain: Callable[[Any], Any] = lambda tree: tree
     """From what the model's axes made of a tensor to one that autograd and a send understand."""
+    recomputing: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    """Around backward: what a model's own checkpointing computes again has the dtypes of the first time."""
 
     def of_output(self, output: Any, piece: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss as a number to differentiate, and its (sum, weight). A stand-in counts nothing."""
@@ -77,7 +80,8 @@ class PlainPasses:
             with self.engine.accumulating(last=index == len(pieces) - 1), self.engine.region():
                 self._dropout.seed(step, piece.span.first)
                 loss, sums = self._losses.of_output(call_model(self._losses.job, self.engine, piece.data), piece)
-                self.engine.backward(loss * factor)
+                with self._losses.recomputing:
+                    self.engine.backward(loss * factor)
             totals[:2].add_(sums.to(totals.device))  # the loss may lie on another of this process's devices
         self.engine.finish()
         return totals * self._counts

@@ -170,6 +170,7 @@ class PipelinePasses:
             group=self.engine.axes.pipeline.get_group(),
             fake=self._fake,
             events=self.events,
+            recomputing=self._losses.recomputing,
         )
 
     def _examples(self, stage: int) -> tuple[torch.Tensor, ...]:

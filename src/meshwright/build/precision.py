@@ -1,16 +1,16 @@
 """Precision with one meaning under every strategy.
 
 Under `bf16` and `fp16` a model computes with parameters cast to that dtype; the model's and each block's floating
-inputs are cast to it; buffers stay as they are; the loss sees outputs in fp32. Gradients are cast to fp32 before they
-are summed over micro-batches or ranks, and the optimizer updates fp32 masters. FSDP2 and our ZeRO cast parameters
-themselves, because then they can send and keep the small ones; for the rest a parameter is cast where it is read.
-(`torch.autocast` would mean something else: it picks a dtype per operator, so that the residual stream of a transformer
-is fp32 under DDP and bf16 under FSDP2.)
+inputs are cast to it; buffers stay as they are; the loss sees outputs in fp32. Inside the model, operators that lose
+much in a small dtype compute in fp32 (`operators.py`). Gradients are cast to fp32 before they are summed over
+micro-batches or ranks, and the optimizer updates fp32 masters. FSDP2 and our ZeRO cast parameters themselves, because
+then they can send and keep the small ones; for the rest a parameter is cast where it is read. (`torch.autocast` would
+mean something else: the residual stream of a transformer is fp32 under DDP and bf16 under FSDP2.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from meshwright.build.operators import SMALL, computing_in
 from meshwright.describe.observe import call_loss
 from meshwright.facts.job import Job
 from meshwright.strategies.forward import Around, wrap_forward
@@ -49,10 +50,19 @@ def apply_precision(
 
 
 def cast_borders(model: nn.Module, blocks: list[nn.Module], dtype: torch.dtype) -> None:
-    """Cast what enters the model and each block to `dtype`. What leaves the model is cast by whoever calls it."""
+    """Cast what enters the model and each block to `dtype`, and have operators in them compute as the table says.
+
+    What leaves the model is cast by whoever calls it. Blocks are told, too: recomputing calls them by themselves.
+    """
     for block in blocks:
         wrap_forward(block, _entering(dtype))
     wrap_forward(model, _entering(dtype))
+
+
+def follow_table(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Have operators in modules that are called by themselves compute as the table says."""
+    for module in modules:
+        wrap_forward(module, _following(dtype))
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype, only: Collection[str] | None = None) -> None:
@@ -88,7 +98,7 @@ def loss_under(
     """
 
     def loss(output: Any, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
-        return call_loss(job, output if precision == "fp32" else cast(output, torch.float32), batch)
+        return call_loss(job, output if precision == "fp32" else raise_small(output), batch)
 
     return torch.compile(loss) if compiled else loss
 
@@ -98,13 +108,28 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     return tree_map(lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, tree)
 
 
+def raise_small(tree: Any) -> Any:
+    """bf16 and fp16 tensors of a tree in fp32."""
+    return tree_map(lambda leaf: leaf.float() if torch.is_tensor(leaf) and leaf.dtype in SMALL else leaf, tree)
+
+
 @cache
 def _entering(dtype: torch.dtype) -> Around:
     def enter(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = cast((args, kwargs), dtype)
-        return forward(*args, **kwargs)
+        with computing_in(dtype):
+            return forward(*args, **kwargs)
 
     return enter
+
+
+@cache
+def _following(dtype: torch.dtype) -> Around:
+    def follow(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with computing_in(dtype):
+            return forward(*args, **kwargs)
+
+    return follow
 
 
 @cache

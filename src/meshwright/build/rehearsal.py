@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,7 +28,7 @@ class OneDtype(TorchDispatchMode):
     PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in self.PRODUCTS:
+        if func.overloadpacket.__name__.removesuffix("_") in self.PRODUCTS:
             dtypes = {leaf.dtype for leaf in tree_leaves(args) if torch.is_tensor(leaf) and leaf.is_floating_point()}
             if len(dtypes) > 1:
                 names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
@@ -43,11 +44,14 @@ def rehearse(job: Job, facts: ModelFacts, strategy: Strategy) -> None:
 
 
 def check_precision(job: Job, facts: ModelFacts, strategy: Strategy) -> None:
-    """Refuse a precision under which tensors of two dtypes meet: an fp32 buffer and bf16 activations, say."""
+    """Refuse a precision that the model does not run in: tensors of two dtypes still meet somewhere."""
     dtype = DTYPES[strategy.precision]
-    if dtype == torch.float32 or facts.unseen:
+    if dtype == torch.float32:
         return
     blueprint = record(job.model, seed=0)
+    _refuse_float64(blueprint.model, strategy)
+    if facts.unseen:
+        return
     blocks = [blueprint.model.get_submodule(name) for name in facts.blocks]
     apply_precision(blueprint.model, blocks, dtype, pure=strategy.pure)
     try:
@@ -55,6 +59,17 @@ def check_precision(job: Job, facts: ModelFacts, strategy: Strategy) -> None:
     except JobError as error:
         cause = error.__cause__ or error
         raise Refused(
-            f"The model does not run in {strategy.precision}: {one_line(cause)} Buffers stay in their own dtype; "
-            "cast them to that of the activations where they meet."
+            f"The model does not run in {strategy.precision}: {one_line(cause)} Buffers stay in their own dtype, and "
+            "operators in place or with out= are not cast; cast what meets there to one dtype in the model."
         ) from error
+
+
+def _refuse_float64(model: nn.Module, strategy: Strategy) -> None:
+    """A parameter in float64 was asked for: it is not rounded to a quarter of its bits without a word."""
+    found = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
+    if found:
+        raise Refused(
+            f"{strategy} computes with parameters in {strategy.precision}, but {found[0]} is in float64"
+            f"{f' and so are {len(found) - 1} more' if found[1:] else ''}; build the model in fp32, or use fp32 as its "
+            "precision, which keeps each parameter's own dtype."
+        )

@@ -18,6 +18,7 @@ from meshwright.build.build import lay_on_devices, lay_out, model_region, plainl
 from meshwright.build.deepspeed import lay_deepspeed_pipeline
 from meshwright.build.fused import take_fused_kernels
 from meshwright.build.host import HostCopies
+from meshwright.build.operators import recomputing
 from meshwright.build.passes import Dropout, Losses, Passes, PlainPasses
 from meshwright.build.placement import Devices, devices_for
 from meshwright.build.precision import LossScale, loss_under
@@ -30,7 +31,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.engine import OptimizerState, OptimizingEngine
+from meshwright.strategies.engine import DTYPES, OptimizerState, OptimizingEngine
 from meshwright.strategies.norm import scale_
 from meshwright.strategies.pipeline import count_micro_batches
 from meshwright.strategies.stages import cut_stages
@@ -146,7 +147,13 @@ class Trainer:
     def _lay_passes(self) -> Passes:
         job, facts, strategy, world, axes = self.job, self.facts, self.strategy, self.world, self.axes
         loss = loss_under(strategy.precision, job, compiled=strategy.compile)
-        losses = Losses(job=job, loss=loss, weight_per_sample=facts.weight_per_sample, plain=plainly(strategy, axes))
+        losses = Losses(
+            job=job,
+            loss=loss,
+            weight_per_sample=facts.weight_per_sample,
+            plain=plainly(strategy, axes),
+            recomputing=recomputing(DTYPES[strategy.precision]),
+        )
         dropout = Dropout(run_seed=self.seed, device=world.device)
         if axes.pipeline is not None and strategy.engine == "deepspeed":
             config = self.engine_config

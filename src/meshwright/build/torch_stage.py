@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,17 +77,19 @@ class TimedStage(CarefulStage):
     """Notes when it computes, if it is given a list to note it in. On a GPU these are the host's times."""
 
     events: list[Event] | None = None
+    recomputing: AbstractContextManager[Any] = nullcontext()
+    """Around backward."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._timed("F", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._timed("B" if kwargs.get("full_backward", True) else "I", bwd_chunk_id):
+        with self._timed("B" if kwargs.get("full_backward", True) else "I", bwd_chunk_id), self.recomputing:
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._timed("W", bwd_chunk_id):
+        with self._timed("W", bwd_chunk_id), self.recomputing:
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     @contextmanager
@@ -119,7 +121,9 @@ class LonelyStage(TimedStage):
         return Passed()
 
 
-def make_stage(*args: Any, fake: bool, events: list[Event] | None, **kwargs: Any) -> PipelineStage:
+def make_stage(
+    *args: Any, fake: bool, events: list[Event] | None, recomputing: AbstractContextManager[Any], **kwargs: Any
+) -> PipelineStage:
     stage = (LonelyStage if fake else TimedStage)(*args, **kwargs)
-    stage.events = events
+    stage.events, stage.recomputing = events, recomputing
     return stage

@@ -12,7 +12,7 @@ from torch import nn
 from meshwright.build.axes import lay_axes
 from meshwright.build.build import lay_out
 from meshwright.build.check import check_strategy
-from meshwright.build.precision import cast
+from meshwright.build.precision import raise_small
 from meshwright.build.world import World
 from meshwright.describe.blocks import find_blocks
 from meshwright.describe.blueprint import adopt, record
@@ -37,7 +37,8 @@ class Parallel:
         self._lowered = strategy.precision != "fp32"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return cast(self._engine(*args, **kwargs), torch.float32) if self._lowered else self._engine(*args, **kwargs)
+        output = self._engine(*args, **kwargs)
+        return raise_small(output) if self._lowered else output
 
     def parameters(self) -> NamedParameters:
         """What the optimizer is given: this rank's parameters or its shards of them."""

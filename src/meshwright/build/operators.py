@@ -1,0 +1,224 @@
+"""The dtype that each operator computes in under bf16 and fp16: one table for every device and strategy.
+
+The classes are those of CUDA's autocast (`ATen/autocast_mode.h`), with three differences that docs/policies.md
+explains: products are lowered only where dtypes meet, norms return their input's dtype, and interpolation is left
+alone. `torch.autocast` itself would not do: its lists for CPU and CUDA differ, it skips meta tensors, and it does not
+know tensors that tensor parallelism divides.
+
+A mode for torch functions sees the same calls on every device and on tensors without values. Arguments are cast before
+the function runs, so autograd, fake tensors and torch.compile see plain casts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+FP32 = torch.float32
+SMALL = (torch.bfloat16, torch.float16)
+CASTABLE = (FP32, *SMALL)
+"""float64 is left alone by everybody: who computes in it has asked for it."""
+
+Rule = Callable[[Any, torch.dtype, tuple[Any, ...], dict[str, Any]], Any]
+"""(function, compute dtype, args, kwargs) -> the function's result."""
+
+
+class OperatorDtypes(TorchFunctionMode):
+    """While active, torch functions compute in the dtype that the table gives them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rule = RULES.get(func)
+        if rule is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return rule(func, self.dtype, args, kwargs or {})
+
+
+class Recomputing(OperatorDtypes):
+    """For backward: in effect where a model's own checkpointing computes again, and not in hooks and derivatives."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in BACKWARD:
+            with self._kept_in_backward():
+                return func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled():
+            return super().__torch_function__(func, types, args, kwargs)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    @contextmanager
+    def _kept_in_backward(self) -> Iterator[None]:
+        """A mode rests during the function that it was called for, so it is entered again below backward's Python."""
+        run = getattr(torch.autograd, ENGINE)
+
+        def run_in_mode(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return run(*args, **kwargs)
+
+        with patch.object(torch.autograd, ENGINE, run_in_mode):
+            yield
+
+
+BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+ENGINE = "_engine_run_backward"
+"""Private to PyTorch: what all of them call to run autograd's engine."""
+
+
+def low(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """Products: in the compute dtype where dtypes meet. Of fp32 tensors alone they stay in fp32, as they were asked."""
+    found = _dtypes(args, kwargs)
+    if len(found) > 1 and all(one in CASTABLE for one in found):
+        args, kwargs = _cast(args, CASTABLE, dtype), _cast(kwargs, CASTABLE, dtype)
+    return func(*args, **kwargs)
+
+
+def in_fp32(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """Losses, distances, exponentials and logarithms: inputs in fp32."""
+    if kwargs.get("out") is None and any(one in SMALL for one in _dtypes(args, kwargs)):
+        args, kwargs = _cast(args, SMALL, FP32), _cast(kwargs, SMALL, FP32)
+    return func(*args, **kwargs)
+
+
+def fp32_result(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """Sums and softmax: the kernel adds up in fp32 and returns it, so no fp32 copy of the input is needed."""
+    asked = kwargs.get("out") is not None or kwargs.get("dtype") is not None
+    asked = asked or any(isinstance(one, torch.dtype) for one in args)
+    if not asked and any(one in SMALL for one in _dtypes(args, kwargs)):
+        kwargs = {**kwargs, "dtype": FP32}
+    return func(*args, **kwargs)
+
+
+def widest(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """Functions of several tensors that must be of one dtype: the widest that is there."""
+    found = _dtypes(args, kwargs)
+    if len(found) > 1:
+        wide = _widest(found)
+        args, kwargs = _cast(args, CASTABLE, wide), _cast(kwargs, CASTABLE, wide)
+    return func(*args, **kwargs)
+
+
+def norm(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """Kernels of norms compute in fp32 whatever they are given; the result has the input's dtype."""
+    found = _dtypes(args, kwargs)
+    if len(found) < 2:
+        return func(*args, **kwargs)
+    given = (args[0] if args else kwargs["input"]).dtype
+    return widest(func, dtype, args, kwargs).to(given)
+
+
+def into(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """Writes to places of a tensor: what is written takes the tensor's dtype."""
+    if args and args[0].dtype in CASTABLE and len(_dtypes(args, kwargs)) > 1:
+        target = args[0].dtype
+        args, kwargs = (args[0], *_cast(args[1:], CASTABLE, target)), _cast(kwargs, CASTABLE, target)
+    return func(*args, **kwargs)
+
+
+def _dtypes(args: Any, kwargs: Any) -> list[torch.dtype]:
+    """Floating dtypes among the arguments, each once."""
+    found: list[torch.dtype] = []
+    _collect(args, found)
+    if kwargs:
+        _collect(tuple(kwargs.values()), found)
+    return found
+
+
+def _collect(values: Any, found: list[torch.dtype]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            dtype = value.dtype
+            if dtype.is_floating_point and dtype not in found:
+                found.append(dtype)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, found)
+
+
+def _widest(found: list[torch.dtype]) -> torch.dtype:
+    wide = found[0]
+    for dtype in found[1:]:
+        wide = torch.promote_types(wide, dtype)
+    return wide
+
+
+def _cast(value: Any, those: tuple[torch.dtype, ...], dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.dtype in those else value
+    if isinstance(value, tuple):
+        return tuple([_cast(item, those, dtype) for item in value])
+    if isinstance(value, list):
+        return [_cast(item, those, dtype) for item in value]
+    if isinstance(value, dict):
+        return {key: _cast(item, those, dtype) for key, item in value.items()}
+    return value
+
+
+_TABLE: list[tuple[Rule, str]] = [
+    (
+        low,
+        "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu "
+        "addmm addmv addr matmul __matmul__ __rmatmul__ einsum mm mv vecdot linear addbmm baddbmm bmm chain_matmul "
+        "multi_dot inner lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell "
+        "scaled_dot_product_attention multi_head_attention_forward",
+    ),
+    (
+        in_fp32,
+        "acos arccos asin arcsin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow float_power "
+        "__pow__ __rpow__ __rdiv__ __rtruediv__ softplus logsumexp "
+        "frobenius_norm nuclear_norm norm vector_norm matrix_norm normalize renorm dist pdist cdist "
+        "pairwise_distance cosine_similarity local_response_norm gumbel_softmax lp_pool1d lp_pool2d lp_pool3d "
+        "cross_entropy cross_entropy_loss nll_loss nll_loss2d nll_loss_nd poisson_nll_loss gaussian_nll_loss "
+        "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss kl_div "
+        "l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss "
+        "multilabel_soft_margin_loss multi_margin_loss soft_margin_loss triplet_margin_loss "
+        "triplet_margin_with_distance_loss ctc_loss",
+    ),
+    (fp32_result, "softmax softmin log_softmax prod cumprod cumsum sum"),
+    (norm, "layer_norm native_layer_norm rms_norm group_norm instance_norm"),
+    (widest, "addcdiv addcmul atan2 arctan2 bilinear cross dot vdot grid_sample grid_sampler tensordot lerp"),
+    (
+        into,
+        "__setitem__ index_put index_put_ index_add index_add_ index_copy index_copy_ scatter scatter_ scatter_add "
+        "scatter_add_ scatter_reduce scatter_reduce_ masked_scatter masked_scatter_ put_ put",
+    ),
+]
+_PLACES = (torch, Tensor, F, torch.linalg, torch.special, torch._C._nn)
+
+
+def functions(names: str) -> Iterator[Any]:
+    """PyTorch's functions of these names, wherever it keeps them."""
+    for name in names.split():
+        for place in _PLACES:
+            func = getattr(place, name, None)
+            if callable(func):
+                yield func
+
+
+RULES: dict[Any, Rule] = {func: rule for rule, names in _TABLE for func in functions(names)}
+
+
+_MODES = {dtype: OperatorDtypes(dtype) for dtype in SMALL}
+
+
+def recomputing(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Around backward, where a model recomputes parts of itself that are no blocks."""
+    return Recomputing(dtype) if dtype in SMALL else nullcontext()
+
+
+@contextmanager
+def computing_in(dtype: torch.dtype) -> Iterator[None]:
+    """Region in which functions follow the table. Regions may nest: blocks enter theirs again to be recomputed."""
+    mode = _MODES.get(dtype)
+    if mode is None or any(one is mode for one in _get_current_function_mode_stack()):
+        yield
+        return
+    with mode:
+        yield

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Muon
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshwright import Job
+from optimizers_of_users import CountsUpdates, Lamb, LocalSums, NormedOverAll, adafactor
 
 WIDTH, TASKS = 6, 4
 
@@ -113,3 +115,12 @@ class CallsIntoABlock(Scaled):
 scaled = job_of(Scaled, optimizer=lambda params: AdamW(params, lr=0.01), max_norm=0.5)
 reads_a_block = job_of(ReadsABlock, optimizer=lambda params: AdamW(params, lr=0.01, foreach=True), max_norm=0.5)
 calls_into_a_block = job_of(CallsIntoABlock, max_norm=0.5)
+lamb = job_of(Scaled, optimizer=Lamb, schedule=CountsUpdates)
+normed_over_all = job_of(Scaled, optimizer=NormedOverAll)
+local_sums = job_of(Scaled, optimizer=LocalSums)
+with_adafactor = job_of(Scaled, optimizer=adafactor)
+with_muon = job_of(Scaled, optimizer=lambda params: Muon([p for p in params if p.dim() == 2], lr=0.05))
+fused = job_of(Scaled, optimizer=lambda params: AdamW(params, lr=0.01, fused=True))
+plateau = job_of(
+    Scaled, schedule=lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, threshold=1e9, factor=0.5), max_norm=0.5
+)

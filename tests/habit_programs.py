@@ -9,6 +9,7 @@ import torch
 import habit_jobs
 from meshwright.build.step import Trainer
 from meshwright.build.world import World
+from meshwright.errors import Refused
 from meshwright.runtime.run import setup
 from meshwright.runtime.verdict import Verdict
 from meshwright.runtime.verify import seeded_batch, verify
@@ -16,9 +17,12 @@ from rank_programs import trainer
 from shared_facts import facts_of
 
 
-def train(world: World, job: str, strategy: str, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The loss of each step, and the whole state after the last."""
-    made: Trainer = trainer(world, getattr(habit_jobs, job), strategy)
+def train(world: World, job: str, strategy: str, steps: int) -> tuple[list[float], dict[str, torch.Tensor]] | str:
+    """The loss of each step, and the whole state after the last; or why the strategy is refused."""
+    try:
+        made: Trainer = trainer(world, getattr(habit_jobs, job), strategy)
+    except Refused as refusal:
+        return str(refusal)
     losses = [made.step(batch).loss for batch in batches(made.job, steps)]
     return losses, {name: tensor.detach().clone() for name, tensor in made.engine.state()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshwright.facts.job import Job
 from meshwright.facts.named import NamedParameters
@@ -26,7 +27,11 @@ def train_plainly(job: Job, batches: list[Any], *, seed: int = 0) -> tuple[list[
         if job.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), job.max_norm)
         optimizer.step()
-        if schedule is not None:
+        if isinstance(schedule, ReduceLROnPlateau):
+            schedule.step(loss.item())
+        elif hasattr(schedule, "step_update"):
+            schedule.step_update(len(losses) + 1)
+        elif schedule is not None:
             schedule.step()
         losses.append(loss.item())
     return losses, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

@@ -20,7 +20,9 @@ def check(pool: RankPool, job: str, strategies: list[str]) -> None:
     chosen = getattr(habit_jobs, job)
     losses, state = train_plainly(chosen, habit_programs.batches(chosen, STEPS))
     for strategy in strategies:
-        for found_losses, found in pool(habit_programs.train, job, strategy, STEPS):
+        for outcome in pool(habit_programs.train, job, strategy, STEPS):
+            assert not isinstance(outcome, str), f"{strategy}: {outcome}"
+            found_losses, found = outcome
             assert found_losses == pytest.approx(losses, rel=1e-5), strategy
             for name, expected in state.items():
                 torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-6, msg=f"{strategy}: {name}")
@@ -52,3 +54,25 @@ def test_checkpoints_hold_whole_parameters(two_ranks: RankPool, tmp_path: Path) 
             assert found_losses == pytest.approx(losses, rel=1e-5), (first, second)
             for name, expected in state.items():
                 torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("job", ["lamb", "normed_over_all", "plateau", "fused"])
+def test_optimizers_and_schedules_of_every_kind(two_ranks: RankPool, job: str) -> None:
+    """Those that look at whole tensors do so through DTensors."""
+    check(two_ranks, job, EACH)
+
+
+@pytest.mark.parametrize(
+    ("job", "strategies"),
+    [
+        ("local_sums", ["zero1", "zero2", "fsdp", "op=2"]),
+        ("with_adafactor", ["zero1", "fsdp", "op=2"]),
+        ("with_muon", ["zero2"]),  # which computes in bf16, where another order of sums is another update
+        ("lamb", ["op=2", "tp=2"]),
+        ("normed_over_all", ["pp=2:1f1b"]),
+    ],
+)
+def test_optimizers_that_would_update_parts_otherwise(two_ranks: RankPool, job: str, strategies: list[str]) -> None:
+    check(two_ranks, job, ["ddp"])
+    for strategy in strategies:
+        assert all("optimizer" in str(found) for found in two_ranks(habit_programs.train, job, strategy, 1)), strategy

@@ -23,7 +23,11 @@ from meshwright.strategies.stages import cut_stages
 def check(job: Job, facts: ModelFacts, strategy: Strategy, place: Place) -> Strategy:
     """The strategy with its data axis sized for the place's ranks, or an error that says why not."""
     resolved = check_strategy(facts, strategy, place)
-    if reason := _refuse_batch(job, facts, resolved) or _refuse_model_axes(job, facts, resolved):
+    if reason := (
+        _refuse_batch(job, facts, resolved)
+        or _refuse_optimizer(facts, resolved)
+        or _refuse_model_axes(job, facts, resolved)
+    ):
         raise Refused(reason)
     return resolved
 
@@ -85,6 +89,26 @@ def _refuse_compile(strategy: Strategy, facts: ModelFacts) -> str | None:
 def _refuse_offload(strategy: Strategy) -> str | None:
     if strategy.offload == "params" and strategy.data not in ("fsdp", "hsdp"):
         return f"offload=params streams sharded parameters, so it needs fsdp or hsdp; {strategy} keeps them whole."
+    return None
+
+
+def _refuse_optimizer(facts: ModelFacts, strategy: Strategy) -> str | None:
+    """An optimizer that takes whole tensors into account, where it would be given parts without knowing."""
+    if facts.couplings and strategy.engine == "deepspeed":
+        return (
+            "The optimizer updates a number by what others are (norms or factors of a tensor, or of all of them), and "
+            "DeepSpeed gives it flat parts; drop engine=deepspeed."
+        )
+    if facts.couplings and strategy.tp * strategy.op > 1:
+        return (
+            "The optimizer updates a number by what the rest of its tensor is (norms or factors of it), and "
+            f"{strategy} gives it parts of tensors; use ddp, zero1 or fsdp, pp, or an optimizer like AdamW."
+        )
+    if "parameters" in facts.couplings and strategy.pp * strategy.layers > 1:
+        return (
+            "The optimizer updates a parameter by what others are (a norm over all of them), and a stage of "
+            f"{strategy} has only some; use ddp, zero1 or fsdp, or an optimizer like AdamW."
+        )
     return None
 
 

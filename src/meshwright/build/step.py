@@ -19,6 +19,7 @@ from meshwright.build.deepspeed import lay_deepspeed_pipeline
 from meshwright.build.fused import take_fused_kernels
 from meshwright.build.host import HostCopies
 from meshwright.build.operators import recomputing
+from meshwright.build.optimizer_trial import refuse_coupled_shards
 from meshwright.build.passes import Dropout, Losses, Passes, PlainPasses
 from meshwright.build.placement import Devices, devices_for
 from meshwright.build.precision import LossScale, loss_under
@@ -30,6 +31,7 @@ from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.named import NamedParameters
+from meshwright.facts.schedule import advance
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.engine import DTYPES, OptimizerState, OptimizingEngine
 from meshwright.strategies.norm import scale_
@@ -131,6 +133,7 @@ class Trainer:
         self.host = HostCopies(self._own, self.axes.data_on_host()) if on_host else None
         self.optimized = self.host.parameters if self.host else self._own
         """The masters that this rank's optimizer updates, by name."""
+        refuse_coupled_shards(job, facts, self._own, strategy)
         self.optimizer = take_fused_kernels(job.optimizer(self.optimized or _nothing_to_update()))
         self.remembered: OptimizerState = self.optimizer
         """What the optimizer keeps of each of them."""
@@ -223,7 +226,7 @@ class Trainer:
         if self._pending is None:
             raise JobError("update() was called without a forward_backward(batch) before it.")
         (totals, samples, divisor), self._pending = self._pending, None
-        lr = float(self.optimizer.param_groups[0]["lr"])
+        lr = float(self.optimizer.param_groups[0].get("lr") or 0.0)  # some find their own
         if isinstance(self.engine, OptimizingEngine):
             known = totals.known_weight is not None
             norm, finite = self.engine.update(self._scale_down() * (1.0 if known else divisor / totals.weight))
@@ -232,7 +235,7 @@ class Trainer:
         if self.loss_scale:
             self.loss_scale.after(finite)
         if finite and self.schedule is not None:
-            self.schedule.step()
+            advance(self.schedule, updates=self.steps + 1, loss=lambda: float(totals.mean))
         for parameter in self._own:
             parameter.grad = None
         self.engine.forget_gradients()

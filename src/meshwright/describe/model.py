@@ -6,21 +6,20 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 from meshwright.describe.blocks import find_blocks
 from meshwright.describe.blueprint import Blueprint, record
 from meshwright.describe.flow import DropoutWatcher, Flow, Watcher
 from meshwright.describe.observe import Observed, Understudy, observe, trace
+from meshwright.describe.optimizer import check_optimizer, couplings, optimizer_slots
 from meshwright.describe.outside import OutsideReads
 from meshwright.describe.repeats import find_repeats
 from meshwright.describe.tensor import find_tensor_plan
 from meshwright.describe.units import find_units
-from meshwright.errors import JobError, one_line
+from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.model import CallFacts, ModelFacts, ParameterFacts
-from meshwright.facts.named import NamedParameters
 
 
 def describe(job: Job) -> ModelFacts:
@@ -46,7 +45,7 @@ def _describe(job: Job) -> ModelFacts:
     model = blueprint.model
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise JobError("The model has no trainable parameter; nothing could be trained.")
-    _check_optimizer(job, model)
+    check_optimizer(job, model)
     blocks = find_blocks(model, hint=job.blocks)
     understudy = Understudy(find_repeats(model, blocks))
     outside = OutsideReads(model, blocks)
@@ -59,7 +58,8 @@ def _describe(job: Job) -> ModelFacts:
         parameters=parameter_facts(model, observed),
         blocks=blocks,
         calls=call_facts(flow) if flow else (),
-        optimizer_slots=_optimizer_slots(job, model),
+        optimizer_slots=optimizer_slots(job, model),
+        couplings=couplings(job, model),
         batch_norms=batch_norm_names(model),
         weight_per_sample=observed.weight_per_sample if observed else None,
         tensor_plan=find_tensor_plan(job, blueprint, blocks, understudy, observed.read_elsewhere) if observed else None,
@@ -120,51 +120,3 @@ def parameter_facts(model: nn.Module, observed: Observed | None) -> tuple[Parame
         )
         for name, parameter in model.named_parameters()
     )
-
-
-def _small_parameters(model: nn.Module) -> NamedParameters:
-    """Parameters of the same names and number of dims, but tiny and real."""
-    return NamedParameters(
-        (name, nn.Parameter(torch.zeros([min(size, 8) for size in parameter.shape])))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    )
-
-
-def _check_optimizer(job: Job, model: nn.Module) -> None:
-    try:
-        optimizer = job.optimizer(_small_parameters(model))
-        schedule = job.schedule(optimizer) if job.schedule is not None else None
-    except Exception as error:
-        raise JobError(f"Job(optimizer=..., schedule=...) raised {one_line(error)}") from error
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise JobError(f"Job(optimizer=...) must give a torch optimizer, but it gave {type(optimizer).__name__}.")
-    if schedule is not None and not callable(getattr(schedule, "step", None)):
-        raise JobError(f"Job(schedule=...) must give something with a step(), but it gave {type(schedule).__name__}.")
-
-
-def _optimizer_slots(job: Job, model: nn.Module) -> float:
-    """Bytes of state per byte of parameter, seen on tiny parameters after one step."""
-    parameters = _small_parameters(model)
-    optimizer = job.optimizer(parameters)
-    # One of each group and shape is enough: an optimizer leaves out what has no gradient.
-    alike = {
-        parameter: (number, parameter.shape)
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
-    stepped = {kind: parameter for parameter, kind in alike.items()}
-    for parameter in stepped.values():
-        parameter.grad = torch.zeros_like(parameter)
-    try:
-        optimizer.step()
-    except Exception:  # an optimizer that wants a closure; Adam's two moments are the common case
-        return 2.0
-    held = {kind: _state_bytes(optimizer, parameter) for kind, parameter in stepped.items()}
-    whole = sum(p.numel() * p.itemsize for p in parameters if p.dim() > 0)
-    return sum(held[kind] for kind in alike.values()) / max(1, whole)
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
-    state = [value for value in optimizer.state.get(parameter, {}).values() if torch.is_tensor(value)]
-    return sum(value.numel() * value.itemsize for value in state if value.dim() > 0)

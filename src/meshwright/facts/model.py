@@ -52,6 +52,9 @@ class ModelFacts:
     """Where a pipeline may cut: the calls of blocks and of modules around them, in order."""
     optimizer_slots: float = 2.0
     """Bytes of optimizer state per byte of parameter: 2 for Adam, 1 for momentum, 0 for plain SGD."""
+    couplings: tuple[str, ...] = ()
+    """What the optimizer's update of a number depends on beside its own gradients: "rows" or "columns" of its tensor,
+    other "parameters"."""
     batch_norms: tuple[str, ...] = ()
     """Modules whose output depends on which samples share a batch."""
     weight_per_sample: float | None = None
@@ -90,6 +93,7 @@ class ModelFacts:
         plan = document.get("tensor_plan")
         tensor_plan = TensorPlan.from_json(plan) if plan else None
         lists = {
-            key: tuple(document.get(key, ())) for key in ("blocks", "batch_norms", "read_elsewhere", "read_outside")
+            key: tuple(document.get(key, ()))
+            for key in ("blocks", "batch_norms", "read_elsewhere", "read_outside", "couplings")
         }
         return cls(**{**document, "parameters": parameters, "calls": calls, "tensor_plan": tensor_plan, **lists})

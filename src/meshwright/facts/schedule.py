@@ -1,0 +1,54 @@
+"""How a job's schedule is stepped: once per optimizer step, with what its `step` asks for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.errors import JobError
+
+LOSS, COUNT = "loss", "count"
+
+
+def advance(schedule: Any, *, updates: int, loss: Callable[[], float]) -> None:
+    """Step a schedule after an update: with nothing, with the mean loss, or with the number of updates so far.
+
+    A schedule that also has a `step_update`, as timm's have, counts epochs in one and updates in the other; it takes
+    notice of one of them, and an epoch here is an update.
+    """
+    wanted = _wanted(schedule.step)
+    arguments = {LOSS: loss, COUNT: lambda: updates}
+    schedule.step(*(arguments[kind]() for kind in wanted or ()))
+    if callable(update := getattr(schedule, "step_update", None)):
+        update(updates)
+
+
+def refuse_schedule(schedule: Any) -> None:
+    """Raise where it is not known what a schedule's `step` wants."""
+    if not callable(getattr(schedule, "step", None)):
+        raise JobError(f"Job(schedule=...) must give something with a step(), but it gave {type(schedule).__name__}.")
+    if _wanted(schedule.step) is None:
+        raise JobError(
+            f"{type(schedule).__name__}.step{inspect.signature(schedule.step)} wants something that is not known here; "
+            "a schedule is stepped with nothing, with the loss (step(metrics)) or with the number of updates."
+        )
+
+
+def required(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """What a function cannot be called without."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _wanted(step: Callable[..., Any]) -> list[str] | None:
+    """What `step` must be given; None where that cannot be known."""
+    wanted = required(step)
+    if not wanted:
+        return []
+    if len(wanted) > 1 or wanted[0].kind is inspect.Parameter.KEYWORD_ONLY:
+        return None
+    name = wanted[0].name.lower()
+    if any(word in name for word in ("metric", "loss")):
+        return [LOSS]
+    return [COUNT] if any(word in name for word in ("epoch", "step", "update", "iter")) or name in "tn" else None

@@ -37,8 +37,12 @@ class Loose:
     requires_grad: bool
     recorded: bool
     """Whether it has no values yet."""
+    computed: str = ""
+    """The place of one that was computed from parameters."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.computed:
+            return _computed(tensor, self.computed)
         if self.parameter:
             return nn.Parameter(tensor, requires_grad=self.requires_grad)
         return tensor.requires_grad_(self.requires_grad)
@@ -147,7 +151,7 @@ class Blueprint:
         made: dict[Loose, torch.Tensor] = {}
         for place, loose in self.attributes.items():
             storage = storages[loose.slot.storage]
-            if loose.recorded or _address(place.take(self.model)) != storage.data_ptr():
+            if loose.recorded or loose.computed or _address(place.take(self.model)) != storage.data_ptr():
                 made.setdefault(loose, loose.of(loose.slot.on(storage)))
                 place.put(self.model, made[loose])
 
@@ -185,7 +189,7 @@ def set_attributes(model: nn.Module, attributes: dict[Place, Loose], tensor: Cal
     """Put tensors in the place of loose ones that have no values."""
     made: dict[Loose, torch.Tensor] = {}
     for place, loose in attributes.items():
-        if loose.recorded:
+        if loose.recorded and not loose.computed:
             if loose not in made:
                 made[loose] = loose.of(tensor(loose.slot))
             place.put(model, made[loose])
@@ -209,21 +213,32 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
         raise
 
 
-class WithHistory(torch.Tensor):
-    """Stands where the builder left a tensor that it computed from parameters, for gradients to flow through.
+class Computed(torch.Tensor):
+    """A tensor that the builder computed from parameters and keeps. Its values can be read, but no gradient flows.
 
-    Nobody may use it. Old weight normalisation leaves such a tensor, and replaces it before each call.
+    Plainly it would flow to the parameters as they were at first. Old weight normalisation leaves such a tensor, and
+    replaces it before each call.
     """
 
     place = ""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        place = next((arg.place for arg in args if isinstance(arg, WithHistory)), "a tensor")
-        raise JobError(
-            f"The model uses {place}, which its builder computed from parameters: it would not follow them as they are "
-            "trained. Compute it in forward."
-        )
+        if torch.is_grad_enabled() and getattr(func, "__name__", "") not in ("detach", "__get__", "dim", "size"):
+            place = next((arg.place for arg in args if isinstance(arg, Computed)), "a tensor")
+            raise JobError(
+                f"The model uses {place}, which its builder computed from parameters: it would not follow them as they "
+                "are trained. Compute it in forward."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result.as_subclass(torch.Tensor) if isinstance(result, Computed) else result
+
+
+def _computed(tensor: torch.Tensor, place: str) -> torch.Tensor:
+    made = torch.Tensor._make_subclass(Computed, tensor)
+    made.place = place
+    return made
 
 
 def draw_up(model: nn.Module, tape: Tape, doubt: str = "") -> Blueprint:
@@ -258,19 +273,14 @@ def _sort_loose(
         slot = tape.slot(tensor)
         if found := _view(slot, owners[slot.storage]):
             aliases.append((place, found[0], View(*found[1:], differentiable=tensor.requires_grad)))
-            place.put(model, _unusable(place))
-        elif tensor.grad_fn is not None:
-            place.put(model, _unusable(place))
-        else:
-            parameter = isinstance(tensor, nn.Parameter)
-            attributes[place] = Loose(slot, parameter, tensor.requires_grad, tensor.is_meta)
+            place.put(model, _computed(torch.empty(0), str(place)))
+            continue
+        computed = "" if tensor.grad_fn is None else str(place)
+        if computed:
+            place.put(model, _computed(torch.empty(0), computed))
+        parameter = isinstance(tensor, nn.Parameter)
+        attributes[place] = Loose(slot, parameter, tensor.requires_grad, tensor.is_meta, computed)
     return attributes, aliases
-
-
-def _unusable(place: Place) -> torch.Tensor:
-    stands = torch.Tensor._make_subclass(WithHistory, torch.empty(0))
-    stands.place = str(place)
-    return stands
 
 
 def adopt(model: nn.Module) -> Blueprint:

@@ -30,6 +30,14 @@ class Slot:
         """A tensor of the same layout with arbitrary content."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
 
+    def laid_out(self, result: torch.Tensor) -> torch.Tensor:
+        """What an operator gave, where the recording expects it: some meta kernels foretell other strides."""
+        if (result.stride(), result.storage_offset()) == (self.stride, self.offset):
+            return result
+        storage = torch.UntypedStorage(self.extent.stop)
+        self.on(storage).copy_(result)
+        return self.on(storage)
+
     @property
     def extent(self) -> range:
         """The bytes of the storage from its first to its last element."""
@@ -67,7 +75,8 @@ class Operation:
         """Run on real storages; storages that this operator makes are added."""
         results = self.call(lambda slot: slot.on(live[slot.storage]))
         for slot, result in zip(self.outputs, tensors_in(results), strict=True):
-            live.setdefault(slot.storage, result.untyped_storage())
+            if slot.storage not in live:
+                live[slot.storage] = slot.laid_out(result).untyped_storage()
 
     def call(self, real: Callable[[Slot], torch.Tensor]) -> Any:
         args, kwargs = change_leaves(
@@ -121,6 +130,12 @@ _EMPTY = {
 }
 _COPIES = {"clone", "_to_copy", "copy_"}
 """Their last tensor argument is what is copied."""
+
+
+@cache
+def has_own_layout(func: Any) -> bool:
+    """Whether an operator's results lie as its library leaves them, which meta kernels do not know for sure."""
+    return "linalg" in func._schema.name or func._schema.name in ("aten::geqrf", "aten::ormqr", "aten::_lu_with_info")
 
 
 @cache

@@ -21,7 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from meshwright.describe.constants import Constants
 from meshwright.describe.disguise import META, change_leaves, is_meta, tensors_in
-from meshwright.describe.operation import Operation, SetState, Slot, changed_by, gives_numbers, leaves_empty, only_draws
+from meshwright.describe.operation import (
+    Operation,
+    SetState,
+    Slot,
+    changed_by,
+    gives_numbers,
+    has_own_layout,
+    leaves_empty,
+    only_draws,
+)
 
 
 class NotRecorded(Exception):
@@ -130,10 +139,14 @@ class Tape(TorchDispatchMode):
         slotted_args, slotted_kwargs = change_leaves(self._to_slot, (args, kwargs))
         if any(argument.name == "device" for argument in func._schema.arguments):
             kwargs["device"], slotted_kwargs["device"] = META, torch.device("cpu")
+        certain = torch.Tag.nondeterministic_seeded not in func.tags and not func._schema.is_mutable
         try:
-            result = args[0] if only_draws(func) else func(*args, **kwargs)
+            if certain and has_own_layout(func):
+                result = self._shapes(func, slotted_args, slotted_kwargs)
+            else:
+                result = args[0] if only_draws(func) else func(*args, **kwargs)
         except NotImplementedError:
-            if torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable:
+            if not certain:
                 self.refuse(f"{func} has no kernel for tensors without values")
             result = self._shapes(func, slotted_args, slotted_kwargs)
         outputs = tuple(self.slot(tensor) for tensor in tensors_in(result))

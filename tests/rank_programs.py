@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import any_batch_jobs
+import builder_habits
 import tiny_jobs
 from meshwright.build.check import check
 from meshwright.build.step import Trainer
@@ -40,6 +41,15 @@ def trainer(world: World, job: Job, strategy: str, seed: int = 0) -> Trainer:
 def initial_weights(world: World, job: str, strategy: str, seed: int) -> dict[str, torch.Tensor]:
     made = trainer(world, getattr(tiny_jobs, job), strategy, seed)
     return {name: tensor.clone() for name, tensor in made.engine.state()}
+
+
+def filled(world: World, model: str, strategy: str) -> dict[str, torch.Tensor]:
+    """What this rank's model starts from, whole: parameters, all buffers, and tensors in plain attributes."""
+    job = replace(tiny_jobs.transformer, model=getattr(builder_habits, model))
+    made = trainer(world, job, strategy, seed=11)
+    found = {name: tensor.clone() for name, tensor in made.engine.state()}
+    found |= {name: tensor.clone() for name, tensor in made.engine.model.named_buffers()}
+    return found | {"shift": made.engine.model.shift.clone()}
 
 
 def states(world: World, strategy: str) -> tuple[dict[str, int], dict[str, int]]:

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from meshwright.build.axes import Axes
 from meshwright.build.batchnorm import synchronise_batch_norms, take_over_synchronised
+from meshwright.build.fill import fill
 from meshwright.build.hollow import Hollow
 from meshwright.build.placement import Devices, Follow, compute_in_place, place_parameters
 from meshwright.build.precision import apply_precision
@@ -19,7 +19,6 @@ from meshwright.build.recompute import recompute_blocks
 from meshwright.build.world import World
 from meshwright.describe.blueprint import Blueprint
 from meshwright.describe.flow import Flow
-from meshwright.errors import JobError
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies import Engine, Setting, data_strategy
@@ -127,23 +126,3 @@ def _cut(model: nn.Module, facts: ModelFacts, strategy: Strategy, axes: Axes, op
         return split_operators(model, plan, axes.tensor)
     assert facts.tensor_plan is not None
     return split_tensors(model, facts.tensor_plan, axes.tensor, facts.blocks)
-
-
-def fill(blueprint: Blueprint, world: World, strategy: Strategy, cuts: Cuts) -> None:
-    """Initial weights, and proof that every rank has the same."""
-    on_host = data_strategy(strategy).weights_on_host(strategy)
-    device = torch.device("cpu") if on_host else world.device
-    if world.weightless:
-        blueprint.allocate(device)
-        return
-    digest = blueprint.fill(device, lambda name, value: cuts[name].take(value) if name in cuts else value)
-    if on_host:
-        for buffer in blueprint.model.buffers():
-            buffer.data = buffer.data.to(world.device)
-    digests = world.gather(digest)
-    if len(set(digests)) > 1:
-        other = next(rank for rank, value in enumerate(digests) if value != digests[0])
-        raise JobError(
-            f"The model's builder gave other weights on rank {other} than on rank 0 from the same seed; "
-            "it must draw random numbers from torch, numpy.random or random only."
-        )

@@ -47,7 +47,7 @@ def check_engine_config(config: Mapping[str, Any], job: Job, strategy: Strategy)
     """What DeepSpeed is handed of a user's configuration, or an error that names what the run contradicts."""
     if strategy.engine != "deepspeed":
         raise Refused(f"A DeepSpeed configuration was given, but {strategy} is not run by it; add engine=deepspeed.")
-    model = record(job.model, seed=0).model
+    model = record(job.model, seed=0, values=False).model
     parameters = NamedParameters((name, p) for name, p in model.named_parameters() if p.requires_grad)
     refuse_contradictions(config, strategy, job, job.optimizer(parameters))
     return without_job(config)
@@ -123,7 +123,7 @@ def _refuse_model_axes(job: Job, facts: ModelFacts, strategy: Strategy) -> str |
     if strategy.op > 1:
         if facts.unseen:
             return f"op={strategy.op} needs to see the model run on fake tensors, which it does not: {facts.unseen}"
-        plan_operators(record(job.model, seed=0).model, strategy.op, frozenset(facts.read_elsewhere))
+        plan_operators(record(job.model, seed=0, values=False).model, strategy.op, frozenset(facts.read_elsewhere))
     if is_pipelined(strategy):
         if strategy.schedule in SPLIT_BACKWARD and strategy.precision != "fp32" and data_strategy(strategy).lowers:
             return (
@@ -132,7 +132,7 @@ def _refuse_model_axes(job: Job, facts: ModelFacts, strategy: Strategy) -> str |
             )
         stages = cut_stages(facts, count_stages(strategy), job.stages)
         if strategy.engine == "deepspeed":
-            cut_layers(record(job.model, seed=0).model, facts, stages)
+            cut_layers(record(job.model, seed=0, values=False).model, facts, stages)
         return refuse_pipeline(strategy, facts, job.global_batch)
     return None
 

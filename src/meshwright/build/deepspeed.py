@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.build.axes import Axes
 from meshwright.build.batch import Batch, MicroBatch, refuse_unlike_shapes
 from meshwright.build.batchnorm import synchronise_batch_norms
-from meshwright.build.build import fill
+from meshwright.build.fill import fill
 from meshwright.build.passes import Dropout, Losses
 from meshwright.build.precision import apply_precision, cast, follow_table
 from meshwright.build.recompute import recompute_blocks
@@ -41,7 +41,7 @@ def lay_deepspeed_pipeline(
     engine_config: Mapping[str, Any] | None,
 ) -> DeepSpeedPasses:
     """This rank's stage under a resolved strategy, and what runs it."""
-    blueprint = record(job.model, seed)
+    blueprint = record(job.model, seed, values=world.has_weights)
     layers = cut_layers(blueprint.model, facts, cut_stages(facts, count_stages(strategy), job.stages))
     assert axes.pipeline is not None and isinstance(blueprint.model, nn.Sequential)
     model: nn.Module = stage_of(blueprint.model, layers.of(axes.pipeline_rank))

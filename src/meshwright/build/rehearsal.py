@@ -48,7 +48,7 @@ def check_precision(job: Job, facts: ModelFacts, strategy: Strategy) -> None:
     dtype = DTYPES[strategy.precision]
     if dtype == torch.float32:
         return
-    blueprint = record(job.model, seed=0)
+    blueprint = record(job.model, seed=0, values=False)
     _refuse_float64(blueprint.model, strategy)
     if facts.unseen:
         return

@@ -60,7 +60,7 @@ def lay_pipeline(
     own = []
     for index in holders.own:
         with outside_of_modes():
-            blueprint = record(job.model, seed)
+            blueprint = record(job.model, seed, values=world.has_weights)
         operators = None
         if strategy.op > 1:
             operators = plan_operators(blueprint.model, strategy.op, frozenset(facts.read_elsewhere))
@@ -93,7 +93,7 @@ def lay_pipeline(
 def tracer(job: Job, facts: ModelFacts, strategy: Strategy, seed: int) -> tuple[Blueprint, Callable[[Any], Flow]]:
     """The unsplit model without weights, and what follows a batch through it in the strategy's precision."""
     with outside_of_modes():
-        pristine = record(job.model, seed)
+        pristine = record(job.model, seed, values=False)
     blocks = [pristine.model.get_submodule(name) for name in facts.blocks]
     dtype = DTYPES[strategy.precision]
     apply_precision(pristine.model, blocks, dtype, pure=strategy.pure)

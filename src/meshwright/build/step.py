@@ -166,7 +166,7 @@ class Trainer:
         if axes.pipeline is not None:
             return lay_pipeline(job, facts, strategy, axes, world, losses, dropout, seed=self.seed)
         with outside_of_modes():
-            blueprint = record(job.model, self.seed)
+            blueprint = record(job.model, self.seed, values=world.has_weights)
         if strategy.layers > 1:
             stages = cut_stages(facts, strategy.layers, job.stages)
             devices = self.devices or devices_for(strategy.layers, world.device)

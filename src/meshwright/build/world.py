@@ -35,6 +35,11 @@ class World:
         return self.rank == 0
 
     @property
+    def has_weights(self) -> bool:
+        """Whether this rank keeps the weights of a model that is built for real; the others get theirs from it."""
+        return self.is_main or self.fake
+
+    @property
     def group(self) -> dist.ProcessGroup | None:
         return dist.group.WORLD if dist.is_initialized() else None
 

@@ -42,7 +42,7 @@ def expected_by(job: str) -> Expected:
     """From a job as it is written on the command line. Nothing is computed, so no sample is needed."""
     with redirect_stdout(sys.stderr):  # a job may print, and stdout is for the one document
         loaded = load_job(job)
-        model = record(loaded.model, seed=0).model
+        model = record(loaded.model, seed=0, values=False).model
     parameters = parameter_facts(model, None)
     known = {name for p in parameters for name in p.names}
     buffers = {

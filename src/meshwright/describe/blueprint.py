@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from getpass import getuser
 from pathlib import Path
 
@@ -65,13 +65,12 @@ def _for_real(build: Build, seed: int, doubt: str, *, values: bool) -> Blueprint
     started = time.perf_counter()
     with _one_at_a_time():
         model = build_plainly(build, seed)
-        size = sum({id(t): t.nbytes for _, t in named_tensors(model)}.values())
-        blueprint = draw_up(model, Tape(seed), doubt)
+        size = sum({id(tensor): tensor.nbytes for _, tensor in named_tensors(model)}.values())
+        blueprint = draw_up(model, Tape(seed))
         if not values:
             blueprint.release()
     cost = f"{show_bytes(size)} of host memory and {time.perf_counter() - started:.1f} s"
-    logging.getLogger("meshwright").info("The model was built for real (%s): %s", cost, doubt)
-    return blueprint
+    return replace(blueprint, doubt=doubt.removesuffix("."), cost=cost)
 
 
 def _check(model: object) -> None:

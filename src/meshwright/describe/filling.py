@@ -64,6 +64,8 @@ class Blueprint:
     traits: dict[str, Traits] = field(default_factory=dict)
     doubt: str = ""
     """Why the builder was run for real, if it was."""
+    cost: str = ""
+    """What that took."""
 
     @property
     def loose_storages(self) -> list[int]:
@@ -135,6 +137,13 @@ class Blueprint:
             memory.replace_all(self.model, device)
         self._give_traits()
         set_attributes(self.model, self.attributes, lambda slot: slot.scratch())
+
+    @property
+    def structure(self) -> str:
+        """The same for all ranks whose builders made the same tensors."""
+        shapes = [(name, slot.size, slot.dtype) for name, slot in self.slots.items()]
+        loose = [(str(place), one.slot.size, one.slot.dtype) for place, one in self.attributes.items()]
+        return hashlib.sha256(repr((shapes, loose)).encode()).hexdigest()
 
     def release(self) -> None:
         """Forget the values that a real build or a file gave; what is left is the structure."""
@@ -241,7 +250,7 @@ def _computed(tensor: torch.Tensor, place: str) -> torch.Tensor:
     return made
 
 
-def draw_up(model: nn.Module, tape: Tape, doubt: str = "") -> Blueprint:
+def draw_up(model: nn.Module, tape: Tape) -> Blueprint:
     """The blueprint of a model that a builder has made, recorded or for real. Its parameters become meta tensors."""
     named = {name: tensor for name, tensor in named_tensors(model) if has_memory(tensor)}
     slots = {name: tape.slot(tensor) for name, tensor in named.items()}
@@ -249,7 +258,7 @@ def draw_up(model: nn.Module, tape: Tape, doubt: str = "") -> Blueprint:
     attributes, aliases = _sort_loose(model, tape, slots, {id(tensor): name for name, tensor in named.items()})
     memory.drop_weights(model)
     keep_aliases(model, aliases)
-    return Blueprint(model, tape, slots, attributes, traits, doubt)
+    return Blueprint(model, tape, slots, attributes, traits)
 
 
 def _sort_loose(

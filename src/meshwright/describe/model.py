@@ -41,7 +41,7 @@ def _no_collecting() -> Iterator[None]:
 
 
 def _describe(job: Job) -> ModelFacts:
-    blueprint = record(job.model, seed=0)
+    blueprint = record(job.model, seed=0, values=False)
     model = blueprint.model
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise JobError("The model has no trainable parameter; nothing could be trained.")

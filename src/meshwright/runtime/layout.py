@@ -43,7 +43,9 @@ def lay_out_on_paper(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int
         document["tensor_plan"] = plan.as_mapping()
         document["tensor"] = [dict(zip(("module", "role", "divides", "why"), row, strict=True)) for row in plan.table()]
     if resolved.op > 1:
-        operators = plan_operators(record(job.model, seed=0).model, resolved.op, frozenset(facts.read_elsewhere))
+        operators = plan_operators(
+            record(job.model, seed=0, values=False).model, resolved.op, frozenset(facts.read_elsewhere)
+        )
         document["operators"] = [
             {"module": one.name, "kind": one.kind, "divides": "" if one.why else one.along, "why": one.why}
             for one in operators.operators

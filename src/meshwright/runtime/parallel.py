@@ -96,14 +96,18 @@ def parallelize(
         )
     if chosen.model_ranks > 1:
         raise Refused(f"{chosen}: tp, op, pp and layers need our loop; use mw.setup(job, ...).")
-    blueprint = adopt(model) if isinstance(model, nn.Module) else record(model, seed)
+    world = enter_world(device)
+    blueprint = None if isinstance(model, nn.Module) else record(model, seed, values=world.has_weights)
+    structure = blueprint.model if blueprint else model
+    assert isinstance(structure, nn.Module)
     facts = ModelFacts(
-        parameters=parameter_facts(blueprint.model, None),
-        blocks=find_blocks(blueprint.model, hint=blocks),
-        batch_norms=batch_norm_names(blueprint.model),
+        parameters=parameter_facts(structure, None),
+        blocks=find_blocks(structure, hint=blocks),
+        batch_norms=batch_norm_names(structure),
         unseen="no step was run on fake tensors",
     )
-    world = enter_world(device)
     resolved = check_strategy(facts, chosen, place_of(world, chosen))
+    # Not before all is checked: an adopted model has no weights until it is laid out.
+    blueprint = blueprint or adopt(structure)
     engine, _ = lay_out(blueprint, facts, resolved, lay_axes(resolved, world), world)
     return Parallel(engine, resolved, world)

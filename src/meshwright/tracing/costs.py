@@ -41,7 +41,7 @@ def measure_costs(job: Job, facts: ModelFacts, precision: str, recompute: str = 
     """
     if facts.unseen:
         raise JobError(f"The model's step could not be seen on fake tensors: {facts.unseen}.")
-    blueprint = record(job.model, seed=0)
+    blueprint = record(job.model, seed=0, values=False)
     blocks = [blueprint.model.get_submodule(name) for name in facts.blocks]
     apply_precision(blueprint.model, blocks, DTYPES[precision], pure=False, left_to_cast=())
     if recompute != "none":

@@ -19,7 +19,7 @@ DATA = (
     *("hsdp=2x2", "hsdp=1x4", "hsdp=4x1"),
 )
 AXES = ("", "tp=2", "op=2", "pp=2:1f1b", "pp=2:zbv", "layers=2", "tp=2,pp=2:interleaved", "op=2,layers=2")
-PRECISIONS = ("", "bf16", "fp16", "fp8", "bf16:pure", "fp16:pure", "fp8:pure")
+PRECISIONS = ("", "bf16", "fp16", "fp8", "bf16:pure", "fp16:pure", "fp8:pure", "bf16:autocast")
 POLICIES = (
     *("", "ac=full", "ac=selective", "offload=optimizer", "offload=params", "offload=nvme:/scratch", "mb=4", "compile"),
     *(

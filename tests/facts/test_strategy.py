@@ -32,7 +32,13 @@ MODEL: list[dict[str, Any]] = [
     *({"pp": 4, "schedule": schedule} for schedule in ("gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev")),
     {"tp": 2, "pp": 2},
 ]
-PRECISION: list[dict[str, Any]] = [{}, {"precision": "bf16"}, {"precision": "fp16", "pure": True}, {"precision": "fp8"}]
+PRECISION: list[dict[str, Any]] = [
+    {},
+    {"precision": "bf16"},
+    {"precision": "fp16", "pure": True},
+    {"precision": "bf16", "autocast": True},
+    {"precision": "fp8"},
+]
 RECOMPUTE: list[dict[str, Any]] = [{}, {"recompute": "selective"}, {"recompute": "full"}]
 OFFLOAD: list[dict[str, Any]] = [
     {},
@@ -154,6 +160,7 @@ def test_a_schedule_comes_and_goes_with_the_stages() -> None:
         ("pp=2:gpip", ["'gpip'", "did you mean 'gpipe'?", "1f1b, interleaved, zb, zbv, dualpipev"]),
         ("pp:zb", ["'pp:zb'", "pp=4:1f1b"]),
         ("bf16:pur", ["'pur'", "did you mean 'pure'?"]),
+        ("bf16:autocats", ["'autocats'", "did you mean 'autocast'?"]),
         ("bf16=2", ["'bf16=2'", "takes no value"]),
         ("ac=ful", ["'ful'", "did you mean 'full'?"]),
         ("ac", ["no value", "none, selective, full"]),
@@ -188,6 +195,8 @@ def test_unknown_terms(text: str, parts: list[str]) -> None:
         ("dp,layers=2", "'dp'", "'layers=2'"),
         ("pp=2,layers=3", "'pp=2'", "'layers=3'"),
         ("fp32:pure", "'fp32'", "'pure'"),
+        ("fp32:autocast", "'fp32'", "'autocast'"),
+        ("fp8:autocast", "'fp8'", "'autocast'"),
         ("auto,fsdp", "'auto'", "'fsdp'"),
         ("auto,tp=2", "'auto'", "'tp=2'"),
     ],

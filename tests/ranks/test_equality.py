@@ -68,6 +68,14 @@ def test_a_loss_inside_the_model_is_in_fp32(one_rank: RankPool, two_ranks: RankP
         assert torch.tensor(found).half().item() != found, strategy
 
 
+def test_autocast(one_rank: RankPool, two_ranks: RankPool) -> None:
+    (expected,) = one_rank(rank_programs.evaluated, "own_loss", ["single,bf16:autocast"])[0]
+    axes = ["ddp", "zero1", "zero2", "fsdp", "hsdp=2x1", "pp=2:1f1b", "layers=2"]
+    strategies = [f"{axis},bf16:autocast" for axis in axes] + ["fsdp,bf16:autocast,ac=full"]
+    for strategy, found in zip(strategies, two_ranks(rank_programs.evaluated, "own_loss", strategies)[0], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5), strategy
+
+
 def test_parameters_in_host_memory(two_ranks: RankPool) -> None:
     check(two_ranks, "transformer", ["fsdp,offload=params", "hsdp=2x1,offload=params,mb=1", "fsdp,bf16,offload=params"])
 

@@ -39,6 +39,8 @@ FORMULAS = {
     "ddp,bf16": lambda n: (4, 4, 8),
     "fsdp,bf16": lambda n: (4 / n, 4 / n, 8 / n),
     "ddp,bf16:pure": lambda n: (2, 2, 4),
+    "zero1,bf16:autocast": lambda n: (4, 4, 8 / n),
+    "fsdp,fp16:autocast": lambda n: (4 / n, 4 / n, 8 / n),
     "zero1,bf16:pure": lambda n: (2, 2, 4 / n),
     "zero2,bf16:pure": lambda n: (2, 2 / n, 4 / n),
     "fsdp,fp16:pure": lambda n: (2 / n, 2 / n, 4 / n),

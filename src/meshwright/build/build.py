@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.build.autocast import autocast_region
 from meshwright.build.axes import Axes
 from meshwright.build.batchnorm import synchronise_batch_norms, take_over_synchronised
 from meshwright.build.fill import fill
@@ -67,7 +68,8 @@ def lay_out(
         synchronise_batch_norms(model, group, in_plain_operators=plain)
     blocks = setting.blocks(model)
     left = technique.kept_whole(facts) if technique.lowers else None
-    apply_precision(model, blocks, setting.compute_dtype, pure=strategy.pure, left_to_cast=left)
+    autocast = autocast_region(strategy, world.device.type, fake=world.fake)
+    apply_precision(model, blocks, setting.compute_dtype, pure=strategy.pure, left_to_cast=left, autocast=autocast)
     if strategy.recompute != "none":
         recompute_blocks(blocks or [model], strategy.recompute)
     if strategy.compile:
@@ -85,7 +87,8 @@ def lay_on_devices(
     model = blueprint.model
     blocks = [model.get_submodule(name) for name in facts.blocks]
     places = place_parameters(model, facts, stages, devices)
-    apply_precision(model, blocks, DTYPES[strategy.precision], pure=strategy.pure)
+    autocast = autocast_region(strategy, devices[0].type)
+    apply_precision(model, blocks, DTYPES[strategy.precision], pure=strategy.pure, autocast=autocast)
     if strategy.recompute != "none":
         recompute_blocks(blocks or [model], strategy.recompute)
     compute_in_place(model, facts, stages, devices)

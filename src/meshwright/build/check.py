@@ -115,6 +115,11 @@ def _refuse_optimizer(facts: ModelFacts, strategy: Strategy) -> str | None:
 def _refuse_model_axes(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None:
     if strategy.compile and strategy.model_ranks > 1:
         return f"compile is not built for tp, op, pp and layers; drop it from {strategy}."
+    if strategy.autocast and strategy.tp * strategy.op > 1:
+        return (
+            f"autocast does not reach into the layers that tp and op divide; use {strategy.precision}, which means the "
+            f"same under every strategy, or drop the axis from {strategy}."
+        )
     if strategy.tp > 1:
         if facts.tensor_plan is None:
             return f"tp={strategy.tp} needs to see the model run on fake tensors, which it does not: {facts.unseen}"
@@ -125,7 +130,7 @@ def _refuse_model_axes(job: Job, facts: ModelFacts, strategy: Strategy) -> str |
             return f"op={strategy.op} needs to see the model run on fake tensors, which it does not: {facts.unseen}"
         plan_operators(record(job.model, seed=0, values=False).model, strategy.op, frozenset(facts.read_elsewhere))
     if is_pipelined(strategy):
-        if strategy.schedule in SPLIT_BACKWARD and strategy.precision != "fp32" and data_strategy(strategy).lowers:
+        if strategy.schedule in SPLIT_BACKWARD and _lowers(strategy):
             return (
                 f"{strategy.schedule} adds up weights' gradients of all micro-batches before {strategy.data} sees "
                 f"them, which would be in {strategy.precision}; use 1f1b or interleaved, ddp, or fp32."
@@ -135,6 +140,11 @@ def _refuse_model_axes(job: Job, facts: ModelFacts, strategy: Strategy) -> str |
             cut_layers(record(job.model, seed=0, values=False).model, facts, stages)
         return refuse_pipeline(strategy, facts, job.global_batch)
     return None
+
+
+def _lowers(strategy: Strategy) -> bool:
+    """Whether the data axis casts parameters to the compute dtype."""
+    return strategy.precision != "fp32" and not strategy.autocast and data_strategy(strategy).lowers
 
 
 def _refuse_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None:

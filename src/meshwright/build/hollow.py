@@ -45,14 +45,17 @@ class Hollow:
         self._own, self._device = stages.calls_of(stage), device
         self._passage: Passage | None = None
 
-    def give_up(self, held: frozenset[str], dtype: torch.dtype) -> None:
-        """Take all parameters but the held ones out of the model; what reads one finds a tensor without memory."""
+    def give_up(self, held: frozenset[str], dtype: torch.dtype | None) -> None:
+        """Take all parameters but the held ones out of the model; what reads one finds a tensor without memory.
+
+        It has `dtype`, or the parameter's own.
+        """
         first = {id(p): name for name, p in self.model.named_parameters()}
         for module in self.model.modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and first[id(parameter)] not in held:
                     del module._parameters[name]
-                    kind = dtype if parameter.is_floating_point() else parameter.dtype
+                    kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
                     # Not by setattr, which would have it be a parameter or buffer again.
                     module.__dict__[name] = self._nothing(tuple(parameter.shape), kind)
 

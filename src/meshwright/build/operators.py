@@ -77,14 +77,14 @@ def low(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
     """Products: in the compute dtype where dtypes meet. Of fp32 tensors alone they stay in fp32, as they were asked."""
     found = _dtypes(args, kwargs)
     if len(found) > 1 and all(one in CASTABLE for one in found):
-        args, kwargs = _cast(args, CASTABLE, dtype), _cast(kwargs, CASTABLE, dtype)
+        args, kwargs = cast_arguments(args, CASTABLE, dtype), cast_arguments(kwargs, CASTABLE, dtype)
     return func(*args, **kwargs)
 
 
 def in_fp32(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
     """Losses, distances, exponentials and logarithms: inputs in fp32."""
     if kwargs.get("out") is None and any(one in SMALL for one in _dtypes(args, kwargs)):
-        args, kwargs = _cast(args, SMALL, FP32), _cast(kwargs, SMALL, FP32)
+        args, kwargs = cast_arguments(args, SMALL, FP32), cast_arguments(kwargs, SMALL, FP32)
     return func(*args, **kwargs)
 
 
@@ -102,7 +102,7 @@ def widest(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
     found = _dtypes(args, kwargs)
     if len(found) > 1:
         wide = _widest(found)
-        args, kwargs = _cast(args, CASTABLE, wide), _cast(kwargs, CASTABLE, wide)
+        args, kwargs = cast_arguments(args, CASTABLE, wide), cast_arguments(kwargs, CASTABLE, wide)
     return func(*args, **kwargs)
 
 
@@ -119,7 +119,7 @@ def into(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
     """Writes to places of a tensor: what is written takes the tensor's dtype."""
     if args and args[0].dtype in CASTABLE and len(_dtypes(args, kwargs)) > 1:
         target = args[0].dtype
-        args, kwargs = (args[0], *_cast(args[1:], CASTABLE, target)), _cast(kwargs, CASTABLE, target)
+        args, kwargs = (args[0], *cast_arguments(args[1:], CASTABLE, target)), cast_arguments(kwargs, CASTABLE, target)
     return func(*args, **kwargs)
 
 
@@ -149,15 +149,16 @@ def _widest(found: list[torch.dtype]) -> torch.dtype:
     return wide
 
 
-def _cast(value: Any, those: tuple[torch.dtype, ...], dtype: torch.dtype) -> Any:
+def cast_arguments(value: Any, those: tuple[torch.dtype, ...], dtype: torch.dtype) -> Any:
+    """Tensors of some dtypes in another one, wherever they are among a function's arguments."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.dtype in those else value
     if isinstance(value, tuple):
-        return tuple([_cast(item, those, dtype) for item in value])
+        return tuple([cast_arguments(item, those, dtype) for item in value])
     if isinstance(value, list):
-        return [_cast(item, those, dtype) for item in value]
+        return [cast_arguments(item, those, dtype) for item in value]
     if isinstance(value, dict):
-        return {key: _cast(item, those, dtype) for key, item in value.items()}
+        return {key: cast_arguments(item, those, dtype) for key, item in value.items()}
     return value
 
 

@@ -5,7 +5,8 @@ inputs are cast to it; buffers stay as they are; the loss sees outputs in fp32. 
 much in a small dtype compute in fp32 (`operators.py`). Gradients are cast to fp32 before they are summed over
 micro-batches or ranks, and the optimizer updates fp32 masters. FSDP2 and our ZeRO cast parameters themselves, because
 then they can send and keep the small ones; for the rest a parameter is cast where it is read. (`torch.autocast` would
-mean something else: the residual stream of a transformer is fp32 under DDP and bf16 under FSDP2.)
+mean something else: the residual stream of a transformer is fp32 under DDP and bf16 under FSDP2. Who wants it says
+`bf16:autocast`.)
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from meshwright.build.autocast import Region, run_within
 from meshwright.build.operators import SMALL, computing_in
 from meshwright.describe.observe import call_loss
 from meshwright.facts.job import Job
@@ -32,12 +34,17 @@ def apply_precision(
     *,
     pure: bool,
     left_to_cast: Collection[str] | None = None,
+    autocast: Region | None = None,
 ) -> None:
     """Compute in `dtype`. Parameters are cast for good if `pure`.
 
-    Where the data axis casts parameters itself, `left_to_cast` names those that it leaves to us; None is all.
+    Where the data axis casts parameters itself, `left_to_cast` names those that it leaves to us; None is all. With
+    `autocast` nothing is cast here, and everything runs within it.
     """
     if dtype == torch.float32:
+        return
+    if autocast is not None:
+        run_within(model, blocks, autocast)
         return
     if pure:
         for parameter in model.parameters():
@@ -89,15 +96,18 @@ def batch_norm_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def loss_under(
-    precision: str, job: Job, *, compiled: bool = False
+    precision: str, job: Job, *, compiled: bool = False, autocast: Region | None = None
 ) -> Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]:
-    """The job's loss, on outputs in fp32 where the model computes in less.
+    """The job's loss, on outputs in fp32 where the model computes in less; with `autocast`, within that.
 
     The cast belongs to the loss and not to the model, so that compiling them together never writes the outputs in fp32:
     with a vocabulary of 50,000 they are the largest tensor of a step.
     """
 
     def loss(output: Any, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
+        if autocast is not None:
+            with autocast():
+                return call_loss(job, output, batch)
         return call_loss(job, output if precision == "fp32" else raise_small(output), batch)
 
     return torch.compile(loss) if compiled else loss

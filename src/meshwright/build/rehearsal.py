@@ -46,7 +46,7 @@ def rehearse(job: Job, facts: ModelFacts, strategy: Strategy) -> None:
 def check_precision(job: Job, facts: ModelFacts, strategy: Strategy) -> None:
     """Refuse a precision that the model does not run in: tensors of two dtypes still meet somewhere."""
     dtype = DTYPES[strategy.precision]
-    if dtype == torch.float32:
+    if dtype == torch.float32 or strategy.autocast:
         return
     blueprint = record(job.model, seed=0, values=False)
     _refuse_float64(blueprint.model, strategy)

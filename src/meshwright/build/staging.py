@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright import schedules
 from meshwright.build.assembly import Assembly, Holders
+from meshwright.build.autocast import autocast_region
 from meshwright.build.axes import Axes
 from meshwright.build.build import lay_out, model_region
 from meshwright.build.hollow import Hollow
@@ -47,7 +48,8 @@ def lay_pipeline(
     """This rank's stages under a resolved strategy, and what runs them."""
     count = count_micro_batches(strategy, job.global_batch)
     stages = cut_stages(facts, count_stages(strategy), job.stages)
-    pristine, follow = tracer(job, facts, strategy, seed)
+    device = "cuda" if world.fake else world.device.type
+    pristine, follow = tracer(job, facts, strategy, seed, device=device)
     flow = follow(nominal_batch(job, strategy))
     held = held_parameters(pristine.model, flow, stages, find_crossings(flow, stages))
     schedule = schedules.make(schedule_name(strategy), pipeline_ranks(strategy), count)
@@ -65,7 +67,7 @@ def lay_pipeline(
         if strategy.op > 1:
             operators = plan_operators(blueprint.model, strategy.op, frozenset(facts.read_elsewhere))
         hollow = Hollow(blueprint.model, stages, index, world.device)
-        hollow.give_up(held[index], DTYPES[strategy.precision])
+        hollow.give_up(held[index], None if strategy.autocast else DTYPES[strategy.precision])
         engine, cut = lay_out(blueprint, facts, strategy, axes, world, hollow=hollow, flow=flow, operators=operators)
         cuts |= cut
         own.append(OwnStage(index, hollow, engine))
@@ -90,14 +92,20 @@ def lay_pipeline(
     )
 
 
-def tracer(job: Job, facts: ModelFacts, strategy: Strategy, seed: int) -> tuple[Blueprint, Callable[[Any], Flow]]:
-    """The unsplit model without weights, and what follows a batch through it in the strategy's precision."""
+def tracer(
+    job: Job, facts: ModelFacts, strategy: Strategy, seed: int, *, device: str = "cuda"
+) -> tuple[Blueprint, Callable[[Any], Flow]]:
+    """The unsplit model without weights, and what follows a batch through it in the strategy's precision.
+
+    Dtypes are those of a kind of device: autocast's choice depends on it.
+    """
     with outside_of_modes():
         pristine = record(job.model, seed, values=False)
     blocks = [pristine.model.get_submodule(name) for name in facts.blocks]
     dtype = DTYPES[strategy.precision]
-    apply_precision(pristine.model, blocks, dtype, pure=strategy.pure)
-    traced = replace(job, loss=loss_under(strategy.precision, job))
+    autocast = autocast_region(strategy, device, fake=device == "cuda")
+    apply_precision(pristine.model, blocks, dtype, pure=strategy.pure, autocast=autocast)
+    traced = replace(job, loss=loss_under(strategy.precision, job, autocast=autocast))
     names = [call.name for call in facts.calls]
 
     def follow(batch: Any) -> Flow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.build.assembly import Assembly
+from meshwright.build.autocast import autocast_region
 from meshwright.build.axes import lay_axes
 from meshwright.build.batch import Batch, Share, part
 from meshwright.build.build import lay_on_devices, lay_out, model_region, plainly
@@ -149,13 +151,15 @@ class Trainer:
 
     def _lay_passes(self) -> Passes:
         job, facts, strategy, world, axes = self.job, self.facts, self.strategy, self.world, self.axes
-        loss = loss_under(strategy.precision, job, compiled=strategy.compile)
+        autocast = autocast_region(strategy, world.device.type, fake=world.fake)
+        loss = loss_under(strategy.precision, job, compiled=strategy.compile, autocast=autocast)
         losses = Losses(
             job=job,
             loss=loss,
             weight_per_sample=facts.weight_per_sample,
             plain=plainly(strategy, axes),
-            recomputing=recomputing(DTYPES[strategy.precision]),
+            # PyTorch's checkpointing puts autocast back itself.
+            recomputing=nullcontext() if strategy.autocast else recomputing(DTYPES[strategy.precision]),
         )
         dropout = Dropout(run_seed=self.seed, device=world.device)
         if axes.pipeline is not None and strategy.engine == "deepspeed":

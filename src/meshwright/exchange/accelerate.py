@@ -21,6 +21,7 @@ from meshwright.exchange.settle import (
     impure,
     offloaded,
     settle,
+    without_autocast,
 )
 from meshwright.exchange.subject import Exported, Loss, Subject
 from meshwright.facts.grammar import show_data
@@ -43,6 +44,11 @@ _AXES: tuple[Rule, ...] = (
     drop_axis("pp", "Accelerate's config has no pipeline for training"),
 )
 _OPEN: tuple[Rule, ...] = (
+    without_autocast(
+        lambda s: s.data not in SHARDED and s.engine == "torch",
+        "Accelerate's word for it is mixed_precision alone: without FSDP it runs that by autocast",
+    ),
+    without_autocast(lambda s: True, "FSDP and DeepSpeed also cast parameters under Accelerate's mixed_precision"),
     impure(lambda s: True, "Accelerate keeps fp32 masters; load the model in that dtype, with mixed_precision no"),
     drop("micro_batch", None, "the batch size is the DataLoader's, in the script", head="mb"),
 )

@@ -17,6 +17,7 @@ from meshwright.exchange.settle import (
     impure,
     offloaded,
     settle,
+    without_autocast,
 )
 from meshwright.exchange.subject import Exported, Loss, Subject
 from meshwright.facts.strategy import Strategy
@@ -36,6 +37,7 @@ ZERO: tuple[Rule, ...] = (
     as_data(lambda s: s.variant == "grad-op", "zero2", "whole parameters between forward and backward are stage 2"),
     as_data(lambda s: s.data == "ddp" and s.data_size == 1, "single", "there is one rank"),
     becomes_precision(lambda s: s.precision == "fp8", "bf16", "DeepSpeed's config has no fp8; it says bf16"),
+    without_autocast(lambda s: True, "DeepSpeed casts parameters where it says bf16 or fp16"),
     offloaded(lambda s: stage(s) == 0, "", "DeepSpeed offloads from ZeRO's stage 1 on; nothing leaves the device"),
     offloaded(lambda s: stage(s) < 3, "optimizer", "below stage 3 DeepSpeed offloads the optimizer alone, to the host"),
 )

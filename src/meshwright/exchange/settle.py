@@ -98,6 +98,17 @@ def impure(found: Callable[[Strategy], bool], why: str) -> Rule:
     return rule
 
 
+def without_autocast(found: Callable[[Strategy], bool], why: str) -> Rule:
+    """The plain word for a precision where the file has no other for autocast."""
+
+    def rule(strategy: Strategy) -> Loss | None:
+        if not (strategy.autocast and found(strategy)):
+            return None
+        return Loss(term=f"{strategy.precision}:autocast", says=why, becomes={"autocast": False})
+
+    return rule
+
+
 def offloaded(found: Callable[[Strategy], bool], offload: str, why: str) -> Rule:
     """Something else leaves the device, or nothing."""
 

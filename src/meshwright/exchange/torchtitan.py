@@ -21,6 +21,7 @@ from meshwright.exchange.settle import (
     drop_axis,
     offloaded,
     settle,
+    without_autocast,
 )
 from meshwright.exchange.subject import Exported, Subject
 from meshwright.facts.strategy import Strategy
@@ -54,6 +55,10 @@ _RULES: tuple[Rule, ...] = (
     as_data(lambda s: s.data == "ddp" and s.model_ranks > 1, "fsdp", "torchtitan's DDP goes with no other axis"),
     as_data(lambda s: s.data_size == 1 and s.model_ranks > 1, None, "there is one data rank"),
     as_data(lambda s: s.data_size == 1, "single", "there is one rank"),
+    without_autocast(
+        lambda s: s.data not in SHARDED, "torchtitan's word for it is mixed_precision_param: without FSDP, autocast"
+    ),
+    without_autocast(lambda s: True, "FSDP casts parameters under torchtitan's mixed_precision_param"),
     becomes_precision(lambda s: s.precision == "fp16", "bf16", "torchtitan has no fp16; it says bf16"),
     becomes_precision(lambda s: _unmixed(s) and s.precision == "bf16" and not s.pure, "fp32", _BY_AUTOCAST),
     becomes_precision(lambda s: _unmixed(s) and s.precision == "fp8" and not s.pure, "fp32", _BY_AUTOCAST),

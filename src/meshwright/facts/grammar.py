@@ -24,6 +24,9 @@ Recompute = Literal["none", "selective", "full"]
 Offload = Literal["", "optimizer", "params", "nvme"]
 Engine = Literal["torch", "deepspeed"]
 
+SUFFIXES = ("pure", "autocast")
+"""What a precision's masters and operators may be told, each a field of `Strategy`."""
+
 Fields = dict[str, Any]
 
 
@@ -237,14 +240,13 @@ def read_precision(term: Term) -> Fields:
     bare(term, suffix=False)
     if term.suffix is None:
         return {"precision": term.head}
-    pick(term.suffix, ["pure"], term=term.text, what="suffix")
-    return {"precision": term.head, "pure": True}
+    return {"precision": term.head, pick(term.suffix, SUFFIXES, term=term.text, what="suffix"): True}
 
 
 def show_precision(strategy: Strategy) -> str:
     if strategy.precision == "fp32":
         return ""
-    return f"{strategy.precision}:pure" if strategy.pure else strategy.precision
+    return strategy.precision + "".join(f":{suffix}" for suffix in SUFFIXES if getattr(strategy, suffix))
 
 
 def read_offload(term: Term) -> Fields:

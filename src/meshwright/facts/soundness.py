@@ -49,6 +49,10 @@ def clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
         yield f"tp={strategy.tp}", f"op={strategy.op}", "both split the operators; tp pairs them, op splits each alone"
     if strategy.pure and strategy.precision == "fp32":
         yield "fp32", "pure", "pure leaves out the fp32 master weights, and fp32 has no others; name bf16 or fp16"
+    if strategy.autocast and strategy.precision not in ("bf16", "fp16"):
+        yield strategy.precision, "autocast", "autocast lowers operators to bf16 or fp16; name one of them"
+    if strategy.autocast and strategy.pure:
+        yield "autocast", "pure", "autocast casts fp32 parameters, and pure has none; keep one of them"
     if strategy.variant and strategy.data != "fsdp":
         yield strategy.data or "no data axis", strategy.variant, "only fsdp has this suffix"
 

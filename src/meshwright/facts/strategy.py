@@ -40,6 +40,8 @@ class Strategy:
     """The dtype of the computation."""
     pure: bool = False
     """Whether the parameters are in that dtype too, with no fp32 master weights."""
+    autocast: bool = False
+    """Whether `torch.autocast` chooses each operator's dtype, with parameters in fp32 for everybody."""
     recompute: Recompute = "none"
     """Activations that are computed again in the backward pass: `ac=` in text."""
     offload: Offload = ""

@@ -139,6 +139,8 @@ def _axes(s: Strategy) -> tuple[object, ...]:
         s.schedule,
         s.layers,
         s.precision,
+        s.pure,
+        s.autocast,
         s.compile,
     )
 
@@ -168,6 +170,11 @@ def refuse(setting: Setting, strategy: Strategy) -> str | None:
     facts = setting.facts
     if strategy.precision not in setting.hardware.flops:
         return f"{setting.hardware.device} has no units for {strategy.precision}; use fp16 or fp32."
+    if strategy.autocast:
+        return (
+            f"{strategy.precision}:autocast can be trained, but its memory and time are not forecast: PyTorch chooses "
+            f"each operator's dtype as it runs; plan for {strategy.precision} and expect more memory."
+        )
     if reason := data_strategy(strategy).refuse(strategy, facts, setting.place):
         return reason
     if strategy.tp > 1 and (reason := setting.refuse_tensor(strategy.tp)):

@@ -48,7 +48,13 @@ def reference_of(strategy: Strategy, facts: ModelFacts, global_batch: int) -> St
     # A pipeline with BatchNorm is one of a single micro-batch: others were refused.
     count = 1 if is_pipelined(strategy) else micro_steps(global_batch, ranks, strategy.micro_batch)
     size = -(-global_batch // count) if facts.batch_norms and count > 1 else None
-    return Strategy(data="single", precision=strategy.precision, pure=strategy.pure, micro_batch=size)
+    return Strategy(
+        data="single",
+        precision=strategy.precision,
+        pure=strategy.pure,
+        autocast=strategy.autocast,
+        micro_batch=size,
+    )
 
 
 def runs_alone(strategy: Strategy) -> bool:

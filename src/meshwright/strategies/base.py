@@ -79,7 +79,8 @@ class DataStrategy(ABC):
         layout, low = self.layout(strategy), DTYPES[strategy.precision].itemsize
         master = low if strategy.pure else None
         whole = self.kept_whole(facts)
-        has_masters = layout.lowered_copy and strategy.precision != "fp32" and not strategy.pure
+        lowered = strategy.precision != "fp32" and not strategy.pure and not strategy.autocast
+        has_masters = layout.lowered_copy and lowered
         used = [p for p in facts.trainable if p.used]
         optimizer = shard_bytes(used, layout.optimizer, master, whole) * facts.optimizer_slots
         if has_masters:

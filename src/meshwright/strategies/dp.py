@@ -22,10 +22,11 @@ class Dp(DataStrategy):
             )
         if facts.batch_norms:
             return "dp cannot synchronise BatchNorm between the devices of one process; use ddp."
-        if strategy.precision != "fp32" and not strategy.pure:
+        if strategy.precision != "fp32" and not strategy.pure and not strategy.autocast:
             return (
                 f"dp copies the model anew in every forward pass, which leaves no place for {strategy.precision} "
-                f"copies of fp32 masters; use ddp,{strategy.precision} or dp,{strategy.precision}:pure."
+                f"copies of fp32 masters; use ddp,{strategy.precision} or dp,{strategy.precision}:pure, or "
+                f"dp,{strategy.precision}:autocast."
             )
         if strategy.compile:
             return "dp copies the model anew in every forward pass, which defeats compile; use ddp,compile."

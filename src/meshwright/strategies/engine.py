@@ -50,7 +50,7 @@ class Setting:
     @property
     def lowered(self) -> bool:
         """Whether computing takes a smaller dtype than the master weights have."""
-        return self.compute_dtype != torch.float32 and not self.strategy.pure
+        return self.compute_dtype != torch.float32 and not self.strategy.pure and not self.strategy.autocast
 
     @property
     def unused(self) -> frozenset[str]:

@@ -103,6 +103,8 @@ def _wrong_policies(strategy: Strategy, stage: int) -> Iterator[str]:
         yield "compile is not built for engine=deepspeed; drop one of the two terms."
     if strategy.pure:
         yield f"DeepSpeed keeps fp32 masters; use {strategy.precision}, or drop engine=deepspeed."
+    if strategy.autocast:
+        yield f"autocast is not built for engine=deepspeed; use {strategy.precision}, or drop engine=deepspeed."
     if strategy.offload == "optimizer" and not stage:
         yield "DeepSpeed offloads what ZeRO divides, and ddp divides nothing; use zero1,offload=optimizer."
     if strategy.offload in ("params", "nvme") and stage < 3:

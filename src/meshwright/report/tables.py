@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from meshwright.units import show_bytes
 
@@ -37,29 +39,29 @@ def summary_table(summary: dict[str, Any]) -> Table:
     return table
 
 
-def verdict_table(results: Sequence[dict[str, Any]]) -> Table:
-    """How strategies compare with plain PyTorch."""
+def verdict_table(results: Sequence[dict[str, Any]]) -> Group:
+    """How strategies compare with plain PyTorch, and below it what differs first."""
     table = Table(title="against plain PyTorch in one process", title_justify="left")
-    numbers = ("loss", "grad norm", "gradients", "parameters")
-    for column in ("strategy", "equal", "in", *numbers, "first difference"):
+    numbers = {"loss": "loss_max_rel", "grad norm": "grad_norm_max_rel", "gradients": "grad_max_rel"}
+    numbers["parameters"] = "param_max_abs"
+    for column in ("strategy", "equal", "in", *numbers):
         table.add_column(column, justify="right" if column in numbers else "left")
     for result in results:
-        status = result["status"]
-        table.add_row(
-            result["strategy"],
-            "[green]yes[/]" if result["equal"] else f"[red]{'NO' if status == 'differs' else status}[/]",
-            result["precision"] or "-",
-            *(_number(result[key]) for key in ("loss_max_rel", "grad_norm_max_rel", "grad_max_rel", "param_max_abs")),
-            "\n".join(line for line in (result["first_difference"], _because(result["cause"])) if line),
-        )
+        word = "NO" if result["status"] == "differs" else result["status"]
+        equal = "[green]yes[/]" if result["equal"] else f"[red]{word}[/]"
+        values = (_number(result[key]) for key in numbers.values())
+        table.add_row(result["strategy"], equal, result["precision"] or "-", *values)
     notes = dict.fromkeys(result["note"] for result in results if result.get("note"))
-    largest = "largest differences: loss, gradient norm and gradients relative, parameters absolute"
-    table.caption = "\n".join((largest, *notes))
-    return table
+    table.caption = "\n".join(("largest differences, relative; of parameters absolute", *notes))
+    return Group(table, *(Text(line) for result in results for line in _reasons(result)))
 
 
-def _because(cause: str | None) -> str:
-    return f"cause: {cause}" if cause else ""
+def _reasons(result: dict[str, Any]) -> list[str]:
+    """Why a strategy is not equal, in lines."""
+    if result["equal"]:
+        return []
+    lines = [f"{result['strategy']} {result['status']}: {result['first_difference']}"]
+    return [*lines, f"  cause: {result['cause']}"] if result["cause"] else lines
 
 
 def _number(value: float | None) -> str:

@@ -55,8 +55,6 @@ class Reference:
     """Whether some of it rounds as fp32 does although it runs in float64."""
     note: str | None = None
     """Why it does not run in float64, or what rounds to less."""
-    cause: str | None = None
-    """Why no strategy could train as this does, where an experiment has shown that."""
 
     def save(self, path: Path) -> None:
         document = {one.name: getattr(self, one.name) for one in fields(self)}

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from meshwright.build.batch import MicroBatch, Share, Span, part
+from meshwright.build.batchnorm import take_over_synchronised
 from meshwright.build.passes import Dropout
 from meshwright.describe.observe import call_loss, call_model
 from meshwright.describe.samples import Cutter
@@ -74,6 +75,8 @@ def build_plainly(job: Job, recipe: Recipe) -> nn.Module:
     """The model as the user's builder makes it from a seed, ready to train without dropout."""
     seed_generators(recipe.seed)
     model = job.model().to(recipe.device).train()
+    if recipe.device.type == "cpu":
+        take_over_synchronised(model)  # which in one process is a BatchNorm, but refuses CPU tensors
     switch_dropout_off(model)
     return model
 

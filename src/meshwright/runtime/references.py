@@ -32,6 +32,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.importing import importing
 from meshwright.runtime.attempt import leave
 from meshwright.runtime.bounds import LOSS_BOUND, ROUNDING
+from meshwright.runtime.causes import find_cause
 from meshwright.runtime.double import NarrowWatch, double_arithmetic, in_double
 from meshwright.runtime.environment import environment_without_ranks
 from meshwright.runtime.evidence import Reference, Trace
@@ -200,8 +201,20 @@ class Elsewhere:
 
 def make_elsewhere(request: dict[str, Any], strategies: Sequence[Strategy], folder: Path) -> None:
     """Have another process make the references of resolved strategies, and verdicts on those of one process."""
-    wanted = {**request, "wanted": [str(strategy) for strategy in strategies]}
-    (folder / "request.json").write_text(json.dumps(wanted))
+    _ask(folder, {**request, "ask": "references", "wanted": [str(strategy) for strategy in strategies]})
+
+
+def cause_elsewhere(request: dict[str, Any], folder: Path) -> str | None:
+    """Have another process look for a cause of differences in the job itself."""
+    try:
+        _ask(folder, {**request, "ask": "cause"})
+    except MeshwrightError:
+        return None  # the verdicts stand without it
+    return json.loads((folder / "cause.json").read_text())  # type: ignore[no-any-return]
+
+
+def _ask(folder: Path, request: dict[str, Any]) -> None:
+    (folder / "request.json").write_text(json.dumps(request))
     command = [sys.executable, "-m", "meshwright.runtime.references", str(folder)]
     # The child ends when its stdin does, so that it does not outlive this process.
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment_without_ranks())
@@ -214,20 +227,21 @@ def make_elsewhere(request: dict[str, Any], strategies: Sequence[Strategy], fold
         raise JobError(json.loads((folder / "failure.json").read_text()))
     if code:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise MeshwrightError(
-            f"The process that trains the job in plain PyTorch {how}; it needs room for the whole model."
-        )
+        raise MeshwrightError(f"The process that trains the job in plain PyTorch {how}; it needs room for all of it.")
 
 
 def main(folder: Path) -> None:
-    """What the process does: a file for each reference, and an index of them."""
+    """What the process does: a file for each reference and an index of them, or a cause."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     request = json.loads((folder / "request.json").read_text())
     try:
-        job, facts = load_job(request["job"]), ModelFacts.from_json(request["facts"])
-        here = Here(job, facts, torch.device(request["device"]), steps=request["steps"], seed=request["seed"])
-        index = _make_all(here, [Strategy.parse(text) for text in request["wanted"]], folder)
-        (folder / "index.json").write_text(json.dumps(index))
+        job, device, seed = load_job(request["job"]), torch.device(request["device"]), request["seed"]
+        if request["ask"] == "cause":
+            (folder / "cause.json").write_text(json.dumps(find_cause(job, seed=seed, device=device)))
+        else:
+            here = Here(job, ModelFacts.from_json(request["facts"]), device, steps=request["steps"], seed=seed)
+            index = _make_all(here, [Strategy.parse(text) for text in request["wanted"]], folder)
+            (folder / "index.json").write_text(json.dumps(index))
     except BadInput as error:
         (folder / "failure.json").write_text(json.dumps(str(error)))
     leave(0)

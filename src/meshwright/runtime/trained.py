@@ -65,9 +65,8 @@ def run_steps(
     if disturbed:
         _move(trainer, disturbed)
     trace.start.update(whole_state(trainer))
-    if world.ranks == 1:
-        trace.kept.update(kept_of(trainer.engine.model))
-    else:
+    trace.kept.update(kept_of(trainer.engine.model))
+    if world.ranks > 1:
         trace.copies.extend(compare_copies(trainer, "before the first step"))
     for index in range(steps):
         batch = seeded_batch(job, seed + index)

@@ -17,7 +17,7 @@ from meshwright.runtime.bounds import (
     losses_of,
     norms_of,
 )
-from meshwright.runtime.evidence import Reference, Trace
+from meshwright.runtime.evidence import Reference, State, Trace
 
 EQUAL, DIFFERS, REFUSED, FAILED = "equal", "differs", "refused", "failed"
 
@@ -70,7 +70,6 @@ def judge(text: str, trace: Trace, reference: Reference) -> Verdict:
         grad_max_rel=largest_gradient_error(trace, reference),
         param_max_abs=largest_distance(trace.last, reference.exact.last),
         first_difference="; ".join(differences) or None,
-        cause=reference.cause if differences else None,
         precision=reference.precision,
         bounds={"loss_rel": max(losses.bounds), "grad_norm_rel": max(norms.bounds)},
         note=reference.note,
@@ -79,15 +78,20 @@ def judge(text: str, trace: Trace, reference: Reference) -> Verdict:
 
 def _first_tensor(trace: Trace, reference: Reference) -> str | None:
     """In the order in which a step makes them: what comes first is nearest to the cause."""
-    exact = reference.exact
+    exact, alone = reference.exact, bool(trace.outputs)
     return (
         first_of_start(trace.start, exact.start)
-        or (first_of_start(trace.kept, exact.kept) if trace.kept else None)
+        or first_of_start(trace.kept, exact.kept if alone else _common(exact.kept, trace.kept))
         or (first_output(trace, reference) if trace.outputs else None)
         or first_gradient(trace, reference)
         or first_state(trace, reference, at_end=False)
         or first_state(trace, reference, at_end=True)
     )
+
+
+def _common(exact: State, found: State) -> State:
+    """A stage of a pipeline does not keep what others do."""
+    return {name: value for name, value in exact.items() if name in found}
 
 
 def judge_loss(text: str, trace: Trace, plain: Trace, reference: Reference) -> Verdict:

@@ -21,8 +21,8 @@ from meshwright.runtime.command import count_ranks, find_place, known_device, lo
 from meshwright.runtime.environment import launched
 from meshwright.runtime.launch import launch
 from meshwright.runtime.place import choose_device
-from meshwright.runtime.references import make_elsewhere, reference_of, runs_alone
-from meshwright.runtime.verdict import FAILED, REFUSED, without_verdict
+from meshwright.runtime.references import cause_elsewhere, make_elsewhere, reference_of, runs_alone
+from meshwright.runtime.verdict import DIFFERS, FAILED, REFUSED, without_verdict
 from meshwright.runtime.worker import run_verify
 from meshwright.strategies import Place
 
@@ -68,11 +68,31 @@ def verify_command(
                 rows = run_verify(request, patience=timedelta(hours=4))  # the others wait for rank 0's references
         else:
             rows = _verify_all(request, count)
+        if place is None or place.rank == 0:
+            _explain(rows, facts, request, Path(folder))
     if place is not None and place.rank != 0:
         return None
     found = {row["strategy"]: row for row in rows} | refused
     order = dict.fromkeys([*alone, *(choice.text for choice in choices)])
     return {"reference": REFERENCE, "results": [found[text] for text in order]}
+
+
+def _explain(rows: list[Row], facts: ModelFacts, request: Row, folder: Path) -> None:
+    """Look for the cause of differences, where there are any."""
+    different = [row for row in rows if row["status"] == DIFFERS]
+    if not different:
+        return
+    cause = cause_elsewhere(request, folder)
+    for row in different:
+        row["cause"] = cause or _read_elsewhere(row["first_difference"], facts)
+
+
+def _read_elsewhere(difference: str, facts: ModelFacts) -> str | None:
+    """Whether what differs first is a parameter that the model reads outside of the module that holds it."""
+    name = difference.removeprefix("gradient of ").partition(":")[0]
+    if name not in facts.read_elsewhere:
+        return None
+    return f"{name} is read outside of the module that holds it, where a strategy may not bring it"
 
 
 def choose(job: Job, facts: ModelFacts, place: Place, asked: Sequence[str]) -> list[Choice]:

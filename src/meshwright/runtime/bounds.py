@@ -19,13 +19,11 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.runtime.evidence import Reference, State, Trace
+from meshwright.runtime.evidence import ROUNDING, Reference, State, Trace
 
 MARGIN = {"float64": 16.0, "fp32": 16.0, "bf16": 4.0, "fp16": 4.0}
 """How many times the measured effect of one rounding anything may differ by: a step rounds many times. Less in low
 precision, where moving all weights is as much as computing with them does."""
-ROUNDING = {"float64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
-"""Unit roundoff: the largest relative error of one rounding."""
 SUMMED = 2.0**20
 """Numbers that a sum of float64 adds up: n of them are off by n unit roundoffs at most. More is covered by MARGIN."""
 LOSS_BOUND = {"float64": SUMMED * 2.0**-53, "fp32": 1e-5, "bf16": 2.0**-7, "fp16": 2.0**-9}
@@ -85,7 +83,7 @@ def _numbers(
 
 def arithmetic_of(reference: Reference) -> str:
     """What it rounds as: a model that computes in fp32 in some places does so whatever its weights are."""
-    return "fp32" if reference.narrow else reference.precision
+    return reference.narrow or reference.precision
 
 
 def gradient_bounds(reference: Reference) -> dict[str, float]:
@@ -178,7 +176,7 @@ def first_state(trace: Trace, reference: Reference, *, at_end: bool) -> str | No
             continue
         starts = [run.start[name].double() for run in (reference.exact, *reference.disturbed)]
         others = [one[name].double() for one in moved]
-        if reference.precision in ("bf16", "fp16"):
+        if arithmetic_of(reference) in ("bf16", "fp16"):
             how = _differs_as_a_whole(starts, found[name].double(), value.double(), others)
         else:
             precision = arithmetic_of(reference)

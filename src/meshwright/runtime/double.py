@@ -21,6 +21,7 @@ from torch.utils.data import default_collate
 
 from meshwright.describe.structure import map_tensors
 from meshwright.facts.job import Job
+from meshwright.runtime.evidence import ROUNDING
 from meshwright.strategies.forward import wrap_forward
 
 
@@ -98,24 +99,29 @@ class _Widened(TorchFunctionMode):
 
 
 class NarrowWatch(TorchDispatchMode):
-    """Remembers the first operator that computes with less than float64."""
+    """Remembers the smallest precision that something is computed in, and the first operator that does it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: str | None = None
+        self.precision: str | None = None
+        self.operator = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.found is None and _any_floating((args, kwargs)) and _any_floating(result, narrow=True):
-            self.found = str(func)
+        if _floating((args, kwargs)):
+            for dtype in _floating(result):
+                self._note(NARROW.get(dtype), str(func))
         return result
 
+    def _note(self, precision: str | None, operator: str) -> None:
+        if precision is not None and (self.precision is None or ROUNDING[precision] > ROUNDING[self.precision]):
+            self.precision, self.operator = precision, operator
 
-def _any_floating(tree: Any, *, narrow: bool = False) -> bool:
-    return any(
-        isinstance(leaf, torch.Tensor)
-        and leaf.is_floating_point()
-        and leaf.numel() > 0
-        and (not narrow or leaf.dtype.itemsize < 8)
-        for leaf in tree_leaves(tree)
-    )
+
+NARROW = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.complex64: "fp32"}
+
+
+def _floating(tree: Any) -> list[torch.dtype]:
+    """Dtypes of the tensors that are computed with."""
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.numel()]
+    return [tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]

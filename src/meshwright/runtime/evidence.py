@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 State = dict[str, torch.Tensor]
+ROUNDING = {"float64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+"""Unit roundoff: the largest relative error of one rounding."""
 
 
 @dataclass(kw_only=True)
@@ -51,8 +53,8 @@ class Reference:
     exact: Trace
     disturbed: list[Trace]
     """The same training, disturbed by rounding."""
-    narrow: bool = False
-    """Whether some of it rounds as fp32 does although it runs in float64."""
+    narrow: str | None = None
+    """The precision that some of it rounds to although it runs in float64."""
     note: str | None = None
     """Why it does not run in float64, or what rounds to less."""
 

@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,11 +31,11 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.importing import importing
 from meshwright.runtime.attempt import leave
-from meshwright.runtime.bounds import LOSS_BOUND, ROUNDING
+from meshwright.runtime.bounds import LOSS_BOUND
 from meshwright.runtime.causes import find_cause
 from meshwright.runtime.double import NarrowWatch, double_arithmetic, in_double
 from meshwright.runtime.environment import environment_without_ranks
-from meshwright.runtime.evidence import Reference, Trace
+from meshwright.runtime.evidence import ROUNDING, Reference, Trace
 from meshwright.runtime.plain import Recipe, train_plainly
 from meshwright.runtime.trained import Disturbance, run_steps
 from meshwright.runtime.verdict import FAILED, REFUSED, Verdict, judge, judge_loss, without_verdict
@@ -73,6 +73,16 @@ class References(Protocol):
         """How one process of ours compares with plain PyTorch."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Double:
+    """Whether a model runs in float64, and how much of it does."""
+
+    runs: bool
+    narrow: str | None = None
+    """The precision that some of it rounds to all the same."""
+    note: str | None = None
+
+
 class Here:
     """References that are made in this process, each when it is first asked for."""
 
@@ -84,7 +94,7 @@ class Here:
     def of(self, strategy: Strategy) -> Reference:
         """In float64 where the strategy computes in fp32 and the model also runs in more."""
         key = reference_of(strategy, self._facts, self._job.global_batch)
-        double = strategy.precision == "fp32" and _takes_double(strategy) and self._double[0]
+        double = strategy.precision == "fp32" and _takes_double(strategy) and self._double.runs
         name = f"{key}{' in float64' * double}"
         if name not in self._made:
             make = self._plain if strategy.precision == "fp32" else self._ours
@@ -108,36 +118,37 @@ class Here:
             return without_verdict(str(strategy), FAILED, one_line(error))
 
     @cached_property
-    def _double(self) -> tuple[bool, str | None]:
-        """Whether the model runs in float64, and the reason why not or what in it rounds to less."""
+    def _double(self) -> Double:
         watch = NarrowWatch()
         recipe = self._recipe(Strategy.parse("single"), double=True, watch=lambda: watch)
         try:
             train_plainly(in_double(self._job), replace(recipe, steps=1))
         except MeshwrightError as error:
-            return False, f"compared in fp32: the model does not run in float64 ({one_line(error.__cause__ or error)})"
-        if watch.found is not None:
-            return True, f"computes in less than float64 in places (first {watch.found}), so bounds are those of fp32"
-        return True, None
+            why = f"compared in fp32: the model does not run in float64 ({one_line(error.__cause__ or error)})"
+            return Double(runs=False, note=why)
+        if watch.precision is not None:
+            why = f"rounds to {watch.precision} in places (first by {watch.operator}), so bounds are those of that"
+            return Double(runs=True, narrow=watch.precision, note=why)
+        return Double(runs=True)
 
     def _plain(self, key: Strategy, double: bool) -> Reference:
         job = in_double(self._job) if double else self._job
-        narrow = double and self._double[1] is not None
-        unit = ROUNDING["float64" if double and not narrow else "fp32"]
+        narrow = self._double.narrow if double else None
+        precision = "float64" if double else "fp32"
+        unit = ROUNDING[narrow or precision]
         run = partial(self._recipe, key, double=double)
         exact = train_plainly(job, run())
         moved = train_plainly(job, run(moved=(1, 2 * unit)))
         turned = train_plainly(job, run(moved=(2, 2 * unit), backwards=True))
-        if _order_matters(exact, turned, "fp32"):
+        if _order_matters(exact, turned, narrow or "fp32"):
             turned = train_plainly(job, run(moved=(2, 2 * unit)))
-        precision = "float64" if double else "fp32"
         return Reference(
             words=f"plain PyTorch in {precision}" + f", mb={key.micro_batch}" * (key.micro_batch is not None),
             precision=precision,
             exact=exact,
             disturbed=[moved, turned],
             narrow=narrow,
-            note=self._double[1],
+            note=self._double.note,
         )
 
     def _ours(self, key: Strategy, double: bool) -> Reference:

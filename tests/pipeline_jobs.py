@@ -335,6 +335,79 @@ class ChangingFirst(Trunk):
         self.blocks.extend(self.Block() for _ in range(4))
 
 
+class ReadingChanged(ChangingFirst):
+    """Goes on to read what its blocks have changed, and what it made of that before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            before = x * 2
+            y = block(x)
+            x = x + y + before
+        return self.leave(x)
+
+
+class ChangingPast(Trunk):
+    """Changes outputs of blocks past autograd, and reads one of them after the next block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = last = self.enter(x)
+        for block in self.blocks:
+            y, last = block(y) + last, y
+            y.data.add_(0.1)
+            last.data[..., 0] = 1.0
+        return self.leave(y + last)
+
+
+class ChangingBatch(Trunk):
+    """Changes its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5))
+
+
+class ByValue(Trunk):
+    """Looks at a value between its calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = skip = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x + skip if x.sum() > 0 else x)
+
+
+class Averaging(Trunk):
+    """Keeps an average of what lies between two calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        self.average = 0.9 * self.average + x.detach().mean((0, 1))
+        return self.leave(x)
+
+
+class AveragingBlocks(Trunk):
+    """Keeps an average in the first block."""
+
+    class Block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("average", torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.average.lerp_(x.detach().mean((0, 1)), 0.1)
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[3] = self.Block()
+
+
 class ConvolutionBlock(nn.Module):
     def __init__(self, norm: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -430,6 +503,12 @@ doubling = replace(trunk, model=Doubling)
 fickle = replace(trunk, model=Fickle, global_batch=32)
 changing_glue = replace(trunk, model=ChangingGlue)
 changing_first = replace(trunk, model=ChangingFirst)
+reading_changed = replace(trunk, model=ReadingChanged)
+changing_past = replace(trunk, model=ChangingPast)
+changing_batch = replace(trunk, model=ChangingBatch)
+by_value = replace(trunk, model=ByValue)
+averaging = replace(trunk, model=Averaging)
+averaging_blocks = replace(trunk, model=AveragingBlocks)
 convolutions = replace(trunk, model=group_norms, sample=image_batch)
 with_batch_norms = replace(trunk, model=batch_norms, sample=image_batch)
 with_bare_batch_norms = replace(trunk, model=bare_batch_norms, sample=image_batch)

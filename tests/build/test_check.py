@@ -122,8 +122,8 @@ def test_a_hint_of_stages() -> None:
 @pytest.mark.parametrize(
     ("job", "says"),
     [
-        (pipeline_jobs.changing_glue, "changes what blocks.0 returned in place"),
-        (pipeline_jobs.changing_first, "in place"),
+        (pipeline_jobs.by_value, "looks at values after calling blocks.3"),
+        (pipeline_jobs.averaging_blocks, "changes blocks.3.average in every forward pass"),
     ],
 )
 def test_what_cannot_be_cut_is_found_before_any_process_starts(job: Job, says: str) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import pipeline_jobs
 from meshwright.build.hollow import Hollow
 from meshwright.describe.blueprint import record
-from meshwright.describe.flow import Flow, Watcher
+from meshwright.describe.calls import Flow
+from meshwright.describe.flow import Watcher
 from meshwright.describe.model import describe
 from meshwright.describe.observe import call_loss, call_model, trace
 from meshwright.errors import JobError
@@ -118,6 +119,10 @@ JOBS = {
     "handing": "a parameter that is returned as it is",
     "routing": "whole numbers that cross",
     "doubling": "one tensor returned in two places",
+    "changing_glue": "outputs that are changed in place between the calls",
+    "changing_first": "blocks that change their input in place",
+    "reading_changed": "inputs that blocks have changed, read after that",
+    "changing_past": "changes in place that autograd does not see",
 }
 
 

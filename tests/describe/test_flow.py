@@ -9,16 +9,8 @@ from torch import Tensor, nn
 
 import pipeline_jobs
 from meshwright.describe.blueprint import record
-from meshwright.describe.flow import (
-    ConstantLeaf,
-    Flow,
-    InputLeaf,
-    Inside,
-    StrangeLeaf,
-    TensorLeaf,
-    Value,
-    Watcher,
-)
+from meshwright.describe.calls import ConstantLeaf, Flow, InputLeaf, Inside, StrangeLeaf, TensorLeaf, Value
+from meshwright.describe.flow import Watcher
 from meshwright.describe.model import describe
 from meshwright.describe.observe import trace
 
@@ -223,7 +215,8 @@ def test_a_call_that_changes_its_input() -> None:
 
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Relu(WIDTH, WIDTH))
     flow = follow(model, ["0", "1"], torch.randn(2, WIDTH))
-    assert [call.mutates for call in flow.calls] == [False, True]
+    assert [call.wrote for call in flow.calls] == [(), (0,)]
+    assert len(flow.calls[1].leaves) == 2, "what it changed is an output, too"
     assert [call.changed for call in flow.calls] == [True, False]
 
 
@@ -236,9 +229,14 @@ def test_glue_that_changes_an_output() -> None:
 
     flow = flow_of(forward)
     assert [call.changed for call in flow.calls] == [True, False, False]
-    assert not any(call.mutates for call in flow.calls)
+    assert not any(call.wrote for call in flow.calls)
     assert not any(call.changed for call in traced(pipeline_jobs.tied).calls)
     assert [call.changed for call in traced(pipeline_jobs.changing_glue).calls] == [False, *[True] * 4, False]
+
+
+def test_a_model_that_changes_its_batch() -> None:
+    assert traced(pipeline_jobs.changing_batch).changes_batch
+    assert not traced(pipeline_jobs.changing_first).changes_batch
 
 
 def test_flops() -> None:

@@ -39,11 +39,17 @@ def test_every_schedule(two_ranks: RankPool) -> None:
         "handing",
         "routing",
         "doubling",
+        "reading_changed",
+        "changing_batch",
     ],
 )
 def test_every_model(two_ranks: RankPool, job: str) -> None:
     """What cutting can get wrong, under a plain schedule and one that splits the backward pass over four stages."""
     check(two_ranks, job, "pp=2:1f1b", "pp=2:zbv")
+
+
+def test_a_buffer_that_one_stage_changes(two_ranks: RankPool) -> None:
+    check(two_ranks, "averaging_blocks", "layers=2")
 
 
 def test_policies(two_ranks: RankPool) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import pipeline_jobs
 from meshwright.describe.blueprint import record
-from meshwright.describe.flow import Flow, Value, Watcher
+from meshwright.describe.calls import Flow, Value
+from meshwright.describe.flow import Watcher
 from meshwright.describe.model import describe
 from meshwright.describe.observe import trace
 from meshwright.errors import Refused
@@ -313,19 +314,46 @@ def test_a_tensor_that_a_block_keeps_to_itself() -> None:
     assert crossing(job, "blocks.1") == [[], ["blocks.0"]], "they may lie on one stage"
 
 
-def test_changes_in_place() -> None:
-    assert "in place" in refusal(pipeline_jobs.changing_first, "blocks.2")
-    message = refusal(pipeline_jobs.changing_glue, "blocks.2")
-    assert "changes what blocks.0 returned in place" in message and "x = x + y" in message
+def test_what_is_changed_in_place_is_sent_by_whoever_changed_it() -> None:
+    assert crossing(pipeline_jobs.changing_first, "blocks.2") == [[], ["blocks.1"]]
+    assert crossing(pipeline_jobs.changing_glue, "blocks.2") == [[], ["blocks.1"]]
 
 
-def test_a_received_tensor_must_not_be_changed_either() -> None:
-    """By the last stage's own call: what it was handed is not its own."""
+def test_values_that_somebody_looks_at() -> None:
+    message = refusal(pipeline_jobs.by_value, "blocks.2")
+    assert "looks at values after calling blocks.3" in message and "use tp, op or a data strategy" in message
 
-    class Late(pipeline_jobs.ChangingFirst):
+    class Listed(pipeline_jobs.Trunk):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if x[0, 0].tolist()[0] > 0 else -x)
+
+    assert "before it calls its first module" in refusal(replace(pipeline_jobs.trunk, model=Listed), "blocks.2")
+
+
+def test_buffers_that_are_changed_between_calls() -> None:
+    assert "changes average between the calls" in refusal(pipeline_jobs.averaging, "blocks.2")
+    flow = traced(pipeline_jobs.averaging_blocks)[1]
+    assert flow.moved == {"blocks.3.average": frozenset({4})}
+
+
+def test_a_buffer_that_two_stages_change() -> None:
+    class Sharing(pipeline_jobs.AveragingBlocks):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList([*(pipeline_jobs.Block() for _ in range(2)), self.Block(), self.Block()])
+            self.blocks[0] = self.Block()
+            self.blocks[0]._buffers = self.blocks[3]._buffers
 
-    job = replace(pipeline_jobs.trunk, model=Late)
-    assert "changes what blocks.1 returned in place" in refusal(job, "blocks.2")
+    job = replace(pipeline_jobs.trunk, model=Sharing)
+    message = refusal(job, "blocks.2")
+    assert "blocks.0" in message and "blocks.3" in message and "two stages" in message
+
+
+def test_no_complex_numbers_cross() -> None:
+    message = refusal(odd(lambda y: torch.complex(y, y)), "blocks.2")
+    assert "complex" in message and "view_as_real" in message
+
+
+def test_a_batch_of_another_size_that_is_called_otherwise() -> None:
+    _, flow = traced(pipeline_jobs.trunk)
+    with pytest.raises(Refused, match="makes 6 calls"):
+        find_crossings(flow, Stages((0, 2), len(flow.calls) - 1))

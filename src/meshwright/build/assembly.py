@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class Holders:
     """By stage: its place on the pipeline axis."""
     own: tuple[int, ...]
     """The stages of this rank, in the order of its engines."""
+    buffers: Mapping[str, int] = field(default_factory=dict)
+    """The stage that changes a buffer, for those that change."""
 
     def owner(self, name: str) -> int:
         """The first stage that holds a parameter: where it is counted and read off."""
@@ -175,7 +177,8 @@ class Assembly(Engine):
             if id(tensor) in first:
                 owners[name] = holders.owner(first[id(tensor)])
             elif isinstance(tensor, torch.Tensor):
-                owners[name] = next((holders.owner(first[id(p)]) for p in _beside(pristine, name)), 0)
+                near = next((holders.owner(first[id(p)]) for p in _beside(pristine, name)), 0)
+                owners[name] = holders.buffers.get(name, near)
         return owners
 
     def _from(self, stage: int, names: list[str], read: Read) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ from meshwright.build.precision import apply_precision
 from meshwright.build.recompute import recompute_blocks
 from meshwright.build.world import World
 from meshwright.describe.blueprint import Blueprint
-from meshwright.describe.flow import Flow
+from meshwright.describe.calls import Flow
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies import Engine, Setting, data_strategy

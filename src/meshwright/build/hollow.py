@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from meshwright.describe.flow import Call, ConstantLeaf, Flow, InputLeaf, TensorLeaf, Value
+from meshwright.describe.calls import Call, ConstantLeaf, Flow, InputLeaf, TensorLeaf, Value
 from meshwright.errors import JobError
 from meshwright.strategies.forward import Around, wrap_forward
 from meshwright.strategies.stages import Crossings, Stages
@@ -91,7 +91,7 @@ class Hollow:
                 )
             if index in self._own:
                 output = forward(*args, **kwargs)
-                self._keep(passage, index, output)
+                self._keep(passage, index, output, (args, kwargs))
                 return output
             if index >= self._own.stop:
                 raise Left
@@ -99,26 +99,33 @@ class Hollow:
 
         return call
 
-    def _keep(self, passage: Passage, index: int, output: Any) -> None:
+    def _keep(self, passage: Passage, index: int, output: Any, given: Any) -> None:
         if self.stages.is_last(self.stage):
             return
-        leaves = tree_leaves(output)
+        call, inputs = passage.flow.calls[index], tree_leaves(given)
+        leaves = [*tree_leaves(output), *(inputs[place] for place in call.wrote)]
         for value in passage.crossings.values[self.stage + 1]:
             if value.call == index:
-                passage.values[value] = leaves[value.leaf]
+                # What is sent is what the call gave: changes that follow are made again on the stages that read it.
+                passage.values[value] = leaves[value.leaf].clone() if call.changed else leaves[value.leaf]
 
     def _stand_in(self, passage: Passage, index: int, args: Any, kwargs: Any) -> Any:
         call = passage.flow.calls[index]
-        inputs = tree_leaves((args, kwargs))
-        leaves = [self._leaf(passage, call, Value(index, number), inputs) for number in range(len(call.leaves))]
+        inputs, returned = tree_leaves((args, kwargs)), call.tree.num_leaves
+        for number, place in enumerate(call.wrote, start=returned):
+            if Value(index, number) in passage.values:
+                inputs[place].copy_(passage.values[Value(index, number)])
+        leaves = [self._leaf(passage, call, Value(index, number), inputs) for number in range(returned)]
         return tree_unflatten(leaves, call.tree)
 
     def _leaf(self, passage: Passage, call: Call, value: Value, inputs: list[Any]) -> Any:
         leaf = call.leaves[value.leaf]
         if value in passage.values:
-            return passage.values[value]
+            # A received tensor is a leaf to autograd, which nobody may change in place.
+            return passage.values[value].clone() if call.changed else passage.values[value]
         if isinstance(leaf, TensorLeaf):
-            return self._nothing(leaf.shape, leaf.dtype)
+            nothing = self._nothing(leaf.shape, leaf.dtype)
+            return nothing.clone(memory_format=torch.contiguous_format) if call.changed else nothing
         if isinstance(leaf, InputLeaf):
             return inputs[leaf.place]
         assert isinstance(leaf, ConstantLeaf), "refused before: a strange leaf of a call that is stood in for"

@@ -8,7 +8,7 @@ what does not divide follows in a second round of single samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from meshwright.build.batch import Batch, MicroBatch, refuse_unlike_shapes
 from meshwright.build.hollow import Hollow
 from meshwright.build.passes import Dropout, Losses
 from meshwright.build.torch_stage import Event, make_stage
-from meshwright.describe.flow import Flow, TensorLeaf
+from meshwright.describe.calls import Flow, TensorLeaf
 from meshwright.describe.observe import call_model
-from meshwright.describe.structure import leaves_of, tensors_of
+from meshwright.describe.structure import leaves_of, map_tensors, tensors_of
 from meshwright.errors import JobError
 from meshwright.strategies.engine import Engine
 from meshwright.strategies.forward import wrap_forward
@@ -200,6 +200,9 @@ class PipelinePasses:
             piece = self._pieces[self._next[place]]
             self._next[place] += 1
             self._dropout.seed(self._step, piece.span.first, stage.index)
+
+            if self._route.flow.changes_batch:  # and so would the next of this rank's stages, once more
+                piece = replace(piece, data=map_tensors(torch.Tensor.clone, piece.data))
 
             def whole() -> torch.Tensor:
                 output = call_model(self._losses.job, forward, piece.data)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshwright.errors import Refused
 from meshwright.facts.model import ModelFacts
 from meshwright.strategies.forward import Around, wrap_forward
+from meshwright.strategies.in_place import changed_by
 from meshwright.strategies.stages import Stages
 
 Devices = Sequence[torch.device]
@@ -61,7 +62,9 @@ def compute_in_place(model: nn.Module, facts: ModelFacts, stages: Stages, device
 
 def _on(device: torch.device) -> Around:
     def call(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        args, kwargs = _move((args, kwargs), device)
+        given = args, kwargs
+        args, kwargs = _move(given, device)
+        versions = [_version(leaf) for leaf in tree_leaves((args, kwargs))]
         strangers = [
             (owner, name, parameter)
             for owner in module.modules()
@@ -72,16 +75,32 @@ def _on(device: torch.device) -> Around:
         for owner, name, parameter in strangers:
             owner._parameters[name] = parameter.to(device)  # type: ignore[assignment]  # for this call
         try:
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
         finally:
             for owner, name, parameter in strangers:
                 owner._parameters[name] = parameter
+        _give_back(tree_leaves(given), tree_leaves((args, kwargs)), versions)
+        return output
 
     return call
 
 
+def _give_back(given: list[Any], moved: list[Any], versions: list[int]) -> None:
+    """Where the unit changed its copy of an input in place, the input itself is to be changed."""
+    for leaf, copy, version in zip(given, moved, versions, strict=True):
+        if copy is not leaf and _version(copy) != version:
+            leaf.copy_(copy)
+
+
+def _version(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
+
+
 class Follow(TorchFunctionMode):
-    """Functions whose tensors lie on several devices run on the one that comes last in the order of stages."""
+    """Functions whose tensors lie on several devices run on the one that comes last in the order of stages.
+
+    One that changes a tensor in place runs where that lies.
+    """
 
     def __init__(self, devices: Devices) -> None:
         super().__init__()
@@ -91,7 +110,9 @@ class Follow(TorchFunctionMode):
         kwargs = kwargs or {}
         places = {leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()}
         if len(places) > 1 and places <= set(self._order) and func not in _MOVING:
-            args, kwargs = _move((args, kwargs), max(places, key=self._order.__getitem__))
+            target = changed_by(func, args, kwargs)
+            place = max(places, key=self._order.__getitem__) if target is None else target.device
+            args, kwargs = _move((args, kwargs), place)
         return func(*args, **kwargs)
 
 

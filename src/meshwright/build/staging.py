@@ -20,7 +20,8 @@ from meshwright.build.pipeline import OwnStage, PipelinePasses
 from meshwright.build.precision import apply_precision, loss_under
 from meshwright.build.world import World, outside_of_modes
 from meshwright.describe.blueprint import Blueprint, record
-from meshwright.describe.flow import Flow, Watcher
+from meshwright.describe.calls import Flow
+from meshwright.describe.flow import Watcher
 from meshwright.describe.observe import make_batch, trace
 from meshwright.describe.structure import map_tensors
 from meshwright.errors import Refused
@@ -52,11 +53,13 @@ def lay_pipeline(
     pristine, follow = tracer(job, facts, strategy, seed, device=device)
     flow = follow(nominal_batch(job, strategy))
     held = held_parameters(pristine.model, flow, stages, find_crossings(flow, stages))
+    refuse_moved_often(flow, facts, count)
     schedule = schedules.make(schedule_name(strategy), pipeline_ranks(strategy), count)
     holders = Holders(
         held=tuple(held),
         ranks=tuple(schedule.rank_of(stage) for stage in range(len(stages))),
         own=schedule.stages_of(axes.pipeline_rank),
+        buffers={name: stages.stage_of(min(calls)) for name, calls in flow.moved.items()},
     )
     cuts: Cuts = {}
     own = []
@@ -139,5 +142,18 @@ def check_stages(job: Job, facts: ModelFacts, strategy: Strategy) -> Stages:
     """Refuse, before any process starts, a model whose stages could not be fed."""
     stages = cut_stages(facts, count_stages(strategy), job.stages)
     _, follow = tracer(job, facts, strategy, seed=0)
-    find_crossings(follow(nominal_batch(job, strategy)), stages)
+    flow = follow(nominal_batch(job, strategy))
+    find_crossings(flow, stages)
+    refuse_moved_often(flow, facts, count_micro_batches(strategy, job.global_batch))
     return stages
+
+
+def refuse_moved_often(flow: Flow, facts: ModelFacts, micro_batches: int) -> None:
+    """Refuse a buffer that every micro-batch would move, where one process moves it once a step."""
+    moved = [name for name in flow.moved if name.rpartition(".")[0] not in facts.batch_norms]
+    if moved and micro_batches > 1:
+        raise Refused(
+            f"The model changes {moved[0]} in every forward pass, and the pipeline cuts each batch into "
+            f"{micro_batches} micro-batches, which is another training; use layers=N, or tp, op or a data strategy "
+            "without mb."
+        )

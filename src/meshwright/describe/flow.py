@@ -7,7 +7,7 @@ and tensor parallelism which linear layers feed which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,95 +16,25 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from meshwright.describe.calls import (
+    CONSTANTS,
+    GLUE,
+    NUMBERS,
+    Call,
+    ConstantLeaf,
+    Flow,
+    InputLeaf,
+    Inside,
+    Leaf,
+    Source,
+    StrangeLeaf,
+    TensorLeaf,
+    Value,
+)
 from meshwright.describe.flops import count_flops
-
-NUMBERS = (bool, int, float)
-CONSTANTS = (type(None), *NUMBERS, str, torch.dtype, torch.device)
-
-
-@dataclass(frozen=True)
-class Value:
-    """A tensor in the output of a watched call."""
-
-    call: int
-    leaf: int
-
-
-@dataclass(frozen=True)
-class Inside:
-    """Made inside of a watched call and read outside of it by another way than its output, as through a cache."""
-
-    call: int
-
-
-Source = Value | Inside | str
-"""Where a tensor comes from through glue: a call's output, a call's inside, or a parameter by name."""
-
-
-@dataclass(frozen=True)
-class TensorLeaf:
-    """A tensor that a call returned."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class InputLeaf:
-    """One of the call's own inputs, returned as it came: its place among the leaves of (args, kwargs)."""
-
-    place: int
-
-
-@dataclass(frozen=True)
-class ConstantLeaf:
-    value: Any
-
-
-@dataclass(frozen=True)
-class StrangeLeaf:
-    """Something that cannot be made up where the call does not run."""
-
-    kind: str
-
-
-Leaf = TensorLeaf | InputLeaf | ConstantLeaf | StrangeLeaf
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """One call of a watched module."""
-
-    name: str
-    needs: frozenset[Source]
-    """What its inputs come from."""
-    reads: frozenset[str]
-    """Parameters that are read in it."""
-    leaves: tuple[Leaf, ...]
-    tree: TreeSpec
-    flops: float = 0.0
-    """Of its forward pass."""
-    mutates: bool = False
-    """Whether it changes one of its inputs in place."""
-    changed: bool = False
-    """Whether one of its outputs is changed in place later."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flow:
-    """The watched calls of one forward pass and loss, in their order."""
-
-    calls: tuple[Call, ...]
-    needs: frozenset[Source]
-    """What the loss comes from."""
-
-    def readers(self, parameter: str) -> list[int]:
-        """The calls that read a parameter, in them or in the glue before; the number of calls stands for the loss."""
-        steps = [call.reads | call.needs for call in self.calls]
-        return [index for index, sources in enumerate([*steps, self.needs]) if parameter in sources]
 
 
 @dataclass
@@ -114,6 +44,8 @@ class _Open:
     index: int
     name: str
     needs: set[Source]
+    before: dict[StorageWeakRef, frozenset[Source]]
+    """What had been written in place before the call."""
     reads: set[str] = field(default_factory=set)
     flops: float = 0.0
     looked: bool = False
@@ -138,11 +70,19 @@ class Watcher(TorchDispatchMode):
         """What was written in place, by where: it is read through every view of that."""
         self._looked: frozenset[Source] = frozenset()
         """What glue made numbers of, as `item()` does: they decide what runs afterwards, so all of it needs them."""
+        self._writers: dict[StorageWeakRef, list[int]] = {}
+        """Where something was written in place: the call that did, or `GLUE`, each time."""
+        self._batch: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """Tensors that come of the batch, if that is marked."""
         self._open: _Open | None = None
-        self._versions: list[int] = []
-        self._returned: list[list[tuple[Any, int]]] = []
-        """What each call returned, with its version then."""
+        self._returned: list[list[tuple[StorageWeakRef, int]]] = []
+        """Where each call's leaves lie, and how often that had been written to then."""
         self.calls: list[Call] = []
+        self.in_loss = False
+        """Whether the model has returned."""
+        self.looked: str | None = None
+        self.loss_looked = False
+        """Whether the loss looked at values that calls gave."""
 
     @contextmanager
     def watching(self, model: nn.Module, parameters: dict[str, torch.Tensor]) -> Iterator[Watcher]:
@@ -162,11 +102,26 @@ class Watcher(TorchDispatchMode):
             for hook in hooks:
                 hook.remove()
 
-    def flow(self, total: torch.Tensor) -> Flow:
-        """All that was seen, with the loss that came of it."""
-        changed = [any(_version(leaf) != version for leaf, version in leaves) for leaves in self._returned]
+    def mark_batch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Also follow what comes of the batch, so that it is seen who looks at its values."""
+        for tensor in tensors:
+            self._batch[tensor] = True
+
+    def flow(self, total: torch.Tensor, output: Any = None) -> Flow:
+        """All that was seen, with the loss that came of the model's output."""
+        changed = [any(self._writes(place) != writes for place, writes in leaves) for leaves in self._returned]
         calls = (replace(call, changed=yes) for call, yes in zip(self.calls, changed, strict=True))
-        return Flow(calls=tuple(calls), needs=self.sources(total) | self._looked)
+        needs = self.sources(total) | self._looked
+        if self.loss_looked:  # with other values it may need another part of the output
+            needs |= self._union(output)
+        return Flow(calls=tuple(calls), needs=frozenset(needs), looked=self.looked)
+
+    def writers(self, tensor: torch.Tensor) -> frozenset[int]:
+        """Who changed a tensor in place."""
+        return frozenset(self._writers.get(_storage(tensor), ()))
+
+    def _writes(self, place: StorageWeakRef) -> int:
+        return len(self._writers.get(place, ()))
 
     def sources(self, tensor: torch.Tensor) -> frozenset[Source]:
         found: frozenset[Source] = self._sources.get(tensor, frozenset())
@@ -184,13 +139,43 @@ class Watcher(TorchDispatchMode):
             sources |= {Inside(self._open.index)}
         elif isinstance(result, NUMBERS):
             self._looked |= sources
+        changed = _changed_by(func, args, kwargs or {})
+        if self._batch and self._open is None:
+            self._follow_batch(func, (args, kwargs), [*tree_leaves(result), *changed], sources)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._sources[leaf] = frozenset(sources)
-        for leaf in _changed_by(func, args, kwargs or {}):
-            self._written[_storage(leaf)] = self._written.get(_storage(leaf), frozenset()) | sources
+        for leaf in changed:
+            place = _storage(leaf)
+            self._written[place] = self._written.get(place, frozenset()) | sources
+            self._writers.setdefault(place, []).append(self._open.index if self._open is not None else GLUE)
         self.seen(func, args, result)
         return result
+
+    def _follow_batch(self, func: Any, given: Any, made: list[Any], sources: set[Source]) -> None:
+        """In the glue: what comes of the batch, and whether a number or a shape is made of values."""
+        of_batch = any(leaf in self._batch for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+        by_value = torch.Tag.dynamic_output_shape in func.tags or any(isinstance(leaf, NUMBERS) for leaf in made)
+        if by_value and (of_batch or sources):
+            self.look(bool(sources))
+        if of_batch:
+            self.mark_batch(leaf for leaf in made if isinstance(leaf, torch.Tensor))
+
+    def look_at(self, tensor: torch.Tensor) -> None:
+        """Somebody reads a tensor's values by another way than an operator."""
+        sources = self.sources(tensor)
+        if self._open is not None:
+            self._open.looked = True
+        elif sources or tensor in self._batch:
+            self._looked |= sources
+            self.look(bool(sources))
+
+    def look(self, at_calls: bool) -> None:
+        """The glue looked at values: of what calls gave, or of the batch alone."""
+        if self.in_loss:
+            self.loss_looked |= at_calls
+        elif self.looked is None:
+            self.looked = self.calls[-1].name if self.calls else ""
 
     def _union(self, tree: Any) -> set[Source]:
         found: set[Source] = set()
@@ -202,8 +187,8 @@ class Watcher(TorchDispatchMode):
     def _enter(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._open is None:
-                self._open = _Open(len(self.calls), name, self._union((args, kwargs)) | self._looked)
-                self._versions = [_version(leaf) for leaf in tree_leaves((args, kwargs))]
+                needs = self._union((args, kwargs)) | self._looked
+                self._open = _Open(len(self.calls), name, needs, dict(self._written))
 
         return enter
 
@@ -213,7 +198,6 @@ class Watcher(TorchDispatchMode):
                 return
             done, self._open = self._open, None
             inputs = tree_leaves((args, kwargs))
-            mutates = [_version(leaf) for leaf in inputs] != self._versions
             leaves, tree = tree_flatten(output)
             places = {id(leaf): place for place, leaf in enumerate(inputs) if not isinstance(leaf, CONSTANTS)}
             described = tuple(_describe(leaf, places, looked=done.looked) for leaf in leaves)
@@ -225,20 +209,41 @@ class Watcher(TorchDispatchMode):
                     made.setdefault(id(leaf), set(self._parameters.get(leaf, ()))).add(Value(done.index, number))
                     self._sources[leaf] = frozenset(made[id(leaf)])
             returned = [leaf for leaf, kind in zip(leaves, described, strict=True) if isinstance(kind, TensorLeaf)]
-            self._returned.append([(leaf, _version(leaf)) for leaf in returned])
+            wrote = self._changed_inputs(done, inputs)
+            for number, place in enumerate(wrote, start=len(leaves)):
+                self._note_changed_input(done, inputs[place], Value(done.index, number))
+                returned.append(inputs[place])
+            self._returned.append([(_storage(leaf), self._writes(_storage(leaf))) for leaf in returned])
             self.calls.append(
                 Call(
                     name=name,
                     needs=frozenset(done.needs),
                     reads=frozenset(done.reads),
-                    leaves=described,
+                    leaves=(*described, *(_tensor_leaf(inputs[place]) for place in wrote)),
                     tree=tree,
                     flops=done.flops,
-                    mutates=mutates,
+                    wrote=wrote,
                 )
             )
 
         return leave
+
+    def _changed_inputs(self, call: _Open, inputs: list[Any]) -> tuple[int, ...]:
+        """Places of the inputs that a call wrote to; not parameters, of which every stage has its own."""
+        first = {id(leaf): place for place, leaf in reversed(list(enumerate(inputs))) if isinstance(leaf, torch.Tensor)}
+        return tuple(
+            place
+            for place in sorted(first.values())
+            if call.index in self.writers(inputs[place]) and inputs[place] not in self._parameters
+        )
+
+    def _note_changed_input(self, call: _Open, leaf: torch.Tensor, value: Value) -> None:
+        """From now on it is read as an output of the call is, through each view of it."""
+        place = _storage(leaf)
+        covers = leaf.numel() * leaf.element_size() == leaf.untyped_storage().nbytes()
+        before = frozenset() if covers else call.before.get(place, frozenset())
+        self._written[place] = before | {value}
+        self._sources[leaf] = frozenset({value})
 
 
 class DropoutWatcher(Watcher):
@@ -269,9 +274,11 @@ def _describe(leaf: Any, places: dict[int, int], *, looked: bool) -> Leaf:
         return ConstantLeaf(leaf)
     if id(leaf) in places:
         return InputLeaf(places[id(leaf)])
-    if isinstance(leaf, torch.Tensor):
-        return TensorLeaf(tuple(leaf.shape), leaf.dtype)
-    return StrangeLeaf(type(leaf).__name__)
+    return _tensor_leaf(leaf) if isinstance(leaf, torch.Tensor) else StrangeLeaf(type(leaf).__name__)
+
+
+def _tensor_leaf(tensor: torch.Tensor) -> TensorLeaf:
+    return TensorLeaf(tuple(tensor.shape), tensor.dtype)
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:
@@ -285,7 +292,3 @@ def _changed_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     given = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
     written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return [leaf for name in written for leaf in tree_leaves(given.get(name)) if isinstance(leaf, torch.Tensor)]
-
-
-def _version(leaf: Any) -> int:
-    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0

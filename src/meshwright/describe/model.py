@@ -10,7 +10,8 @@ from torch import nn
 
 from meshwright.describe.blocks import find_blocks
 from meshwright.describe.blueprint import Blueprint, record
-from meshwright.describe.flow import DropoutWatcher, Flow, Watcher
+from meshwright.describe.calls import Flow
+from meshwright.describe.flow import DropoutWatcher, Watcher
 from meshwright.describe.observe import Observed, Understudy, observe, trace
 from meshwright.describe.optimizer import check_optimizer, couplings, optimizer_slots
 from meshwright.describe.outside import OutsideReads

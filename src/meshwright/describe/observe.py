@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import isclose
 from typing import Any, TypeVar
@@ -25,14 +25,16 @@ from torch.utils.data import default_collate
 
 from meshwright.describe.as_on_cuda import as_on_cpu
 from meshwright.describe.blueprint import Blueprint, as_it_was, set_attributes
+from meshwright.describe.calls import Flow
 from meshwright.describe.disguise import is_meta
-from meshwright.describe.flow import Flow, Watcher
+from meshwright.describe.flow import Watcher
 from meshwright.describe.operation import Slot
 from meshwright.describe.reads import Reads
 from meshwright.describe.repeats import Follower, Repeats
 from meshwright.describe.shadows import shadow_of, shadows
-from meshwright.describe.structure import map_tensors
+from meshwright.describe.structure import map_tensors, tensors_of
 from meshwright.describe.template import watch_calls
+from meshwright.describe.values import following, moved_buffers
 from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
 
@@ -160,10 +162,14 @@ def trace(
         watcher.forget()
         tensors = under.stand_ins(blueprint) if under else _stand_ins(blueprint)
         parameters = {name: tensors[name] for name, _ in blueprint.model.named_parameters()}
-        short = under.repeats.running(watcher, follower) if under else nullcontext()
+        short = under.repeats.running(watcher, follower) if under else following(watcher, tensors_of(data))
         with watcher.watching(blueprint.model, parameters), _given(blueprint.model, tensors), short:
-            total, _ = _forward(job, blueprint.model, data)
-        return watcher.flow(total)
+            output = call_model(job, blueprint.model, data)
+            watcher.in_loss = True
+            total, _ = call_loss(job, output, data)
+            moved = moved_buffers(watcher, blueprint.model, tensors)
+        changes_batch = any(watcher.writers(tensor) for tensor in tensors_of(data))
+        return replace(watcher.flow(total, output), moved=moved, changes_batch=changes_batch)
 
     return _on_fake_tensors(blueprint, batch, run, understudy)
 
@@ -198,7 +204,8 @@ def _on_fake_tensors(
         if large:
             return None, one_line(error).removesuffix(".")
     try:
-        return run(map_tensors(torch.Tensor.cpu, batch), None), ""
+        # Copies, because the model may change its inputs in place.
+        return run(map_tensors(lambda tensor: tensor.detach().cpu().clone(), batch), None), ""
     except JobError:
         raise
     except Exception as error:
@@ -246,7 +253,7 @@ def _step(
             total, weight = _forward(job, model, batch)
         if not total.requires_grad:
             raise JobError("The loss does not depend on any trainable parameter; nothing could be trained.")
-        gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
+        gradients = _gradients(total, list(wanted.values()))
         known = None if torch.is_tensor(weight) else float(weight) / SAMPLES
         if known is not None and not isinstance(total, FakeTensor) and not is_meta(total):
             known = known if _weighs(job, model, known) else None
@@ -264,6 +271,17 @@ def _step(
         read_elsewhere=frozenset(reads.elsewhere),
         by_value=not (isinstance(total, FakeTensor) or is_meta(total)),
     )
+
+
+def _gradients(total: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Not by `autograd.grad`: an author's `checkpoint(..., use_reentrant=True)` works with `backward` only."""
+    for leaf in leaves:
+        leaf.grad = None
+    total.backward()
+    found = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return found
 
 
 @torch.no_grad()

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.describe.flow import Source, Watcher
+from meshwright.describe.calls import Source
+from meshwright.describe.flow import Watcher
 from meshwright.describe.kinds import NotAlike, arrival_of, kind_of, numbers_of, surroundings
 from meshwright.describe.template import Template, input_source, learn
 

@@ -13,7 +13,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.describe.flow import CONSTANTS, NUMBERS, Call, Source, Watcher
+from meshwright.describe.calls import CONSTANTS, NUMBERS, Call, Source
+from meshwright.describe.flow import Watcher
 from meshwright.describe.kinds import NotAlike, state_of
 from meshwright.describe.number import counting
 

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from meshwright.describe.blueprint import Blueprint
-from meshwright.describe.flow import Call, Flow, TensorLeaf, Value, Watcher
+from meshwright.describe.calls import Call, Flow, TensorLeaf, Value
+from meshwright.describe.flow import Watcher
 from meshwright.describe.observe import Understudy, trace
 from meshwright.describe.repeats import Follower
 from meshwright.errors import JobError

@@ -10,7 +10,7 @@ from meshwright.build.check import check
 from meshwright.build.rehearsal import rehearse
 from meshwright.build.staging import nominal_batch, tracer
 from meshwright.describe.blueprint import record
-from meshwright.describe.flow import TensorLeaf
+from meshwright.describe.calls import TensorLeaf
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from meshwright.describe.flow import Flow, Inside, Source, StrangeLeaf, TensorLeaf, Value
+from meshwright.describe.calls import GLUE, Flow, Inside, Source, StrangeLeaf, TensorLeaf, Value
 from meshwright.errors import Refused
 from meshwright.facts.model import ModelFacts
 
@@ -35,6 +35,9 @@ class Stages:
 
     def calls_of(self, stage: int) -> range:
         return range(self.starts[stage], (*self.starts, self.calls)[stage + 1])
+
+    def stage_of(self, call: int) -> int:
+        return bisect_right(self.starts, call) - 1
 
     def is_last(self, stage: int) -> bool:
         return stage == len(self) - 1
@@ -125,11 +128,15 @@ class Crossings:
 
 def find_crossings(flow: Flow, stages: Stages) -> Crossings:
     """What must be sent along so that every stage can run its calls. Refused by name where that cannot be."""
+    _refuse_other_calls(flow, stages)
+    _refuse_values(flow)
+    _refuse_moved(flow, stages)
     _refuse_hollow(flow, stages)
     needs = [_needs(flow, stages, stage) for stage in range(len(stages))]
     for stage, sources in enumerate(needs):
         _refuse_insides(flow, stages, stage, sources)
     values = [_crossing(needs[stage:], stages.starts[stage]) for stage in range(len(stages))]
+    _refuse_complex(flow, {value for crossing in values for value in crossing})
     if not SENDS_INTEGERS:
         _refuse_integers(flow, {value for crossing in values for value in crossing})
     return Crossings(tuple(values), tuple(_reads(flow, stages, stage) for stage in range(len(stages))))
@@ -162,6 +169,39 @@ def _refuse_insides(flow: Flow, stages: Stages, stage: int, sources: frozenset[S
             )
 
 
+def _refuse_other_calls(flow: Flow, stages: Stages) -> None:
+    if len(flow.calls) != stages.calls:
+        raise Refused(
+            f"The model makes {len(flow.calls)} calls of its modules for a batch of these shapes and {stages.calls} "
+            "for others; a pipeline needs a model that calls its modules in the same order for every batch."
+        )
+
+
+def _refuse_values(flow: Flow) -> None:
+    """What runs after somebody looked at values may be something else for the next batch."""
+    if flow.looked is not None:
+        where = f"after calling {flow.looked}" if flow.looked else "before it calls its first module"
+        raise Refused(
+            f"The model looks at values {where} (as `if x.sum() > 0`, `x.item()` and `x[mask]` do), so what its "
+            "stages have to send may change from batch to batch; use tp, op or a data strategy."
+        )
+
+
+def _refuse_moved(flow: Flow, stages: Stages) -> None:
+    for name, calls in flow.moved.items():
+        if GLUE in calls:
+            raise Refused(
+                f"The model changes {name} between the calls of its modules, which not every stage would see; change "
+                "it in the forward of a module that has parameters, or use tp, op or a data strategy."
+            )
+        if len({stages.stage_of(call) for call in calls}) > 1:
+            first, *_, last = (flow.calls[call].name for call in sorted(calls))
+            raise Refused(
+                f"{first} and {last} change {name}, which they share, so they cannot lie on two stages; give "
+                "Job(stages=...) other borders, or use tp, op or a data strategy."
+            )
+
+
 def _refuse_hollow(flow: Flow, stages: Stages) -> None:
     """Calls before the last stage are stood in for on a later one."""
     for call in flow.calls[: stages.starts[-1]]:
@@ -171,14 +211,15 @@ def _refuse_hollow(flow: Flow, stages: Stages) -> None:
                 f"{call.name} returns a {strange}, which cannot be made up on stages where it does not run; "
                 "return tensors (in tuples, lists, dicts, or a class that torch.export.register_dataclass knows)."
             )
-        if call.mutates:
+
+
+def _refuse_complex(flow: Flow, values: set[Value]) -> None:
+    for value in values:
+        leaf, name = flow.calls[value.call].leaves[value.leaf], flow.calls[value.call].name
+        if isinstance(leaf, TensorLeaf) and leaf.dtype.is_complex:
             raise Refused(
-                f"{call.name} changes its input in place, which other stages would miss; return a new tensor."
-            )
-        if call.changed:
-            raise Refused(
-                f"The model changes what {call.name} returned in place, which only one stage would see; "
-                "write x = x + y where it says x += y."
+                f"Output {value.leaf} of {name} ({leaf.dtype}) would cross a cut, but PyTorch's pipelines send no "
+                "complex tensors; return torch.view_as_real(...) of it, or give Job(stages=...) other borders."
             )
 
 

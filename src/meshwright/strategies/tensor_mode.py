@@ -6,7 +6,6 @@ but not divided. Which ones that were is kept, so that it can be told.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointError
 
 from meshwright.strategies import tensor_rules as rules
+from meshwright.strategies.in_place import IN_PLACE_OPERATORS, asked_in_place, changes_its_input, not_in_place
 from meshwright.strategies.tensor_attention import attention, dropout
 from meshwright.strategies.tensor_layout import (
     dim_of,
@@ -121,7 +121,7 @@ class DividedFunctions(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _ASKED or (_is_property(func) and func not in _RULES):
             return func(*args, **kwargs)
-        if _changes_its_input(func, args, kwargs):
+        if changes_its_input(func, args, kwargs):
             return self._change(func, args, kwargs)
         result = self._run(func, args, kwargs)
         if func in _VIEWS and is_divided(args[0], self.mesh):
@@ -176,8 +176,8 @@ class DividedFunctions(TorchFunctionMode):
     def _new_value(self, func: Any, target: DTensor, args: Any, kwargs: Any) -> Any:
         if "out" in kwargs:
             return self._run(func, args, {key: value for key, value in kwargs.items() if key != "out"})
-        if _asked_in_place(func, args, kwargs):
-            return self._run(func, *_not_in_place(func, args, kwargs))
+        if asked_in_place(func, args, kwargs):
+            return self._run(func, *not_in_place(func, args, kwargs))
         if (aside := _aside(func)) is not None:
             return self._run(aside, args, kwargs)
         value = whole(target, self.mesh).clone()
@@ -197,46 +197,11 @@ def _is_property(func: Any) -> bool:
     return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
 
 
-def _changes_its_input(func: Any, args: Any, kwargs: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name.endswith("_") and not name.startswith("__"):
-        return True
-    if name == "__setitem__" or (name in _IN_PLACE_OPERATORS):
-        return True
-    return kwargs.get("out") is not None or _asked_in_place(func, args, kwargs)
-
-
-_IN_PLACE_OPERATORS = {
-    f"__i{name}__": f"__{name}__" for name in ["add", "sub", "mul", "truediv", "pow", "and", "or", "xor"]
-}
-
-
-def _asked_in_place(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether `inplace` is among the arguments, perhaps by its place."""
-    names = _argument_names(func)
-    return "inplace" in names and bool(
-        kwargs.get("inplace", dict(zip(names, args, strict=False)).get("inplace", False))
-    )
-
-
-def _not_in_place(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    place = _argument_names(func).index("inplace")
-    return args[:place] + args[place + 1 :], {**kwargs, "inplace": False}
-
-
-@cache
-def _argument_names(func: Any) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(func).parameters) if inspect.isfunction(func) else ()
-    except ValueError:
-        return ()
-
-
 @cache
 def _aside(func: Any) -> Any:
     """The function that computes the same without changing its input."""
     name = func.__name__
-    plain = _IN_PLACE_OPERATORS.get(name) or name.removesuffix("_")
+    plain = IN_PLACE_OPERATORS.get(name) or name.removesuffix("_")
     return getattr(Tensor, plain, None) if plain != name else None
 
 

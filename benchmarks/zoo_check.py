@@ -29,7 +29,7 @@ import meshwright
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the models and the ranks are the tests' own
 
 from rank_pool import RankPool
-from zoo.catalogue import STRATEGIES, ZOO, ranks_of
+from zoo.catalogue import STRATEGIES, ZOO, case_of, ranks_of
 from zoo.programs import examine
 
 ALL = ("single", *STRATEGIES)
@@ -91,7 +91,7 @@ def main() -> None:
             if (name, strategy) in results:
                 continue
             start = time.perf_counter()
-            found = examine(name, strategy, pools.of(strategy))
+            found = examine(case_of(name), strategy, pools.of(strategy))
             row = {"model": name, "strategy": strategy, "verdict": found.verdict, "reason": found.reason}
             results[name, strategy] = row
             seconds = time.perf_counter() - start

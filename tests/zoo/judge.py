@@ -66,6 +66,24 @@ def in_double(job: Job) -> Job:
     return replace(job, model=lambda: build().double(), sample=lambda n: _double(sample(n)))
 
 
+def without_dropout(job: Job) -> Job:
+    """The same job with every chance to drop something set to 0, on modules and in configs."""
+
+    def build() -> nn.Module:
+        model = job.model()
+        configs = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "__dict__")]
+        for holder in [*model.modules(), *configs]:
+            for name, value in list(vars(holder).items()):
+                if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(holder, DROPS))):
+                    setattr(holder, name, 0.0)
+        return model
+
+    return replace(job, model=build)
+
+
+DROPS = nn.modules.dropout._DropoutNd
+
+
 def _double(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,11 +15,22 @@ from meshwright.build.check import check
 from meshwright.build.rehearsal import rehearse
 from meshwright.build.step import Trainer
 from meshwright.build.world import World
+from meshwright.describe.model import describe
 from meshwright.errors import BadInput, MeshwrightError, one_line
 from meshwright.facts.model import ModelFacts
 from meshwright.runtime.place import place_for, place_of
 from rank_pool import RankError, RankPool
-from zoo.judge import STEPS, Course, batch_of, first_difference, for_gradients, to_numpy, unsaved_tensors
+from zoo.judge import (
+    STEPS,
+    Course,
+    batch_of,
+    first_difference,
+    for_gradients,
+    in_double,
+    plain_course,
+    to_numpy,
+    unsaved_tensors,
+)
 
 
 def refuse(job: Job, facts: ModelFacts, strategy: str, ranks: int) -> None:
@@ -42,12 +55,39 @@ def course(world: World, job: Job, facts: ModelFacts, strategy: str, *, steps: i
     return found
 
 
-def on_ranks(world: World, name: str, facts: dict[str, Any], strategy: str) -> Course:
-    """Every rank looks the job up by its name. Rank 0 has what they found; all have their own unsaved tensors."""
-    from zoo.catalogue import job_of
-
-    found = course(world, job_of(name), ModelFacts.from_json(facts), strategy)
+def on_ranks(world: World, case: Case, facts: dict[str, Any], strategy: str) -> Course:
+    """Rank 0 has what all found; each has its own unsaved tensors."""
+    found = course(world, job_of(case), ModelFacts.from_json(facts), strategy)
     return found if world.is_main else Course(unsaved=found.unsaved)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job by where it is found, which every rank looks up for itself."""
+
+    module: str
+    """Its function `find_job` takes the name."""
+    name: str
+    double: bool = True
+    """Whether it is run in float64."""
+    exact: bool = True
+    """Whether nothing inside computes in float32 whatever the model's dtype."""
+
+
+@cache
+def job_of(case: Case) -> Job:
+    job: Job = import_module(case.module).find_job(case.name)
+    return in_double(job) if case.double else job
+
+
+@cache
+def facts_of(case: Case) -> ModelFacts:
+    return describe(job_of(case))
+
+
+@cache
+def plain_of(case: Case) -> Course:
+    return plain_course(job_of(case))
 
 
 @dataclass(frozen=True)
@@ -62,26 +102,25 @@ class Outcome:
         return f"{self.verdict}: {self.reason}" if self.reason else self.verdict
 
 
-def examine(name: str, strategy: str, pool: RankPool | None) -> Outcome:
+def examine(case: Case, strategy: str, pool: RankPool | None) -> Outcome:
     """Compare a strategy with plain PyTorch; `single` runs here, the others on the pool's ranks."""
-    from zoo.catalogue import ZOO, facts_of, job_of, plain_of
-
     try:
-        job, facts = job_of(name), facts_of(name)
+        job, facts = job_of(case), facts_of(case)
         refuse(job, facts, strategy, pool.ranks if pool else 1)
         if pool is None:
             found = [course(World(device=torch.device("cpu")), job, facts, strategy)]
         else:
-            found = pool(on_ranks, name, facts.to_json(), strategy)
+            found = pool(on_ranks, case, facts.to_json(), strategy)
     except MeshwrightError as error:
         return Outcome("refused", str(error))
     except RankError as error:
-        return Outcome("refused" if error.kind in REFUSALS else "CRASH", f"{error.kind}: {error.message}")
+        message = next((line for line in error.message.splitlines() if line.strip()), "")
+        return Outcome("refused" if error.kind in REFUSALS else "CRASH", f"{error.kind}: {message.strip()}")
     except Exception as error:
         return Outcome("CRASH", one_line(error))
     for other in found[1:]:
         found[0].unsaved = other.unsaved | found[0].unsaved
-    difference = first_difference(plain_of(name), found[0], double=ZOO[name].double)
+    difference = first_difference(plain_of(case), found[0], double=case.double and case.exact)
     return Outcome("DIFFERS", difference) if difference else Outcome("equal")
 
 

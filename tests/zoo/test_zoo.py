@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rank_pool import RankPool
-from zoo.catalogue import STRATEGIES, ZOO, ranks_of
+from zoo.catalogue import STRATEGIES, ZOO, case_of, ranks_of
 from zoo.judge import Course, first_difference
 from zoo.programs import examine
 
@@ -24,7 +24,7 @@ BASES = {"RNNBase", "RNNCellBase"}
 
 
 def check(name: str, strategy: str, pool: RankPool | None) -> None:
-    outcome = examine(name, strategy, pool)
+    outcome = examine(case_of(name), strategy, pool)
     words = ZOO[name].refused.get(strategy)
     if words is None:
         assert outcome.verdict == "equal", outcome

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright import Job
-from zoo.jobs import CLASSES, LENGTH, VOCABULARY, WIDTH, Trunk, entry, make_job, squares, vectors
+from zoo.jobs import CLASSES, LENGTH, SAMPLES_DIVIDED, VOCABULARY, WIDTH, Trunk, entry, make_job, squares, vectors
 
 
 def nested(n: int) -> dict[str, Any]:
@@ -148,23 +148,49 @@ class Graphs(nn.Module):
         return self.head(y.new_zeros(graphs, 8).index_add(0, owner, y))
 
 
-def graphs(n: int) -> dict[str, Tensor]:
+def graph(nodes: int) -> dict[str, Tensor]:
+    chain = torch.stack([torch.arange(nodes - 1), torch.arange(1, nodes)])
+    return {"nodes": torch.randn(nodes, WIDTH), "edges": chain, "y": torch.randn(CLASSES)}
+
+
+def join_graphs(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """As PyG's Batch: nodes of all graphs one after another, edges by number, and whose each node is."""
-    sizes = [2 + i % 3 for i in range(n)]
-    starts = torch.tensor([0, *sizes]).cumsum(0)
-    edges = torch.cat(
-        [torch.stack([torch.arange(s - 1), torch.arange(1, s)]) + o for s, o in zip(sizes, starts[:-1], strict=True)], 1
-    )
-    owner = torch.repeat_interleave(torch.arange(n), torch.tensor(sizes))
-    return {"nodes": torch.randn(sum(sizes), WIDTH), "edges": edges, "owner": owner, "y": torch.randn(n, CLASSES)}
+    sizes = torch.tensor([len(sample["nodes"]) for sample in samples])
+    starts = sizes.cumsum(0) - sizes
+    return {
+        "nodes": torch.cat([sample["nodes"] for sample in samples]),
+        "edges": torch.cat([sample["edges"] + start for sample, start in zip(samples, starts, strict=True)], 1),
+        "owner": torch.repeat_interleave(torch.arange(len(samples)), sizes),
+        "y": torch.stack([sample["y"] for sample in samples]),
+    }
+
+
+def part_graphs(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The inverse of `join_graphs`."""
+    found, owner_of_edge = [], batch["owner"][batch["edges"][0]]
+    for number, y in enumerate(batch["y"]):
+        nodes = batch["nodes"][batch["owner"] == number]
+        start = int((batch["owner"] < number).sum())
+        found.append({"nodes": nodes, "edges": batch["edges"][:, owner_of_edge == number] - start, "y": y})
+    return found
+
+
+GRAPHS: dict[str, Any] = {
+    "sample": lambda n: join_graphs([graph(2 + i % 3) for i in range(n)]),
+    "inputs": lambda batch: (batch["nodes"], batch["edges"], batch["owner"], len(batch["y"])),
+}
+
+
+@entry(refused={SAMPLES_DIVIDED: "split"})
+def graph_offsets() -> Job:
+    """Graphs one after another, with edges that count from the batch's first node."""
+    return make_job(Graphs, **GRAPHS)
 
 
 @entry()
-def graph_offsets() -> Job:
-    """Graphs one after another, with edges that count from the batch's first node."""
-    return make_job(
-        Graphs, graphs, inputs=lambda batch: (batch["nodes"], batch["edges"], batch["owner"], len(batch["y"]))
-    )
+def graphs_with_split() -> Job:
+    """The same with a `split`, which says how a batch is taken apart."""
+    return make_job(Graphs, **GRAPHS, collate=join_graphs, split=part_graphs)
 
 
 class BagOfWords(nn.Module):
@@ -177,19 +203,37 @@ class BagOfWords(nn.Module):
         return self.trunk(self.bag(words, offsets))
 
 
-def bags(n: int) -> dict[str, Tensor]:
-    sizes = torch.tensor([1 + i % 3 for i in range(n)])
+def join_words(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    sizes = torch.tensor([len(words) for words, _ in samples])
     return {
-        "words": torch.randint(VOCABULARY, (int(sizes.sum()),)),
-        "offsets": torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)[:-1]]),
-        "y": torch.randn(n, CLASSES),
+        "words": torch.cat([words for words, _ in samples]),
+        "offsets": sizes.cumsum(0) - sizes,
+        "y": torch.stack([y for _, y in samples]),
     }
 
 
-@entry()
+def part_words(batch: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The inverse of `join_words`."""
+    rows = batch["words"].tensor_split(batch["offsets"][1:])
+    return list(zip(rows, batch["y"], strict=True))
+
+
+BAGS: dict[str, Any] = {
+    "sample": lambda n: join_words([(torch.randint(VOCABULARY, (1 + i % 3,)), torch.randn(CLASSES)) for i in range(n)]),
+    "inputs": lambda batch: (batch["words"], batch["offsets"]),
+}
+
+
+@entry(refused={SAMPLES_DIVIDED: "split"})
 def bag_offsets() -> Job:
     """Words of all samples one after another, with the offset of each."""
-    return make_job(BagOfWords, bags, inputs=lambda batch: (batch["words"], batch["offsets"]))
+    return make_job(BagOfWords, **BAGS)
+
+
+@entry()
+def bags_with_split() -> Job:
+    """The same with a `split`."""
+    return make_job(BagOfWords, **BAGS, collate=join_words, split=part_words)
 
 
 class TimeFirst(nn.Module):

@@ -17,6 +17,8 @@ WIDTH, CLASSES, VOCABULARY, LENGTH, BATCH = 6, 3, 11, 4, 8
 TWO_RANKS = ("ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op", "tp=2", "op=2", "pp=2:1f1b", "layers=2")
 FOUR_RANKS = ("hsdp=2x2", "fsdp=2,tp=2", "ddp=2,pp=2:1f1b")
 STRATEGIES = (*TWO_RANKS, *FOUR_RANKS)
+SAMPLES_DIVIDED = tuple(strategy for strategy in STRATEGIES if strategy not in ("tp=2", "op=2", "layers=2"))
+"""Strategies that cut a batch over ranks or into micro-batches."""
 CUT = ("pp=2:1f1b", "layers=2", "ddp=2,pp=2:1f1b")
 """Strategies that cut the model into stages."""
 SPLIT = ("tp=2", "fsdp=2,tp=2", "op=2")

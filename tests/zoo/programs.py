@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -55,9 +54,12 @@ def course(world: World, job: Job, facts: ModelFacts, strategy: str, *, steps: i
     return found
 
 
-def on_ranks(world: World, case: Case, facts: dict[str, Any], strategy: str) -> Course:
-    """Rank 0 has what all found; each has its own unsaved tensors."""
-    found = course(world, job_of(case), ModelFacts.from_json(facts), strategy)
+def on_ranks(world: World, case: Case, facts: dict[str, Any], strategy: str) -> Course | Outcome:
+    """Rank 0 has what all found; each has its own unsaved tensors. A refusal is raised alike on all of them."""
+    try:
+        found = course(world, job_of(case), ModelFacts.from_json(facts), strategy)
+    except BadInput as error:
+        return Outcome("refused", str(error))
     return found if world.is_main else Course(unsaved=found.unsaved)
 
 
@@ -115,19 +117,13 @@ def examine(case: Case, strategy: str, pool: RankPool | None) -> Outcome:
         return Outcome("refused", str(error))
     except RankError as error:
         message = next((line for line in error.message.splitlines() if line.strip()), "")
-        return Outcome("refused" if error.kind in REFUSALS else "CRASH", f"{error.kind}: {message.strip()}")
+        return Outcome("CRASH", f"{error.kind}: {message.strip()}")
     except Exception as error:
         return Outcome("CRASH", one_line(error))
-    for other in found[1:]:
-        found[0].unsaved = other.unsaved | found[0].unsaved
-    difference = first_difference(plain_of(case), found[0], double=case.double and case.exact)
+    first, *others = found
+    if isinstance(first, Outcome):
+        return first
+    for other in others:
+        first.unsaved = other.unsaved | first.unsaved
+    difference = first_difference(plain_of(case), first, double=case.double and case.exact)
     return Outcome("DIFFERS", difference) if difference else Outcome("equal")
-
-
-def _kinds(root: type[MeshwrightError]) -> Iterator[str]:
-    yield root.__name__
-    for kind in root.__subclasses__():
-        yield from _kinds(kind)
-
-
-REFUSALS = frozenset(_kinds(BadInput))

@@ -33,14 +33,7 @@ def check(name: str, strategy: str, pool: RankPool | None) -> None:
         assert re.search(words, outcome.reason), outcome
 
 
-NOT_YET = {
-    *("ragged_lists", "ragged_alone", "graph_offsets", "bag_offsets", "time_major_batch", "dataclass_batch"),
-    *("torch_load", "torch_load_whole", "safetensors_load", "numpy_arrays", "initialised_by_values", "weight_norm_old"),
-    *("orthogonal", "aliases", "modules_in_plain_list", "llama_from_pretrained", "bert_from_pretrained"),
-    *("meta_then_empty", "hooks", "checkpointed_reentrant", "scripted_part", "linear_layers", "lazy_layers", "lbfgs"),
-    *("plateau", "lstm", "lstm_projected", "gru", "rnn_relu", "lstm_packed", "translation", "time_major_inside"),
-    "sparse_gradients",
-}
+NOT_YET = {"scripted_part", "sparse_gradients"}
 
 
 @pytest.mark.parametrize(

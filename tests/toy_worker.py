@@ -14,6 +14,7 @@ from meshwright.errors import NonFiniteLoss
 from meshwright.runtime.attempt import Attempt, own_attempt, report
 from meshwright.runtime.environment import own_rank
 from meshwright.runtime.preemption import Preemption
+from meshwright.runtime.pulse import own_pulse
 
 LIMIT_SECONDS = 120  # a rank that waits in vain ends here
 
@@ -42,6 +43,16 @@ def leaves_a_child(attempt: Attempt, rank: int) -> None:
         child.start()
         Path(attempt.request()["seen"]).write_text(str(child.pid))
         os.kill(os.getpid(), signal.SIGKILL)
+    wait_for_the_end()
+
+
+def starts_a_child(attempt: Attempt, rank: int) -> None:
+    """As a rank with data-loading processes, that waits."""
+    child = multiprocessing.get_context("fork").Process(target=wait_for_the_end)
+    child.start()
+    part = Path(attempt.request()["seen"]) / f"part-{rank}"
+    part.write_text(f"{os.getpid()} {child.pid}")
+    part.rename(part.with_name(f"pids-{rank}"))
     wait_for_the_end()
 
 
@@ -121,3 +132,35 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def wait_for_the_end() -> None:
     threading.Event().wait(LIMIT_SECONDS)
     raise TimeoutError("nobody ended this rank")
+
+
+def leaves_with_a_code(attempt: Attempt, rank: int) -> None:
+    """Rank 1 goes without a word, and rank 0 complains of it before anybody looks."""
+    if rank == 1:
+        os._exit(int(attempt.request()["code"]))
+    wait_for(lambda: not _is_running(attempt.pids().get(1)))
+    raise ConnectionError("Connection closed by peer")
+
+
+def hangs(attempt: Attempt, rank: int) -> None:
+    """Rank 1 stays in what might be a forward pass, or stops; rank 0 waits for it as in a collective."""
+    own_pulse().step(1)
+    if rank == 1 and attempt.request()["how"] == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif rank == 1:
+        forward_that_hangs(attempt.request()["how"])
+    exec(compile("wait()", "/x/torch/distributed/collectives.py", "exec"), {"wait": wait_for_the_end})
+
+
+def forward_that_hangs(how: str) -> None:
+    while how == "busy":
+        pass
+    wait_for_the_end()
+
+
+def _is_running(pid: int | None) -> bool:
+    """Also a process that nobody has looked at yet is gone."""
+    try:
+        return pid is None or "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:1]
+    except OSError:
+        return False

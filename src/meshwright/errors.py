@@ -92,12 +92,18 @@ class NonFiniteLoss(BadInput):
 
 
 class RankFailed(MeshwrightError):
-    """A rank ended early. `traceback` is that rank's own, empty where a signal ended it."""
+    """A rank ended early, or hung. `traceback` is that rank's own, empty where a signal ended it.
 
-    def __init__(self, message: str, *, rank: int, traceback: str = "") -> None:
+    `signal` names the one that ended it, and `ended_with` is the exit code of a rank that left without a word.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int, traceback: str = "", signal: str | None = None, ended_with: int | None = None
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.traceback = traceback
+        self.signal, self.ended_with = signal, ended_with
 
 
 def one_line(error: BaseException) -> str:

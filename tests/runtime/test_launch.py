@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import api as multiprocessing
 
 from meshwright.errors import NonFiniteLoss, RankFailed
-from meshwright.runtime import preemption
+from meshwright.runtime import preemption, silence
 from meshwright.runtime.agent import Meeting
 from meshwright.runtime.launch import launch
 from toy_worker import wait_for
@@ -31,10 +33,10 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not [child for child in psutil.Process().children() if "toy_worker" in child.cmdline()]
 
 
-def run(does: str, *, max_restarts: int = 0, grace: float = 60.0, **rest: str) -> list[Any]:
+def run(does: str, *, max_restarts: int = 0, grace: float = 60.0, patience: float = 0.0, **rest: str) -> list[Any]:
     results: list[Any] = []
     request = {"verb": "train", "does": does, **rest}
-    launch(request, 2, results=results, max_restarts=max_restarts, grace=grace, worker="toy_worker")
+    launch(request, 2, results=results, max_restarts=max_restarts, grace=grace, worker="toy_worker", patience=patience)
     return results
 
 
@@ -44,6 +46,63 @@ def test_a_killed_rank_restarts_all(capfd: pytest.CaptureFixture[str]) -> None:
     lines = [line for line in capfd.readouterr().err.splitlines() if "restart" in line]
     assert len(lines) == 1
     assert re.fullmatch("Rank 1 was ended by SIGKILL.*; restart 1 of 2", lines[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", ["7", "1", "0"])
+def test_a_rank_that_leaves_without_a_word_is_named(code: str) -> None:
+    with pytest.raises(RankFailed, match=f"^Rank 1 ended with exit code {code} ") as caught:
+        run("leaves_with_a_code", code=code)
+    assert (caught.value.rank, caught.value.ended_with, caught.value.signal) == (1, int(code), None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "place"), [("asleep", "in forward_that_hangs"), ("busy", "in forward_that_hangs")])
+def test_a_rank_that_hangs_is_named_with_its_line(how: str, place: str) -> None:
+    with pytest.raises(RankFailed, match=r"^Rank 1 has been silent for \d+ s in step 2: ") as caught:
+        run("hangs", patience=1.0, how=how)
+    assert caught.value.rank == 1
+    assert place in caught.value.traceback and "toy_worker.py" in caught.value.traceback
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silence, "ANSWER_S", 0.5)
+    with pytest.raises(RankFailed, match=r"^Rank 1 has been silent .*: it does not answer"):
+        run("hangs", patience=1.0, how="stopped")
+
+
+@pytest.mark.slow
+def test_a_signal_is_a_field() -> None:
+    with pytest.raises(RankFailed) as caught:
+        run("is_killed_once")
+    assert (caught.value.signal, caught.value.ended_with) == ("SIGKILL", None)
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_takes_its_ranks_with_it(tmp_path: Path) -> None:
+    """And its folder, and what its ranks started."""
+    program = (
+        "from meshwright.runtime.launch import launch\n"
+        f"request = {{'verb': 'train', 'does': 'starts_a_child', 'seen': {str(tmp_path)!r}}}\n"
+        "launch(request, 2, results=[], worker='toy_worker')"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    launcher = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    wait_for(lambda: len(list(tmp_path.glob("pids-*"))) == 2)
+    (folder,) = tmp_path.glob("meshwright-*")
+    pids = [int(pid) for path in tmp_path.glob("pids-*") for pid in path.read_text().split()]
+    assert len(pids) == 4 and all(map(is_running, pids))
+    assert {address for pid in pids[:1] for address in listening(pid)} <= {"127.0.0.1"}
+    assert set(listening(launcher.pid)) == {"127.0.0.1"}
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: not any(map(is_running, pids)))
+    wait_for(lambda: not folder.exists())
+
+
+def listening(pid: int) -> list[str]:
+    return [c.laddr.ip for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN]
 
 
 @pytest.mark.slow

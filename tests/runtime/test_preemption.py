@@ -214,10 +214,10 @@ def _listening_rank(attempt: Attempt, put: Callable[[str | None], None]) -> mult
 
 
 def test_a_rank_is_lost_when_it_is_gone_without_having_finished(attempt: Attempt) -> None:
-    assert not attempt.lost_a_rank()
+    assert not attempt.lost_ranks()
     attempt.started({0: os.getpid()})
-    assert not attempt.lost_a_rank()
+    assert not attempt.lost_ranks()
     attempt.started({0: os.getpid(), 1: ended_pid()})
-    assert attempt.lost_a_rank()
+    assert attempt.lost_ranks() == [1]
     attempt.finish(1)
-    assert not attempt.lost_a_rank()
+    assert not attempt.lost_ranks()

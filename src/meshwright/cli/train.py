@@ -33,6 +33,10 @@ def train(
         int | None, typer.Option(min=0, help="Restarts after a killed or crashed rank; 3 where the run has --out.")
     ] = None,
     grace: Annotated[float, typer.Option(min=1, help="Seconds to save and end in after SIGTERM or SIGUSR1.")] = 30.0,
+    patience: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds a rank may be silent beyond its longest step before it fails; 0: any time."),
+    ] = 120.0,
     seed: Annotated[
         int | None, typer.Option(help="For initial weights, data order and dropout; 0 if not given.")
     ] = None,
@@ -95,6 +99,7 @@ def train(
             keep_every=keep_every,
             max_restarts=max_restarts,
             grace=grace,
+            patience=patience,
             seed=seed,
             max_norm=max_norm,
             workers=workers,

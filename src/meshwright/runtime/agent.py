@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -23,8 +25,10 @@ from meshwright.runtime.attempt import Attempt
 from meshwright.runtime.failure import Failure, first_failure
 from meshwright.runtime.interrupts import Interrupts
 from meshwright.runtime.preemption import GRACE, Forwarding
+from meshwright.runtime.silence import LOOK_EVERY_S, Watch
 
 HOST = "127.0.0.1"
+_TORCH_KILLS_AFTER_S = 29.0  # when ranks do not end by themselves after another failed
 
 
 class Meeting(RendezvousHandler):
@@ -38,8 +42,11 @@ class Meeting(RendezvousHandler):
         self._run_id = run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        store = TCPStore(HOST, 0, is_master=True)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(HOST, store.port))
+        # Torch itself would listen on all interfaces.
+        listener = socket.create_server((HOST, 0))
+        port = listener.getsockname()[1]
+        store = TCPStore(HOST, port, is_master=True, master_listen_fd=listener.detach())
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(HOST, port))
 
     @property
     def use_agent_store(self) -> bool:
@@ -77,6 +84,7 @@ class Agent(LocalElasticAgent):
         interrupts: Interrupts,
         max_restarts: int = 0,
         grace: float = GRACE,
+        watch: Watch | None = None,
     ) -> None:
         spec = WorkerSpec(
             role="rank",
@@ -91,7 +99,8 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder), redirects=_only_rank_0_speaks(ranks)))
         self.attempt = Attempt(folder, 0)
         self.forwarding = Forwarding(lambda: self.attempt, grace=grace)
-        self._interrupts = interrupts
+        self._interrupts, self._watch = interrupts, watch
+        self._looked = time.monotonic()
         self.failure: Failure | None = None
         """What the last attempt failed of."""
 
@@ -106,17 +115,36 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        killed = self.forwarding.overdue
-        if killed:
+        # What we end ranks for; what else fails, they fail of themselves.
+        cause = self._killed(0) if self.forwarding.overdue else self._silent()
+        if cause is not None:
             self._shutdown(signal.SIGKILL)
+        begun = time.monotonic()
         result: RunResult = super()._monitor_workers(worker_group)
+        lost = self._lost(result)
+        if lost and not result.is_failed():
+            self._shutdown(signal.SIGKILL)
+            result = RunResult(state=WorkerState.FAILED)
         if result.is_failed():
-            for failure in result.failures.values():
-                _end_children_of(failure.pid)
-            codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-            self.failure = self._killed(next(iter(codes))) if killed else first_failure(self.attempt, codes)
+            for pid in self.attempt.pids().values():
+                _end_children_of(pid)
+            codes = {rank: failure.exitcode for rank, failure in result.failures.items()} | dict.fromkeys(lost, 0)
+            if time.monotonic() - begun >= _TORCH_KILLS_AFTER_S and any(c != -signal.SIGKILL for c in codes.values()):
+                codes = {rank: code for rank, code in codes.items() if code != -signal.SIGKILL}  # torch's own
+            self.failure = cause or first_failure(self.attempt, codes)
             self._decide(self.failure)
         return result
+
+    def _silent(self) -> Failure | None:
+        found = None if self._watch is None else self._watch.find(self.attempt)
+        return None if found is None else Failure(rank=found.rank, message=found.message, traceback=found.stack.text)
+
+    def _lost(self, result: RunResult) -> list[int]:
+        """Ranks that ended as if all were well, without having done their work."""
+        if result.state == WorkerState.HEALTHY and time.monotonic() - self._looked < LOOK_EVERY_S:
+            return []
+        self._looked = time.monotonic()
+        return [rank for rank in self.attempt.lost_ranks() if rank not in result.failures]
 
     def _decide(self, failure: Failure) -> None:
         """Whether torch's loop, which called us, restarts all ranks now."""

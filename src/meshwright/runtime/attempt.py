@@ -6,6 +6,8 @@
         pids.json               of every rank, by the launcher
         listening-RANK          a rank that takes signals: its pid
         results.jsonl           what rank 0 reports
+        pulse-RANK              what a rank does, and since when
+        stacks-RANK             where its threads stand, once it was asked
         failure-RANK.json       a failed rank's last words
         finished-RANK           a rank that did its work
 
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshwright.runtime.environment import own_folder, own_rank, restart_count
+from meshwright.runtime.pulse import Beat
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,29 @@ class Attempt:
     def started(self, pids: dict[int, int]) -> None:
         _write_whole(self.path / "pids.json", json.dumps(pids))
 
-    def lost_a_rank(self) -> bool:
-        """Whether a rank is gone that has not done its work."""
+    def pids(self) -> dict[int, int]:
+        """Of the ranks, once all are started."""
         path = self.path / "pids.json"
-        pids = json.loads(path.read_text()) if path.exists() else {}
-        return any(not _lives(pid) and not (self.path / f"finished-{rank}").exists() for rank, pid in pids.items())
+        return {int(rank): pid for rank, pid in json.loads(path.read_text()).items()} if path.exists() else {}
+
+    def lost_ranks(self) -> list[int]:
+        """Ranks that are gone and have not done their work."""
+        return [rank for rank, pid in self.pids().items() if not _lives(pid) and not self._finished(rank).exists()]
+
+    def pulse(self, rank: int) -> Path:
+        return self.path / f"pulse-{rank}"
+
+    def beats(self) -> dict[int, Beat]:
+        """The last that was heard of each rank that has begun."""
+        found = {rank: Beat.read(self.pulse(rank)) for rank in self.pids() if not self._finished(rank).exists()}
+        return {rank: beat for rank, beat in found.items() if beat is not None}
+
+    def stack_file(self, rank: int) -> Path:
+        return self.path / f"stacks-{rank}"
+
+    def stacks(self, rank: int) -> str:
+        path = self.stack_file(rank)
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def listen(self, rank: int) -> None:
         _write_whole(self.path / f"listening-{rank}", str(os.getpid()))
@@ -73,7 +94,10 @@ class Attempt:
         return [int(path.read_text()) for path in self.path.glob("listening-*") if not path.suffix]
 
     def finish(self, rank: int) -> None:
-        (self.path / f"finished-{rank}").touch()
+        self._finished(rank).touch()
+
+    def _finished(self, rank: int) -> Path:
+        return self.path / f"finished-{rank}"
 
     def report(self, document: Any) -> None:
         with (self.path / "results.jsonl").open("a") as file:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.checkpoints import saved_seed
-from meshwright.runtime.environment import launched, restart_count
+from meshwright.runtime.environment import Launched, launched, restart_count
 from meshwright.runtime.launch import launch
 from meshwright.runtime.layout import lay_out_on_paper
+from meshwright.runtime.lock import owned
 from meshwright.runtime.place import choose_device, place_for, place_of_layers
 from meshwright.runtime.record import prepare_output, require_tensorboard
 from meshwright.runtime.worker import run_train
@@ -63,24 +64,41 @@ def train_command(
         require_tensorboard()
         if out is None:
             raise BadInput("--tensorboard writes into the run's folder; give --out a folder.")
-    place = launched()
-    if out is not None and (place is None or place.rank == 0):
-        prepare_output(out, resume=resume)
-        if resume:
-            saved_seed(out, rest["seed"])  # refuses another seed before any process starts
     request = {
         **{"verb": "train", "job": job, "strategy": strategy, "out": None if out is None else str(out.resolve())},
         **{"tensorboard": tensorboard, "resume": resume, "facts": facts.to_json()},
         "deepspeed_config": deepspeed_config,
         **rest,
     }
+    place = launched()
+    writes = out is not None and (place is None or place.rank == 0)
+    with owned(out) if writes and out is not None else nullcontext():
+        return _train(request, place, parsed, count, max_restarts=max_restarts)
+
+
+def _train(
+    request: dict[str, Any], place: Launched | None, strategy: Strategy, count: int, *, max_restarts: int | None
+) -> dict[str, Any] | None:
+    """By ranks that are there, by this process alone, or by ranks that are started for it."""
+    out = Path(request["out"]) if request["out"] else None
+    if out is not None and (place is None or place.rank == 0):
+        prepare_output(out, resume=request["resume"])
+        if request["resume"]:
+            saved_seed(out, request["seed"])  # refuses another seed before any process starts
     restarts = (RESTARTS if out is not None and count > 1 else 0) if max_restarts is None else max_restarts
-    if place is not None or parsed.data == "dp" or (count == 1 and not restarts):
+    if place is not None or strategy.data == "dp" or (count == 1 and not restarts):
         with redirect_stdout(sys.stderr):
             summary = run_train(request)
         return summary if place is None or place.rank == 0 else None
     results: list[Any] = []
-    launch(request, count, results=results, max_restarts=restarts, grace=rest["grace"])
+    launch(
+        request,
+        count,
+        results=results,
+        max_restarts=restarts,
+        grace=request["grace"],
+        patience=request["patience"],
+    )
     return results[0]  # type: ignore[no-any-return]
 
 

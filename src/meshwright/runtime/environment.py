@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_FOLDER = "MESHWRIGHT_FOLDER"  # set for the ranks that Meshwright starts: where request, result and failures lie
+FOLDER = "MESHWRIGHT_FOLDER"  # set for the ranks that Meshwright starts: where request, result and failures lie
+
+LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ def announce(place: Launched) -> None:
 
 def own_folder() -> Path | None:
     """Where a rank that Meshwright started finds its request and leaves its words."""
-    return Path(os.environ[_FOLDER]) if _FOLDER in os.environ else None
+    return Path(os.environ[FOLDER]) if FOLDER in os.environ else None
 
 
 def own_rank() -> int:
@@ -67,7 +70,9 @@ def environment_for_ranks(ranks: int, folder: str, *, ending: Iterable[str]) -> 
     `ending` are the signals that torch's agent answers by ending the ranks.
     """
     values = {
-        _FOLDER: folder,
+        FOLDER: folder,
+        # All ranks are on this machine, so nobody else needs to reach them.
+        **{name: os.environ.get(name, LOOPBACK) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")},
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads(ranks))),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(ending),
     }
@@ -82,7 +87,7 @@ def environment_for_ranks(ranks: int, folder: str, *, ending: Iterable[str]) -> 
 
 def environment_without_ranks() -> dict[str, str]:
     """For a process that is to know of no ranks: without what torchrun, Slurm or Meshwright told this one."""
-    ours = (_FOLDER, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    ours = (FOLDER, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     theirs = ("GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
     return {key: value for key, value in os.environ.items() if key not in ours and not key.startswith(theirs)}
 

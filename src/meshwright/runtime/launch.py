@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import tempfile
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from meshwright.runtime.agent import Agent
-from meshwright.runtime.environment import environment_for_ranks
+from meshwright.runtime.environment import FOLDER, environment_for_ranks
 from meshwright.runtime.interrupts import UNUSED, Interrupts
+from meshwright.runtime.janitor import cleaned_up_after
 from meshwright.runtime.preemption import GRACE
+from meshwright.runtime.silence import Watch
 
 WORKER = "meshwright.runtime.worker"
 ENDING = ("SIGINT", "SIGHUP", "SIGQUIT")
@@ -32,21 +35,36 @@ def launch(
     max_restarts: int = 0,
     grace: float = GRACE,
     worker: str = WORKER,
+    patience: float = 0.0,
 ) -> None:
     """Run a worker module's `main()` once per rank and wait. What rank 0 reports goes to `results`, also on failure.
 
     A rank that is killed or crashes makes all ranks start anew, `max_restarts` times at most; a user's mistake does
     not. The first failure of the last attempt is raised as that rank told it. SIGTERM and SIGUSR1 ask a training to
-    save and end, which it has `grace` seconds for.
+    save and end, which it has `grace` seconds for. With `patience`, a rank that is silent for so many seconds beyond
+    its longest step counts as failed. Ranks end with this process, whatever ends it, and leave nothing behind.
     """
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+    with (
+        ExitStack() as outside,
+        tempfile.TemporaryDirectory(prefix="meshwright-") as folder,
+    ):
+        outside.enter_context(cleaned_up_after(Path(folder), FOLDER))  # left last, when the folder is gone
         saves = request["verb"] == "train"  # anything else has nothing to save, and SIGTERM ends it
-        (Path(folder) / "request.json").write_text(json.dumps({**request, "grace": grace if saves else None}))
+        told = {"grace": grace if saves else None, "launcher": os.getpid(), "patience": patience}
+        (Path(folder) / "request.json").write_text(json.dumps({**request, **told}))
         command = (sys.executable, "-u", "-m", "meshwright.runtime.rank", worker)
         for logger in SILENT:
             logging.getLogger(logger).setLevel(logging.CRITICAL)
         interrupts = Interrupts(ENDING if saves else (*ENDING, "SIGTERM"))
-        agent = Agent(command, ranks, Path(folder), interrupts=interrupts, max_restarts=max_restarts, grace=grace)
+        agent = Agent(
+            command,
+            ranks,
+            Path(folder),
+            interrupts=interrupts,
+            max_restarts=max_restarts,
+            grace=grace,
+            watch=Watch(patience) if patience else None,
+        )
         try:
             with (
                 environment_for_ranks(ranks, folder, ending=(UNUSED,)),

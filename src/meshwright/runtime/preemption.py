@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 
 from meshwright.runtime.attempt import Attempt, leave, own_attempt
 from meshwright.runtime.environment import own_rank
+from meshwright.runtime.parent_death import end_with_parent
 
 GRACE = 30.0
 """Seconds from the signal to the end that a run is given."""
@@ -107,7 +108,7 @@ class Preemption:
 
     def _hear(self, name: str) -> None:
         # The launcher's agent also sends SIGTERM to the survivors of a failed rank. They have nothing to wait for.
-        if self._attempt is not None and self._attempt.lost_a_rank():
+        if self._attempt is not None and self._attempt.lost_ranks():
             leave(STOPPED)
         if self.asked is None:
             self._deadline = time.monotonic() + self.grace
@@ -167,11 +168,12 @@ def _set_handlers(handler: Callable[[int, FrameType | None], Any]) -> dict[signa
 
 
 def spare_loader(worker: int) -> None:
-    """For a data-loading process: pass over one SIGTERM, and SIGUSR1.
+    """For a data-loading process: end with its rank, and pass over one SIGTERM, and SIGUSR1.
 
     Schedulers may signal every process of a job, and a rank needs its loaders until it has stopped. A second SIGTERM
     ends them: torch sends one to those that do not leave by themselves, and Python another at its end.
     """
+    end_with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 

@@ -20,6 +20,7 @@ from meshwright.runtime.checkpoints import Checkpoints
 from meshwright.runtime.measure import peak_bytes
 from meshwright.runtime.preemption import Preemption
 from meshwright.runtime.profile_train import ProfileWish, TrainProfiler
+from meshwright.runtime.pulse import SAVING, own_pulse
 from meshwright.runtime.record import Recorder, write_event
 from meshwright.runtime.run import Run
 from meshwright.runtime.sinks import open_services
@@ -143,7 +144,8 @@ def train(
             raise
     stopped = _who_asked(run, preemption) if watch.stop and run.trainer.steps < steps else None
     if checkpoints is not None:
-        checkpoints.finish()
+        with own_pulse().doing(SAVING):
+            checkpoints.finish()
     if out is not None and stopped and run.is_main:
         write_event(out, "asked to stop", signal=stopped, step=run.trainer.steps)
     seconds = time.perf_counter() - start
@@ -160,14 +162,17 @@ def _loop(
     checkpoints: Checkpoints | None,
     preemption: Preemption | None,
 ) -> None:
+    pulse = own_pulse()
     task = bar.add_task(str(run.strategy), total=steps, completed=run.trainer.steps, loss="")
     for batch in run.batches(steps=max(0, steps - run.trainer.steps)):
         run.trainer.wish_to_stop = preemption is not None and preemption.asked is not None
         with profiler.around(run.trainer.steps + 1):
             watch.saw(run.step(batch))
+        pulse.step(run.trainer.steps)
         if checkpoints is not None and checkpoints.is_due():
             watch.catch_up()  # a state with a loss that is no number must not become the last checkpoint
-            checkpoints.save()
+            with pulse.doing(SAVING):
+                checkpoints.save()
         bar.update(task, advance=1, loss=f"loss {watch.losses[-1]:.4f}" if watch.losses else "")
         if watch.stop:
             break

@@ -17,10 +17,15 @@ from meshwright.runtime.checkpoints import Checkpoints, saved_seed
 from meshwright.runtime.environment import restart_count
 from meshwright.runtime.preemption import Preemption
 from meshwright.runtime.profile_train import ProfileWish
+from meshwright.runtime.pulse import tell_of_compiling
 from meshwright.runtime.references import Elsewhere
 from meshwright.runtime.run import enter_world, setup
+from meshwright.runtime.silence import watching_itself
 from meshwright.runtime.train import train
 from meshwright.runtime.verify import verify
+
+UNWATCHED = timedelta(hours=24)
+"""How long collectives wait where something else watches the ranks."""
 
 
 def run_train(request: dict[str, Any]) -> dict[str, Any]:
@@ -28,8 +33,10 @@ def run_train(request: dict[str, Any]) -> dict[str, Any]:
     job = _job(request)
     out = Path(request["out"]) if request["out"] else None
     resume = out is not None and (request["resume"] or restart_count() > 0)
+    patience = request.get("patience", 0.0)
     with (
         Preemption(grace=request["grace"]) as preemption,
+        watching_itself(patience),
         setup(
             job,
             request["strategy"],
@@ -37,10 +44,14 @@ def run_train(request: dict[str, Any]) -> dict[str, Any]:
             device=request["device"],
             workers=request["workers"],
             facts=_facts(request),
+            # Whom a collective waits for is found by its silence, before the collective gives up.
+            world=enter_world(request["device"], **({"patience": UNWATCHED} if patience else {})),
             deepspeed_config=request["deepspeed_config"],
         ) as run,
     ):
         checkpoints = None
+        if run.strategy.compile:
+            tell_of_compiling()
         if out is not None:
             checkpoints = Checkpoints(
                 run, out, every=request["save_every"], keep=request["keep"], keep_every=request["keep_every"]

@@ -1,0 +1,44 @@
+"""Have a process end with its parent, whatever ends that one, SIGKILL included. Imports no torch.
+
+Linux signals children itself (`prctl`, man 2 PR_SET_PDEATHSIG). Elsewhere a thread looks at the parent now and then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+_PR_SET_PDEATHSIG = 1
+_LOOK_EVERY_S = 1.0
+
+
+def end_with(parent: int) -> None:
+    """End this process when `parent` is gone; at once if it is gone already."""
+    if not _ask_the_kernel():
+        threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
+    if os.getppid() != parent:  # it died before the kernel was asked
+        os._exit(128 + signal.SIGKILL)
+
+
+def end_with_parent() -> None:
+    """For a process that its parent has just forked."""
+    end_with(os.getppid())
+
+
+def _ask_the_kernel() -> bool:
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0)
+    except (OSError, AttributeError):
+        return False
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_EVERY_S)
+    os._exit(128 + signal.SIGKILL)

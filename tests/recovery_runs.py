@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.build.batch import Share
 from meshwright.checkpoint.folder import list_checkpoints, step_of
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.soundness import find_damage
@@ -103,7 +104,7 @@ def hurt():
 
 def sample_at(step: int, *, ranks: int = 1, rank: int = 0) -> str:
     """A line for the job: what is spoiled is a sample that a rank first takes in this step."""
-    order = Order(samples=SAMPLES, global_batch=BATCH, seed=0, ranks=ranks, rank=rank)
+    order = Order(samples=SAMPLES, global_batch=BATCH, seed=0, share=Share(ranks=ranks, rank=rank))
     return f"\nAT = {next(order.parts((step - 1) * BATCH)).indices[0]}\n"
 
 

@@ -124,3 +124,36 @@ fused = job_of(Scaled, optimizer=lambda params: AdamW(params, lr=0.01, fused=Tru
 plateau = job_of(
     Scaled, schedule=lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, threshold=1e9, factor=0.5), max_norm=0.5
 )
+
+
+class Follows(Scaled):
+    """A target that follows the last layer by an average, a counter, and spectral norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.normed = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls += 1
+            for old, new in zip(self.target.parameters(), self.leave.parameters(), strict=True):
+                old.lerp_(new, 0.5)
+        return super().forward(x) + self.normed(self.target(x)) / self.calls
+
+
+class Counts(Scaled):
+    """As above, without a parameter that moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return super().forward(x) + self.normed(x) / self.calls
+
+
+follows, counts = job_of(Follows), job_of(Counts)

@@ -127,11 +127,17 @@ def test_a_hint_of_stages() -> None:
     ],
 )
 def test_what_cannot_be_cut_is_found_before_any_process_starts(job: Job, says: str) -> None:
-    facts = describe(job)
+    facts = replace(describe(job), moved=())
     resolved = check(job, facts, Strategy.parse("pp=2:1f1b"), place(ranks=2))
     with pytest.raises(Refused, match=says):
         rehearse(job, facts, resolved)
     rehearse(job, facts, Strategy.parse("ddp").resolve(2))
+
+
+def test_a_codebook_is_moved_by_whole_batches() -> None:
+    job = pipeline_jobs.averaging_blocks
+    with pytest.raises(Refused, match=r"forward moves blocks\.\d\.average by the samples .* 8 micro-batches"):
+        check(job, describe(job), Strategy.parse("pp=2:1f1b"), place(ranks=2))
 
 
 def test_ranks_that_do_not_fit() -> None:

@@ -76,3 +76,9 @@ def test_optimizers_that_would_update_parts_otherwise(two_ranks: RankPool, job: 
     check(two_ranks, job, ["ddp"])
     for strategy in strategies:
         assert all("optimizer" in str(found) for found in two_ranks(habit_programs.train, job, strategy, 1)), strategy
+
+
+def test_state_that_forward_moves(two_ranks: RankPool) -> None:
+    """Alike on all ranks, where it does not depend on the samples."""
+    check(two_ranks, "follows", ["ddp", "zero1", "zero2"])
+    check(two_ranks, "counts", EACH)

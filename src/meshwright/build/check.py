@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.build.batch import has_stand_ins
+from meshwright.build.batch import has_stand_ins, micro_steps
 from meshwright.describe.blueprint import record
 from meshwright.errors import NotBuiltYet, Refused
 from meshwright.facts.job import Job
@@ -15,8 +15,15 @@ from meshwright.facts.strategy import Strategy
 from meshwright.strategies import DATA_STRATEGIES, Place, data_strategy
 from meshwright.strategies.deepspeed.pipeline import cut_layers
 from meshwright.strategies.deepspeed.written import refuse_contradictions, without_job
+from meshwright.strategies.moved import refuse_moved
 from meshwright.strategies.operator import plan_operators
-from meshwright.strategies.pipeline import SPLIT_BACKWARD, count_stages, is_pipelined, refuse_pipeline
+from meshwright.strategies.pipeline import (
+    SPLIT_BACKWARD,
+    count_micro_batches,
+    count_stages,
+    is_pipelined,
+    refuse_pipeline,
+)
 from meshwright.strategies.stages import cut_stages
 
 
@@ -26,10 +33,17 @@ def check(job: Job, facts: ModelFacts, strategy: Strategy, place: Place) -> Stra
     if reason := (
         _refuse_batch(job, facts, resolved)
         or _refuse_optimizer(facts, resolved)
+        or (facts.moved and refuse_moved(resolved, facts, _micro_steps(job, resolved)))
         or _refuse_model_axes(job, facts, resolved)
     ):
         raise Refused(reason)
     return resolved
+
+
+def _micro_steps(job: Job, strategy: Strategy) -> int:
+    if is_pipelined(strategy):
+        return count_micro_batches(strategy, job.global_batch)
+    return micro_steps(job.global_batch, strategy.data_ranks, strategy.micro_batch)
 
 
 def check_strategy(facts: ModelFacts, strategy: Strategy, place: Place) -> Strategy:

@@ -16,6 +16,7 @@ from meshwright.describe.observe import Observed, Understudy, observe, trace
 from meshwright.describe.optimizer import check_optimizer, couplings, optimizer_slots
 from meshwright.describe.outside import OutsideReads
 from meshwright.describe.repeats import find_repeats
+from meshwright.describe.state import StateWatch, Watches, find_moved
 from meshwright.describe.tensor import find_tensor_plan
 from meshwright.describe.units import find_units
 from meshwright.errors import JobError
@@ -50,7 +51,8 @@ def _describe(job: Job) -> ModelFacts:
     blocks = find_blocks(model, hint=job.blocks)
     understudy = Understudy(find_repeats(model, blocks))
     outside = OutsideReads(model, blocks)
-    observed, unseen = observe(job, blueprint, outside, understudy=understudy)
+    state = StateWatch(model)
+    observed, unseen = observe(job, blueprint, Watches(outside, state), understudy=understudy)
     if observed and job.blocks is None:
         blocks = tuple(name for name in blocks if name in observed.called)
     watcher = DropoutWatcher(find_units(model, blocks, observed.called) if observed else ())
@@ -68,6 +70,7 @@ def _describe(job: Job) -> ModelFacts:
         if observed
         else (),
         read_outside=tuple(sorted(name for name, block in outside.found.items() if block in blocks)),
+        moved=find_moved(job, model, state.changed) if observed else (),
         by_value=observed is None or observed.by_value,
         drops=watcher.drops,
         unseen=unseen,

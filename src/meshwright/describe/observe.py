@@ -174,6 +174,27 @@ def trace(
     return _on_fake_tensors(blueprint, batch, run, understudy)
 
 
+def forward_passes(job: Job, blueprint: Blueprint, *watches: AbstractContextManager[Any]) -> bool:
+    """Forward passes one after another from the same stand-ins, each under a watch; False where none can be run."""
+
+    def run(data: Any, under: Understudy | None) -> bool:
+        with _given(blueprint.model, _stand_ins(blueprint)):
+            for watch in watches:
+                with watch:
+                    _forward(job, blueprint.model, data)
+        return True
+
+    return bool(_on_fake_tensors(blueprint, make_batch(job, SAMPLES), run, None)[0])
+
+
+def forward_on_real_tensors(job: Job, blueprint: Blueprint, batch: Any, watch: AbstractContextManager[Any]) -> None:
+    """One forward pass on made-up weights that are always the same."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        with _given(blueprint.model, _stand_ins(blueprint)), watch:
+            _forward(job, blueprint.model, batch)
+
+
 Result = TypeVar("Result")
 
 

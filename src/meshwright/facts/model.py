@@ -42,6 +42,16 @@ class CallFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MovedFacts:
+    """A parameter, buffer or plain attribute that every forward pass changes."""
+
+    name: str
+    parameter: bool = False
+    by_samples: bool = True
+    """Whether it ends elsewhere with other samples, as far as it could be tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """What strategies ask of a model. Found on fake tensors, so it costs no memory."""
 
@@ -65,6 +75,8 @@ class ModelFacts:
     """Parameters that are read outside of the module that holds them, as a tied weight in a function call is."""
     read_outside: tuple[str, ...] = ()
     """Parameters of blocks that are read while their block is not running."""
+    moved: tuple[MovedFacts, ...] = ()
+    """State that forward moves, beside BatchNorm's."""
     by_value: bool = False
     """Whether the model looks at values, so that samples may decide which blocks run and which parameters are used."""
     drops: bool = False
@@ -90,10 +102,12 @@ class ModelFacts:
             for p in document["parameters"]
         )
         calls = tuple(CallFacts(**{**call, "reads": tuple(call["reads"])}) for call in document.get("calls", ()))
+        moved = tuple(MovedFacts(**state) for state in document.get("moved", ()))
         plan = document.get("tensor_plan")
         tensor_plan = TensorPlan.from_json(plan) if plan else None
         lists = {
             key: tuple(document.get(key, ()))
             for key in ("blocks", "batch_norms", "read_elsewhere", "read_outside", "couplings")
         }
-        return cls(**{**document, "parameters": parameters, "calls": calls, "tensor_plan": tensor_plan, **lists})
+        values = {"parameters": parameters, "calls": calls, "moved": moved, "tensor_plan": tensor_plan}
+        return cls(**{**document, **values, **lists})

@@ -21,6 +21,7 @@ from meshwright.planner.candidates import plainness
 from meshwright.planner.kernels import peak_flops
 from meshwright.planner.stagewise import Loads
 from meshwright.strategies import Place, data_strategy
+from meshwright.strategies.moved import refuse_moved
 from meshwright.strategies.pipeline import is_pipelined, refuse_pipeline
 
 TIE = 0.03
@@ -178,6 +179,9 @@ def refuse(setting: Setting, strategy: Strategy) -> str | None:
     if reason := data_strategy(strategy).refuse(strategy, facts, setting.place):
         return reason
     if strategy.tp > 1 and (reason := setting.refuse_tensor(strategy.tp)):
+        return reason
+    pieces = setting.global_batch // strategy.data_ranks // (strategy.micro_batch or setting.global_batch)
+    if reason := refuse_moved(strategy, facts, max(1, pieces)):
         return reason
     if is_pipelined(strategy):
         return refuse_pipeline(strategy, facts, setting.global_batch)

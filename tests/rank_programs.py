@@ -132,29 +132,7 @@ def double_the_gradient(made: Trainer) -> None:
     made.engine.gradient_scale *= 2
 
 
-def forget_to_synchronise(made: Trainer) -> None:
-    """Every micro-batch is treated as if another followed."""
-    accumulate = made.engine.accumulating
-    made.engine.accumulating = lambda last: accumulate(False)  # type: ignore[method-assign]
-    made.engine.finish = lambda: None  # type: ignore[method-assign]
-
-
-def untie(made: Trainer) -> None:
-    """The head gets a weight of its own, as if initialisation had copied the tied one."""
-    if made.world.ranks > 1:
-        made.engine.model.head.weight = nn.Parameter(made.engine.model.token.weight.detach().clone())
-
-
-def do_not_update(made: Trainer) -> None:
-    made.optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
-
-
-PLANTS: dict[str, Any] = {
-    "scale": double_the_gradient,
-    "synchronise": forget_to_synchronise,
-    "untie": untie,
-    "update": do_not_update,
-}
+PLANTS: dict[str, Any] = {"scale": double_the_gradient}
 
 
 def any_batch_losses(world: World, strategies: list[str], steps: int) -> dict[tuple[str, str], list[float]]:

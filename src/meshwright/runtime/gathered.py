@@ -12,7 +12,7 @@ from meshwright.build.step import Trainer
 from meshwright.describe.dtensor import is_dtensor
 from meshwright.runtime.evidence import State
 from meshwright.strategies.cuts import Cut
-from meshwright.strategies.engine import Held
+from meshwright.strategies.engine import Held, OptimizingEngine
 from meshwright.strategies.norm import local
 
 APART = 2.0**-16
@@ -63,7 +63,13 @@ Copies = dict[tuple[str, str], Digest]
 
 
 def compare_copies(trainer: Trainer, when: str) -> list[str]:
-    """A sentence for the first tensor of which a rank holds another copy than its peers."""
+    """A sentence for the first tensor of which a rank holds another copy than its peers, or a stale one."""
+    if trainer.world.ranks == 1 or isinstance(trainer.engine, OptimizingEngine):  # DeepSpeed keeps parts of its own
+        return []
+    stale = trainer.world.gather(_stale(trainer))
+    for rank, name in enumerate(stale):
+        if name is not None:
+            return [f"{name}: rank {rank} computes with a stale copy of it {when}"]
     everywhere = trainer.world.gather(_digests(trainer))
     first: dict[tuple[str, str], tuple[int, Digest]] = {}
     for rank, copies in enumerate(everywhere):
@@ -72,6 +78,20 @@ def compare_copies(trainer: Trainer, when: str) -> list[str]:
             if not known.equals(digest):
                 return [f"{key[0]}: rank {rank} holds another copy than rank {other} {when}"]
     return []
+
+
+def _stale(trainer: Trainer) -> str | None:
+    """The first parameter of this rank's model that is not what the ranks have updated, where they update another."""
+    computed = dict(trainer.engine.model.named_parameters(remove_duplicate=False))
+    apart = {held.name for held in trainer.engine.held() if held.tensor is not computed.get(held.name, held.tensor)}
+    names = frozenset().union(*trainer.world.gather(apart))
+    found = None
+    for name, tensor in trainer.engine.collect(lambda held: held.tensor.detach(), names):
+        own: torch.Tensor = computed.get(name, tensor)
+        alike = not is_dtensor(own) and own.shape == tensor.shape and own.dtype == tensor.dtype
+        if found is None and alike and not _digest(own).equals(_digest(tensor)):
+            found = name
+    return found
 
 
 def _digests(trainer: Trainer) -> Copies:

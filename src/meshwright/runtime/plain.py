@@ -25,6 +25,7 @@ from meshwright.describe.structure import to_device
 from meshwright.errors import JobError, MeshwrightError, one_line
 from meshwright.facts.job import Job
 from meshwright.facts.named import NamedParameters
+from meshwright.facts.schedule import advance
 from meshwright.runtime.dropout_off import NoDropout, switch_dropout_off
 from meshwright.runtime.evidence import Trace, gradients_of, kept_of, outputs_of, state_of
 from meshwright.runtime.made_up import seed_generators, seeded_batch
@@ -100,7 +101,7 @@ def _train(job: Job, recipe: Recipe) -> Trace:
             trace.norms.append(_clip(model, job.max_norm))
             optimizer.step()
         if schedule is not None:
-            schedule.step()
+            advance(schedule, updates=step + 1, loss=lambda: trace.losses[-1])
         if step == 0:
             trace.first.update(state_of(model))
     trace.last.update(state_of(model))

@@ -66,8 +66,7 @@ def run_steps(
         _move(trainer, disturbed)
     trace.start.update(whole_state(trainer))
     trace.kept.update(kept_of(trainer.engine.model))
-    if world.ranks > 1:
-        trace.copies.extend(compare_copies(trainer, "before the first step"))
+    trace.copies += compare_copies(trainer, "before the first step")
     for index in range(steps):
         batch = seeded_batch(job, seed + index)
         with double_arithmetic() if double else nullcontext():
@@ -77,11 +76,9 @@ def run_steps(
         trace.norms.append(result.grad_norm)
         if index == 0:
             trace.first.update(whole_state(trainer))
-            if not trace.copies and world.ranks > 1:
-                trace.copies.extend(compare_copies(trainer, "after step 1"))
+            trace.copies += compare_copies(trainer, "after step 1")
     trace.last.update(whole_state(trainer))
-    if not trace.copies and world.ranks > 1:
-        trace.copies.extend(compare_copies(trainer, f"after step {steps}"))
+    trace.copies += compare_copies(trainer, f"after step {steps}")
     return trace
 
 

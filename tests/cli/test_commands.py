@@ -135,6 +135,27 @@ def test_verify_exits_1_where_a_strategy_differs(call: Call, folder: Path) -> No
     assert ddp["first_difference"].startswith("gradient of 0.weight: differs by ")
 
 
+def test_verify_has_a_row_for_what_is_refused_and_for_what_fails(call: Call, folder: Path) -> None:
+    """A rank that raises ends its strategy and no other, and plain PyTorch knows of no ranks."""
+    failing = """
+import os
+class Failing(nn.Linear):
+    def forward(self, x):
+        if os.environ.get("RANK") == "1":
+            raise ValueError("not on this rank")
+        return super().forward(x)
+parts["model"] = lambda: nn.Sequential(Failing(4, 2))
+job = Job(**parts, global_batch=8)
+"""
+    (folder / "job.py").write_text(JOB + failing)
+    done = call("verify", "job.py", "--ranks", "2", "--strategies", "hsdp=2x2", "ddp", "--json")
+    assert done.returncode == 1, done.stderr
+    single, refused, failed = json.loads(done.stdout)["results"]
+    assert (single["status"], refused["status"], failed["status"]) == ("equal", "refused", "failed")
+    assert "hsdp=2x2 needs 4 ranks" in refused["first_difference"]
+    assert "Rank 1 failed: ValueError: not on this rank" in failed["first_difference"]
+
+
 FAILURES = {
     "raise ValueError('bad sample')": (1, "Rank 1 failed: ValueError: bad sample"),
     "os.kill(os.getpid(), 9)": (1, "Rank 1 was ended by SIGKILL"),

@@ -259,15 +259,6 @@ def _misfit(error: Exception) -> JobError:
     )
 
 
-def _gradients(total: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """By `backward`, as training does it: a reentrant checkpoint refuses `autograd.grad`."""
-    total.backward()
-    gradients = [leaf.grad for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
-    return gradients
-
-
 def _step(
     job: Job, blueprint: Blueprint, watch: AbstractContextManager[Any] | None, batch: Any, under: Understudy | None
 ) -> Observed:

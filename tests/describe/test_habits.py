@@ -42,7 +42,7 @@ class Habit(nn.Module):
 def everything(model: nn.Module) -> dict[str, Tensor]:
     """Parameters, buffers and loose tensors by name."""
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    return named | {str(place): tensor for place, tensor in loose_tensors(model) if "_meshwright" not in str(place)}
+    return named | {str(place): tensor for place, tensor in loose_tensors(model)}
 
 
 def outcome(model: nn.Module, x: Tensor = X, steps: int = 2) -> list[Tensor]:

@@ -16,10 +16,8 @@ from torch import nn
 
 from meshwright.describe.dtensor import is_dtensor
 from meshwright.describe.forward import wrap_forward
-from meshwright.describe.places import Place, Step, put, take
+from meshwright.describe.places import ALIASES, Place, Step, put, take
 from meshwright.errors import Refused
-
-_KEPT = "_meshwright_aliases"
 
 
 @dataclass(frozen=True)
@@ -90,21 +88,21 @@ def keep_aliases(model: nn.Module, found: list[tuple[Place, str, View | None]]) 
         kept.setdefault(id(holder), []).append(alias)
     for own in kept.values():
         if (holder := own[0].holder) is not model:
-            vars(holder)[_KEPT] = own
+            vars(holder)[ALIASES] = own
             wrap_forward(holder, _refreshed)
     # What is never called itself, a list of modules say, is refreshed with the model.
-    vars(model)[_KEPT] = [alias for own in kept.values() for alias in own]
+    vars(model)[ALIASES] = [alias for own in kept.values() for alias in own]
     wrap_forward(model, _refreshed_and_restored)
 
 
 def refresh_aliases(model: nn.Module) -> None:
     """Once parameters and buffers are what they will be."""
-    for alias in vars(model).get(_KEPT, ()):
+    for alias in vars(model).get(ALIASES, ()):
         alias.refresh()
 
 
 def _refreshed(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    for alias in vars(module)[_KEPT]:
+    for alias in vars(module)[ALIASES]:
         alias.refresh()
     return forward(*args, **kwargs)
 
@@ -113,5 +111,5 @@ def _refreshed_and_restored(module: nn.Module, forward: Callable[..., Any], args
     try:
         return _refreshed(module, forward, args, kwargs)
     finally:
-        for alias in vars(module)[_KEPT]:
+        for alias in vars(module)[ALIASES]:
             alias.restore()

@@ -233,15 +233,18 @@ class Computed(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.is_grad_enabled() and getattr(func, "__name__", "") not in ("detach", "__get__", "dim", "size"):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() and isinstance(result, torch.Tensor) and func not in _READS:
             place = next((arg.place for arg in args if isinstance(arg, Computed)), "a tensor")
             raise JobError(
                 f"The model uses {place}, which its builder computed from parameters: it would not follow them as they "
                 "are trained. Compute it in forward."
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
         return result.as_subclass(torch.Tensor) if isinstance(result, Computed) else result
+
+
+_READS: tuple[Any, ...] = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 
 
 def _computed(tensor: torch.Tensor, place: str) -> torch.Tensor:

@@ -18,6 +18,8 @@ from torch import nn
 DEPTH = 8
 """How many containers and objects may lie within each other."""
 REGISTERED = ("_parameters", "_buffers", "_modules")
+ALIASES = "_meshwright_aliases"
+"""The attribute in which a module keeps what we know of its aliases."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, torch.dtype, torch.device, torch.Size)
 
 
@@ -95,7 +97,7 @@ def loose_tensors(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
     seen: dict[int, Any] = {id(module): module for module in model.modules()}
     for name, module in model.named_modules():
         for attribute, value in list(vars(module).items()):
-            if attribute not in REGISTERED:
+            if attribute not in (*REGISTERED, ALIASES):
                 for path, tensor in _within(value, (Step("attribute", attribute),), seen):
                     yield Place(name, path), tensor
 

@@ -28,6 +28,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.runtime.data import Loader, Order
 from meshwright.runtime.environment import Launched, announce, launched, restart_count
 from meshwright.runtime.place import choose_device, place_for, place_of
+from meshwright.runtime.same_start import check_start
 from meshwright.strategies.deepspeed.written import understood
 
 
@@ -156,7 +157,9 @@ def setup(
     config = None
     if deepspeed_config is not None:
         config = check_engine_config(understood(deepspeed_config), job, resolved)
-    return Run(Trainer(job, facts, resolved, world, seed=seed, engine_config=config), workers=workers)
+    trainer = Trainer(job, facts, resolved, world, seed=seed, engine_config=config)
+    check_start(trainer)
+    return Run(trainer, workers=workers)
 
 
 def enter_world(device: str | None, patience: timedelta = PATIENCE) -> World:

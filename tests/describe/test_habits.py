@@ -142,6 +142,11 @@ def partly_loaded(m: Any) -> None:
     m.last_drawn = torch.rand(4, generator=torch.Generator().manual_seed(3))
 
 
+def given_data(m: Any) -> None:
+    m.layer.weight.data = torch.from_numpy(numpy.eye(4, dtype=numpy.float32))
+    m.layer.weight.data.mul_(2)
+
+
 def skipped(m: Any) -> None:
     m.inner = skip_init(nn.Linear, 4, 4)
     nn.init.normal_(m.inner.weight)
@@ -176,6 +181,7 @@ HABITS: list[tuple[Callable[[Any], None], Callable[[Any, Tensor], Tensor]]] = [
     (gradient_hooks, lambda m, x: x),
     (buffers, lambda m, x: x * m.alias + m.other.places),
     (partly_loaded, lambda m, x: x @ m.after * m.last_drawn),
+    (given_data, lambda m, x: x),
     (skipped, lambda m, x: m.inner(x)),
     (made_on_meta, lambda m, x: m.inner(x)),
     (assigned, lambda m, x: m.inner(x)),
@@ -226,13 +232,22 @@ def changes_data() -> nn.Module:
     return layer
 
 
+def changes_what_it_gave() -> nn.Module:
+    layer, data = nn.Linear(4, 4), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    layer.bias.data = data
+    data.mul_(2)
+    return layer
+
+
 def called_once() -> nn.Module:
     model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
     model(torch.zeros(1, 4))
     return model
 
 
-@pytest.mark.parametrize("build", [looks_at_values, leaves_memory_empty, changes_data, called_once])
+@pytest.mark.parametrize(
+    "build", [looks_at_values, leaves_memory_empty, changes_data, called_once, changes_what_it_gave]
+)
 def test_what_cannot_be_recorded_is_built_for_real(build: Build) -> None:
     assert_same(build, recorded=False)
 

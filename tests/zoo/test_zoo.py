@@ -33,7 +33,7 @@ def check(name: str, strategy: str, pool: RankPool | None) -> None:
         assert re.search(words, outcome.reason), outcome
 
 
-NOT_YET = {"scripted_part", "sparse_gradients"}
+NOT_YET = {"sparse_gradients"}
 
 
 @pytest.mark.parametrize(

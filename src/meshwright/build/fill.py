@@ -36,7 +36,8 @@ def fill(blueprint: Blueprint, world: World, strategy: Strategy, cuts: Cuts) -> 
     sent = partial(_from_main, blueprint, world)
     digest = blueprint.fill(device, part, sent if _any_built_for_real(blueprint, world) else None)
     if len(set(world.gather(digest))) > 1:
-        _tell(world, "The model's builder gave ranks different weights from the same seed; all of them train rank 0's.")
+        words = "The model's builder gave ranks different weights from the same seed; all of them train rank 0's."
+        _tell(world, "different", words)
         blueprint.put(part, sent)
     blueprint.release()
     if on_host:
@@ -50,26 +51,28 @@ def _part(cuts: Cuts, name: str, value: torch.Tensor) -> torch.Tensor:
 
 def _any_built_for_real(blueprint: Blueprint, world: World) -> bool:
     """Whether any rank has no recording, once all are known to have the same model."""
-    of_ranks = world.gather((blueprint.structure, blueprint.doubt))
-    other = next((rank for rank, (structure, _) in enumerate(of_ranks) if structure != blueprint.structure), None)
+    of_ranks = world.gather((blueprint.structure, blueprint.doubt, blueprint.cost))
+    other = next((rank for rank, (structure, *_) in enumerate(of_ranks) if structure != blueprint.structure), None)
     if other is not None:
         raise JobError(
             f"The model's builder made other tensors on rank {other} than on rank {world.rank}; "
             "names, shapes and dtypes must not depend on the rank or on chance."
         )
-    doubt = next((doubt for _, doubt in of_ranks if doubt), "")
+    doubt, cost = next(((doubt, cost) for _, doubt, cost in of_ranks if doubt), ("", ""))
     if doubt:
         whose = "every rank of a host in turn" if world.ranks > 1 else "this process"
         _tell(
             world,
-            f"The model's builder could not be recorded ({doubt}), so {whose} ran it for real: {blueprint.cost} each.",
+            doubt,
+            f"The model's builder could not be recorded ({doubt}), so {whose} ran it for real: {cost} each time.",
         )
     return bool(doubt) and world.ranks > 1 and not world.fake
 
 
-def _tell(world: World, sentence: str) -> None:
-    if world.is_main and sentence not in _told:
-        _told.add(sentence)
+def _tell(world: World, cause: str, sentence: str) -> None:
+    """Once for each cause: a process may lay out many trainers."""
+    if world.is_main and cause not in _told:
+        _told.add(cause)
         print(f"note: {sentence}", file=sys.stderr, flush=True)
 
 

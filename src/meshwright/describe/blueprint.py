@@ -11,6 +11,7 @@ from getpass import getuser
 from pathlib import Path
 
 from torch import nn
+from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -80,6 +81,11 @@ def _check(model: object) -> None:
         raise JobError(
             f"The model's parameter {lazy[0]} has no shape yet; give its module all its sizes, or call the model once "
             "on a sample in the builder."
+        )
+    if scripted := [name for name, module in model.named_modules() if isinstance(module, ScriptModule)]:
+        raise JobError(
+            f"The model's module {scripted[0]!r} is compiled by torch.jit, which lets nothing into its calls; give the "
+            "Python module instead, and compile the model by the strategy's term compile."
         )
 
 

@@ -13,6 +13,8 @@ import torch
 from meshwright.describe.disguise import DEVICE, IS_META, Disguise, is_meta, tensors_in
 from meshwright.describe.tape import Tape
 
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
 
 class _Disguise(Disguise):
     """Recorded tensors pass for tensors on the CPU, and their values can be had; the builder's own meta tensors do not.
@@ -30,6 +32,8 @@ class _Disguise(Disguise):
         if func is torch.Tensor.data_ptr and self._tape.has(args[0]):
             slot = self._tape.slot(args[0])
             return slot.storage + slot.extent.start
+        if func == _SET_DATA and self._tape.has(args[0]) and not is_meta(args[1]):
+            return func(args[0], self._tape.take_over(args[1]))
         if func not in (IS_META, DEVICE) and self._is_on_meta(func, args, kwargs or {}):
             with self._tape.aside():
                 return func(*args, **(kwargs or {}))

@@ -48,6 +48,8 @@ class Tape(TorchDispatchMode):
         """Why the recording cannot be trusted, if it cannot."""
         self.constants = Constants()
         self._aside = False
+        self._taken: set[int] = set()
+        """Real storages that a recorded tensor was given for its own."""
         self._written: set[int] = set()
         """Recorded storages that hold more than uninitialised memory."""
         self._kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no identity is used twice
@@ -85,6 +87,8 @@ class Tape(TorchDispatchMode):
                 self.refuse(f"{func} changes a tensor made from data in place")
             return self._record(func, args, kwargs)
         for tensor in changed:
+            if tensor.untyped_storage()._cdata in self._taken:
+                self.refuse(f"{func} changes data that a parameter was given before")
             self.constants.before_change(tensor)
         return func(*args, **kwargs)
 
@@ -101,6 +105,12 @@ class Tape(TorchDispatchMode):
         """The builder may catch what is raised, so it is noted as well."""
         self.doubt = self.doubt or reason
         raise NotRecorded(reason)
+
+    def take_over(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A recorded tensor in the place of a real one, for `parameter.data = tensor`."""
+        recorded = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+        self._taken.add(tensor.untyped_storage()._cdata)
+        return recorded
 
     def slot(self, tensor: torch.Tensor) -> Slot:
         """Where a recorded or a real tensor lies."""

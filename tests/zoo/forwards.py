@@ -528,7 +528,7 @@ def lazy_until_trained() -> Job:
     return make_job(lambda: nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES)))
 
 
-@entry()
+@entry(refused=dict.fromkeys(("single", *STRATEGIES), r"torch\.jit"))
 def scripted_part() -> Job:
     """A part compiled by torch.jit.script."""
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import any_batch_jobs
 import builder_habits
+import contrastive_jobs
 import tiny_jobs
 from meshwright.build.check import check
 from meshwright.build.step import Trainer
@@ -142,4 +143,19 @@ def any_batch_losses(world: World, strategies: list[str], steps: int) -> dict[tu
         for strategy in strategies:
             run = Run(trainer(world, job, strategy))
             found[name, strategy] = [run.step(batch).loss for batch in run.batches(steps=steps)]
+    return found
+
+
+def whole_batch_steps(world: World, jobs: list[str], strategies: list[str], steps: int) -> dict[Any, Any]:
+    """Losses and parameters of jobs with a loss over the batch, on whole batches and on those of the loader."""
+    found: dict[Any, Any] = {}
+    for name in jobs:
+        job = getattr(contrastive_jobs, name)
+        for strategy in strategies:
+            made = trainer(world, job, strategy)
+            losses = [made.step(seeded_batch(job, step)).loss for step in range(steps)]
+            found[name, strategy, "whole"] = losses, {key: value.clone() for key, value in made.engine.state()}
+            if job.data is not None:
+                run = Run(trainer(world, job, strategy))
+                found[name, strategy, "loaded"] = [run.step(batch).loss for batch in run.batches(steps=steps)]
     return found

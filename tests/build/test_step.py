@@ -89,10 +89,17 @@ def test_a_float_weight_of_any_size() -> None:
     assert make_trainer(job).step(sample(5)).loss == pytest.approx(3 * expected, rel=1e-6)
 
 
+def odd(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    """A number that neither follows from the samples nor is said to depend on the data."""
+    return output.sum(), len(output) if len(output) < 3 else 1
+
+
 def test_a_weight_that_depends_on_data_but_is_a_number() -> None:
-    job = make_job(loss=lambda output, batch: (output.sum(), len(output) if len(output) < 3 else 1))
+    """Unless it was tried that it does not add up over samples: then it is of the whole batch."""
     with pytest.raises(JobError, match="give a weight that depends on the data as a tensor"):
-        make_trainer(job).step(sample(8))
+        make_trainer(make_job(loss=odd, loss_over="samples")).step(sample(8))
+    found, expected = make_trainer(make_job(loss=odd)), plain_model()(sample(8)["x"]).sum()
+    assert make_trainer(found.job, "single,mb=2", seed=SEED).step(sample(8)).loss == pytest.approx(expected.item())
 
 
 def test_a_sum_of_one_element() -> None:

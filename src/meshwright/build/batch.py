@@ -53,6 +53,8 @@ class Batch:
     rounds: tuple[tuple[MicroBatch, ...], ...]
     samples: int
     """Samples of the whole global batch."""
+    whole: Any = None
+    """The global batch itself, where every rank has it."""
 
     @property
     def pieces(self) -> list[MicroBatch]:
@@ -143,10 +145,11 @@ def part(data: Any, share: Share, cutter: Cutter, *, nominal: int) -> Batch:
         raise JobError("A batch without samples was given to step().")
     rounds = share.rounds(samples or nominal)
     if rounds == ((Span(0, samples or nominal),),):
-        return assemble(
-            [data], rounds, samples=samples or nominal, regular=samples is not None and cutter.is_regular(data)
-        )
-    return cut(data, rounds, cutter, samples=samples or nominal)
+        regular = samples is not None and cutter.is_regular(data)
+        found = assemble([data], rounds, samples=samples or nominal, regular=regular)
+    else:
+        found = cut(data, rounds, cutter, samples=samples or nominal)
+    return replace(found, whole=data)
 
 
 def cut(data: Any, rounds: Rounds, cutter: Cutter, *, samples: int, first: int = 0) -> Batch:

@@ -32,6 +32,7 @@ def check(job: Job, facts: ModelFacts, strategy: Strategy, place: Place) -> Stra
     resolved = check_strategy(facts, strategy, place)
     if reason := (
         _refuse_batch(job, facts, resolved)
+        or _refuse_whole_batch(job, facts, resolved)
         or _refuse_optimizer(facts, resolved)
         or (facts.moved and refuse_moved(resolved, facts, _micro_steps(job, resolved)))
         or _refuse_model_axes(job, facts, resolved)
@@ -182,3 +183,33 @@ def _refuse_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None
             f"which BatchNorm ({facts.batch_norms[0]}) would see; use a global batch that {ranks} divides."
         )
     return None
+
+
+def _refuse_whole_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None:
+    """A loss over the whole batch, or a model that mixes its samples, where the batch is cut."""
+    pipelined = is_pipelined(strategy)
+    count = count_micro_batches if pipelined else _micro_steps
+    steps = count(strategy, job.global_batch)
+    if facts.loss_over == "samples" or strategy.data_ranks * steps == 1:
+        return None
+    cut = f"{strategy} cuts a batch of {job.global_batch} into {strategy.data_ranks * steps} parts"
+    if facts.loss_over == "model":
+        return (
+            f"{cut}, but the model's {facts.mixed_output} depends on which samples share a batch. Return what each "
+            "sample gives (embeddings, say), and compute the loss over the batch in Job(loss=...); "
+            'or take each part for a batch of its own with Job(loss_over="samples").'
+        )
+    if pipelined:
+        return f"{cut}, but the loss is over the whole batch, which pp and layers=N cannot gather; use a data strategy."
+    if strategy.engine == "deepspeed":
+        return f"{cut}, but the loss is over the whole batch, which DeepSpeed's engine cannot gather; use engine=torch."
+    if facts.batch_norms and steps > 1:
+        return (
+            f"{cut}, and a loss over the whole batch runs micro-batches forward twice, so BatchNorm "
+            f"({facts.batch_norms[0]}) would count them twice; leave out mb."
+        )
+    return None
+
+
+def _micro_steps(strategy: Strategy, global_batch: int) -> int:
+    return micro_steps(global_batch, strategy.data_ranks, strategy.micro_batch)

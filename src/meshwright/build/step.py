@@ -19,6 +19,7 @@ from meshwright.build.batch import Batch, Share, part
 from meshwright.build.build import lay_on_devices, lay_out, model_region, plainly
 from meshwright.build.deepspeed import lay_deepspeed_pipeline
 from meshwright.build.fused import take_fused_kernels
+from meshwright.build.gathering import Gathering
 from meshwright.build.host import HostCopies
 from meshwright.build.operators import recomputing
 from meshwright.build.optimizer_trial import refuse_coupled_shards
@@ -26,6 +27,8 @@ from meshwright.build.passes import Dropout, Losses, Passes, PlainPasses
 from meshwright.build.placement import Devices, devices_for
 from meshwright.build.precision import LossScale, loss_under
 from meshwright.build.staging import lay_pipeline
+from meshwright.build.whole_batch import WholeBatchPasses
+from meshwright.build.whole_batch_loss import WholeBatchLoss
 from meshwright.build.world import World, outside_of_modes
 from meshwright.describe.blueprint import record
 from meshwright.describe.samples import Cutter
@@ -35,7 +38,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.named import NamedParameters
 from meshwright.facts.schedule import advance
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.engine import DTYPES, OptimizerState, OptimizingEngine
+from meshwright.strategies.engine import DTYPES, Engine, OptimizerState, OptimizingEngine
 from meshwright.strategies.norm import scale_
 from meshwright.strategies.pipeline import count_micro_batches
 from meshwright.strategies.stages import cut_stages
@@ -175,11 +178,20 @@ class Trainer:
             stages = cut_stages(facts, strategy.layers, job.stages)
             devices = self.devices or devices_for(strategy.layers, world.device)
             engine = lay_on_devices(blueprint, facts, strategy, stages, devices)
-            return PlainPasses(engine, losses, dropout, counts=True)
+            return self._whole_or_parts(engine, losses, dropout, counts=True)
         engine, cuts = lay_out(blueprint, facts, strategy, axes, world, engine_config=self.engine_config)
         if axes.tensor is not None:
             engine = Assembly([engine], axes, cuts=cuts, region=model_region(strategy, axes))
-        return PlainPasses(engine, losses, dropout, counts=axes.tensor_rank == 0)
+        return self._whole_or_parts(engine, losses, dropout, counts=axes.tensor_rank == 0)
+
+    def _whole_or_parts(self, engine: Engine, losses: Losses, dropout: Dropout, *, counts: bool) -> Passes:
+        """By what the loss is of, where a batch may be cut."""
+        share = self.share
+        if self.facts.loss_over != "batch" or (share.ranks == 1 and share.micro_batch is None):
+            return PlainPasses(engine, losses, dropout, counts=counts)
+        gathering = Gathering(share, self.axes.batch_group(self.world))
+        whole = WholeBatchLoss(losses, gathering, self.cutter, self.world.device)
+        return WholeBatchPasses(engine, losses, dropout, whole, counts=counts and share.rank == 0)
 
     @property
     def data_ranks(self) -> int:

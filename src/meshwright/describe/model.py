@@ -12,6 +12,7 @@ from meshwright.describe.blocks import find_blocks
 from meshwright.describe.blueprint import Blueprint, record
 from meshwright.describe.calls import Flow
 from meshwright.describe.flow import DropoutWatcher, Watcher
+from meshwright.describe.loss_over import find_loss_over
 from meshwright.describe.observe import Observed, Understudy, observe, trace
 from meshwright.describe.optimizer import check_optimizer, couplings, optimizer_slots
 from meshwright.describe.outside import OutsideReads
@@ -57,6 +58,7 @@ def _describe(job: Job) -> ModelFacts:
         blocks = tuple(name for name in blocks if name in observed.called)
     watcher = DropoutWatcher(find_units(model, blocks, observed.called) if observed else ())
     flow, _ = trace(job, blueprint, watcher, understudy=understudy) if observed else (None, "")
+    loss_over = find_loss_over(job, sum(parameter.numel() for parameter in model.parameters()))
     return ModelFacts(
         parameters=parameter_facts(model, observed),
         blocks=blocks,
@@ -64,7 +66,9 @@ def _describe(job: Job) -> ModelFacts:
         optimizer_slots=optimizer_slots(job, model),
         couplings=couplings(job, model),
         batch_norms=batch_norm_names(model),
-        weight_per_sample=observed.weight_per_sample if observed else None,
+        weight_per_sample=observed.weight_per_sample if observed and loss_over.kind != "batch" else None,
+        loss_over=loss_over.kind,
+        mixed_output=loss_over.mixed,
         tensor_plan=find_tensor_plan(job, blueprint, blocks, understudy, observed.read_elsewhere) if observed else None,
         read_elsewhere=tuple(sorted(observed.read_elsewhere | read_elsewhere(job, blueprint, understudy)))
         if observed

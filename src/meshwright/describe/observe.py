@@ -39,6 +39,7 @@ from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
 
 SAMPLES = 2  # enough for BatchNorm to have a variance
+Result = TypeVar("Result")
 SMALL = 1 << 28  # parameters below which a step may be tried on real tensors where fake ones do not do
 
 
@@ -195,7 +196,14 @@ def forward_on_real_tensors(job: Job, blueprint: Blueprint, batch: Any, watch: A
             _forward(job, blueprint.model, batch)
 
 
-Result = TypeVar("Result")
+def see_output(job: Job, blueprint: Blueprint, batch: Any, look: Callable[[Any, Any], Result]) -> Result | None:
+    """What `look` makes of the model's output and the batch, without values if that can be; None if nothing ran."""
+
+    def run(data: Any, under: Understudy | None) -> Result:
+        with _given(blueprint.model, _stand_ins(blueprint)):
+            return look(call_model(job, blueprint.model, data), data)
+
+    return _on_fake_tensors(blueprint, batch, run, None)[0]
 
 
 def _on_fake_tensors(

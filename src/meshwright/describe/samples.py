@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import numpy
 import torch
 from torch.utils.data import default_collate
 
-from meshwright.describe.batch_layout import CannotCut, Draws, Layout, Unknown, learn
+from meshwright.describe.batch_layout import CannotCut, Layout, Unknown
+from meshwright.describe.learnt_layout import Draws, learn
 from meshwright.describe.observe import make_batch
 from meshwright.describe.structure import leaves_of, tensors_of
 from meshwright.errors import JobError, one_line
@@ -88,7 +90,7 @@ class Cutter:
 
     def is_regular(self, batch: Any) -> bool:
         """Whether samples of batches like this one are all of one size."""
-        return self._source_of(batch).regular
+        return self.source_of(batch).regular
 
     @property
     def cuts_data(self) -> bool:
@@ -105,9 +107,9 @@ class Cutter:
         return layout, samples
 
     def _layout_of(self, batch: Any) -> Layout:
-        return self._source_of(batch).layout
+        return self.source_of(batch).layout
 
-    def _source_of(self, batch: Any) -> Source:
+    def source_of(self, batch: Any) -> Source:
         """What makes batches like this one; where nothing does, the layout of the first says what is missing."""
         for source in self._sources():
             try:
@@ -177,24 +179,28 @@ class Cutter:
 class Source:
     """What a few batches from one source show."""
 
+    draw: Callable[[int], Any]
+    """Makes another batch of so many samples."""
     layout: Layout
     regular: bool
     """Whether samples are all of one size."""
 
 
-def look_at(draw: Callable[[int], Any], name: str) -> Source:
+def look_at(make: Callable[[int], Any], name: str) -> Source:
     """Make a few batches and compare them."""
+
+    def draw(samples: int) -> Any:
+        with own_random_numbers(next(seeds)):
+            return make(samples)
+
+    seeds = count()
     try:
-        draws: Draws = [(samples, _drawn(draw, samples, seed)) for seed, samples in enumerate(SIZES)]
+        draws: Draws = [(samples, draw(samples)) for samples in SIZES]
     except Exception as error:
-        return Source(Unknown("batch", f"could not be looked at: {name} raised {one_line(error)}"), regular=False)
+        reason = f"could not be looked at: {name} raised {one_line(error)}"
+        return Source(draw, Unknown("batch", reason), regular=False)
     layout = learn(draws)
-    return Source(layout, regular=layout.unknown() is None and _are_alike(layout, draws))
-
-
-def _drawn(draw: Callable[[int], Any], samples: int, seed: int) -> Any:
-    with own_random_numbers(seed):
-        return draw(samples)
+    return Source(draw, layout, regular=layout.unknown() is None and _are_alike(layout, draws))
 
 
 def _are_alike(layout: Layout, draws: Draws) -> bool:

@@ -33,6 +33,9 @@ class Job:
     """Samples of one optimizer step, over all ranks and micro-batches."""
     schedule: Callable[[Optimizer], Any] | None = None
     """Builds a learning-rate schedule; stepped once per optimizer step."""
+    loss_over: str | None = None
+    """What `loss` sums over: "samples", or "batch" where it compares samples with each other, as contrastive losses do;
+    then the outputs of all ranks and micro-batches are brought together for it. None finds out by trying."""
     max_norm: float | None = None
     """Clip gradients to this global norm; None does not clip."""
     data: Callable[[], Dataset[Any]] | Dataset[Any] | None = None
@@ -58,6 +61,8 @@ class Job:
         for field in ("schedule", "collate", "split", "sample"):
             if getattr(self, field) is not None and not callable(getattr(self, field)):
                 raise JobError(f"Job({field}=...) must be a function, but it is {type(getattr(self, field)).__name__}.")
+        if self.loss_over not in (None, "samples", "batch"):
+            raise JobError(f'Job(loss_over=...) must be "samples", "batch" or None, but it is {self.loss_over!r}.')
         if isinstance(self.global_batch, bool) or not isinstance(self.global_batch, int) or self.global_batch < 1:
             raise JobError(f"Job(global_batch=...) must be a whole number of samples, but it is {self.global_batch!r}.")
         if self.max_norm is not None and not self.max_norm > 0:

@@ -69,6 +69,11 @@ class ModelFacts:
     """Modules whose output depends on which samples share a batch."""
     weight_per_sample: float | None = None
     """The loss's weight of one sample where it follows from shapes; None where it depends on the data."""
+    loss_over: str = "samples"
+    """What the loss is of: "samples", a sum over them; "batch", the outputs of all of them; "model", where outputs
+    themselves depend on which samples share a batch."""
+    mixed_output: str = ""
+    """For "model", the part of the output that does."""
     tensor_plan: TensorPlan | None = None
     """How tensor parallelism would divide it; None where no step could be seen."""
     read_elsewhere: tuple[str, ...] = ()

@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from meshwright.build.batch import Share, part
+from meshwright.describe.dropout_off import NoDropout
 from meshwright.describe.observe import call_loss, call_model
 from meshwright.describe.samples import Cutter
 from meshwright.facts.job import Job
 from meshwright.runtime.double import double_arithmetic, in_double
-from meshwright.runtime.dropout_off import NoDropout
 from meshwright.runtime.evidence import State, state_of
 from meshwright.runtime.plain import Recipe, build_plainly, seed_step, step_batch
 

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from meshwright.build.check import check
 from meshwright.build.step import StepResult, Trainer
 from meshwright.build.world import World
+from meshwright.describe.dropout_off import without_dropout
 from meshwright.describe.jobfile import load_job
 from meshwright.facts.forecast import Measurement
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.attempt import own_attempt, report
 from meshwright.runtime.compare_memory import PeakMeter
-from meshwright.runtime.dropout_off import without_dropout
 from meshwright.runtime.made_up import seeded_batch
 from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_of

@@ -19,6 +19,7 @@ from torch import nn
 from meshwright.build.batch import MicroBatch, Share, Span, part
 from meshwright.build.batchnorm import take_over_synchronised
 from meshwright.build.passes import Dropout
+from meshwright.describe.dropout_off import NoDropout, switch_dropout_off
 from meshwright.describe.observe import call_loss, call_model
 from meshwright.describe.samples import Cutter
 from meshwright.describe.structure import to_device
@@ -26,7 +27,6 @@ from meshwright.errors import JobError, MeshwrightError, one_line
 from meshwright.facts.job import Job
 from meshwright.facts.named import NamedParameters
 from meshwright.facts.schedule import advance
-from meshwright.runtime.dropout_off import NoDropout, switch_dropout_off
 from meshwright.runtime.evidence import Trace, gradients_of, kept_of, outputs_of, state_of
 from meshwright.runtime.made_up import seed_generators, seeded_batch
 

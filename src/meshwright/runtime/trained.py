@@ -13,11 +13,11 @@ import torch
 
 from meshwright.build.step import StepResult, Trainer
 from meshwright.build.world import World
+from meshwright.describe.dropout_off import NoDropout, switch_dropout_off
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.double import double_arithmetic, in_double
-from meshwright.runtime.dropout_off import NoDropout, switch_dropout_off
 from meshwright.runtime.evidence import Trace, kept_of, outputs_of
 from meshwright.runtime.gathered import compare_copies, whole_gradients, whole_state
 from meshwright.runtime.made_up import seeded_batch

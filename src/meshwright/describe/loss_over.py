@@ -1,0 +1,140 @@
+"""Find out by trying whether a job's loss is a sum over samples, which any cut of a batch leaves alone.
+
+A contrastive loss is not, nor is one with statistics of the batch: it can be computed if the outputs of all samples are
+brought together. A model whose outputs depend on which samples share a batch cannot be cut at all. BatchNorm and
+dropout are left out: the one is synchronised, and the other has rules of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.describe.batch_layout import CannotCut, Layout, Rows, Shared, pairs_of, rebuilt
+from meshwright.describe.dropout_off import NoDropout, switch_dropout_off
+from meshwright.describe.learnt_layout import learn
+from meshwright.describe.observe import call_loss, call_model, make_batch
+from meshwright.describe.samples import Cutter, own_random_numbers
+from meshwright.describe.structure import map_tensors
+from meshwright.facts.job import Job
+
+SMALL = 1 << 23  # parameters up to which a model is built and run to try
+WHOLE, RANGES = 5, ((0, 2), (2, 3))
+"""A batch, and how it is cut."""
+NEAR = 1e-5
+"""How far two sums of the same numbers may be apart, relative to their sizes, in fp32."""
+
+
+@dataclass(frozen=True)
+class LossOver:
+    """What the loss is of."""
+
+    kind: str = "samples"
+    """"samples": a sum over them; "batch": over the outputs of all of them; "model": the outputs already are."""
+    mixed: str = ""
+    """For "model", the part of the output that depends on which samples share a batch."""
+
+
+def find_loss_over(job: Job, parameters: int) -> LossOver:
+    """What the job declares, or what a small model shows; a sum over samples where neither tells."""
+    if job.loss_over is not None:
+        return LossOver(job.loss_over)
+    if parameters > SMALL or job.global_batch == 1:
+        return LossOver()
+    try:
+        with own_random_numbers(0), torch.no_grad():
+            return _try(job)
+    except Exception:  # what does not run here is said where it must run
+        return LossOver()
+
+
+def _try(job: Job) -> LossOver:
+    batch, cutter = make_batch(job, WHOLE), Cutter(job)
+    try:
+        pieces = cutter.cut(batch, RANGES)
+    except CannotCut:
+        return LossOver()
+    model = job.model().train()
+    found = _compare(job, model, batch, pieces)
+    if found.kind == "samples":
+        return found
+    try:  # perhaps it was rounding
+        double: list[Any] = map_tensors(lambda t: t.double() if t.is_floating_point() else t, [batch, *pieces])
+        return _compare(job, model.double(), double[0], double[1:])
+    except Exception:  # a model that does not run in float64
+        return found
+
+
+def _compare(job: Job, model: nn.Module, batch: Any, pieces: list[Any]) -> LossOver:
+    with _without_batch_statistics(model), NoDropout():
+        output, *outputs = [_seeded(job, model, part) for part in (batch, *pieces)]
+        whole = _loss(job, output, batch)
+        parts = [_loss(job, out, piece) for out, piece in zip(outputs, pieces, strict=True)]
+        if _near(whole, parts[0] + parts[1], parts):
+            return LossOver()
+        if not _near(whole, _loss(job, _seeded(job, model, batch, seed=1), batch), parts):
+            return LossOver()  # it draws numbers, or keeps something from pass to pass: nothing can be told
+        sizes = [WHOLE, *(length for _, length in RANGES)]
+        layout = learn(list(zip(sizes, [output, *outputs], strict=True)), "output")
+        if _near(whole, _loss_together(job, layout, outputs, batch), parts):
+            return LossOver("batch")
+    return LossOver("model", _mixed(layout, output, outputs))
+
+
+def _loss_together(job: Job, layout: Layout, outputs: list[Any], batch: Any) -> torch.Tensor:
+    """The loss of outputs that are joined; not a number where it cannot be computed."""
+    try:
+        return _loss(job, _joined(layout, outputs), batch)
+    except Exception:
+        return torch.tensor([float("nan")] * 2)
+
+
+def _joined(layout: Layout, outputs: list[Any]) -> Any:
+    columns = zip(*(pairs_of(layout, output) for output in outputs), strict=True)
+    values = [_together(column[0][0], [value for _, value in column]) for column in columns]
+    return rebuilt(layout, outputs[0], iter(values))
+
+
+def _together(layout: Layout, values: list[Any]) -> Any:
+    """What nobody can join is handed on as it is, for losses that do not read it."""
+    return layout.joined(values) if isinstance(layout, Rows) else values[0]
+
+
+def _mixed(layout: Layout, output: Any, outputs: list[Any]) -> str:
+    """The first part of the output that is not made of its samples' parts."""
+    columns = zip(pairs_of(layout, output), *(pairs_of(layout, out) for out in outputs), strict=True)
+    for (inner, value), *others in columns:
+        joined = _together(inner, [other for _, other in others])
+        if not isinstance(inner, Rows | Shared) or not torch.allclose(joined, value, rtol=1e-4, atol=1e-6):
+            return str(inner.path)
+    return "output"
+
+
+def _seeded(job: Job, model: nn.Module, batch: Any, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return call_model(job, model, batch)
+
+
+def _loss(job: Job, output: Any, batch: Any) -> torch.Tensor:
+    """Sum and weight."""
+    total, weight = call_loss(job, output, batch)
+    return torch.tensor([float(total), float(weight)], dtype=torch.float64)
+
+
+def _near(one: torch.Tensor, other: torch.Tensor, parts: list[torch.Tensor]) -> bool:
+    sizes = torch.stack([one, other, *parts]).abs().amax(0)
+    return bool(((one - other).abs() <= NEAR * sizes).all())
+
+
+@contextmanager
+def _without_batch_statistics(model: nn.Module) -> Iterator[None]:
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    switch_dropout_off(model)
+    for norm in norms:
+        norm.eval()
+    yield

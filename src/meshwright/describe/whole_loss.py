@@ -1,0 +1,70 @@
+"""What a loss over the whole batch needs: where samples lie in the model's output, and what it reads of the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.describe.batch_layout import Layout, pairs_of
+from meshwright.describe.blueprint import record
+from meshwright.describe.disguise import tensors_in
+from meshwright.describe.learnt_layout import learn
+from meshwright.describe.observe import call_loss, see_output
+from meshwright.describe.samples import Source
+from meshwright.describe.structure import tensors_of
+from meshwright.errors import Refused
+from meshwright.facts.job import Job
+
+SIZES = (2, 3, 5)
+
+
+@dataclass(frozen=True)
+class WholeLoss:
+    """What is gathered from ranks and micro-batches."""
+
+    outputs: Layout
+    batch: Layout
+    reads: tuple[bool, ...]
+    """Of each value of a batch, whether the loss looks at it."""
+
+
+def look_at_loss(job: Job, source: Source) -> WholeLoss:
+    """Run model and loss for a few numbers of samples, without values where that can be."""
+    blueprint = record(job.model, seed=0)
+    draws, reads = [], []
+
+    def look(output: Any, batch: Any) -> tuple[Any, list[bool]]:
+        return output, _reads(job, source.layout, output, batch)
+
+    for samples in SIZES:
+        seen = see_output(job, blueprint, source.draw(samples), look)
+        if seen is None:
+            raise Refused(
+                "The model could not be followed without its weights, so where samples lie in its output, which a loss "
+                'over the whole batch must know, cannot be found; use one rank without mb, or Job(loss_over="samples").'
+            )
+        draws.append((samples, seen[0]))
+        reads.append(seen[1])
+    return WholeLoss(learn(draws, "output"), source.layout, tuple(any(column) for column in zip(*reads, strict=True)))
+
+
+def _reads(job: Job, layout: Layout, output: Any, batch: Any) -> list[bool]:
+    """Of each value of the batch, whether an operator of the loss takes a tensor of it, or it holds none."""
+    with _Reads() as seen:
+        call_loss(job, output, batch)
+    held = [tensors_of(value) for _, value in pairs_of(layout, batch)]
+    return [not tensors or any(id(tensor) in seen.found for tensor in tensors) for tensors in held]
+
+
+class _Reads(TorchDispatchMode):
+    """Remembers every tensor that an operator takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
+        return func(*args, **(kwargs or {}))

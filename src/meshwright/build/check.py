@@ -187,9 +187,7 @@ def _refuse_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None
 
 def _refuse_whole_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None:
     """A loss over the whole batch, or a model that mixes its samples, where the batch is cut."""
-    pipelined = is_pipelined(strategy)
-    count = count_micro_batches if pipelined else _micro_steps
-    steps = count(strategy, job.global_batch)
+    steps = _micro_steps(job, strategy)
     if facts.loss_over == "samples" or strategy.data_ranks * steps == 1:
         return None
     cut = f"{strategy} cuts a batch of {job.global_batch} into {strategy.data_ranks * steps} parts"
@@ -199,7 +197,7 @@ def _refuse_whole_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str 
             "sample gives (embeddings, say), and compute the loss over the batch in Job(loss=...); "
             'or take each part for a batch of its own with Job(loss_over="samples").'
         )
-    if pipelined:
+    if is_pipelined(strategy):
         return f"{cut}, but the loss is over the whole batch, which pp and layers=N cannot gather; use a data strategy."
     if strategy.engine == "deepspeed":
         return f"{cut}, but the loss is over the whole batch, which DeepSpeed's engine cannot gather; use engine=torch."
@@ -209,7 +207,3 @@ def _refuse_whole_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str 
             f"({facts.batch_norms[0]}) would count them twice; leave out mb."
         )
     return None
-
-
-def _micro_steps(strategy: Strategy, global_batch: int) -> int:
-    return micro_steps(global_batch, strategy.data_ranks, strategy.micro_batch)

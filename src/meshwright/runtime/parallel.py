@@ -17,7 +17,8 @@ from meshwright.build.world import World
 from meshwright.describe.blocks import find_blocks
 from meshwright.describe.blueprint import adopt, record
 from meshwright.describe.model import batch_norm_names, parameter_facts
-from meshwright.errors import Refused
+from meshwright.describe.structure import tensors_of
+from meshwright.errors import JobError, Refused
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
@@ -27,7 +28,11 @@ from meshwright.strategies.norm import global_norm, scale_
 
 
 class Parallel:
-    """Made by `parallelize`. Call it like the model; losses are means over this rank's own samples."""
+    """Made by `parallelize`. Call it like the model; losses are means over this rank's own samples.
+
+    A loop is `parallel.backward(loss)`, `optimizer.step()`, `parallel.updated()`. Whatever would leave gradients or
+    parameters half done, a plain `loss.backward()` for one, is an error.
+    """
 
     def __init__(self, engine: Any, strategy: Strategy, world: World) -> None:
         self._engine, self.strategy, self.world = engine, strategy, world
@@ -35,10 +40,29 @@ class Parallel:
         self.data_ranks = 1 if strategy.data == "dp" else strategy.data_ranks
         self.data_rank = world.rank
         self._lowered = strategy.precision != "fp32"
+        self._in_backward = False
+        self._has_gradients = False
+        """Whether gradients are all ranks' and wait for the optimizer."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._has_gradients and torch.is_grad_enabled():
+            raise JobError(
+                "The model was called after parallel.backward(loss) without parallel.updated(); call that after every "
+                "optimizer.step(). Before the last of several micro-batches, give backward and micro_batch last=False."
+            )
         output = self._engine(*args, **kwargs)
-        return raise_small(output) if self._lowered else output
+        output = raise_small(output) if self._lowered else output
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._check_backward)
+        return output
+
+    def _check_backward(self, gradient: torch.Tensor) -> None:
+        if not self._in_backward:
+            raise JobError(
+                f"loss.backward() was called on the output of a model under {self.strategy}, whose gradients would not "
+                "be those of all ranks; call parallel.backward(loss) instead."
+            )
 
     def parameters(self) -> NamedParameters:
         """What the optimizer is given: this rank's parameters or its shards of them."""
@@ -50,12 +74,18 @@ class Parallel:
 
     def backward(self, loss: torch.Tensor, *, last: bool = True) -> None:
         """Differentiate this rank's mean loss; after the last one, gradients are those of the mean over ranks."""
-        (loss * (self._engine.gradient_scale / self.data_ranks)).backward()
+        self._in_backward = True
+        try:
+            (loss * (self._engine.gradient_scale / self.data_ranks)).backward()
+        finally:
+            self._in_backward = False
         if last:
             self._engine.finish()
+            self._has_gradients = True
 
     def clip_(self, max_norm: float) -> torch.Tensor:
         """Clip by the true global norm, which is returned."""
+        self._refuse_unfinished("clip_(max_norm)")
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         norm = global_norm(gradients)
         scale_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
@@ -63,10 +93,19 @@ class Parallel:
 
     def updated(self) -> None:
         """After `optimizer.step()`: bring what other ranks updated, and forget the gradients."""
+        self._refuse_unfinished("updated()")
+        self._has_gradients = False
         self._engine.updated()
         for parameter in self._engine.parameters():
             parameter.grad = None
         self._engine.forget_gradients()
+
+    def _refuse_unfinished(self, call: str) -> None:
+        if not self._has_gradients:
+            raise JobError(
+                f"parallel.{call} was called, but gradients are not all ranks' yet; call parallel.backward(loss) "
+                "before it, for the last micro-batch with last=True."
+            )
 
     def state(self) -> dict[str, torch.Tensor]:
         """Every parameter and buffer as one process would hold it. All ranks must call it."""

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import minimal
 from meshwright import Job
@@ -155,11 +156,59 @@ class FusedVision(nn.Module):
         return self.head(x + self.down(F.silu(gate) * up))
 
 
+class Sums(torch.autograd.Function):
+    """Over all of the width, of which a rank has a part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.cumsum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.flip(-1).cumsum(-1).flip(-1)
+
+
+class Product(torch.autograd.Function):
+    """A linear layer whose backward is its author's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+class OwnProduct(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Product.apply(x, self.weight)
+
+
+class OwnBackward(nn.Module):
+    """Recomputes in the backward pass, and has autograd functions of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, WIDTH)
+        self.up, self.down = OwnProduct(WIDTH, 48, bias=False), nn.Linear(48, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.token(x)
+        y = checkpoint(lambda z: Sums.apply(F.gelu(self.up(z))), x, use_reentrant=False)
+        (slope,) = torch.autograd.grad(y.square().sum(), y, create_graph=True)
+        return self.head(x + self.down(y + slope))
+
+
 LLAMA = {"num_key_value_heads": 2, "intermediate_size": 48}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "example": example_gpt,
     "awkward": Awkward,
     "fused": FusedVision,
+    "own backward": OwnBackward,
     "llama": language_model("Llama", **LLAMA),
     "llama-cache": language_model("Llama", **LLAMA, use_cache=True),
     "llama-1kv": language_model("Llama", **{**LLAMA, "num_key_value_heads": 1}, tie_word_embeddings=True),
@@ -203,7 +252,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-FAMILIES = [name for name in MODELS if name not in ("example", "awkward", "fused")]
+FAMILIES = [name for name in MODELS if name not in ("example", "awkward", "fused", "own backward")]
 
 
 def sample(n: int, *, seed: int = 0) -> dict[str, Tensor]:
@@ -216,7 +265,7 @@ def sample(n: int, *, seed: int = 0) -> dict[str, Tensor]:
 def inputs(name: str) -> Callable[[Any], dict[str, Any]]:
     if name == "vit":
         return lambda batch: {"pixel_values": batch["images"]}
-    if name in ("example", "awkward", "fused"):
+    if name in ("example", "awkward", "fused", "own backward"):
         return lambda batch: {"x": batch["x"]}
     if name == "t5":
         return lambda batch: {"input_ids": batch["x"], "decoder_input_ids": batch["y"]}

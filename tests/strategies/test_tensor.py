@@ -25,6 +25,13 @@ def test_whatever_its_author_does_with_activations(two_ranks: RankPool) -> None:
     assert set(result.gathered) == {"std", "__getitem__", "__setitem__", "sort"}
 
 
+def test_backward_passes_of_ones_own(two_ranks: RankPool) -> None:
+    """What an author recomputes, or differentiates himself, sees divided tensors as the forward pass did."""
+    result = two_ranks(tensor_programs.compare, "own backward")[0]
+    assert result.equal, result
+    assert result.local < 0.6
+
+
 @pytest.mark.slow
 def test_fused_layers_come_apart_without_gathering(two_ranks: RankPool) -> None:
     result = two_ranks(tensor_programs.compare, "fused")[0]

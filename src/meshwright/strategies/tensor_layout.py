@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,10 +45,27 @@ def pieces_of(x: DTensor) -> int:
 
 def divided(local: torch.Tensor, dim: int, mesh: DeviceMesh, pieces: int = 1) -> DTensor:
     """The ranks' parts as one tensor."""
-    carrier = DTensor.from_local(local, mesh, [Shard(dim % local.dim())], run_check=False)
+    carrier: DTensor = _Carry.apply(local, dim % local.dim(), pieces, mesh)
     if pieces > 1:
         carrier.__dict__[_PIECES] = pieces
     return carrier
+
+
+class _Carry(torch.autograd.Function):
+    """Puts a part into its carrier. An author's own autograd function may give a whole gradient for a carrier."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> DTensor:
+        ctx.dim, ctx.pieces, ctx.mesh = dim, pieces, mesh
+        return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        if is_divided(gradient, ctx.mesh) and dim_of(gradient) == ctx.dim:
+            return gradient.to_local(), None, None, None
+        pieces = whole(gradient, ctx.mesh).chunk(ctx.pieces, ctx.dim)
+        own = [part(piece, ctx.dim, ctx.mesh) for piece in pieces]
+        return torch.cat(own, ctx.dim) if ctx.pieces > 1 else own[0], None, None, None
 
 
 def local(x: DTensor) -> torch.Tensor:

@@ -74,6 +74,15 @@ def change(x: DTensor, value: DTensor) -> None:
     x.copy_(value)
 
 
+def refuse_other_shape(x: DTensor, value: torch.Tensor) -> None:
+    """`unsqueeze_` and the like: the carrier's shape is fixed."""
+    if value.shape != x.shape:
+        raise Refused(
+            f"The model changes the shape of a tensor in place, from {tuple(x.shape)} to {tuple(value.shape)}, which "
+            "tensor parallelism cannot follow; write x = x.unsqueeze(0) where it says x.unsqueeze_(0), say."
+        )
+
+
 def check_unchanged(x: DTensor) -> None:
     """A change through a view reaches neither a copy nor autograd's record of this tensor: better to stop."""
     memory = x.__dict__.get(_MEMORY)

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointError
 
 from meshwright.strategies import tensor_rules as rules
+from meshwright.strategies.backward import backward_pass
 from meshwright.strategies.in_place import IN_PLACE_OPERATORS, asked_in_place, changes_its_input, not_in_place
 from meshwright.strategies.tensor_attention import attention, dropout
 from meshwright.strategies.tensor_layout import (
@@ -35,7 +36,7 @@ from meshwright.strategies.tensor_layout import (
 )
 from meshwright.strategies.tensor_loss import cross_entropy
 from meshwright.strategies.tensor_matrix import add_product, embedding, forget_input, linear, matmul
-from meshwright.strategies.tensor_memory import change, check_current, note_views
+from meshwright.strategies.tensor_memory import change, check_current, note_views, refuse_other_shape
 from meshwright.strategies.tensor_rules import Rule, functions
 
 _TABLE: list[tuple[Rule, str]] = [
@@ -114,6 +115,10 @@ class DividedFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in (Tensor.backward, torch.autograd.backward):
+            return self._differentiate(func, args, kwargs)
+        if func is torch.autograd.grad:  # gradients lie as what they are of does
+            return func(*args, **kwargs)
         tensors = list(_tensors(args, kwargs))
         for tensor in tensors:
             check_current(tensor)
@@ -127,6 +132,15 @@ class DividedFunctions(TorchFunctionMode):
         if func in _VIEWS and is_divided(args[0], self.mesh):
             note_views(args[0], tree_leaves(result))
         return result
+
+    def _differentiate(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A mode is off while it handles a function, but what is recomputed in a backward pass needs it again."""
+        pass_ = backward_pass(func, args, kwargs)
+        if pass_ is None:
+            func(*args, **kwargs)
+            return
+        with self:
+            pass_()
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         fused = any(is_divided(leaf, self.mesh) and pieces_of(leaf) > 1 for leaf in _tensors(args, kwargs))
@@ -169,8 +183,9 @@ class DividedFunctions(TorchFunctionMode):
         if not is_divided(target, self.mesh):
             return self._on_whole(func, args, kwargs)
         dim = dim_of(target)
-        value = part(self._new_value(func, target, args, kwargs), dim, self.mesh)
-        change(target, divided(value, dim, self.mesh))
+        found = self._new_value(func, target, args, kwargs)
+        refuse_other_shape(target, found)
+        change(target, divided(part(found, dim, self.mesh), dim, self.mesh))
         return target
 
     def _new_value(self, func: Any, target: DTensor, args: Any, kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.build import operators
 from meshwright.build.operators import RULES, computing_in, functions
 from meshwright.build.rehearsal import check_precision
+from meshwright.describe.decoder import Shape, decoder_job
 from meshwright.describe.model import describe
 from meshwright.errors import Refused
 from meshwright.facts.strategy import Strategy
+from meshwright.tracing.costs import measure_costs
 from minimal import WIDTH, make_job, make_trainer
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -48,6 +51,8 @@ CALLS: dict[str, tuple[Callable[[Made], Tensor], torch.dtype]] = {
     "one through": (lambda t: 1 / t(3), FP32),
     "norm of a vector": (lambda t: t(3).norm(), FP32),
     "normalised": (lambda t: F.normalize(t(2, 3)), FP32),
+    "Fourier transform": (lambda t: torch.fft.rfft(t(4)), torch.complex64),
+    "determinant": (lambda t: torch.linalg.det(t(3, 3)), FP32),
     "layer norm": (lambda t: F.layer_norm(t(2, 4), (4,), t(4), t(4)), BF16),
     "layer norm of fp32": (lambda t: F.layer_norm(t(2, 4, dtype=FP32), (4,), t(4), t(4)), FP32),
     "group norm of mixed": (lambda t: F.group_norm(t(2, 4, 3), 2, t(4, dtype=FP32), t(4, dtype=FP32)), BF16),
@@ -175,6 +180,22 @@ def test_a_loss_inside_the_model_is_in_fp32(strategy: str) -> None:
     assert found == pytest.approx(expected, rel=1e-3)
 
 
+def test_a_llama_of_hugging_face_with_labels() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=1, **sizes)
+    job = replace(
+        own_loss_job(),
+        model=lambda: transformers.LlamaForCausalLM(config),
+        inputs=lambda batch: {"input_ids": batch["x"], "labels": batch["x"]},
+        loss=lambda output, batch: (output.loss * len(batch["x"]), len(batch["x"])),
+    )
+    check_precision(job, describe(job), Strategy.parse("single,bf16"))
+    batch = job.sample(8)
+    found, expected = (make_trainer(job, f"single,{text}").step(batch).loss for text in ("bf16", "bf16:autocast"))
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.parametrize("recompute", ["ac=full", "ac=selective"])
 def test_recomputed_blocks_compute_the_same(recompute: str) -> None:
     assert losses(f"single,bf16,{recompute}") == losses("single,bf16")
@@ -204,6 +225,16 @@ def test_derivatives_are_not_cast() -> None:
     with operators.recomputing(BF16):
         y.backward()
     assert seen == [BF16]
+
+
+def test_ordinary_transformers_keep_what_they_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LayerNorm or RMSNorm, fused attention and the loss in the job: nothing is raised to fp32."""
+    sizes = {"layers": 2, "width": 32, "heads": 2, "kv_heads": 2, "feed_forward": 64, "vocabulary": 64, "length": 8}
+    jobs = [decoder_job(Shape(**sizes, norm=norm, tied=True), global_batch=8) for norm in ("rms", "layer")]
+    described = [(job, describe(job)) for job in jobs]
+    with_table = [measure_costs(*known, "bf16") for known in described]
+    monkeypatch.setattr(operators, "_MODES", {})
+    assert [measure_costs(*known, "bf16") for known in described] == with_table
 
 
 def test_compiled_in_one_graph() -> None:

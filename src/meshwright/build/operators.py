@@ -182,6 +182,14 @@ _TABLE: list[tuple[Rule, str]] = [
         "multilabel_soft_margin_loss multi_margin_loss soft_margin_loss triplet_margin_loss "
         "triplet_margin_with_distance_loss ctc_loss",
     ),
+    # These have no kernels for small dtypes. Autocast leaves them alone, but leaves models' streams in fp32, too.
+    (
+        in_fp32,
+        "fft ifft fft2 ifft2 fftn ifftn rfft irfft rfft2 irfft2 rfftn irfftn hfft ihfft stft istft polar complex "
+        "view_as_complex quantile nanquantile histc cholesky cholesky_ex cholesky_solve cholesky_inverse inv inv_ex "
+        "inverse pinv pinverse svd svdvals qr eig eigvals eigh eigvalsh solve solve_ex solve_triangular lstsq lu "
+        "lu_factor lu_solve det logdet slogdet matrix_exp",
+    ),
     (fp32_result, "softmax softmin log_softmax prod cumprod cumsum sum"),
     (norm, "layer_norm native_layer_norm rms_norm group_norm instance_norm"),
     (widest, "addcdiv addcmul atan2 arctan2 bilinear cross dot vdot grid_sample grid_sampler tensordot lerp"),
@@ -191,7 +199,7 @@ _TABLE: list[tuple[Rule, str]] = [
         "scatter_add_ scatter_reduce scatter_reduce_ masked_scatter masked_scatter_ put_ put",
     ),
 ]
-_PLACES = (torch, Tensor, F, torch.linalg, torch.special, torch._C._nn)
+_PLACES = (torch, Tensor, F, torch.linalg, torch.special, torch.fft, torch._C._nn)
 
 
 def functions(names: str) -> Iterator[Any]:

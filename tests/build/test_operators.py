@@ -3,11 +3,13 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.build import operators
 from meshwright.build.operators import RULES, computing_in, functions
+from meshwright.build.precision import apply_precision, follow_table
+from meshwright.build.recompute import recompute_blocks
 from meshwright.build.rehearsal import check_precision
 from meshwright.describe.decoder import Shape, decoder_job
 from meshwright.describe.model import describe
@@ -255,6 +259,33 @@ def test_compiled_in_one_graph() -> None:
     assert torch.equal(compiled(*given), Mixed()(*given))
     assert len(graphs) == 1
     assert any(node.kwargs.get("dtype") == FP32 for node in graphs[0].graph.nodes)
+
+
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
+def test_compiled_blocks_are_one_graph_each(recompute: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model around them is in the mode and is not compiled, as under strategies that communicate in backward."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    tokens = own_loss_job().sample(2)
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = OwnLoss()
+        blocks = list(model.blocks)
+        apply_precision(model, blocks, BF16, pure=False)
+        if recompute:
+            recompute_blocks(blocks, recompute)
+        if compiled:
+            follow_table(blocks, BF16)
+            for block in blocks:
+                operators.compile_outside(block)
+        loss = model(tokens["x"], tokens["y"])
+        loss.backward()
+        found.append(loss.item())
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 class Windows(nn.Module):

@@ -14,8 +14,9 @@ from meshwright.build.axes import Axes
 from meshwright.build.batchnorm import synchronise_batch_norms, take_over_synchronised
 from meshwright.build.fill import fill
 from meshwright.build.hollow import Hollow
+from meshwright.build.operators import compile_outside
 from meshwright.build.placement import Devices, Follow, compute_in_place, place_parameters
-from meshwright.build.precision import apply_precision
+from meshwright.build.precision import apply_precision, follow_table
 from meshwright.build.recompute import recompute_blocks
 from meshwright.build.world import World
 from meshwright.describe.blueprint import Blueprint
@@ -73,8 +74,10 @@ def lay_out(
     if strategy.recompute != "none":
         recompute_blocks(blocks or [model], strategy.recompute)
     if strategy.compile:
+        if strategy.precision != "fp32" and not strategy.autocast:
+            follow_table(blocks or [model], setting.compute_dtype)  # around what is recomputed, inside of the graph
         for module in blocks if technique.overlaps and blocks else [model]:
-            module.compile()
+            compile_outside(module)
     if hollow is not None and flow is not None:
         hollow.watch_calls(flow)
     return technique.apply(model, setting), cuts

@@ -18,8 +18,8 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
 FP32 = torch.float32
 SMALL = (torch.bfloat16, torch.float16)
@@ -231,3 +231,24 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
         return
     with mode:
         yield
+
+
+def compile_outside(module: nn.Module) -> None:
+    """Compile a module that enters the mode itself, and have the caller's rest meanwhile.
+
+    torch.compile traces a mode that the code enters. One that is active already breaks the graph at each checkpoint.
+    """
+    module.compile()
+    compiled: Any = module._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _resting():
+            return compiled(*args, **kwargs)
+
+    if compiled is not None:  # it is None where a step is traced and torch.compile imitated
+        module._compiled_call_impl = call
+
+
+def _resting() -> AbstractContextManager[Any]:
+    modes = _get_current_function_mode_stack()
+    return _pop_mode_temporarily() if modes and type(modes[-1]) is OperatorDtypes else nullcontext()

@@ -2,6 +2,7 @@
 
     python benchmarks/serve_load.py --requests 1000 --connections 20
     python benchmarks/serve_load.py --requests 160 --connections 20 --settings 160
+    python benchmarks/serve_load.py --requests 1000 --connections 20 --idle 300
 
 The server is started on this machine for the run and called on its loopback address only. Requests go through a few
 settings of the knobs in turn, as visitors who turn them would; each setting is planned once and then kept. Memory is
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
@@ -79,6 +81,18 @@ def visit(place: str, numbers: list[int], seen: Seen) -> None:
     connection.close()
 
 
+@contextmanager
+def idle_connections(place: str, count: int) -> Iterator[None]:
+    """Visitors who open connections and say nothing, every third half a request."""
+    host, _, port = place.partition(":")
+    with ExitStack() as opened:
+        for number in range(count):
+            connection = opened.enter_context(socket.create_connection((host, int(port))))
+            if number % 3 == 0:
+                connection.sendall(b"POST /api/plan HTTP/1.1\r\nHost: ")
+        yield
+
+
 def load(place: str, numbers: list[int], connections: int, seen: Seen) -> None:
     """Requests for settings of these numbers, divided among the connections."""
     visitors = [
@@ -95,18 +109,20 @@ def resident(server: psutil.Process) -> float:
     return sum(process.memory_info().rss for process in (server, *server.children(recursive=True))) / 2**20
 
 
-def measure(requests: int, connections: int, settings: int) -> dict[str, object]:
+def measure(requests: int, connections: int, settings: int, idle: int) -> dict[str, object]:
     seen, memory, started = Seen(), [], time.perf_counter()
     with running_server() as (place, server):
         for quarter in range(QUARTERS):
             first, last = quarter * requests // QUARTERS, (quarter + 1) * requests // QUARTERS
-            load(place, [number % settings for number in range(first, last)], connections, seen)
+            with idle_connections(place, idle):
+                load(place, [number % settings for number in range(first, last)], connections, seen)
             memory.append(round(resident(server), 1))
     ordered = sorted(seen.seconds)
     return {
         "requests": len(ordered),
         "connections": connections,
         "settings": settings,
+        "idle": idle,
         "errors": seen.errors,
         "seconds": round(time.perf_counter() - started, 1),
         "ms": {name: round(1e3 * ordered[int(share * (len(ordered) - 1))], 1) for name, share in SHARES.items()},
@@ -120,8 +136,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--connections", type=int, default=20)
     parser.add_argument("--settings", type=int, default=24, help="Settings of the knobs that are gone through in turn.")
+    parser.add_argument(
+        "--idle", type=int, default=0, help="Connections beside them without a request, or half of one."
+    )
     given = parser.parse_args()
-    print(json.dumps(measure(given.requests, given.connections, given.settings), indent=2))
+    print(json.dumps(measure(given.requests, given.connections, given.settings, given.idle), indent=2))
 
 
 if __name__ == "__main__":

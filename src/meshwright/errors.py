@@ -22,6 +22,9 @@ Each message says what was asked, what was found and what to do.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 
 class MeshwrightError(Exception):
     """The root: catching it catches everything that Meshwright raises on purpose."""
@@ -104,6 +107,11 @@ class RankFailed(MeshwrightError):
         self.rank = rank
         self.traceback = traceback
         self.signal, self.ended_with = signal, ended_with
+
+
+def named(path: Path) -> str:
+    """A path as a user would write it: relative where it lies below the working folder."""
+    return os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
 
 
 def one_line(error: BaseException) -> str:

@@ -1,5 +1,7 @@
 """Bad input: one clear sentence, exit 2, nothing written. Refused before any process starts, so these are quick."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -187,3 +189,19 @@ def test_wrong_device(run) -> None:
     code, message = run("train", "job.py", "--device", "tpu")
     assert code == 2
     assert "must be cpu or cuda" in message
+
+
+@pytest.mark.slow
+def test_sigterm_before_there_are_ranks_ends_in_a_sentence(tmp_path: Path) -> None:
+    """The job signals itself while it is loaded, as a scheduler might at that moment."""
+    job = tmp_path / "job.py"
+    job.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    command = [sys.executable, "-m", "meshwright", "train", str(job), "--ranks", "2", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.strip()) == (143, "ended by SIGTERM")
+
+
+def test_help_shows_brackets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["meshwright", "serve", "--help"])
+    main_with_exit_codes(app)
+    assert "meshwright[serve]" in capsys.readouterr().out

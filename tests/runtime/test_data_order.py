@@ -1,15 +1,18 @@
 """Which samples make up which global batch does not depend on who computes them."""
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import Dataset
 
 from meshwright.build.batch import Batch, Share, has_stand_ins
+from meshwright.build.passes import Dropout
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.data import Loader, Order, Part
 from minimal import CPU, make_job
@@ -169,3 +172,48 @@ def test_loader_uses_the_job_s_collate() -> None:
     job = make_job(data=Numbers(), collate=lambda rows: {"x": torch.stack([row["x"] for row in rows]) + 100})
     first: Iterator[Any] = iter(Loader(job, ORDER, device=CPU))
     assert samples_of(next(first)) == tuple(index + 100 for index in parts(ORDER, 1)[0].indices)
+
+
+class Augmented(Dataset[Any]):
+    """Samples that are drawn from every generator that people use."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        drawn = [float(index), random.random(), numpy.random.rand(), torch.rand(()).item()]
+        return {"x": torch.tensor(drawn, dtype=torch.float64)}
+
+
+def masked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {"x": torch.stack([sample["x"] for sample in samples]) + random.random() * numpy.random.rand()}
+
+
+def augmented(ranks: int, *, workers: int = 0, position: int = 0, count: int = 6) -> list[torch.Tensor]:
+    """Global batches, of one sample each micro-batch, in their order."""
+    found: list[list[torch.Tensor]] = [[] for _ in range(count)]
+    for rank in range(ranks):
+        order = replace(ORDER, share=Share(ranks=ranks, rank=rank, micro_batch=1))
+        job = make_job(data=Augmented(), collate=masked)
+        loader = Loader(job, order, device=CPU, workers=workers, position=position)
+        random.seed(rank)
+        for step, batch in enumerate(islice(loader, count)):
+            found[step] += [piece.data["x"] for piece in batch.pieces if piece.span.length]
+    return [torch.cat(rows)[torch.cat(rows)[:, 0].argsort()] for rows in found]
+
+
+def test_augmentation_is_the_same_on_any_ranks_and_workers_and_after_a_resume() -> None:
+    whole = augmented(1)
+    for other in (augmented(2), augmented(1, workers=2)):
+        assert all(torch.equal(one, two) for one, two in zip(whole, other, strict=True))
+    again = augmented(1, position=12, count=4)
+    assert all(torch.equal(one, two) for one, two in zip(whole[2:], again, strict=True))
+    assert not torch.equal(whole[0], whole[4][: len(whole[0])])
+
+
+def test_a_step_seeds_all_generators_alike() -> None:
+    drawn = []
+    for _ in range(2):
+        Dropout(run_seed=1, device=CPU).seed(4, 2)
+        drawn.append((random.random(), numpy.random.rand(), torch.rand(()).item()))
+    assert drawn[0] == drawn[1]

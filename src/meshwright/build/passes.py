@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import isclose
 from typing import Any, Protocol
 
+import numpy
 import torch
 
 from meshwright.build.batch import Batch, MicroBatch
@@ -99,7 +101,8 @@ class PlainPasses:
 class Dropout:
     """Where dropout's randomness comes from: the seed, the step and the place in the global batch, never from ranks.
 
-    So two strategies that cut the batch into the same micro-batches draw the same masks.
+    So two strategies that cut the batch into the same micro-batches draw the same masks. A model that asks Python's or
+    numpy's generator draws alike, too.
     """
 
     run_seed: int
@@ -108,6 +111,13 @@ class Dropout:
     def seed(self, step: int, first: int, stage: int = 0) -> None:
         seed = ((self.run_seed * 1_000_003 + step) * 1_000_003 + first) * 1_003 + stage
         seed %= 2**63
-        torch.default_generator.manual_seed(seed)
+        seed_host(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed_all(seed)  # layers=N may use several GPUs in one process
+
+
+def seed_host(seed: int) -> None:
+    """All generators of the host that a model, a dataset or a collate may ask: torch's, Python's and numpy's."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)

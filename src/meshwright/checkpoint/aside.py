@@ -14,10 +14,10 @@ from meshwright.errors import CheckpointError, OutputError
 @contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
     """A folder to write into that becomes `target` if all goes well, and leaves nothing behind if not."""
-    target = target.resolve()
     refuse_taken(target)
+    wanted, target = target, target.resolve()
     aside = target.with_name(f".{target.name}.part")
-    with new_folder(aside, wanted=target):
+    with new_folder(aside, wanted=wanted):
         yield aside
         sync_folder(aside)
         aside.replace(target)

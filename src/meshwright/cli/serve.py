@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 NOTES = """Listens on this machine only, asks nothing of a network, and runs nothing that a visitor names.
-Needs `pip install 'meshwright[serve]'`. Ctrl-C ends it."""
+Needs `pip install 'meshwright\\[serve]'`. Ctrl-C ends it."""
 
 
 def serve(

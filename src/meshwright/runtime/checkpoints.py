@@ -9,7 +9,7 @@ from pathlib import Path
 from meshwright.checkpoint.folder import CHECKPOINTS, RunFolder, list_checkpoints, read_latest
 from meshwright.checkpoint.manifest import Little, read_manifest
 from meshwright.checkpoint.save import save_in
-from meshwright.errors import BadInput, CheckpointError, OutputError, WrongCheckpoint
+from meshwright.errors import BadInput, CheckpointError, OutputError, WrongCheckpoint, named
 from meshwright.runtime.record import write_event
 from meshwright.runtime.run import Run
 
@@ -36,7 +36,9 @@ class Checkpoints:
         self._run.world.gather(None)  # nobody writes into a folder that is being cleared
         blind = [rank for rank, sees in enumerate(self._run.world.gather(self._folder.folder.is_dir())) if not sees]
         if blind:
-            raise OutputError(f"Rank {blind[0]} does not see {self._out}; all nodes need a folder that they share.")
+            raise OutputError(
+                f"Rank {blind[0]} does not see {named(self._out)}; all nodes need a folder that they share."
+            )
 
     def is_due(self) -> bool:
         """After the step that was just taken."""
@@ -91,8 +93,10 @@ class Checkpoints:
             self._note("resumed", step=loaded.step, samples=loaded.samples, saved_under=loaded.strategy)
             return loaded
         if paths:
-            raise CheckpointError(f"None of the {len(paths)} checkpoints in {self._folder.folder} is sound; see above.")
-        self._say(f"{self._out} holds no checkpoint yet; starting at step 0.")
+            raise CheckpointError(
+                f"None of the {len(paths)} checkpoints in {named(self._folder.folder)} is sound; see above."
+            )
+        self._say(f"{named(self._out)} holds no checkpoint yet; starting at step 0.")
         return None
 
     def _welcome(self, loaded: Little) -> str:
@@ -127,7 +131,7 @@ def saved_seed(out: Path, asked: int | None) -> int:
             break
         if asked is not None and asked != manifest.little.seed:
             raise WrongCheckpoint(
-                f"--seed {asked} was asked for, but the run in {out} has seed {manifest.little.seed}."
+                f"--seed {asked} was asked for, but the run in {named(out)} has seed {manifest.little.seed}."
             )
         return manifest.little.seed
     return asked or 0

@@ -59,6 +59,8 @@ def train_command(
     rehearse(loaded, facts, resolved)
     if parsed.data == "dp":
         strategy = str(replace(parsed, data_size=count))
+    if facts.drops and (note := other_masks(resolved)):
+        print(f"note: {note}", file=sys.stderr)
     loaded.dataset()
     if tensorboard:
         require_tensorboard()
@@ -100,6 +102,22 @@ def _train(
         patience=request["patience"],
     )
     return results[0]  # type: ignore[no-any-return]
+
+
+def other_masks(strategy: Strategy) -> str:
+    """What to say of a job with dropout whose masks are not those of one process; empty where they are."""
+    if strategy.compile:
+        why = "compiled code draws its own"
+    elif strategy.model_ranks > 1:
+        why = "it divides the model, and each part draws for itself"
+    elif strategy.data_ranks > 1 or strategy.micro_batch is not None:
+        why = "each micro-batch draws for itself; strategies that cut the batch alike draw the same"
+    else:
+        return ""
+    return (
+        f"{strategy} draws other random numbers (dropout) than one process would: {why}. "
+        "They are equal in distribution, not in bits; see docs/same-training.md."
+    )
 
 
 def _refuse_without_folder(out: Path | None, *, resume: bool, save_every: int, **rest: Any) -> None:

@@ -16,11 +16,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from meshwright.build.batch import Batch, Rounds, Share, Span, assemble, cut, has_stand_ins
+from meshwright.build.passes import seed_host
 from meshwright.describe.samples import Cutter
 from meshwright.describe.structure import tensors_of
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.runtime.preemption import spare_loader
+
+_SAMPLE, _COLLATE = 0, 1  # what generators are seeded for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +91,24 @@ class Part:
         return tuple(chain.from_iterable(self.rounds))
 
     @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """Where the samples of each micro-batch stand in the run, counted through all epochs."""
+        firsts = [self.end - self.samples + span.first for span in self.spans]
+        return tuple(tuple(range(first, first + len(g))) for first, g in zip(firsts, self.groups, strict=True))
+
+    @property
     def indices(self) -> tuple[int, ...]:
         """All samples of this rank; one as a stand-in where it has none."""
-        own = [index for group, span in zip(self.groups, self.spans, strict=True) if span.length for index in group]
-        return tuple(own) or self.groups[0]
+        return self._own(self.groups)
+
+    @property
+    def all_places(self) -> tuple[int, ...]:
+        """Those of `indices`."""
+        return self._own(self.places)
+
+    def _own(self, groups: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+        own = [one for group, span in zip(groups, self.spans, strict=True) if span.length for one in group]
+        return tuple(own) or groups[0]
 
 
 class Loader:
@@ -115,7 +132,7 @@ class Loader:
         self._together = (order.share.pipelined or 1) > 1 and self._cutter.cuts_data
         self._regular = not weighed or self._cutter.data.regular
         collate = job.collate or default_collate
-        self._collated = _Collated(self._cutter.dataset, collate, together=self._together)
+        self._collated = _Collated(self._cutter.dataset, collate, seed=order.seed, together=self._together)
 
     def __iter__(self) -> Iterator[Batch]:
         batches = self._batches()
@@ -149,18 +166,38 @@ class Loader:
 
 
 class _Collated(Dataset[list[Any]]):
-    """A data set whose items are the collated micro-batches of a part, so that no batch need be cut."""
+    """A data set whose items are the collated micro-batches of a part, so that no batch need be cut.
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], *, together: bool) -> None:
-        self._dataset, self._collate, self._together = dataset, collate, together
+    Generators are seeded for each sample from the seed and its place in the run, and for each collate from that of its
+    first sample. So augmentation is the same on any number of ranks and workers, and after a run was resumed.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], *, seed: int, together: bool) -> None:
+        self._dataset, self._collate, self._seed, self._together = dataset, collate, seed, together
 
     def __getitem__(self, part: Part) -> list[Any]:
         groups = (part.indices,) if self._together else part.groups
-        return [self._collate(self._items(list(group))) for group in groups]
+        places = (part.all_places,) if self._together else part.places
+        return [self._collated(list(group), of) for group, of in zip(groups, places, strict=True)]
 
-    def _items(self, indices: list[int]) -> list[Any]:
+    def _collated(self, indices: list[int], places: tuple[int, ...]) -> Any:
+        items = self._items(indices, places)
+        self._seed_for(places[0], _COLLATE)
+        return self._collate(items)
+
+    def _items(self, indices: list[int], places: tuple[int, ...]) -> list[Any]:
         many = getattr(self._dataset, "__getitems__", None)  # what DataLoader asks for, too
-        return list(many(indices)) if many else [self._dataset[index] for index in indices]
+        if many:
+            self._seed_for(places[0], _SAMPLE)
+            return list(many(indices))
+        return [self._item(index, place) for index, place in zip(indices, places, strict=True)]
+
+    def _item(self, index: int, place: int) -> Any:
+        self._seed_for(place, _SAMPLE)
+        return self._dataset[index]
+
+    def _seed_for(self, place: int, what: int) -> None:
+        seed_host((((self._seed * 1_000_003 + place) * 1_000_003) + what) % 2**63)
 
 
 class _Parts(Sampler[Part]):

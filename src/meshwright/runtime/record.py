@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from meshwright.errors import BadInput, OutputError, one_line
+from meshwright.errors import BadInput, OutputError, named, one_line
 from meshwright.runtime.sinks import CsvFile, Sink
 
 RECORDS, EVENTS = "records.jsonl", "events.jsonl"
@@ -25,7 +25,9 @@ def prepare_output(folder: Path, *, resume: bool = False) -> None:
     """
     try:
         if not resume and any((folder / name).exists() for name in (RECORDS, "checkpoints")):
-            raise OutputError(f"{folder} already holds a run; --resume goes on with it, or choose another --out.")
+            raise OutputError(
+                f"{named(folder)} already holds a run; --resume goes on with it, or choose another --out."
+            )
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
@@ -34,7 +36,7 @@ def prepare_output(folder: Path, *, resume: bool = False) -> None:
         for path in missing:
             path.rmdir()
     except OSError as error:
-        raise OutputError(f"The output folder {folder} cannot be written: {error.strerror}.") from error
+        raise OutputError(f"The output folder {named(folder)} cannot be written: {error.strerror}.") from error
 
 
 class Recorder:

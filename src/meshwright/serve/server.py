@@ -1,4 +1,4 @@
-"""Listening, on this machine's own addresses only. This is the one place that imports the web server."""
+"""Listening, on this machine's own addresses only. This and `protocol.py` are the places that import the web server."""
 
 from __future__ import annotations
 
@@ -66,10 +66,11 @@ def make_server(models: Models, listener: socket.socket) -> uvicorn.Server:
     import uvicorn
 
     from meshwright.serve.app import HEAD, make_app
+    from meshwright.serve.protocol import PatientProtocol
 
     config = uvicorn.Config(
         make_app(models, hosts=names_of(listener)),
-        http="h11",
+        http=PatientProtocol,
         ws="none",
         lifespan="on",
         log_level="warning",

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.folder import CHECKPOINTS, LATEST, find_checkpoint
-from meshwright.checkpoint.manifest import RNG, read_manifest
+from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.soundness import find_damage
 from meshwright.checkpoint.whole import WholeTensors
 
@@ -66,14 +66,18 @@ class Outcome:
 class Victim:
     """A run in training that can be looked at and hurt."""
 
-    def __init__(self, strategy: str, out: Path) -> None:
+    def __init__(self, strategy: str, out: Path, *words: str, temporary: Path | None = None, **changed: object) -> None:
+        """`words` and `changed` are further options; `temporary` is where it may put temporary files."""
         self.out = out
-        self.errors = (out.parent / f"{out.name}.log").open("w+")
+        self.errors = (out.parent / f"{out.name}.log").open("a+")
         command = [sys.executable, "-m", "meshwright", "train", str(JOB), "--strategy", strategy]
-        options = {"ranks": RANKS, "steps": STEPS, "out": out, "save-every": SAVE_EVERY, "max-restarts": 4}
+        options = {"ranks": RANKS, "steps": STEPS, "out": out, "save-every": SAVE_EVERY, "max-restarts": 4} | changed
         arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         self.process = subprocess.Popen(
-            [*command, *arguments, "--device", "cpu"], stdout=self.errors, stderr=self.errors
+            [*command, *arguments, *words, "--device", "cpu"],
+            stdout=self.errors,
+            stderr=self.errors,
+            env={**os.environ, **({"TMPDIR": str(temporary)} if temporary else {})},
         )
 
     @property
@@ -154,9 +158,9 @@ def _descendants(pid: int) -> list[int]:
 
 
 def same_state(folder: Path, other: Path) -> bool:
-    """Bit for bit, all but the generators' state, which is the ranks' own."""
+    """Bit for bit, generators included."""
     ours, theirs = WholeTensors(find_checkpoint(folder)), WholeTensors(find_checkpoint(other))
-    names = [{n for n in one.manifest.tensors if not n.startswith(RNG)} for one in (ours, theirs)]
+    names = [set(one.manifest.tensors) for one in (ours, theirs)]
     little = [(m.little.step, m.little.samples, m.little.schedule) for m in (ours.manifest, theirs.manifest)]
     if names[0] != names[1] or little[0] != little[1]:
         return False

@@ -1,5 +1,8 @@
 """A small job whose steps are quick and whose state takes a moment to write: for `faults.py`."""
 
+import random
+
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -42,7 +45,8 @@ class MadeUp(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(index)
-        return {"x": torch.randn(WIDTH, generator=generator), "y": torch.tensor(index % CLASSES)}
+        noise = random.random() + numpy.random.rand() + torch.rand(()).item()  # as augmentation draws
+        return {"x": torch.randn(WIDTH, generator=generator) + 0.1 * noise, "y": torch.tensor(index % CLASSES)}
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:

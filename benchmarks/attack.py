@@ -3,8 +3,8 @@
     python benchmarks/attack.py --kills 6 --parallel 2 --json docs/data/attack.json
 
 Runs are `meshwright train` of two and four CPU ranks, over loopback, and all end by themselves or with this program.
-Only processes that it started are killed. A killed launcher is started again here, with `--resume`, as a scheduler would
-do it. A run must end bit for bit as the undisturbed one of the same strategy and ranks, all generators included; after
+Only processes that it started are killed. A killed launcher is started again here, with `--resume`, as a scheduler does.
+A run must end bit for bit as the undisturbed one of the same strategy and ranks, all generators included; after
 every kill of a launcher, no process, temporary folder or shared memory of it may be left ten seconds later.
 """
 
@@ -35,8 +35,8 @@ TARGETS = ("rank", "launcher", "all", "rank in a save", "launcher in a save", "r
 LEFT_AFTER_S = 10.0
 WRITERS = 20
 HANGS = {
-    "forward": ("Rank 1 has been silent", "in forward"),
-    "dataset": ("Rank 1 has been silent", "in __getitem__"),
+    "forward": ("Rank 1 has been silent", "in spoil"),
+    "dataset": ("Rank 1 has been silent", "in spoil"),
     "stop": ("Rank 1 has been silent", "does not answer"),
     "exit 7": ("Rank 1 ended with exit code 7",),
     "exit 0": ("Rank 1 ended with exit code 0",),
@@ -226,6 +226,7 @@ def sound_run(number: int, folder: Path) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=6, help="of each of ten runs")
+    parser.add_argument("--hangs", type=int, default=1, help="0: none of them")
     parser.add_argument("--writers", type=int, default=WRITERS)
     parser.add_argument("--sound", type=int, default=20, help="runs with compiled code that nothing happens to")
     parser.add_argument("--parallel", type=int, default=1, help="runs side by side")
@@ -242,7 +243,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="attack-") as name, ThreadPoolExecutor(asked.parallel) as pool:
         folder = Path(name)
-        for found in pool.map(lambda how: hang(how, folder), HANGS):
+        for found in pool.map(lambda how: hang(how, folder), HANGS if asked.hangs else ()):
             document["hangs"].append(found)
             tell(found)
         if asked.writers:

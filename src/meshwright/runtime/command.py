@@ -29,8 +29,17 @@ RESTARTS = 3
 """How often a run that saves itself is restarted where nobody says otherwise."""
 
 
-def train_command(
+def train_command(*, out: Path | None, **asked: Any) -> dict[str, Any] | None:
+    """Train; returns the summary, or None on a rank that has nothing to print. The run's folder is its own meanwhile."""
+    place = launched()
+    mine = out if place is None or place.rank == 0 else None
+    with nullcontext() if mine is None else owned(mine):
+        return _checked(out=out, place=place, **asked)
+
+
+def _checked(
     *,
+    place: Launched | None,
     job: str,
     strategy: str,
     ranks: int | None,
@@ -41,7 +50,7 @@ def train_command(
     deepspeed_config: dict[str, Any] | None = None,
     **rest: Any,
 ) -> dict[str, Any] | None:
-    """Train; returns the summary, or None on a rank that has nothing to print."""
+    """All that can be told before any process starts, then the training."""
     _refuse_without_folder(out, resume=resume, **rest)
     resume = resume or (out is not None and restart_count() > 0)  # torchrun restarts all of the command
     parsed = Strategy.parse(strategy)
@@ -72,10 +81,7 @@ def train_command(
         "deepspeed_config": deepspeed_config,
         **rest,
     }
-    place = launched()
-    writes = out is not None and (place is None or place.rank == 0)
-    with owned(out) if writes and out is not None else nullcontext():
-        return _train(request, place, parsed, count, max_restarts=max_restarts)
+    return _train(request, place, parsed, count, max_restarts=max_restarts)
 
 
 def _train(

@@ -58,7 +58,7 @@ class Holder:
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
     """Hold the folder's lock while the block runs; OutputError names who holds it already."""
-    made = not folder.exists()
+    missing = [above for above in (folder, *folder.parents) if not above.exists()]
     path = folder / LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,9 +76,9 @@ def owned(folder: Path) -> Iterator[None]:
         with suppress(OSError):
             path.unlink()
         os.close(descriptor)
-        if made:
+        for made in missing:
             with suppress(OSError):  # it is not empty
-                folder.rmdir()
+                made.rmdir()
 
 
 def _acquire(path: Path) -> int:

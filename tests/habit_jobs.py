@@ -157,3 +157,35 @@ class Counts(Scaled):
 
 
 follows, counts = job_of(Follows), job_of(Counts)
+
+
+class Experts(nn.Module):
+    """A mixture: samples decide which experts of a block run, and every block runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MixtureBlock() for _ in range(2))
+        self.leave = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.rand([]) < 0.0:  # a chance that never comes decides nothing
+            return x
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+class MixtureBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, chosen = self.norm(x), (x[:, 0] * 2).long().clamp(-2, 2) + 2  # the last expert is never chosen
+        for number in chosen.unique().tolist():
+            y = torch.where((chosen == number)[:, None], y + torch.tanh(self.experts[number](y)), y)
+        return x + y
+
+
+experts = job_of(Experts, global_batch=4)

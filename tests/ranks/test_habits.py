@@ -33,6 +33,10 @@ def test_samples_decide_which_parameters_a_rank_uses(two_ranks: RankPool, job: s
     check(two_ranks, job, [*EACH, "ddp,mb=2", "zero1,mb=2", "zero2,mb=2", "fsdp,mb=2", "hsdp=2x1,mb=2", "fsdp:grad-op"])
 
 
+def test_samples_decide_which_experts_of_a_block_run(two_ranks: RankPool) -> None:
+    check(two_ranks, "experts", [*EACH, "fsdp,mb=1", "fsdp:grad-op", "hsdp=1x2", "fsdp,ac=full"])
+
+
 @pytest.mark.parametrize("job", ["scaled", "reads_a_block", "calls_into_a_block"])
 def test_parameters_that_fsdp_leaves_whole(two_ranks: RankPool, job: str) -> None:
     check(two_ranks, job, [*EACH, "fsdp,mb=2", "hsdp=2x1", "hsdp=1x2,mb=2", "fsdp:no-shard"])

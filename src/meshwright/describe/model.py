@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import nn
 
@@ -12,6 +13,7 @@ from meshwright.describe.blocks import find_blocks
 from meshwright.describe.blueprint import Blueprint, record
 from meshwright.describe.calls import Flow
 from meshwright.describe.flow import DropoutWatcher, Watcher
+from meshwright.describe.looks import find_looks
 from meshwright.describe.loss_over import find_loss_over
 from meshwright.describe.observe import Observed, Understudy, observe, trace
 from meshwright.describe.optimizer import check_optimizer, couplings, optimizer_slots
@@ -56,6 +58,11 @@ def _describe(job: Job) -> ModelFacts:
     observed, unseen = observe(job, blueprint, Watches(outside, state), understudy=understudy)
     if observed and job.blocks is None:
         blocks = tuple(name for name in blocks if name in observed.called)
+    # A model that cannot be run at all is taken to look at values in its blocks, as a mixture of experts does.
+    in_blocks, around_blocks = (True, False) if observed is None else (False, False)
+    if observed and observed.by_value:
+        in_blocks, around_blocks = find_looks(job, record(job.model, seed=0), blocks)
+        observed = replace(observed, by_value=in_blocks or around_blocks)
     watcher = DropoutWatcher(find_units(model, blocks, observed.called) if observed else ())
     flow, _ = trace(job, blueprint, watcher, understudy=understudy) if observed else (None, "")
     loss_over = find_loss_over(job, sum(parameter.numel() for parameter in model.parameters()))
@@ -75,7 +82,8 @@ def _describe(job: Job) -> ModelFacts:
         else (),
         read_outside=tuple(sorted(name for name, block in outside.found.items() if block in blocks)),
         moved=find_moved(job, model, state.changed) if observed else (),
-        by_value=observed is None or observed.by_value,
+        by_value=in_blocks or around_blocks,
+        blocks_by_value=around_blocks,
         drops=watcher.drops,
         unseen=unseen,
     )

@@ -188,11 +188,15 @@ def forward_passes(job: Job, blueprint: Blueprint, *watches: AbstractContextMana
     return bool(_on_fake_tensors(blueprint, make_batch(job, SAMPLES), run, None)[0])
 
 
-def forward_on_real_tensors(job: Job, blueprint: Blueprint, batch: Any, watch: AbstractContextManager[Any]) -> None:
-    """One forward pass on made-up weights that are always the same."""
+def forward_on_real_tensors(
+    job: Job, blueprint: Blueprint, batch: Any, watch: AbstractContextManager[Any], *, seed: int = 0
+) -> None:
+    """One forward pass on made-up weights that are always the same; `seed` is for what else is drawn."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        with _given(blueprint.model, _stand_ins(blueprint)), watch:
+        tensors = _stand_ins(blueprint)
+        torch.manual_seed(seed)
+        with _given(blueprint.model, tensors), watch:
             _forward(job, blueprint.model, batch)
 
 

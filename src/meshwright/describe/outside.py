@@ -15,6 +15,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+def pass_on(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator that a dispatch mode has seen.
+
+    Fake tensors are asked for their device by an operator, too, which a function mode would take for a call of the
+    author's.
+    """
+    if func is torch.ops.prim.device.default:
+        with torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+    return func(*args, **(kwargs or {}))
+
+
 class OutsideReads(TorchDispatchMode):
     """Notes, while active, which parameters of blocks are read outside of them."""
 
@@ -46,7 +58,7 @@ class OutsideReads(TorchDispatchMode):
                 name, block = self._owners[id(leaf)]
                 if block not in self._running:
                     self.found[name] = block
-        return func(*args, **(kwargs or {}))
+        return pass_on(func, args, kwargs)
 
     def _follow(self, name: str) -> list[Any]:
         block = self._model.get_submodule(name)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.describe.blueprint import record
 from meshwright.describe.observe import SAMPLES, forward_on_real_tensors, forward_passes, make_batch
+from meshwright.describe.outside import pass_on
 from meshwright.facts.job import Job
 from meshwright.facts.model import MovedFacts
 
@@ -174,4 +175,4 @@ class _Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.found |= self._asked.intersection(id(leaf) for leaf in tree_leaves((args, kwargs)))
-        return func(*args, **(kwargs or {}))
+        return pass_on(func, args, kwargs)

@@ -83,7 +83,9 @@ class ModelFacts:
     moved: tuple[MovedFacts, ...] = ()
     """State that forward moves, beside BatchNorm's."""
     by_value: bool = False
-    """Whether the model looks at values, so that samples may decide which blocks run and which parameters are used."""
+    """Whether the model looks at values, so that samples may decide which parameters are used."""
+    blocks_by_value: bool = False
+    """Whether samples may also decide which blocks run."""
     drops: bool = False
     """Whether a training step draws random numbers, as dropout does."""
     unseen: str = ""

@@ -45,6 +45,8 @@ class FsdpEngine(Engine):
         loss.backward()
 
     def finish(self) -> None:
+        if self._used is not None:
+            self._used.forget_unused()
         self._whole.sum_gradients()
 
     def parameters(self) -> NamedParameters:
@@ -66,7 +68,9 @@ def shard(model: nn.Module, setting: Setting, *, reshard: bool, whole: frozenset
     """
     reshard = reshard and not setting.pipelined
     ignored = {p for name, p in model.named_parameters(remove_duplicate=False) if name in whole}
-    for block in [] if setting.facts.by_value else setting.blocks(model):
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = {names[id(block)]: block for block in setting.blocks(model) if not setting.facts.blocks_by_value}
+    for block in blocks.values():
         if any(parameter not in ignored for parameter in block.parameters()):
             _fully_shard(block, setting, ignored, reshard=reshard)
     # The root's parameters end the forward pass and begin the backward pass (the head): PyTorch's default keeps them.
@@ -74,7 +78,7 @@ def shard(model: nn.Module, setting: Setting, *, reshard: bool, whole: frozenset
     setting.fill()
     assert setting.mesh is not None
     kept = WholeParameters([(n, p) for n, p in model.named_parameters() if n in whole], setting.mesh, setting.device)
-    used = UsedParameters(model, setting.mesh) if setting.facts.by_value else None
+    used = UsedParameters(model, setting.mesh, blocks) if setting.facts.by_value else None
     engine = FsdpEngine(model, root, setting.strategy.data_ranks, kept, used)
     engine.keeps_gathered = not reshard
     return engine

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright import Job
-from zoo.jobs import CLASSES, VOCABULARY, WIDTH, Trunk, entry, make_job, tokens, vectors
+from zoo.jobs import CLASSES, STRATEGIES, VOCABULARY, WIDTH, Trunk, entry, make_job, tokens, vectors
 
 
 class Scalars(nn.Module):
@@ -277,7 +277,7 @@ class SparseRows(nn.Module):
         return self.head(self.token(x))
 
 
-@entry()
+@entry(refused=dict.fromkeys(("single", *STRATEGIES), "sparse=False"))
 def sparse_gradients() -> Job:
     """Embedding(sparse=True)."""
     return make_job(SparseRows, tokens, optimizer=lambda params: torch.optim.SGD(params, lr=0.05))

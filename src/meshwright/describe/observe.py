@@ -271,6 +271,20 @@ def _misfit(error: Exception) -> JobError:
     )
 
 
+def _gradients(total: torch.Tensor, leaves: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
+    """Not by `autograd.grad`: an author's `checkpoint(..., use_reentrant=True)` works with `backward` only."""
+    total.backward()
+    gradients = {name: leaf.grad for name, leaf in leaves.items()}
+    for leaf in leaves.values():
+        leaf.grad = None
+    if sparse := [name for name, gradient in gradients.items() if gradient is not None and gradient.is_sparse]:
+        raise JobError(
+            f"The gradient of {sparse[0]} is sparse, as nn.Embedding(sparse=True) makes it, and gradients are clipped, "
+            "summed and sharded as dense tensors here; build the layer with sparse=False."
+        )
+    return list(gradients.values())
+
+
 def _step(
     job: Job, blueprint: Blueprint, watch: AbstractContextManager[Any] | None, batch: Any, under: Understudy | None
 ) -> Observed:
@@ -286,7 +300,7 @@ def _step(
             total, weight = _forward(job, model, batch)
         if not total.requires_grad:
             raise JobError("The loss does not depend on any trainable parameter; nothing could be trained.")
-        gradients = _gradients(total, list(wanted.values()))
+        gradients = _gradients(total, wanted)
         known = None if torch.is_tensor(weight) else float(weight) / SAMPLES
         if known is not None and not isinstance(total, FakeTensor) and not is_meta(total):
             known = known if _weighs(job, model, known) else None
@@ -304,17 +318,6 @@ def _step(
         read_elsewhere=frozenset(reads.elsewhere),
         by_value=not (isinstance(total, FakeTensor) or is_meta(total)),
     )
-
-
-def _gradients(total: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Not by `autograd.grad`: an author's `checkpoint(..., use_reentrant=True)` works with `backward` only."""
-    for leaf in leaves:
-        leaf.grad = None
-    total.backward()
-    found = [leaf.grad for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
-    return found
 
 
 @torch.no_grad()

@@ -22,11 +22,10 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the judge and the ranks are the tests' own
 
 from rank_pool import RankPool
-from zoo.programs import Case, Outcome, examine
+from zoo.programs import Case, Outcome, examine, plain_of
 
-MARKS = {"equal": "=", "refused": "r", "DIFFERS": "DIFFERS", "CRASH": "CRASH"}
 GOOD = ("equal", "refused")
-TABLE = re.compile(r"(?<=<!-- table -->\n).*(?=\n<!-- end of table -->)", re.DOTALL)
+TABLE = re.compile(r"(?<=<!-- table -->\n).*(?=<!-- end of table -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,16 @@ class Row:
     strategy: str
     verdict: str
     reason: str = ""
+    held: float | None = None
+    """The largest share of the trainable parameters that a rank updates."""
+
+
+def mark(row: Row) -> str:
+    return {"equal": "=", "refused": "r"}.get(row.verdict, row.verdict)
+
+
+def share(row: Row) -> str:
+    return row.verdict if row.held is None else f"{row.held:.2f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +55,8 @@ class Matrix:
     case: Callable[[str], Case]
     ranks: Callable[[str], int] = lambda strategy: 2
     packages: Sequence[str] = ("torch",)
+    cell: Callable[[Row], str] = mark
+    """What the table shows of a pair."""
 
     def read(self, path: Path | None, *, again: bool) -> dict[tuple[str, str], Row]:
         """What an earlier run has found; without what was bad, if that is to be run again."""
@@ -66,11 +77,11 @@ class Matrix:
         return [(model, s) for model in self.models for s in self.strategies if (model, s) in rows]
 
     def table(self, rows: dict[tuple[str, str], Row]) -> str:
-        """`=` is equal, `r` is refused."""
+        """A row for each model that was run."""
         lines = ["| model | " + " | ".join(f"`{s}`" for s in self.strategies) + " |"]
         lines.append("| --- " * (len(self.strategies) + 1) + "|")
         for model in self.models:
-            marks = [MARKS[rows[model, s].verdict] if (model, s) in rows else "" for s in self.strategies]
+            marks = [self.cell(rows[model, s]) if (model, s) in rows else "" for s in self.strategies]
             if any(marks):
                 lines.append(f"| {model} | " + " | ".join(marks) + " |")
         return "\n".join(lines)
@@ -84,7 +95,7 @@ class Matrix:
         table = self.table(rows)
         print(table)
         if asked.page:
-            asked.page.write_text(TABLE.sub(lambda _: table, asked.page.read_text()))
+            asked.page.write_text(TABLE.sub(lambda _: f"{table}\n", asked.page.read_text()))
         counts = Counter(row.verdict for row in rows.values())
         print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
         sys.exit(0 if counts.keys() <= set(GOOD) else 1)
@@ -107,7 +118,7 @@ class Matrix:
                 start, ranks = time.perf_counter(), self.ranks(strategy)
                 pool = None if strategy == "single" else pools.setdefault(ranks, RankPool(ranks))
                 found = examine(case, strategy, pool)
-                rows[model, strategy] = Row(model, strategy, found.verdict, found.reason)
+                rows[model, strategy] = Row(model, strategy, found.verdict, found.reason, found.held)
                 seconds = time.perf_counter() - start
                 print(
                     f"[{number}/{len(asked.models)}] {model:26} {strategy:16} {seconds:4.1f} s  {short(found)}",
@@ -117,6 +128,19 @@ class Matrix:
                     self.write(asked.json, rows)
         for pool in pools.values():
             pool.close()
+
+
+def widest_case(module: str, name: str) -> Case:
+    """In float64 if the model runs so; packages compute some things in float32 whatever the model's dtype."""
+    for double in (True, False):
+        case = Case(module, name, double=double, exact=False)
+        try:
+            plain_of(case)
+        except Exception as error:
+            print(f"{name}: not in {'float64' if double else 'float32'}: {error}", file=sys.stderr)
+        else:
+            return case
+    raise RuntimeError(f"{name} does not train in plain PyTorch.")
 
 
 def short(found: Outcome) -> str:

@@ -10,12 +10,8 @@ where an earlier one ended. Exit 1 if anything differs or crashes.
 
 from __future__ import annotations
 
-import sys
-
-from plain_matrix import Matrix
+from plain_matrix import Matrix, widest_case
 from registry_jobs import JOBS
-
-from zoo.programs import Case, plain_of
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp", "tp=2", "op=2", "pp=2:1f1b", "layers=2")
 PACKAGES = (
@@ -24,20 +20,9 @@ PACKAGES = (
 )
 
 
-def case_of(name: str) -> Case:
-    """In float64 if the model runs so; packages compute some things in float32 whatever the model's dtype."""
-    for double in (True, False):
-        case = Case("registry_jobs", name, double=double, exact=False)
-        try:
-            plain_of(case)
-        except Exception as error:
-            print(f"{name}: not in {'float64' if double else 'float32'}: {error}", file=sys.stderr)
-        else:
-            return case
-    raise RuntimeError(f"{name} does not train in plain PyTorch.")
-
-
-MATRIX = Matrix(models=tuple(JOBS), strategies=STRATEGIES, case=case_of, packages=PACKAGES)
+MATRIX = Matrix(
+    models=tuple(JOBS), strategies=STRATEGIES, case=lambda name: widest_case("registry_jobs", name), packages=PACKAGES
+)
 
 if __name__ == "__main__":
     MATRIX.main(__doc__)

@@ -29,6 +29,8 @@ class Course:
     gradients: Values = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     end: Values = field(default_factory=dict)
+    held: int = 0
+    """Elements of parameters that a rank updates."""
 
 
 def to_numpy(named: Iterable[tuple[str, Tensor]]) -> Values:

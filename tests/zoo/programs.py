@@ -51,6 +51,7 @@ def course(world: World, job: Job, facts: ModelFacts, strategy: str, *, steps: i
     found.unsaved = to_numpy(unsaved_tensors(trainer.engine.model))
     found.losses = [trainer.step(batch_of(job, step)).loss for step in range(steps)]
     found.end = to_numpy(trainer.engine.state())
+    found.held = sum(parameter.numel() for parameter in trainer.engine.parameters())
     return found
 
 
@@ -60,7 +61,7 @@ def on_ranks(world: World, case: Case, facts: dict[str, Any], strategy: str) -> 
         found = course(world, job_of(case), ModelFacts.from_json(facts), strategy)
     except BadInput as error:
         return Outcome("refused", str(error))
-    return found if world.is_main else Course(unsaved=found.unsaved)
+    return found if world.is_main else Course(unsaved=found.unsaved, held=found.held)
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ class Outcome:
     verdict: str
     """equal, refused, DIFFERS or CRASH."""
     reason: str = ""
+    held: float | None = None
+    """The largest share of the trainable parameters that a rank updates."""
 
     def __str__(self) -> str:
         return f"{self.verdict}: {self.reason}" if self.reason else self.verdict
@@ -126,4 +129,5 @@ def examine(case: Case, strategy: str, pool: RankPool | None) -> Outcome:
     for other in others:
         first.unsaved = other.unsaved | first.unsaved
     difference = first_difference(plain_of(case), first, double=case.double and case.exact)
-    return Outcome("DIFFERS", difference) if difference else Outcome("equal")
+    held = max(one.held for one in found) / max(1, sum(p.count for p in facts.trainable))
+    return Outcome("DIFFERS", difference) if difference else Outcome("equal", held=round(held, 3))

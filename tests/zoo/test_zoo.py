@@ -33,12 +33,7 @@ def check(name: str, strategy: str, pool: RankPool | None) -> None:
         assert re.search(words, outcome.reason), outcome
 
 
-NOT_YET = {"sparse_gradients"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.xfail) if name in NOT_YET else name for name in ZOO]
-)
+@pytest.mark.parametrize("name", ZOO)
 def test_single_is_plain_pytorch(name: str) -> None:
     check(name, "single", None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from meshwright.build.axes import lay_axes
 from meshwright.build.build import lay_out
 from meshwright.build.check import check_strategy
+from meshwright.build.operators import recomputing
 from meshwright.build.precision import raise_small
 from meshwright.build.world import World
 from meshwright.describe.blocks import find_blocks
@@ -24,6 +25,7 @@ from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.place import place_of
 from meshwright.runtime.run import enter_world
+from meshwright.strategies.engine import DTYPES
 from meshwright.strategies.norm import global_norm, scale_
 
 
@@ -40,6 +42,7 @@ class Parallel:
         self.data_ranks = 1 if strategy.data == "dp" else strategy.data_ranks
         self.data_rank = world.rank
         self._lowered = strategy.precision != "fp32"
+        self._recomputing = nullcontext() if strategy.autocast else recomputing(DTYPES[strategy.precision])
         self._in_backward = False
         self._has_gradients = False
         """Whether gradients are all ranks' and wait for the optimizer."""
@@ -76,7 +79,8 @@ class Parallel:
         """Differentiate this rank's mean loss; after the last one, gradients are those of the mean over ranks."""
         self._in_backward = True
         try:
-            (loss * (self._engine.gradient_scale / self.data_ranks)).backward()
+            with self._recomputing:
+                (loss * (self._engine.gradient_scale / self.data_ranks)).backward()
         finally:
             self._in_backward = False
         if last:

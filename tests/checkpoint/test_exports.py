@@ -1,12 +1,15 @@
 """Weights out of a checkpoint, as others read them: every bit, every name, never half of it."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 import tiny_jobs
 from checkpoint_samples import (
@@ -19,6 +22,7 @@ from checkpoint_samples import (
     train_a_little,
 )
 from meshwright.checkpoint.exports import export
+from meshwright.checkpoint.hugging_face import hugging_face_of
 from meshwright.errors import BadInput, CheckpointError, DamagedCheckpoint, OutputError
 from meshwright.runtime.run import Run
 
@@ -160,7 +164,7 @@ def test_hugging_face_opens_it(tmp_path: Path) -> None:
 def test_hugging_face_within_another_model(tmp_path: Path) -> None:
     """Names without the prefix, a tied parameter once, what lies outside of it left out and said so."""
     tensors = {"model/inner.wte": torch.ones(2, 2), "model/inner.ln": torch.ones(2), "model/head.bias": torch.ones(2)}
-    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "torch_dtype": "float32"}
+    config = {"model_type": "gpt2", "architectures": ["MadeUpModel"], "torch_dtype": "float32"}
     saved = save_in_boxes(
         tmp_path / "c",
         tensors,
@@ -171,7 +175,95 @@ def test_hugging_face_within_another_model(tmp_path: Path) -> None:
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"wte", "ln"}
     assert document["left_out"] == ["head.bias"]
     written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written == {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "dtype": "bfloat16"}
+    assert written == {"model_type": "gpt2", "architectures": ["MadeUpModel"], "dtype": "bfloat16"}
+
+
+@pytest.mark.slow
+def test_names_that_hugging_face_does_not_know_are_refused(tmp_path: Path) -> None:
+    """It would open such a folder without an error, with fresh weights."""
+    from transformers import GPT2Config
+
+    config = {**GPT2Config(n_layer=1, n_embd=4, n_head=2, vocab_size=8).to_diff_dict(), "architectures": ["GPT2Model"]}
+    tensors = {"model/wte.base_layer.weight": torch.ones(8, 4)}
+    saved = save_in_boxes(tmp_path / "c", tensors, hugging_face={"prefix": "", "config": config})
+    with pytest.raises(CheckpointError, match=r"GPT2Model\.from_pretrained would not open .* wte\.base_layer\.weight"):
+        export(saved, tmp_path / "out", to="hf")
+
+
+class PreTrainedModel(nn.Module):
+    """Plays a model of transformers."""
+
+    class Config:
+        @staticmethod
+        def to_diff_dict() -> dict[str, str]:
+            return {"model_type": "made-up"}
+
+    config = Config()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.lora_A = nn.ModuleDict({"mine": nn.Linear(2, 2, bias=False)})
+
+
+class PeftModel(nn.Module):
+    """Plays a model of peft around it."""
+
+    class Config:
+        @staticmethod
+        def to_dict() -> dict[str, object]:
+            return {"peft_type": "LORA", "target_modules": {"layer"}, "inference_mode": False}
+
+    def __init__(self, *adapters: str) -> None:
+        super().__init__()
+        self.base_model = PreTrainedModel()
+        self.peft_config = {name: self.Config() for name in adapters}
+
+
+PreTrainedModel.__module__, PeftModel.__module__ = "transformers.made_up", "peft.made_up"
+
+
+def adapted(folder: Path, monkeypatch: pytest.MonkeyPatch, *adapters: str) -> Path:
+    def saved(
+        module: nn.Module, state_dict: dict[str, Tensor], adapter_name: str, **options: bool
+    ) -> dict[str, Tensor]:
+        return {n.replace(f".{adapter_name}", ""): t for n, t in state_dict.items() if f"lora_A.{adapter_name}" in n}
+
+    monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(get_peft_model_state_dict=saved))
+    model = nn.ModuleDict({"net": PeftModel(*adapters)})
+    told = hugging_face_of(model, [name for name, _ in model.named_parameters()])
+    return save_in_boxes(folder, {f"model/{n}": t.detach() for n, t in model.named_parameters()}, hugging_face=told)
+
+
+def test_an_adapter_is_written_as_peft_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = export(adapted(tmp_path / "c", monkeypatch, "mine"), tmp_path / "out", to="hf")
+    assert everything_below(tmp_path / "out") == ["adapter_config.json", "adapter_model.safetensors"]
+    assert list(load_file(tmp_path / "out" / "adapter_model.safetensors")) == ["base_model.lora_A.weight"]
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config == {"peft_type": "LORA", "target_modules": ["layer"], "inference_mode": True}
+    assert sorted(document["left_out"]) == ["net.base_model.layer.bias", "net.base_model.layer.weight"]
+
+
+def test_several_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match="adapters one, two"):
+        export(adapted(tmp_path / "c", monkeypatch, "one", "two"), tmp_path / "out", to="hf")
+
+
+@pytest.mark.slow
+def test_peft_opens_an_adapter(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    base = tiny_jobs.gpt2()
+    options = peft.LoraConfig(r=2, target_modules=["c_attn"], modules_to_save=["ln_f"], init_lora_weights=False)
+    model = peft.get_peft_model(base, options)
+    told = hugging_face_of(model, [name for name, _ in model.named_parameters()])
+    tensors = {f"model/{name}": tensor.detach() for name, tensor in model.named_parameters()}
+    export(save_in_boxes(tmp_path / "c", tensors, hugging_face=told), tmp_path / "out", to="hf")
+    torch.manual_seed(0)
+    opened = peft.PeftModel.from_pretrained(tiny_jobs.gpt2(), tmp_path / "out")
+    x = tiny_jobs.tokens(3)["x"]
+    with torch.no_grad():
+        assert torch.equal(opened.eval()(x).logits, model.eval()(x).logits)
 
 
 def test_another_model_is_not_of_hugging_face(saved: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from meshwright.checkpoint.aside import reading, refuse_taken, written_aside
 from meshwright.checkpoint.folder import find_checkpoint
 from meshwright.checkpoint.formats import SAFETENSORS, TORCH, Format, Item, index_of, pack
+from meshwright.checkpoint.hugging_face import differing_names
 from meshwright.checkpoint.inspection import inspect
 from meshwright.checkpoint.manifest import MODEL, Manifest, read_manifest
 from meshwright.checkpoint.progress import Progress, silent
@@ -49,8 +50,9 @@ def export(
     _refuse_inside(out, folder)
     with reading(folder):
         raise_damage(folder, inspect(folder, manifest, progress))
-    shards = _name_shards(kind.format, pack(content.items, limit))
-    sizes = _write(out, shards, kind.format, content.config, WholeTensors(folder, manifest), progress)
+    alone = {content.alone: content.items}
+    shards = alone if content.alone else _name_shards(kind.format, pack(content.items, limit))
+    sizes = _write(out, shards, kind.format, content, WholeTensors(folder, manifest), progress)
     return {
         **{"path": str(folder), "to": to, "out": str(out), "dtype": dtype},
         "tensors": sum(len(item.names) for item in content.items),
@@ -66,7 +68,10 @@ class Content:
 
     items: list[Item]
     config: Mapping[str, Any] | None = None
-    """Of a model of transformers."""
+    """Of a model of transformers, or of an adapter of peft."""
+    config_file: str = "config.json"
+    alone: str = ""
+    """The one file that everything goes into, if there may be no more."""
     left_out: tuple[str, ...] = ()
     """Names of tensors that do not belong to it."""
 
@@ -88,6 +93,8 @@ def of_hugging_face(manifest: Manifest) -> Content:
             "This checkpoint is not of a model of transformers, so it cannot be exported to hf; "
             "export it to safetensors or torch."
         )
+    if found.get("adapter") is not None:
+        return _of_adapter(manifest, found["adapter"])
     prefix = f"{found['prefix']}." if found["prefix"] else ""
     items, left_out = [], []
     for key, names in _named(manifest):
@@ -96,7 +103,37 @@ def of_hugging_face(manifest: Manifest) -> Content:
             items.append(_item(manifest, key, (inside[0],)))
         else:
             left_out.append(names[0])
+    _refuse_other_names(found["config"], [item.names[0] for item in items])
     return Content(items=items, config=found["config"], left_out=tuple(left_out))
+
+
+def _of_adapter(manifest: Manifest, adapter: Mapping[str, Any]) -> Content:
+    """As `save_pretrained` of peft writes it: the adapter alone, which goes onto the model that it was made for."""
+    if not adapter["names"]:
+        raise CheckpointError(
+            f"This checkpoint is of a model of peft with the adapters {', '.join(adapter['adapters']) or 'none'}, of "
+            "which hf takes one that peft can save; export it to safetensors or torch."
+        )
+    keys = {name: key for key, names in _named(manifest) for name in names}
+    items = [_item(manifest, keys[ours], (theirs,)) for theirs, ours in adapter["names"].items()]
+    written = {item.source for item in items}
+    return Content(
+        items=items,
+        config=adapter["config"],
+        config_file="adapter_config.json",
+        alone="adapter_model.safetensors",
+        left_out=tuple(names[0] for key, names in _named(manifest) if key not in written),
+    )
+
+
+def _refuse_other_names(config: Mapping[str, Any], names: list[str]) -> None:
+    extra, missing = differing_names(config, names)
+    if extra or missing:
+        which = f"has {extra[0]}, which it does not know" if extra else f"lacks {missing[0]}"
+        raise CheckpointError(
+            f"{config['architectures'][0]}.from_pretrained would not open this model as it is: it {which} "
+            f"({len(extra)} names too many, {len(missing)} missing); export it to safetensors or torch."
+        )
 
 
 @dataclass(frozen=True)
@@ -164,7 +201,7 @@ def _write(
     out: Path,
     shards: dict[str, list[Item]],
     form: Format,
-    config: Mapping[str, Any] | None,
+    content: Content,
     tensors: WholeTensors,
     progress: Progress,
 ) -> list[tuple[str, int]]:
@@ -175,8 +212,8 @@ def _write(
             form.write(aside / name, items, lambda item: _read(tensors, item), advance)
         if len(shards) > 1:
             write_durably(aside / form.index, index_of(shards))
-        if config is not None:
-            write_durably(aside / "config.json", _config(config, shards))
+        if content.config is not None:
+            write_durably(aside / content.config_file, _config(content.config, shards, of_adapter=bool(content.alone)))
         return [(path.name, path.stat().st_size) for path in sorted(aside.iterdir())]
 
 
@@ -190,8 +227,10 @@ def _read(tensors: WholeTensors, item: Item) -> torch.Tensor:
     return cast
 
 
-def _config(config: Mapping[str, Any], shards: dict[str, list[Item]]) -> str:
+def _config(config: Mapping[str, Any], shards: dict[str, list[Item]], *, of_adapter: bool) -> str:
     """With the dtype of what was written: transformers opens the weights in the one that it finds here."""
+    if of_adapter:
+        return json.dumps(config, indent=2, sort_keys=True) + "\n"
     dtypes = [item.dtype for items in shards.values() for item in items if item.dtype.is_floating_point]
     kept = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
     found = {"dtype": str(dtypes[0]).removeprefix("torch.")} if dtypes else {}

@@ -44,7 +44,7 @@ def import_weights(path: Path, run: Path, *, job: str | None = None, progress: P
         **(carried.little if carried else {"step": 0, "samples": 0, "strategy": "single", "ranks": 1}),
         seed=0,
         tied={} if expected is None else expected.tied,
-        hugging_face=_of_folder(source) if expected is None else hugging_face_of(expected.model),
+        hugging_face=_of_folder(source) if expected is None else hugging_face_of(expected.model, expected.names),
     )
     state: State = {MODEL + name: lay(tensor) for name, tensor in tensors.items()}
     target = _write(run, state | (carried.state if carried else {}), little, progress)

@@ -220,6 +220,8 @@ class _HuggingFace:
 
     config: Mapping[str, Any]
     prefix: str
+    adapter: Mapping[str, Any] | None = None
+    """Of a model of peft: its adapters, and the configuration and names of the one that it has."""
 
 
 def _refuse_odd(little: Little) -> None:

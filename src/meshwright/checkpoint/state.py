@@ -135,7 +135,7 @@ def _little(trainer: Trainer, samples: int, groups: GroupNames) -> Little:
         strategy=str(trainer.strategy),
         ranks=trainer.world.ranks,
         tied={alias: p.name for p in trainer.facts.parameters for alias in p.names[1:]},
-        hugging_face=hugging_face_of(_one_model(trainer)),
+        hugging_face=hugging_face_of(_one_model(trainer), [name for p in trainer.facts.parameters for name in p.names]),
         optimizer={
             "class": type(optimizer).__name__,
             "groups": [

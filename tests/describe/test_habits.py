@@ -285,6 +285,38 @@ def test_files(tmp_path: Path) -> None:
     assert_same(build)
 
 
+def mapped_bytes(path: Path) -> int:
+    """How much of a file that is mapped into this process has been read."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux says what was read of a mapped file")
+def test_a_rank_reads_its_own_part_of_a_file(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    rows, path = 8192, tmp_path / "model.safetensors"
+    whole = torch.arange(rows * 2048, dtype=torch.float32).reshape(rows, 2048)
+    safetensors.save_file({"weight": whole}, path)
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            layer = nn.Linear(2048, rows, bias=False)
+        layer.load_state_dict(safetensors.load_file(path), assign=True)
+        return layer
+
+    blueprint = record(build, SEED)
+    blueprint.model.weight = nn.Parameter(torch.empty(rows // 8, 2048, device="meta"))
+    blueprint.fill(CPU, lambda name, value: value[rows // 8 : rows // 4])
+    assert not blueprint.doubt
+    assert torch.equal(blueprint.model.weight, whole[rows // 8 : rows // 4])
+    assert whole.nbytes // 8 <= mapped_bytes(path) < whole.nbytes // 2  # pages around what is looked at come along
+
+
 def test_a_real_model_is_copied() -> None:
     made = nn.Linear(4, 4)
     assert_same(lambda: nn.Sequential(copy.deepcopy(made), copy.deepcopy(made)))

@@ -226,3 +226,18 @@ def test_dropout_depends_on_seed_step_and_place() -> None:
     assert len({str(mask) for mask in seen}) == 8, "every step and place has its own"
     assert masks("single,mb=2", 4) == seen[:2], "the same place has the same in a smaller batch"
     assert masks("single,mb=2", 8, seed=1) != seen[:4]
+
+
+@pytest.mark.parametrize("strategy", ["single", "single,offload=optimizer"])
+def test_an_optimizer_finds_what_the_builder_put_on_parameters(strategy: str) -> None:
+    def build() -> nn.Module:
+        model = mlp()
+        for name, parameter in model.named_parameters():
+            parameter.decay = 0.0 if name.endswith("bias") else 0.1  # type: ignore[attr-defined]
+        return model
+
+    def optimizer(params: Any) -> SGD:
+        return SGD([{"params": [parameter], "weight_decay": parameter.decay} for parameter in params], lr=0.1)
+
+    made = make_trainer(make_job(model=build, optimizer=optimizer), strategy)
+    assert [group["weight_decay"] for group in made.optimizer.param_groups] == [0.1, 0.0, 0.1, 0.0]

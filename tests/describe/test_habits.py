@@ -123,7 +123,7 @@ def a_target(m: Any) -> None:
 def gradient_hooks(m: Any) -> None:
     mask = torch.tensor([1.0, 0.0, 1.0, 0.0])
     m.layer.weight.register_hook(lambda gradient: gradient * mask)
-    m.layer.bias.register_hook(lambda gradient: gradient * 2)
+    m.layer.bias.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", parameter.grad * 2))
     m.register_forward_hook(lambda module, args, output: output * 2)
 
 

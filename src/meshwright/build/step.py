@@ -138,6 +138,7 @@ class Trainer:
         self.host = HostCopies(self._own, self.axes.data_on_host()) if on_host else None
         self.optimized = self.host.parameters if self.host else self._own
         """The masters that this rank's optimizer updates, by name."""
+        _keep_attributes(self.optimized, self.engine.model)
         refuse_coupled_shards(job, facts, self._own, strategy)
         self.optimizer = take_fused_kernels(job.optimizer(self.optimized or _nothing_to_update()))
         self.remembered: OptimizerState = self.optimizer
@@ -322,6 +323,14 @@ class Trainer:
         if self.host:
             self.host.give_parameters()
         self.engine.updated()
+
+
+def _keep_attributes(parameters: NamedParameters, model: torch.nn.Module) -> None:
+    """What an author has put on a parameter (`p.no_decay = True`) the job's optimizer finds on what stands for it."""
+    originals = dict(model.named_parameters())
+    for name, parameter in parameters.named():
+        for key, value in vars(originals.get(name, parameter)).items():
+            vars(parameter).setdefault(key, value)
 
 
 def _nothing_to_update() -> NamedParameters:

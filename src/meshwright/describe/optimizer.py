@@ -165,12 +165,12 @@ def differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
 
 
 def _small_parameters(model: nn.Module) -> NamedParameters:
-    """Parameters of the same names and number of dims, but tiny and real."""
-    return NamedParameters(
-        (name, nn.Parameter(torch.zeros(_clip(parameter.shape, SMALL))))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    )
+    """Parameters of the same names, attributes and number of dims, but tiny and real."""
+    originals = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    small = NamedParameters((n, nn.Parameter(torch.zeros(_clip(p.shape, SMALL)))) for n, p in originals.items())
+    for name, parameter in small.named():
+        vars(parameter).update(vars(originals[name]))
+    return small
 
 
 def _state_bytes(optimizer: Any, parameter: torch.Tensor) -> int:

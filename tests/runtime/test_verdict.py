@@ -91,7 +91,7 @@ def test_a_step_made_of_noise_may_go_anywhere_and_no_other() -> None:
 
 
 def test_a_copy_that_differs_is_told() -> None:
-    verdict = verdict_on(trace(copies=["w: rank 1 holds another copy than rank 0 after step 1"]))
+    verdict = verdict_on(trace(copies={1: "w: rank 1 holds another copy than rank 0 after step 1"}))
     assert verdict.status == "differs" and "rank 1 holds another copy" in verdict.first_difference
 
 

@@ -134,7 +134,7 @@ def _ratio(found: torch.Tensor, exact: torch.Tensor) -> str:
     factor = float((found.double() * exact.double()).sum()) / square if square else math.nan
     off = float((found.double() - factor * exact.double()).norm())
     if math.isfinite(factor) and abs(factor - 1) > 1e-3 and off <= 1e-3 * math.sqrt(square):
-        return f"; it is {factor:.4g} times the right one"
+        return f", it is {factor:.4g} times the right one"
     return ""
 
 

@@ -34,8 +34,8 @@ class Trace:
     """Of the first step, before clipping; a parameter without one is not in it. None where nobody could read them."""
     smallest: State = field(default_factory=dict)
     """By element, the smallest size of the gradient over all steps; of references only."""
-    copies: list[str] = field(default_factory=list)
-    """Where a rank's copy of something was not its peers', as sentences."""
+    copies: dict[int, str] = field(default_factory=dict)
+    """After which steps, 0 being the start, a rank's copy of something was not its peers', as sentences."""
 
     def to_plain(self) -> dict[str, Any]:
         """As a dict that `torch.save` writes and `torch.load(weights_only=True)` reads."""

@@ -62,22 +62,23 @@ Copies = dict[tuple[str, str], Digest]
 """By name and by which part of the whole it is."""
 
 
-def compare_copies(trainer: Trainer, when: str) -> list[str]:
-    """A sentence for the first tensor of which a rank holds another copy than its peers, or a stale one."""
+def compare_copies(trainer: Trainer) -> dict[int, str]:
+    """A sentence for the first tensor of which a rank holds another copy than its peers, or a stale one, by step."""
     if trainer.world.ranks == 1 or isinstance(trainer.engine, OptimizingEngine):  # DeepSpeed keeps parts of its own
-        return []
+        return {}
+    when = f"after step {trainer.steps}" if trainer.steps else "before the first step"
     stale = trainer.world.gather(_stale(trainer))
     for rank, name in enumerate(stale):
         if name is not None:
-            return [f"{name}: rank {rank} computes with a stale copy of it {when}"]
+            return {trainer.steps: f"{name}: rank {rank} computes with a stale copy of it {when}"}
     everywhere = trainer.world.gather(_digests(trainer))
     first: dict[tuple[str, str], tuple[int, Digest]] = {}
     for rank, copies in enumerate(everywhere):
         for key, digest in copies.items():
             other, known = first.setdefault(key, (rank, digest))
             if not known.equals(digest):
-                return [f"{key[0]}: rank {rank} holds another copy than rank {other} {when}"]
-    return []
+                return {trainer.steps: f"{key[0]}: rank {rank} holds another copy than rank {other} {when}"}
+    return {}
 
 
 def _stale(trainer: Trainer) -> str | None:

@@ -66,7 +66,7 @@ def run_steps(
         _move(trainer, disturbed)
     trace.start.update(whole_state(trainer))
     trace.kept.update(kept_of(trainer.engine.model))
-    trace.copies += compare_copies(trainer, "before the first step")
+    trace.copies.update(compare_copies(trainer))
     for index in range(steps):
         batch = seeded_batch(job, seed + index)
         with double_arithmetic() if double else nullcontext():
@@ -76,9 +76,9 @@ def run_steps(
         trace.norms.append(result.grad_norm)
         if index == 0:
             trace.first.update(whole_state(trainer))
-            trace.copies += compare_copies(trainer, "after step 1")
+            trace.copies.update(compare_copies(trainer))
     trace.last.update(whole_state(trainer))
-    trace.copies += compare_copies(trainer, f"after step {steps}")
+    trace.copies.update(compare_copies(trainer))
     return trace
 
 

@@ -57,8 +57,7 @@ class Verdict:
 def judge(text: str, trace: Trace, reference: Reference) -> Verdict:
     """Compare what a strategy left behind with what its reference did."""
     losses, norms = losses_of(trace, reference), norms_of(trace, reference)
-    tensor, copy = _first_tensor(trace, reference), next(iter(trace.copies), None)
-    found = [tensor, copy, losses.first_difference(), norms.first_difference()]
+    found = [*_first_tensors(trace, reference), losses.first_difference(), norms.first_difference()]
     differences = [difference for difference in found if difference is not None]
     return Verdict(
         strategy=text,
@@ -76,17 +75,19 @@ def judge(text: str, trace: Trace, reference: Reference) -> Verdict:
     )
 
 
-def _first_tensor(trace: Trace, reference: Reference) -> str | None:
-    """In the order in which a step makes them: what comes first is nearest to the cause."""
+def _first_tensors(trace: Trace, reference: Reference) -> list[str | None]:
+    """In the order in which a step makes them, because what comes first is nearest to the cause; a copy as well."""
     exact, alone = reference.exact, bool(trace.outputs)
-    return (
+    at_first = (
         first_of_start(trace.start, exact.start)
         or first_of_start(trace.kept, exact.kept if alone else _common(exact.kept, trace.kept))
         or (first_output(trace, reference) if trace.outputs else None)
         or first_gradient(trace, reference)
         or first_state(trace, reference, at_end=False)
-        or first_state(trace, reference, at_end=True)
     )
+    at_end = None if at_first else first_state(trace, reference, at_end=True)
+    step, copy = next(iter(trace.copies.items()), (0, None))
+    return [copy, at_first, at_end] if step == 0 else [at_first, copy, at_end]
 
 
 def _common(exact: State, found: State) -> State:

@@ -5,11 +5,17 @@ from typing import Any
 import pytest
 import torch
 
-from any_batch_jobs import ITEMS, JOBS, Pooled, next_step, sequence, unsplit
-from meshwright.errors import JobError
+from any_batch_jobs import ITEMS, JOBS, Pooled, next_step, sequence, unpadded, unsplit
+from meshwright.build.batch import Share, refuse_unlike_shapes
+from meshwright.build.check import check
+from meshwright.describe.model import describe
+from meshwright.errors import JobError, Refused
 from meshwright.facts.job import Job
+from meshwright.facts.strategy import Strategy
+from meshwright.runtime.data import Loader, Order
 from meshwright.runtime.run import Run
-from minimal import make_trainer
+from meshwright.strategies import Place
+from minimal import CPU, make_job, make_trainer
 from rank_pool import RankPool
 from rank_programs import any_batch_losses
 
@@ -80,6 +86,29 @@ def test_a_batch_that_is_not_cut_needs_no_split() -> None:
         cut.step(whole(unsplit, 8))
     run = Run(cut)
     assert [run.step(batch).loss for batch in run.batches(steps=2)] == pytest.approx(plain_losses(order()[:2]))
+
+
+@pytest.mark.parametrize(("name", "path"), [("ragged", r"inputs\[0\]"), ("time_major", r"inputs\[0\]")])
+def test_data_parallel_is_refused_where_it_would_cut_something_else(name: str, path: str) -> None:
+    place = Place(device="cuda", devices=2, ranks=2, local_ranks=1)
+    with pytest.raises(Refused, match=rf"dp cuts .* but {path} has no samples there"):
+        check(JOBS[name], describe(JOBS[name]), Strategy.parse("dp"), place)
+    assert check(make_job(), describe(make_job()), Strategy.parse("dp"), place).data == "dp"
+
+
+def test_micro_batches_of_a_pipeline_are_padded_together() -> None:
+    """They must have one shape; where they cannot be cut, it is refused that they have not."""
+    share = Share(pipelined=2)
+    together, apart = (
+        next(iter(Loader(job, Order(samples=ITEMS, global_batch=8, seed=0, share=share), device=CPU)))
+        for job in (JOBS["time_major"], unsplit)
+    )
+    refuse_unlike_shapes(together.pieces)
+    rows = [row for piece in together.pieces for row in unpadded(piece.data)]
+    for row, index in zip(rows, order()[0], strict=True):
+        assert torch.equal(row, sequence(index))
+    with pytest.raises(JobError, match="pad samples to one length"):
+        refuse_unlike_shapes(apart.pieces)
 
 
 def test_evaluating() -> None:

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.build.batch import has_stand_ins, micro_steps
+from meshwright.describe.batch_layout import Rows, pairs_of
 from meshwright.describe.blueprint import record
+from meshwright.describe.learnt_layout import learn
+from meshwright.describe.observe import make_batch
+from meshwright.describe.structure import tensors_of
 from meshwright.errors import NotBuiltYet, Refused
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
@@ -33,6 +37,7 @@ def check(job: Job, facts: ModelFacts, strategy: Strategy, place: Place) -> Stra
     if reason := (
         _refuse_batch(job, facts, resolved)
         or _refuse_whole_batch(job, facts, resolved)
+        or _refuse_scatter(job, resolved)
         or _refuse_optimizer(facts, resolved)
         or (facts.moved and refuse_moved(resolved, facts, _micro_steps(job, resolved)))
         or _refuse_model_axes(job, facts, resolved)
@@ -207,3 +212,13 @@ def _refuse_whole_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str 
             f"({facts.batch_norms[0]}) would count them twice; leave out mb."
         )
     return None
+
+
+def _refuse_scatter(job: Job, strategy: Strategy) -> str | None:
+    """`nn.DataParallel` cuts every tensor that the model takes along dim 0, whatever it holds."""
+    if strategy.data != "dp" or strategy.data_ranks == 1:
+        return None
+    draws = [(samples, job.inputs(make_batch(job, samples))) for samples in (2, 3, 5)]
+    pairs = pairs_of(learn(draws, "inputs"), draws[0][1])
+    odd = [layout.path for layout, value in pairs if tensors_of(value) and layout != Rows(layout.path, 0)]
+    return f"dp cuts all that the model takes along dim 0, but {odd[0]} has no samples there; use ddp." if odd else None

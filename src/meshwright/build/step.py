@@ -16,6 +16,7 @@ from meshwright.build.assembly import Assembly
 from meshwright.build.autocast import autocast_region
 from meshwright.build.axes import lay_axes
 from meshwright.build.batch import Batch, Share, part
+from meshwright.build.blame import naming
 from meshwright.build.build import lay_on_devices, lay_out, model_region, plainly
 from meshwright.build.deepspeed import lay_deepspeed_pipeline
 from meshwright.build.fused import take_fused_kernels
@@ -130,7 +131,8 @@ class Trainer:
         self.devices, self.engine_config = devices, engine_config
         self.axes = lay_axes(strategy, world)
         self.cutter = Cutter(job)
-        self.passes = self._lay_passes()
+        with naming(strategy):
+            self.passes = self._lay_passes()
         self.engine = self.passes.engine
         self.engine.model.train()
         self._own = self.engine.parameters()
@@ -224,7 +226,8 @@ class Trainer:
         expected = self.facts.weight_per_sample if own.regular else None
         # Where the weight depends on the data it is not known yet: divide by the samples now and put it right below.
         divisor = own.samples * (expected if expected is not None else 1.0)
-        totals = self.passes.backward(own, self._scale_up() / divisor, self.steps)
+        with naming(self.strategy, self.engine.model):
+            totals = self.passes.backward(own, self._scale_up() / divisor, self.steps)
         if self.wish_to_stop:
             totals[2] = 1.0
         local = totals[0].clone()

@@ -1,0 +1,29 @@
+"""What goes wrong only because a model is divided is told in one sentence."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright.build.blame import naming
+from meshwright.errors import JobError, Refused
+from meshwright.facts.strategy import Strategy
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("three sizes, and two ranks")
+
+
+def test_strategy_and_module_are_named() -> None:
+    model = nn.Sequential(nn.Identity(), nn.Sequential(Failing()))
+    said = r"^tp=2 cannot run this model: in 1\.0, ValueError: three sizes, and two ranks\. .*\.$"
+    with pytest.raises(Refused, match=said) as caught, naming(Strategy.parse("tp=2"), model):
+        model(torch.ones(2))
+    assert isinstance(caught.value.__cause__, ValueError), "for --debug"
+
+
+def test_errors_of_the_job_and_of_whole_models_stay_what_they_are() -> None:
+    with pytest.raises(ValueError, match="three"), naming(Strategy.parse("ddp"), Failing()):
+        Failing()(torch.ones(2))
+    with pytest.raises(JobError, match="as it is"), naming(Strategy.parse("pp=2:1f1b")):
+        raise JobError("as it is")

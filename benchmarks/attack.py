@@ -3,8 +3,8 @@
     python benchmarks/attack.py --kills 6 --parallel 2 --json docs/data/attack.json
 
 Runs are `meshwright train` of two and four CPU ranks, over loopback, and all end by themselves or with this program.
-Only processes that it started are killed. A killed launcher is started again here, with `--resume`, as a scheduler does.
-A run must end bit for bit as the undisturbed one of the same strategy and ranks, all generators included; after
+Only processes that it started are killed. A killed launcher is started again here, with `--resume`, as a scheduler
+does. A run must end bit for bit as the undisturbed one of the same strategy and ranks, all generators included; after
 every kill of a launcher, no process, temporary folder or shared memory of it may be left ten seconds later.
 """
 

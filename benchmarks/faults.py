@@ -11,6 +11,7 @@ strategy has them; and after every kill, what `latest` names must be a whole and
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import platform
@@ -79,6 +80,7 @@ class Victim:
             stderr=self.errors,
             env={**os.environ, **({"TMPDIR": str(temporary)} if temporary else {})},
         )
+        atexit.register(self.process.kill)  # what is over does not mind
 
     @property
     def running(self) -> bool:

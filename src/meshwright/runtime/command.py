@@ -30,7 +30,7 @@ RESTARTS = 3
 
 
 def train_command(*, out: Path | None, **asked: Any) -> dict[str, Any] | None:
-    """Train; returns the summary, or None on a rank that has nothing to print. The run's folder is its own meanwhile."""
+    """Train, alone in the run's folder; returns the summary, or None on a rank that has nothing to print."""
     place = launched()
     mine = out if place is None or place.rank == 0 else None
     with nullcontext() if mine is None else owned(mine):

@@ -66,6 +66,7 @@ def attack(strategy: str, ranks: int, kills: int, folder: Path, dice: random.Ran
     options: dict[str, Any] = {"ranks": ranks, "steps": STEPS, "max-restarts": kills + 4}
     whole = Victim(strategy, folder / f"{name}-whole", temporary=temporary, **options)
     whole.process.wait(PATIENCE)
+    kept = set(temporary.iterdir())  # torch's own caches, which every run leaves
     victim = Victim(strategy, folder / name, temporary=temporary, **options)
     for number in range(kills):
         target = TARGETS[(number + dice.randrange(len(TARGETS))) % len(TARGETS)] if number else "launcher"
@@ -74,7 +75,7 @@ def attack(strategy: str, ranks: int, kills: int, folder: Path, dice: random.Ran
             break
         found.kills.append(target)
         if hurt(victim, target, dice):
-            found.left += leftovers(temporary)
+            found.left += leftovers(temporary, kept)
             victim = Victim(strategy, folder / name, "--resume", temporary=temporary, **options)
     try:
         ended = victim.process.wait(PATIENCE) == 0
@@ -120,10 +121,10 @@ def hurt(victim: Victim, target: str, dice: random.Random) -> bool:
     return launcher in pids
 
 
-def leftovers(temporary: Path) -> list[str]:
+def leftovers(temporary: Path, kept: set[Path]) -> list[str]:
     """What is left of a killed launcher, once it has had its ten seconds."""
     deadline = time.monotonic() + LEFT_AFTER_S
-    while (found := [*_processes(temporary), *map(str, temporary.iterdir()), *_shared_memory()]) and (
+    while (found := [*_processes(temporary), *map(str, set(temporary.iterdir()) - kept), *_shared_memory()]) and (
         time.monotonic() < deadline
     ):
         time.sleep(0.1)

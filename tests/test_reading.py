@@ -8,6 +8,7 @@ import pytest
 
 from meshwright.errors import BadInput, Unreadable
 from meshwright.reading import Limits, parse_json, parse_toml, parse_yaml, read_bytes, read_json
+from meshwright.strategies.deepspeed.written import strategy_of
 from mutated_files import BOMBS, Kind, kinds, spoiled
 
 COUNT = 12
@@ -91,3 +92,17 @@ def test_limits_on_toml() -> None:
     assert parse_toml("a.b = 1") == {"a": {"b": 1}}
     with pytest.raises(ValueError, match="deeper"):
         parse_toml(".".join("a" * 100) + " = 1")
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": {}},
+        {"stage": True},
+        {"stage": 3, "offload_optimizer": {"device": ["cpu"]}},
+        {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}},
+    ],
+)
+def test_odd_sections_of_deepspeed_s(zero: dict[str, object]) -> None:
+    with pytest.raises(BadInput, match="The DeepSpeed configuration"):
+        strategy_of({"zero_optimization": zero})

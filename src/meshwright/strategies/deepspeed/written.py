@@ -93,7 +93,7 @@ def strategy_of(config: Mapping[str, Any]) -> Strategy:
         data=words[stage],  # type: ignore[arg-type]  # one of the data axis's words
         precision=_precision(config),  # type: ignore[arg-type]
         offload=offload,  # type: ignore[arg-type]
-        nvme=str(_section(config, "zero_optimization.offload_optimizer")["nvme_path"]) if offload == "nvme" else "",
+        nvme=_nvme_path(config) if offload == "nvme" else "",
         micro_batch=config.get("train_micro_batch_size_per_gpu"),
         engine="deepspeed",
     )
@@ -187,10 +187,18 @@ def _precision(config: Mapping[str, Any]) -> str:
     return on[0] if on else "fp32"
 
 
+def _nvme_path(config: Mapping[str, Any]) -> str:
+    path = _section(config, "zero_optimization.offload_optimizer").get("nvme_path")
+    if not isinstance(path, str):
+        raise BadInput("The DeepSpeed configuration offloads to nvme, and its offload_optimizer names no nvme_path.")
+    return path
+
+
 def _offload(config: Mapping[str, Any]) -> str:
     """The word of the strategy for the devices of both offload sections."""
     kinds = ("offload_optimizer", "offload_param")
-    optimizer, params = (_section(config, f"zero_optimization.{kind}").get("device", "none") for kind in kinds)
+    found = (_section(config, f"zero_optimization.{kind}").get("device", "none") for kind in kinds)
+    optimizer, params = (device if isinstance(device, str) else shown(device) for device in found)
     words = {("none", "none"): "", ("cpu", "none"): "optimizer", ("cpu", "cpu"): "params", ("nvme", "nvme"): "nvme"}
     if (optimizer, params) not in words:
         raise BadInput(

@@ -28,6 +28,7 @@ from meshwright import Job
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # architectures of transformers are the tests' own
 
 from architecture_jobs import ARCHITECTURES
+from zoo.builders import leave_folder
 from zoo.judge import without_dropout
 
 CLASSES, VOCABULARY, LENGTH, BATCH = 5, 32, 8, 4
@@ -434,9 +435,9 @@ def folder(name: str) -> str:
 
 def _save(name: str, path: str) -> None:
     if name == "llama":
-        llama().save_pretrained(path)
+        leave_folder(llama(), path)
     elif name == "bert":
-        _bert().save_pretrained(path)
+        leave_folder(_bert(), path)
     elif name == "unet":
         unet().save_pretrained(path)
     elif name == "lora":

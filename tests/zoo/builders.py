@@ -401,8 +401,16 @@ def pretrained(kind: str) -> str:
     path = str(Path(_FOLDER.name) / kind)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        made(made.config_class(**sizes)).save_pretrained(path)
+        leave_folder(made(made.config_class(**sizes)), path)
     return path
+
+
+def leave_folder(model: Any, path: str) -> None:
+    """As `save_pretrained` leaves it, which writes nothing on ranks behind the first."""
+    from safetensors.torch import save_model
+
+    model.config.save_pretrained(path)
+    save_model(model, str(Path(path) / "model.safetensors"), metadata={"format": "pt"})
 
 
 def from_pretrained(kind: str, folder: str, **rest: Any) -> nn.Module:

@@ -32,17 +32,13 @@ class Entry:
     name: str
     make: Callable[[], Job]
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Strategies that must refuse it, each with words of the reason; all others must train it as plain PyTorch does."""
+    """Strategies that must refuse it, each with words of the reason."""
     double: bool = True
     """Whether it runs in float64, where rounding neither hides nor pretends a difference."""
 
     @property
     def family(self) -> str:
         return self.make.__module__.rpartition(".")[2]
-
-    @property
-    def habit(self) -> str:
-        return (self.make.__doc__ or "").strip().splitlines()[0]
 
 
 ZOO: dict[str, Entry] = {}

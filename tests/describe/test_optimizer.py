@@ -23,6 +23,7 @@ WHOLE = ("rows", "columns")
         (momentum, ()),
         (Adam, ()),
         (lambda params: AdamW(params, foreach=True), ()),
+        (lambda params: AdamW(params, fused=True), ()),
         (lambda params: RMSprop(params, lr=1e-9), ()),
         (adafactor, WHOLE),
         (Lamb, WHOLE),

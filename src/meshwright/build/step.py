@@ -141,7 +141,8 @@ class Trainer:
         self.optimized = self.host.parameters if self.host else self._own
         """The masters that this rank's optimizer updates, by name."""
         _keep_attributes(self.optimized, self.engine.model)
-        refuse_coupled_shards(job, facts, self._own, strategy)
+        if not world.fake:  # there, collectives bring nothing
+            refuse_coupled_shards(job, facts, self._own, strategy)
         self.optimizer = take_fused_kernels(job.optimizer(self.optimized or _nothing_to_update()))
         self.remembered: OptimizerState = self.optimizer
         """What the optimizer keeps of each of them."""

@@ -213,8 +213,8 @@ class PipelinePasses:
             received = args if stage.index else ()
             output = self._losses.plain(stage.hollow.run(self._route.flow, self._route.crossings, received, whole))
             if self._stages.is_last(stage.index):
-                return output
-            return tuple(_Leaving.apply(tensor.contiguous()) for tensor in output)
+                return output.float()  # as announced; its gradient is 1 in any dtype
+            return tuple(_Leaving.apply(_laid_plainly(tensor)) for tensor in output)
 
         return run
 
@@ -240,6 +240,12 @@ class PipelinePasses:
         for tensor in output:
             dist.send(tensor.contiguous(), group_dst=ranks[stage.index + 1], group=group)
         return ()
+
+
+def _laid_plainly(tensor: torch.Tensor) -> torch.Tensor:
+    """With the strides that were announced. `contiguous()` leaves those of dims of length 1 as they are."""
+    plain = torch.empty(tensor.shape, device="meta").stride()
+    return tensor if tensor.stride() == plain else tensor.clone(memory_format=torch.contiguous_format)
 
 
 class _Leaving(torch.autograd.Function):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import pipeline_jobs
 from meshwright.describe.blueprint import record
@@ -346,6 +347,22 @@ def test_a_buffer_that_two_stages_change() -> None:
     job = replace(pipeline_jobs.trunk, model=Sharing)
     message = refusal(job, "blocks.2")
     assert "blocks.0" in message and "blocks.3" in message and "two stages" in message
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_blocks_that_the_model_recomputes(reentrant: bool) -> None:
+    class Recomputing(pipeline_jobs.Trunk):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return self.leave(x)
+
+    job = replace(pipeline_jobs.trunk, model=Recomputing)
+    if reentrant:
+        assert "calls blocks.0 inside of an autograd function" in refusal(job, "blocks.2")
+    else:
+        assert crossing(job, "blocks.2") == [[], ["blocks.1"]]
 
 
 def test_no_complex_numbers_cross() -> None:

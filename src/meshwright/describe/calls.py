@@ -93,6 +93,8 @@ class Flow:
     """What the loss comes from."""
     looked: str | None = None
     """The last call before the glue first looked at values of the batch or of what came of it; "" for none before."""
+    hidden: str | None = None
+    """A call whose gradient goes through an autograd function around it, as under `checkpoint(use_reentrant=True)`."""
     moved: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """Buffers that the pass changed, each with the calls that did; `GLUE` where none did."""
     changes_batch: bool = False

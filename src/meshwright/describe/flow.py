@@ -77,6 +77,8 @@ class Watcher(TorchDispatchMode):
         self._open: _Open | None = None
         self._returned: list[list[tuple[StorageWeakRef, int]]] = []
         """Where each call's leaves lie, and how often that had been written to then."""
+        self._without_grad: list[tuple[str, torch.Tensor]] = []
+        """What calls gave while gradients were off."""
         self.calls: list[Call] = []
         self.in_loss = False
         """Whether the model has returned."""
@@ -114,7 +116,9 @@ class Watcher(TorchDispatchMode):
         needs = self.sources(total) | self._looked
         if self.loss_looked:  # with other values it may need another part of the output
             needs |= self._union(output)
-        return Flow(calls=tuple(calls), needs=frozenset(needs), looked=self.looked)
+        # An autograd function, as reentrant recomputation is, gives them a gradient after all.
+        hidden = next((name for name, leaf in self._without_grad if leaf.requires_grad), None)
+        return Flow(calls=tuple(calls), needs=frozenset(needs), looked=self.looked, hidden=hidden)
 
     def writers(self, tensor: torch.Tensor) -> frozenset[int]:
         """Who changed a tensor in place."""
@@ -214,6 +218,8 @@ class Watcher(TorchDispatchMode):
                 self._note_changed_input(done, inputs[place], Value(done.index, number))
                 returned.append(inputs[place])
             self._returned.append([(_storage(leaf), self._writes(_storage(leaf))) for leaf in returned])
+            if not torch.is_grad_enabled():
+                self._without_grad += [(name, leaf) for leaf in returned]
             self.calls.append(
                 Call(
                     name=name,

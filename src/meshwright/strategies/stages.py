@@ -129,6 +129,7 @@ class Crossings:
 def find_crossings(flow: Flow, stages: Stages) -> Crossings:
     """What must be sent along so that every stage can run its calls. Refused by name where that cannot be."""
     _refuse_other_calls(flow, stages)
+    _refuse_hidden(flow)
     _refuse_values(flow)
     _refuse_moved(flow, stages)
     _refuse_hollow(flow, stages)
@@ -174,6 +175,14 @@ def _refuse_other_calls(flow: Flow, stages: Stages) -> None:
         raise Refused(
             f"The model makes {len(flow.calls)} calls of its modules for a batch of these shapes and {stages.calls} "
             "for others; a pipeline needs a model that calls its modules in the same order for every batch."
+        )
+
+
+def _refuse_hidden(flow: Flow) -> None:
+    if flow.hidden is not None:
+        raise Refused(
+            f"The model calls {flow.hidden} inside of an autograd function (checkpoint(..., use_reentrant=True), say), "
+            "which hides the gradient of what crosses a cut; write use_reentrant=False, or switch it off for ac=full."
         )
 
 

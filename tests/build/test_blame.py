@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.build.blame import naming
+from meshwright.build import blame
+from meshwright.build.blame import naming, naming_optimizer
 from meshwright.errors import JobError, Refused
 from meshwright.facts.strategy import Strategy
 
@@ -27,3 +28,12 @@ def test_errors_of_the_job_and_of_whole_models_stay_what_they_are() -> None:
         Failing()(torch.ones(2))
     with pytest.raises(JobError, match="as it is"), naming(Strategy.parse("pp=2:1f1b")):
         raise JobError("as it is")
+
+
+def test_an_optimizer_that_fails_on_shards_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotImplementedError), naming_optimizer(Strategy.parse("ddp"), [torch.ones(2)]):
+        raise NotImplementedError("index_put_ has no sharding strategy")
+    monkeypatch.setattr(blame, "is_dtensor", lambda tensor: True)
+    said = "^The optimizer's step does not run on the shards of fsdp: .*index_put_.*"
+    with pytest.raises(Refused, match=said), naming_optimizer(Strategy.parse("fsdp"), [torch.ones(2)]):
+        raise NotImplementedError("index_put_ has no sharding strategy")

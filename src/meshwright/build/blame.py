@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -10,25 +10,52 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.describe.dtensor import is_dtensor
 from meshwright.errors import MeshwrightError, Refused, one_line
 from meshwright.facts.strategy import Strategy
 
 
 @contextmanager
 def naming(strategy: Strategy, model: nn.Module | None = None) -> Iterator[None]:
-    """Around what ran without an error while the model was described: whatever it raises, dividing it has caused."""
+    """Around what ran without an error while the model was described: whatever it raises, dividing it has caused.
+
+    A data strategy divides a model where its parameters are DTensors.
+    """
     try:
         yield
     except (MeshwrightError, torch.OutOfMemoryError, dist.DistError):
         raise
     except Exception as error:
-        if strategy.model_ranks == 1:
+        if strategy.model_ranks == 1 and not (model is not None and any(map(is_dtensor, model.parameters()))):
             raise
         raise Refused(
             f"{strategy} cannot run this model: {_place(error.__traceback__, model)}{one_line(error)} It ran whole "
-            "before; use a data strategy (ddp, fsdp), or keep what fails in one piece with Job(tensor_plan=...) or "
-            "Job(stages=...)."
+            f"before; {_way_out(strategy)}"
         ) from error
+
+
+@contextmanager
+def naming_optimizer(strategy: Strategy, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Around the optimizer's step: its author may not have had shards in mind."""
+    try:
+        yield
+    except (MeshwrightError, torch.OutOfMemoryError, dist.DistError):
+        raise
+    except Exception as error:
+        if not any(map(is_dtensor, parameters)):
+            raise
+        raise Refused(
+            f"The optimizer's step does not run on the shards of {strategy}: {one_line(error)} Use ddp, or an "
+            "optimizer that PyTorch runs on DTensors, AdamW for one."
+        ) from error
+
+
+def _way_out(strategy: Strategy) -> str:
+    if strategy.model_ranks == 1:
+        return "use ddp, zero1 or zero2, which keep parameters whole while they are computed with."
+    return (
+        "use a data strategy (ddp, fsdp), or keep what fails in one piece with Job(tensor_plan=...) or Job(stages=...)."
+    )
 
 
 def _place(trace: TracebackType | None, model: nn.Module | None) -> str:

@@ -16,7 +16,7 @@ from meshwright.build.assembly import Assembly
 from meshwright.build.autocast import autocast_region
 from meshwright.build.axes import lay_axes
 from meshwright.build.batch import Batch, Share, part
-from meshwright.build.blame import naming
+from meshwright.build.blame import naming, naming_optimizer
 from meshwright.build.build import lay_on_devices, lay_out, model_region, plainly
 from meshwright.build.deepspeed import lay_deepspeed_pipeline
 from meshwright.build.fused import take_fused_kernels
@@ -323,7 +323,8 @@ class Trainer:
     def _apply(self) -> None:
         if self.host:
             self.host.take_gradients()
-        self.optimizer.step()
+        with naming_optimizer(self.strategy, self.optimized):
+            self.optimizer.step()
         if self.host:
             self.host.give_parameters()
         self.engine.updated()

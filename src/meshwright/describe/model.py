@@ -133,6 +133,7 @@ def parameter_facts(model: nn.Module, observed: Observed | None) -> tuple[Parame
             itemsize=parameter.dtype.itemsize,
             trainable=parameter.requires_grad,
             used=observed is None or observed.by_value or not parameter.requires_grad or name in observed.used,
+            contiguous=parameter.is_contiguous(),
         )
         for name, parameter in model.named_parameters()
     )

@@ -89,7 +89,9 @@ def find_moved(job: Job, model: nn.Module, seen: set[str]) -> tuple[MovedFacts, 
         return ()
     moved = second.changed - _statistics(blueprint.model, norms.found)
     by_samples = _by_samples(job, moved) if moved else set()
-    parameters = {name for name, _ in blueprint.model.named_parameters(remove_duplicate=False)}
+    parameters = dict(blueprint.model.named_parameters(remove_duplicate=False))
+    # What is trained as well (an embedding whose rows are kept short) is moved where training has taken it.
+    by_samples |= {name for name in moved if name in parameters and parameters[name].requires_grad}
     return tuple(
         MovedFacts(name=name, parameter=name in parameters, by_samples=name in by_samples) for name in sorted(moved)
     )

@@ -20,6 +20,8 @@ class ParameterFacts:
     trainable: bool = True
     used: bool = True
     """Whether the loss depends on it, as far as a step on fake tensors shows."""
+    contiguous: bool = True
+    """Whether its rows lie one after another in memory; not under `channels_last`."""
 
     @property
     def name(self) -> str:

@@ -24,9 +24,10 @@ class Fsdp(DataStrategy):
         return None
 
     def kept_whole(self, facts: ModelFacts) -> frozenset[str]:
-        """Those without dims, which cannot be cut, and those that are read where their block is not gathered."""
+        """Those that FSDP2 cannot cut (scalar, empty or strided), and those read where their block is not gathered."""
         outside = frozenset(facts.read_outside)
-        return frozenset(n for p in facts.parameters if not p.shape or p.name in outside for n in p.names)
+        uncut = (p for p in facts.parameters if not p.shape or not p.count or not p.contiguous or p.name in outside)
+        return frozenset(name for parameter in uncut for name in parameter.names)
 
     def axes(self, strategy: Strategy) -> dict[str, int]:
         if strategy.variant == "no-shard":

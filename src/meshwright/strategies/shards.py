@@ -73,9 +73,9 @@ class Piece:
         return tensor[rank * self.rows : (rank + 1) * self.rows]
 
     def as_shard(self, local: torch.Tensor) -> DTensor:
-        shape, stride = self.parameter.shape, self.parameter.stride()
+        whole = self.shard
         return DTensor.from_local(
-            local, self.shard.device_mesh, self.shard.placements, run_check=False, shape=shape, stride=stride
+            local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
         )
 
 
@@ -130,7 +130,9 @@ class Bucket:
                 continue
             local = piece.chunk(piece.parameter, self.rank)
             reduced = self._reduced[columns][: local.numel()].view(local.shape)
-            if keep_whole and (kept := piece.whole_gradient()) is not None:
+            # A strided parameter has a contiguous shard: optimizers' fused kernels want its gradient to lie alike.
+            kept = piece.whole_gradient() if piece.parameter.is_contiguous() else None
+            if keep_whole and kept is not None:
                 reduced = piece.chunk(kept, self.rank).copy_(reduced)
             piece.shard.grad = piece.as_shard(reduced)
         self._reduced = torch.empty(0)
@@ -261,13 +263,15 @@ class ShardedUpdateEngine(Engine):
         }
 
     def _piece(self, name: str, parameter: nn.Parameter) -> Piece:
-        shape, stride = parameter.shape, parameter.stride()
+        shape = parameter.shape
         rows = -(-shape[0] // self._mesh.size()) if shape else 1
         rank = self._mesh.get_local_rank()
         source = self._masters.get(name, parameter.data)
         local = source[rank * rows : (rank + 1) * rows] if shape else source
         if name in self._masters:
             local = local.clone()  # else the whole master would stay in memory behind the view
+        local = local.contiguous()  # rows of a strided parameter are no block of memory, which fused kernels want
+        stride = torch.empty(shape, device="meta").stride()
         placement = Shard(0) if shape else Replicate()
         dtensor = DTensor.from_local(local, self._mesh, [placement], run_check=False, shape=shape, stride=stride)
         return Piece(name, parameter, nn.Parameter(dtensor), rows)

@@ -62,7 +62,7 @@ class Matrix:
         """What an earlier run has found; without what was bad, if that is to be run again."""
         if path is None or not path.exists():
             return {}
-        rows = [Row(**row) for row in json.loads(path.read_text())["results"]]
+        rows = [Row(**row) for row in json.loads(path.read_text())["results"] if "model" in row]
         kept = [row for row in rows if row.model in self.models and (row.verdict in GOOD or not again)]
         return {(row.model, row.strategy): row for row in kept}
 

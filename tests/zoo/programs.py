@@ -56,10 +56,15 @@ def course(world: World, job: Job, facts: ModelFacts, strategy: str, *, steps: i
 
 
 def on_ranks(world: World, case: Case, facts: dict[str, Any], strategy: str) -> Course | Outcome:
-    """Rank 0 has what all found; each has its own unsaved tensors. A refusal is raised alike on all of them."""
+    """Rank 0 has what all found; each has its own unsaved tensors.
+
+    A refusal is raised alike on all of them, but for one that an error of this rank has caused.
+    """
     try:
         found = course(world, job_of(case), ModelFacts.from_json(facts), strategy)
     except BadInput as error:
+        if error.__cause__ is not None:
+            raise
         return Outcome("refused", str(error))
     return found if world.is_main else Course(unsaved=found.unsaved, held=found.held)
 
@@ -120,7 +125,7 @@ def examine(case: Case, strategy: str, pool: RankPool | None) -> Outcome:
         return Outcome("refused", str(error))
     except RankError as error:
         message = next((line for line in error.message.splitlines() if line.strip()), "")
-        return Outcome("CRASH", f"{error.kind}: {message.strip()}")
+        return Outcome("refused" if is_refusal(error.kind) else "CRASH", f"{error.kind}: {message.strip()}")
     except Exception as error:
         return Outcome("CRASH", one_line(error))
     first, *others = found
@@ -131,3 +136,8 @@ def examine(case: Case, strategy: str, pool: RankPool | None) -> Outcome:
     difference = first_difference(plain_of(case), first, double=case.double and case.exact)
     held = max(one.held for one in found) / max(1, sum(p.count for p in facts.trainable))
     return Outcome("DIFFERS", difference) if difference else Outcome("equal", held=round(held, 3))
+
+
+def is_refusal(kind: str, root: type[BadInput] = BadInput) -> bool:
+    """Whether a class of errors is one of those by which things are refused."""
+    return kind == root.__name__ or any(is_refusal(kind, child) for child in root.__subclasses__())

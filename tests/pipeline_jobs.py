@@ -367,13 +367,26 @@ class ChangingBatch(Trunk):
 
 
 class ByValue(Trunk):
-    """Looks at a value between its calls."""
+    """Looks at a value between its calls, and reads another one or not."""
+
+    limit = float("inf")
 
     def forward(self, x: Tensor) -> Tensor:
         x = skip = self.enter(x)
         for block in self.blocks:
             x = block(x)
-        return self.leave(x + skip if x.sum() > 0 else x)
+        return self.leave(x + skip if x.sum() > self.limit else x)
+
+
+class Selecting(Trunk):
+    """Picks positions by values for its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x.isfinite().all(-1)).nonzero(as_tuple=True)
+        y = self.enter(x)[chosen]
+        for block in self.blocks:
+            y = block(y)
+        return self.leave(y).view(*x.shape[:-1], -1)
 
 
 class Averaging(Trunk):
@@ -507,6 +520,7 @@ reading_changed = replace(trunk, model=ReadingChanged)
 changing_past = replace(trunk, model=ChangingPast)
 changing_batch = replace(trunk, model=ChangingBatch)
 by_value = replace(trunk, model=ByValue)
+selecting = replace(trunk, model=Selecting)
 averaging = replace(trunk, model=Averaging)
 averaging_blocks = replace(trunk, model=AveragingBlocks)
 convolutions = replace(trunk, model=group_norms, sample=image_batch)

@@ -171,7 +171,7 @@ def _children(value: Any) -> Any:
 def _refuse_numbers(values: list[Any], limits: Limits) -> None:
     largest = 10**limits.digits
     for number in values:
-        if isinstance(number, float) and (math.isnan(number) or math.isinf(number) and not limits.infinite):
+        if isinstance(number, float) and (math.isnan(number) or (math.isinf(number) and not limits.infinite)):
             raise ValueError(f"it holds {number}, and only finite numbers are read")
         if isinstance(number, int) and abs(number) >= largest:
             raise ValueError(f"it holds a whole number of more than {limits.digits} digits")

@@ -122,7 +122,7 @@ def test_a_hint_of_stages() -> None:
 @pytest.mark.parametrize(
     ("job", "says"),
     [
-        (pipeline_jobs.by_value, "looks at values after calling blocks.3"),
+        (pipeline_jobs.selecting, "makes a shape of values before it calls its first module"),
         (pipeline_jobs.averaging_blocks, "changes blocks.3.average in every forward pass"),
     ],
 )

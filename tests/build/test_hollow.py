@@ -167,6 +167,16 @@ def test_another_order_of_calls() -> None:
     assert len(parts.run(first, batch, ())) == len(parts.crossings.values[1]), "a failed pass leaves nothing behind"
 
 
+def test_a_branch_that_was_not_seen_and_reads_what_was_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = pipeline_jobs.by_value
+    batch = made_up(job)
+    parts = cut(job, 2, batch)
+    received = tuple(tensor.detach() for tensor in parts.run(parts.hollow(0), batch, ()))
+    assert parts.run(parts.hollow(1), batch, received).isfinite()
+    monkeypatch.setattr(pipeline_jobs.ByValue, "limit", -float("inf"))
+    assert parts.run(parts.hollow(1), batch, received).isnan(), "no other training goes on without an error"
+
+
 def test_more_calls_than_before() -> None:
     class Longer(pipeline_jobs.Trunk):
         def forward(self, x: Tensor) -> Tensor:

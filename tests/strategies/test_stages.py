@@ -320,15 +320,23 @@ def test_what_is_changed_in_place_is_sent_by_whoever_changed_it() -> None:
     assert crossing(pipeline_jobs.changing_glue, "blocks.2") == [[], ["blocks.1"]]
 
 
-def test_values_that_somebody_looks_at() -> None:
-    message = refusal(pipeline_jobs.by_value, "blocks.2")
-    assert "looks at values after calling blocks.3" in message and "use tp, op or a data strategy" in message
+def test_shapes_that_are_made_of_values() -> None:
+    class Late(pipeline_jobs.Trunk):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y * (1 + 0 * len((y > 0).nonzero()))
 
+    message = refusal(replace(pipeline_jobs.trunk, model=Late), "blocks.2")
+    assert "makes a shape of values after calling leave" in message and "use tp, op or a data strategy" in message
+
+
+def test_values_that_somebody_looks_at_are_noted() -> None:
     class Listed(pipeline_jobs.Trunk):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x if x[0, 0].tolist()[0] > 0 else -x)
 
-    assert "before it calls its first module" in refusal(replace(pipeline_jobs.trunk, model=Listed), "blocks.2")
+    looking = [pipeline_jobs.by_value, replace(pipeline_jobs.trunk, model=Listed)]
+    assert [traced(job)[1].looked for job in (*looking, pipeline_jobs.trunk)] == [True, True, False]
 
 
 def test_buffers_that_are_changed_between_calls() -> None:

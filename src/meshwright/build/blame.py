@@ -28,8 +28,9 @@ def naming(strategy: Strategy, model: nn.Module | None = None) -> Iterator[None]
     except Exception as error:
         if strategy.model_ranks == 1 and not (model is not None and any(map(is_dtensor, model.parameters()))):
             raise
+        cause = _first(error)
         raise Refused(
-            f"{strategy} cannot run this model: {_place(error.__traceback__, model)}{one_line(error)} It ran whole "
+            f"{strategy} cannot run this model: {_place(cause.__traceback__, model)}{one_line(cause)} It ran whole "
             f"before; {_way_out(strategy)}"
         ) from error
 
@@ -56,6 +57,11 @@ def _way_out(strategy: Strategy) -> str:
     return (
         "use a data strategy (ddp, fsdp), or keep what fails in one piece with Job(tensor_plan=...) or Job(stages=...)."
     )
+
+
+def _first(error: BaseException) -> BaseException:
+    """What others were raised from: PyTorch's pipelines put their own around it."""
+    return error if error.__cause__ is None else _first(error.__cause__)
 
 
 def _place(trace: TracebackType | None, model: nn.Module | None) -> str:

@@ -124,13 +124,18 @@ class Hollow:
             # A received tensor is a leaf to autograd, which nobody may change in place.
             return passage.values[value].clone() if call.changed else passage.values[value]
         if isinstance(leaf, TensorLeaf):
-            nothing = self._nothing(leaf.shape, leaf.dtype)
+            nothing = self._nothing(leaf.shape, leaf.dtype, unread=not passage.flow.looked)
             return nothing.clone(memory_format=torch.contiguous_format) if call.changed else nothing
         if isinstance(leaf, InputLeaf):
             return inputs[leaf.place]
         assert isinstance(leaf, ConstantLeaf), "refused before: a strange leaf of a call that is stood in for"
         return leaf.value
 
-    def _nothing(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeros of any shape that take the memory of one."""
-        return torch.zeros((), dtype=dtype, device=self._device).expand(shape)
+    def _nothing(self, shape: tuple[int, ...], dtype: torch.dtype, *, unread: bool = True) -> torch.Tensor:
+        """Zeros of any shape that take the memory of one.
+
+        Where the model looks at values, the next batch may take a branch that nobody has seen and read what was not
+        sent. Then these are no numbers, and neither is the loss: an error instead of another training.
+        """
+        value = 0.0 if unread or not dtype.is_floating_point else float("nan")
+        return torch.full((), value, dtype=dtype, device=self._device).expand(shape)

@@ -91,8 +91,10 @@ class Flow:
     calls: tuple[Call, ...]
     needs: frozenset[Source]
     """What the loss comes from."""
-    looked: str | None = None
-    """The last call before the glue first looked at values of the batch or of what came of it; "" for none before."""
+    looked: bool = False
+    """Whether the glue looked at values, of the batch or of what calls gave: they may decide what it does next."""
+    shaped: str | None = None
+    """The last call before the glue made a shape of values, as `x[mask]` does; "" for none before."""
     hidden: str | None = None
     """A call whose gradient goes through an autograd function around it, as under `checkpoint(use_reentrant=True)`."""
     moved: Mapping[str, frozenset[int]] = field(default_factory=dict)

@@ -82,7 +82,9 @@ class Watcher(TorchDispatchMode):
         self.calls: list[Call] = []
         self.in_loss = False
         """Whether the model has returned."""
-        self.looked: str | None = None
+        self.looked = False
+        """Whether the glue did."""
+        self.shaped: str | None = None
         self.loss_looked = False
         """Whether the loss looked at values that calls gave."""
 
@@ -118,7 +120,7 @@ class Watcher(TorchDispatchMode):
             needs |= self._union(output)
         # An autograd function, as reentrant recomputation is, gives them a gradient after all.
         hidden = next((name for name, leaf in self._without_grad if leaf.requires_grad), None)
-        return Flow(calls=tuple(calls), needs=frozenset(needs), looked=self.looked, hidden=hidden)
+        return Flow(calls=tuple(calls), needs=frozenset(needs), looked=self.looked, shaped=self.shaped, hidden=hidden)
 
     def writers(self, tensor: torch.Tensor) -> frozenset[int]:
         """Who changed a tensor in place."""
@@ -159,9 +161,11 @@ class Watcher(TorchDispatchMode):
     def _follow_batch(self, func: Any, given: Any, made: list[Any], sources: set[Source]) -> None:
         """In the glue: what comes of the batch, and whether a number or a shape is made of values."""
         of_batch = any(leaf in self._batch for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
-        by_value = torch.Tag.dynamic_output_shape in func.tags or any(isinstance(leaf, NUMBERS) for leaf in made)
-        if by_value and (of_batch or sources):
-            self.look(bool(sources))
+        if of_batch or sources:
+            if any(isinstance(leaf, NUMBERS) for leaf in made):
+                self.look(bool(sources))
+            if _shapes_by_values(func, given) and not self.in_loss and self.shaped is None:
+                self.shaped = self.calls[-1].name if self.calls else ""
         if of_batch:
             self.mark_batch(leaf for leaf in made if isinstance(leaf, torch.Tensor))
 
@@ -178,8 +182,8 @@ class Watcher(TorchDispatchMode):
         """The glue looked at values: of what calls gave, or of the batch alone."""
         if self.in_loss:
             self.loss_looked |= at_calls
-        elif self.looked is None:
-            self.looked = self.calls[-1].name if self.calls else ""
+        else:
+            self.looked = True
 
     def _union(self, tree: Any) -> set[Source]:
         found: set[Source] = set()
@@ -252,27 +256,6 @@ class Watcher(TorchDispatchMode):
         self._sources[leaf] = frozenset({value})
 
 
-class DropoutWatcher(Watcher):
-    """Also notes whether anything is drawn at random."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__(names)
-        self.drops = False
-        self.seen = self._look
-
-    def _look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        name = func.overloadpacket.__name__
-        self.drops = self.drops or name in RANDOM or (ATTENTION in name and any(0 < x < 1 for x in _numbers(args)))
-
-
-RANDOM = ("native_dropout", "bernoulli", "bernoulli_", "rand", "rand_like", "randn_like", "multinomial")
-ATTENTION = "scaled_dot_product"
-
-
-def _numbers(args: tuple[Any, ...]) -> list[float]:
-    return [value for value in args if isinstance(value, float)]
-
-
 def _describe(leaf: Any, places: dict[int, int], *, looked: bool) -> Leaf:
     if isinstance(leaf, NUMBERS) and looked:
         return StrangeLeaf("number that may depend on the data")
@@ -285,6 +268,13 @@ def _describe(leaf: Any, places: dict[int, int], *, looked: bool) -> Leaf:
 
 def _tensor_leaf(tensor: torch.Tensor) -> TensorLeaf:
     return TensorLeaf(tuple(tensor.shape), tensor.dtype)
+
+
+def _shapes_by_values(func: Any, given: Any) -> bool:
+    """Whether the shape of what an operator gives depends on values: that of `x[i]` only where `i` is a mask."""
+    if func is torch.ops.aten.index.Tensor:
+        return any(leaf.dtype in (torch.bool, torch.uint8) for leaf in tree_leaves(given[0][1]) if leaf is not None)
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:

@@ -12,7 +12,8 @@ from torch import nn
 from meshwright.describe.blocks import find_blocks
 from meshwright.describe.blueprint import Blueprint, record
 from meshwright.describe.calls import Flow
-from meshwright.describe.flow import DropoutWatcher, Watcher
+from meshwright.describe.drops import DropoutWatcher
+from meshwright.describe.flow import Watcher
 from meshwright.describe.looks import find_looks
 from meshwright.describe.loss_over import find_loss_over
 from meshwright.describe.observe import Observed, Understudy, observe, trace

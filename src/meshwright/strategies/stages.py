@@ -130,7 +130,7 @@ def find_crossings(flow: Flow, stages: Stages) -> Crossings:
     """What must be sent along so that every stage can run its calls. Refused by name where that cannot be."""
     _refuse_other_calls(flow, stages)
     _refuse_hidden(flow)
-    _refuse_values(flow)
+    _refuse_shapes(flow)
     _refuse_moved(flow, stages)
     _refuse_hollow(flow, stages)
     needs = [_needs(flow, stages, stage) for stage in range(len(stages))]
@@ -186,13 +186,13 @@ def _refuse_hidden(flow: Flow) -> None:
         )
 
 
-def _refuse_values(flow: Flow) -> None:
-    """What runs after somebody looked at values may be something else for the next batch."""
-    if flow.looked is not None:
-        where = f"after calling {flow.looked}" if flow.looked else "before it calls its first module"
+def _refuse_shapes(flow: Flow) -> None:
+    """Receive buffers have the shapes that were seen."""
+    if flow.shaped is not None:
+        where = f"after calling {flow.shaped}" if flow.shaped else "before it calls its first module"
         raise Refused(
-            f"The model looks at values {where} (as `if x.sum() > 0`, `x.item()` and `x[mask]` do), so what its "
-            "stages have to send may change from batch to batch; use tp, op or a data strategy."
+            f"The model makes a shape of values {where} (as `x[mask]`, `nonzero` and `unique` do), so what its stages "
+            "would have to receive changes from batch to batch; use tp, op or a data strategy."
         )
 
 

@@ -194,6 +194,7 @@ class OwnBackward(nn.Module):
         super().__init__()
         self.token = nn.Embedding(VOCABULARY, WIDTH)
         self.up, self.down = OwnProduct(WIDTH, 48, bias=False), nn.Linear(48, WIDTH)
+        self.again = self.up  # one module under two names
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -620,3 +621,10 @@ def wire(world: World) -> bool:
     with tensor_region(mesh):
         again = as_sequence_shard(received * 1, mesh)
     return sent.shape == (2, 8 // world.ranks, 4) and again.equal(sent) and to_plain(received, mesh).equal(x)
+
+
+def cut_names(world: World, name: str) -> list[str]:
+    """Every name under which a parameter of a model is cut."""
+    plan, blocks = shared_plan(world, name)
+    mesh = init_device_mesh("cpu", (world.ranks,), mesh_dim_names=("tensor",))
+    return sorted(split_tensors(record(MODELS[name], seed=0).model, plan, mesh, blocks))

@@ -32,6 +32,11 @@ def test_backward_passes_of_ones_own(two_ranks: RankPool) -> None:
     assert result.local < 0.6
 
 
+def test_every_name_of_a_shared_module_is_cut(two_ranks: RankPool) -> None:
+    names = two_ranks(tensor_programs.cut_names, "own backward")[0]
+    assert "again.weight" in names and "up.weight" in names
+
+
 @pytest.mark.slow
 def test_fused_layers_come_apart_without_gathering(two_ranks: RankPool) -> None:
     result = two_ranks(tensor_programs.compare, "fused")[0]

@@ -63,13 +63,13 @@ def _cuts_of(module: nn.Module, row: TensorRow, mesh: DeviceMesh) -> Iterator[tu
 
 def _narrow_all(model: nn.Module, cut_of: dict[int, Cut]) -> Cuts:
     """Wherever a parameter that is cut stands, also under its other names."""
-    cuts: Cuts = {}
+    named = model.named_parameters(remove_duplicate=False)  # one module may have several names, too
+    cuts = {name: cut_of[id(parameter)] for name, parameter in named if id(parameter) in cut_of}
     narrowed: dict[int, nn.Parameter] = {}
-    for name, module in model.named_modules():
+    for module in model.modules():
         for attribute, parameter in list(module._parameters.items()):
             if parameter is not None and id(parameter) in cut_of:
-                cut = cuts[f"{name}.{attribute}" if name else attribute] = cut_of[id(parameter)]
-                narrow(module, attribute, cut, narrowed)
+                narrow(module, attribute, cut_of[id(parameter)], narrowed)
     return cuts
 
 

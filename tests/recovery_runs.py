@@ -82,7 +82,8 @@ RAISE = "\ndef spoil(sample):\n    raise ValueError('bad sample')\n"
 IN_THE_WAY = """
 def spoil(sample):
     checkpoints = Path(__file__).with_name("run") / "checkpoints"
-    checkpoints.rmdir()
+    if checkpoints.is_dir():  # the sample is also looked at when the layout of batches is learnt
+        checkpoints.rmdir()
     checkpoints.touch()
     return sample
 """

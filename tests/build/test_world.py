@@ -33,7 +33,8 @@ def test_one_rank_of_eight(strategy: str) -> None:
         world.leave()
     # Rank 0 has the most rows where they do not divide; Adam's step counters are not promised.
     assert held.memory["parameters"] <= promised.memory["parameters"] * 1.001
-    assert held.memory["gradients"] <= promised.memory["gradients"] * 1.001
+    flags = 4 * len(facts.trainable)  # that travel, and stay, beside gradients: whether any rank has one
+    assert held.memory["gradients"] <= promised.memory["gradients"] * 1.001 + flags
     assert held.memory["optimizer"] <= promised.memory["optimizer"] * 1.1
 
 

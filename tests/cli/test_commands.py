@@ -83,13 +83,13 @@ def test_train_writes_records_and_a_checkpoint(folder: Path) -> None:
 
 
 def test_torchrun_starts_and_restarts_the_ranks(folder: Path) -> None:
-    """A rank that is killed once, by its own data, when it comes to the third step: one restart is enough."""
+    """A rank that is killed once, by its own data, when there is a checkpoint: one restart is enough."""
     killing = """
 class Killing(type(job.data)):
     def __getitem__(self, index):
         marker = pathlib.Path("killed")
-        self.taken = getattr(self, "taken", 0) + 1
-        if os.environ.get("RANK") == "1" and self.taken > 8 and not marker.exists():
+        saved = any(pathlib.Path("run").rglob("checkpoint.sha256"))
+        if os.environ.get("RANK") == "1" and saved and not marker.exists():
             marker.touch()
             os.kill(os.getpid(), 9)
         return super().__getitem__(index)

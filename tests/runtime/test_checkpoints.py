@@ -127,7 +127,8 @@ def test_training_goes_on_when_a_save_fails(rows: Rows, tmp_path: Path) -> None:
             wait_for(lambda: not run.saver.busy)
             (out / "checkpoints").unlink()
 
-        rows.then = {9: lambda: put_a_file_there(out), 33: clear_the_way}  # at the beginning of steps 2 and 5
+        learnt = 2 + 3 + 5 + 3  # samples by which the layout of batches is learnt
+        rows.then = {learnt + 9: lambda: put_a_file_there(out), learnt + 33: clear_the_way}  # when steps 2 and 5 begin
         summary = train(run, steps=6, out=out, checkpoints=Checkpoints(run, out, every=2), progress=False)
     assert (summary.steps, summary.failed_saves, summary.saved) == (6, 2, 6)
     assert [event["step"] for event in events(out) if event["event"] == "save failed"] == [2, 4]

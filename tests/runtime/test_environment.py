@@ -147,6 +147,7 @@ def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch, threads: s
     with pytest.raises(RuntimeError), environment_for_ranks(10_000, "folder", ending=("SIGINT", "SIGHUP")):
         assert os.environ["OMP_NUM_THREADS"] == (threads or "1")
         added = {"OMP_NUM_THREADS", "MESHWRIGHT_FOLDER", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
+        added |= {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
         assert set(os.environ) - set(before) <= added
         assert os.environ["MESHWRIGHT_FOLDER"] == "folder"
         assert os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGINT,SIGHUP"

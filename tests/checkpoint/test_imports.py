@@ -349,8 +349,8 @@ def test_layers_of_transformers_are_no_model_of_it() -> None:
 
     layer = GPT2MLP(8, GPT2Config(n_embd=4))
     layer.config = GPT2Config()
-    assert hugging_face_of(torch.nn.Sequential(layer)) is None
-    found = hugging_face_of(torch.nn.ModuleDict({"inner": tiny_jobs.gpt2()}))
+    assert hugging_face_of(torch.nn.Sequential(layer), ()) is None
+    found = hugging_face_of(torch.nn.ModuleDict({"inner": tiny_jobs.gpt2()}), ())
     assert found is not None and found["prefix"] == "inner"
 
 

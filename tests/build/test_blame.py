@@ -30,6 +30,11 @@ def test_errors_of_the_job_and_of_whole_models_stay_what_they_are() -> None:
         raise JobError("as it is")
 
 
+def test_recomputing_is_named() -> None:
+    with pytest.raises(Refused, match="drop ac=full"), naming(Strategy.parse("ddp,ac=full"), Failing()):
+        Failing()(torch.ones(2))
+
+
 def test_an_optimizer_that_fails_on_shards_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotImplementedError), naming_optimizer(Strategy.parse("ddp"), [torch.ones(2)]):
         raise NotImplementedError("index_put_ has no sharding strategy")

@@ -19,14 +19,15 @@ from meshwright.facts.strategy import Strategy
 def naming(strategy: Strategy, model: nn.Module | None = None) -> Iterator[None]:
     """Around what ran without an error while the model was described: whatever it raises, dividing it has caused.
 
-    A data strategy divides a model where its parameters are DTensors.
+    A data strategy divides a model where its parameters are DTensors. Recomputing is no division, but runs blocks twice.
     """
     try:
         yield
     except (MeshwrightError, torch.OutOfMemoryError, dist.DistError):
         raise
     except Exception as error:
-        if strategy.model_ranks == 1 and not (model is not None and any(map(is_dtensor, model.parameters()))):
+        sharded = model is not None and any(map(is_dtensor, model.parameters()))
+        if strategy.model_ranks == 1 and strategy.recompute == "none" and not sharded:
             raise
         cause = _first(error)
         raise Refused(
@@ -52,6 +53,8 @@ def naming_optimizer(strategy: Strategy, parameters: Iterable[torch.Tensor]) -> 
 
 
 def _way_out(strategy: Strategy) -> str:
+    if strategy.recompute != "none":
+        return f"drop ac={strategy.recompute}: a block that changes its input in place cannot be run again from it."
     if strategy.model_ranks == 1:
         return "use ddp, zero1 or zero2, which keep parameters whole while they are computed with."
     return (

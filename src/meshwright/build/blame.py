@@ -19,7 +19,7 @@ from meshwright.facts.strategy import Strategy
 def naming(strategy: Strategy, model: nn.Module | None = None) -> Iterator[None]:
     """Around what ran without an error while the model was described: whatever it raises, dividing it has caused.
 
-    A data strategy divides a model where its parameters are DTensors. Recomputing is no division, but runs blocks twice.
+    A data strategy divides a model where its parameters are DTensors. Recomputing divides nothing, but runs it twice.
     """
     try:
         yield
@@ -54,7 +54,7 @@ def naming_optimizer(strategy: Strategy, parameters: Iterable[torch.Tensor]) -> 
 
 def _way_out(strategy: Strategy) -> str:
     if strategy.recompute != "none":
-        return f"drop ac={strategy.recompute}: a block that changes its input in place cannot be run again from it."
+        return f"drop ac={strategy.recompute}, under which each block is run again from its inputs as they are by then."
     if strategy.model_ranks == 1:
         return "use ddp, zero1 or zero2, which keep parameters whole while they are computed with."
     return (

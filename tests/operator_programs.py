@@ -98,7 +98,7 @@ class Attention(nn.Module):
         padding[0, -2:] = True
         y, weights = self.self_first(x, x, x, attn_mask=causal, key_padding_mask=padding)
         y, _ = self.self_first(y, y, y, attn_mask=causal, need_weights=False, is_causal=True)
-        by_head = torch.arange(len(x) * 4.0)[:, None, None] * torch.linspace(-1, 1, length) + torch.zeros(length, 1)
+        by_head = torch.arange(len(x) * 4.0)[:, None, None] * torch.linspace(-1, 1, length) + torch.zeros(length, 1).type_as(x)
         z, by_head_weights = self.self_last(*3 * [y.transpose(0, 1)], attn_mask=by_head, average_attn_weights=False)
         out, _ = self.cross(z.transpose(0, 1), x, x[..., :8], key_padding_mask=padding, need_weights=False)
         one, _ = self.cross(out[0], x[0], x[0, :, :8])
@@ -154,12 +154,12 @@ INPUTS: dict[Callable[[], nn.Module], Callable[[], torch.Tensor]] = {
 def divided(
     world: World, make: Callable[[], nn.Module], mesh: DeviceMesh | None = None
 ) -> tuple[nn.Module, nn.Module, Cuts]:
-    """A whole model, and its divided twin with the same weights."""
+    """A whole model, and its divided twin with the same weights. Both compute in float64, where rounding hides nothing."""
     mesh = mesh or init_device_mesh("cpu", (world.ranks,), mesh_dim_names=("op",))
     torch.manual_seed(0)
-    whole = make()
+    whole = make().double()
     with torch.device("meta"):
-        twin = make()
+        twin = make().double()
     cuts = split_operators(twin, plan_operators(twin, mesh.size()), mesh)
     _fill(twin, {name: value.detach() for name, value in whole.named_parameters(remove_duplicate=False)}, cuts)
     return whole, twin, cuts
@@ -214,8 +214,8 @@ def _compare(make: Callable[[], nn.Module], whole: nn.Module, twin: nn.Module, c
         torch.manual_seed(1)
         x = INPUTS[make]()
         if x.is_floating_point():
-            x.requires_grad_()
-        out = model(x).float()
+            x = x.double().requires_grad_()
+        out = model(x).double()
         (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
         results.append((out, x.grad, dict(model.named_parameters(remove_duplicate=False))))
     (out, grad, parameters), (own_out, own_grad, own) = results
@@ -249,7 +249,7 @@ def tied_names(world: World) -> tuple[bool, list[str]]:
 
 def inference_difference(world: World) -> float:
     whole, twin, _ = divided(world, Encoder)
-    x = INPUTS[Encoder]()
+    x = INPUTS[Encoder]().double()
     with torch.no_grad():
         return _difference(twin.eval()(x), whole.eval()(x))
 
@@ -267,7 +267,7 @@ def dropout_draws(world: World) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention weights of all heads under dropout, and what the generator draws next."""
     _, twin, _ = divided(world, DroppingAttention)
     torch.manual_seed(5)
-    weights = twin(torch.ones(1, 8, 16))
+    weights = twin(torch.ones(1, 8, 16, dtype=torch.float64))
     return weights, torch.rand(4)
 
 
@@ -282,7 +282,7 @@ class DroppingAttention(nn.Module):
 
 def output_is_channels_last(world: World) -> bool:
     _, twin, _ = divided(world, lambda: nn.Conv2d(4, 8, 3))
-    x = torch.randn(2, 4, 6, 6).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 4, 6, 6).double().to(memory_format=torch.channels_last)
     out = twin.to(memory_format=torch.channels_last)(x)
     return out.is_contiguous(memory_format=torch.channels_last) and not out.is_contiguous()
 
@@ -290,7 +290,7 @@ def output_is_channels_last(world: World) -> bool:
 def messages(world: World, needs_gradient: bool) -> tuple[int, int]:
     """How many collectives forward and backward of one linear take."""
     _, twin, _ = divided(world, lambda: nn.Linear(8, 8))
-    x = torch.randn(2, 8, requires_grad=needs_gradient)
+    x = torch.randn(2, 8, dtype=torch.float64, requires_grad=needs_gradient)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as forward:
         loss = twin(x).sum()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as backward:

@@ -113,25 +113,25 @@ def test_batch_norm_under_a_pipeline(run) -> None:
     assert message.startswith("error: ") and message.count("\n") == 1
 
 
-BRANCHING = """
-class Branching(nn.Module):
+SHAPED = """
+class Shaped(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
 
     def forward(self, x):
         x = self.first(x)
-        return self.second(x if self.first.weight.sum() > 9 else 2 * x)
+        return self.second(x) + x[x > 0].sum()
 
-parts["model"] = Branching
+parts["model"] = Shaped
 job = Job(**parts, global_batch=8)
 """
 
 
 def test_a_model_that_cannot_be_cut(run) -> None:
-    code, message = run("train", "job.py", "--strategy", "pp=2:1f1b", "--ranks", "2", job=BRANCHING)
+    code, message = run("train", "job.py", "--strategy", "pp=2:1f1b", "--ranks", "2", job=SHAPED)
     assert code == 2
-    assert "The model looks at values after calling first" in message
+    assert "after calling first" in message
     assert message.startswith("error: ") and message.count("\n") == 1
 
 

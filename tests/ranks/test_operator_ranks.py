@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 MODELS = list(programs.INPUTS)
 
 
-def check(found: list[dict[str, float]], limit: float = 1e-6) -> None:
+def check(found: list[dict[str, float]], limit: float = 1e-12) -> None:
     for rank, differences in enumerate(found):
         wrong = {name: value for name, value in differences.items() if not value <= limit}
         assert not wrong, f"rank {rank}: {wrong}"

@@ -84,7 +84,10 @@ class Watch:
         self._looked = clock()
 
     def find(self, attempt: Attempt) -> Silence | None:
-        """A silent rank, and of several the one that the others wait for."""
+        """A silent rank: the one that the others wait for, once it has been silent for longer than it may itself.
+
+        A peer that compiles, saves or has yet to start may take longer than those who wait for it would.
+        """
         if self._clock() - self._looked < LOOK_EVERY_S:
             return None
         self._looked = self._clock()
@@ -94,6 +97,8 @@ class Watch:
             return None
         stacks = ask_for_stacks(attempt, beats)
         rank = behind(beats, stacks)
+        if rank not in late:
+            return None
         seconds = self._looked - beats[rank].at
         return Silence(rank=rank, seconds=seconds, beat=beats[rank], stack=stacks[rank], others=len(late) - 1)
 

@@ -98,7 +98,9 @@ class Attention(nn.Module):
         padding[0, -2:] = True
         y, weights = self.self_first(x, x, x, attn_mask=causal, key_padding_mask=padding)
         y, _ = self.self_first(y, y, y, attn_mask=causal, need_weights=False, is_causal=True)
-        by_head = torch.arange(len(x) * 4.0)[:, None, None] * torch.linspace(-1, 1, length) + torch.zeros(length, 1).type_as(x)
+        by_head = torch.arange(len(x) * 4.0)[:, None, None] * torch.linspace(-1, 1, length) + torch.zeros(
+            length, 1
+        ).type_as(x)
         z, by_head_weights = self.self_last(*3 * [y.transpose(0, 1)], attn_mask=by_head, average_attn_weights=False)
         out, _ = self.cross(z.transpose(0, 1), x, x[..., :8], key_padding_mask=padding, need_weights=False)
         one, _ = self.cross(out[0], x[0], x[0, :, :8])

@@ -432,8 +432,8 @@ class Fourier(nn.Module):
 
 @entry(double=False)
 def complex_weights() -> Job:
-    """A complex parameter and Fourier transforms."""
-    return make_job(Fourier, sequences)
+    """A complex parameter and Fourier transforms, with clipping."""
+    return make_job(Fourier, sequences, optimizer=lambda params: torch.optim.SGD(params, lr=1.0), max_norm=0.5)
 
 
 class Doubles(nn.Module):
@@ -516,7 +516,7 @@ class Late(nn.Module):
         return self.leave(self.late(x))
 
 
-@entry()
+@entry(refused=dict.fromkeys(("single", *STRATEGIES), r"makes a parameter in its forward pass \(late\.bias\)"))
 def module_made_in_forward() -> Job:
     """A module that the first forward makes."""
     return make_job(Late)

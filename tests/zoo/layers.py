@@ -60,7 +60,7 @@ class TwoDim(nn.Module):
         self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False)
         self.norm = nn.BatchNorm2d(8, momentum=None)
         self.up = nn.ConvTranspose2d(8, 4, 2, stride=2, groups=2)
-        self.instance = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+        self.instance = nn.InstanceNorm2d(4, affine=True)
         self.head = nn.Linear(4, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,8 +70,20 @@ class TwoDim(nn.Module):
 
 @entry()
 def layers_2d() -> Job:
-    """Grouped and depthwise Conv2d, ConvTranspose2d, cumulative BatchNorm2d, InstanceNorm2d with statistics."""
+    """Grouped and depthwise Conv2d, ConvTranspose2d, cumulative BatchNorm2d, InstanceNorm2d."""
     return make_job(TwoDim, images)
+
+
+class InstanceStatistics(TwoDim):
+    def __init__(self) -> None:
+        super().__init__()
+        self.instance = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+
+
+@entry(refused={("ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op", "hsdp=2x2"): "moves instance.running_mean"})
+def instance_statistics() -> Job:
+    """Running statistics of an InstanceNorm behind a BatchNorm, which hides from them what the samples are."""
+    return make_job(InstanceStatistics, images)
 
 
 def three_dim() -> nn.Module:
@@ -97,11 +109,11 @@ class Lazy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one = nn.Sequential(nn.LazyConv1d(4, 3), nn.LazyBatchNorm1d(), nn.LazyConvTranspose1d(4, 3))
-        self.one.append(nn.LazyInstanceNorm1d(affine=True))
+        self.one.append(nn.LazyInstanceNorm1d(affine=True, track_running_stats=False))
         self.two = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.LazyConvTranspose2d(4, 3))
-        self.two.append(nn.LazyInstanceNorm2d(affine=True))
+        self.two.append(nn.LazyInstanceNorm2d(affine=True, track_running_stats=False))
         self.three = nn.Sequential(nn.LazyConv3d(4, 3), nn.LazyBatchNorm3d(), nn.LazyConvTranspose3d(4, 3))
-        self.three.append(nn.LazyInstanceNorm3d(affine=True))
+        self.three.append(nn.LazyInstanceNorm3d(affine=True, track_running_stats=False))
         self.head = nn.LazyLinear(CLASSES)
         with torch.no_grad():
             self.eval()(torch.zeros(2, 3, 8, 8))

@@ -20,7 +20,7 @@ from meshwright.describe.observe import Observed, Understudy, observe, trace
 from meshwright.describe.optimizer import check_optimizer, couplings, optimizer_slots
 from meshwright.describe.outside import OutsideReads
 from meshwright.describe.repeats import find_repeats
-from meshwright.describe.state import StateWatch, Watches, find_moved
+from meshwright.describe.state import StateWatch, Watches, find_moved, refuse_made
 from meshwright.describe.tensor import find_tensor_plan
 from meshwright.describe.units import find_units
 from meshwright.errors import JobError
@@ -57,6 +57,7 @@ def _describe(job: Job) -> ModelFacts:
     outside = OutsideReads(model, blocks)
     state = StateWatch(model)
     observed, unseen = observe(job, blueprint, Watches(outside, state), understudy=understudy)
+    refuse_made(state.made)
     if observed and job.blocks is None:
         blocks = tuple(name for name in blocks if name in observed.called)
     # A model that cannot be run at all is taken to look at values in its blocks, as a mixture of experts does.

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.describe.structure import map_tensors
 from meshwright.errors import JobError
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.base import DataStrategy, Layout
@@ -75,6 +76,8 @@ class Ddp(DataStrategy):
         if setting.pipelined:
             return SummedAfterwardsEngine(model, setting.mesh, setting.unused)
         uses_all = not (setting.unused or setting.facts.unseen or setting.facts.by_value)
+        if not uses_all:
+            model.register_forward_hook(_with_views_of_parameters)
         module = DistributedDataParallel(
             model,
             device_ids=[setting.device] if setting.device.type == "cuda" else None,
@@ -89,6 +92,11 @@ class Ddp(DataStrategy):
             module.register_comm_hook(None, lambda state, bucket: _sum_in_a_fake_world(bucket, ranks))
         _settle_buckets(module)
         return DdpEngine(model, module, setting.strategy.data_ranks, uses_all=uses_all)
+
+
+def _with_views_of_parameters(model: nn.Module, args: Any, output: Any) -> Any:
+    """DDP looks for unused parameters from what computed the output; of a parameter that is the output, nothing did."""
+    return map_tensors(lambda tensor: tensor.view_as(tensor) if isinstance(tensor, nn.Parameter) else tensor, output)
 
 
 class _EveryParameter(nn.Module):

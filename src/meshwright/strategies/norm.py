@@ -38,6 +38,7 @@ def global_square(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
+    tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     if tensors[0].is_cuda:
         return _wide(get_total_norm(tensors)).square()
     # On CPUs `norm` adds one number after another, which loses up to 1e-3 over a million. `dot` over parts of a large

@@ -156,7 +156,7 @@ INPUTS: dict[Callable[[], nn.Module], Callable[[], torch.Tensor]] = {
 def divided(
     world: World, make: Callable[[], nn.Module], mesh: DeviceMesh | None = None
 ) -> tuple[nn.Module, nn.Module, Cuts]:
-    """A whole model, and its divided twin with the same weights. Both compute in float64, where rounding hides nothing."""
+    """A whole model, and its divided twin with the same weights, in float64: rounding hides nothing there."""
     mesh = mesh or init_device_mesh("cpu", (world.ranks,), mesh_dim_names=("op",))
     torch.manual_seed(0)
     whole = make().double()

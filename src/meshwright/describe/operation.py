@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -59,11 +59,11 @@ class Operation:
     kwargs: Any
     outputs: tuple[Slot, ...]
 
-    @property
+    @cached_property
     def random(self) -> bool:
         return torch.Tag.nondeterministic_seeded in self.function.tags
 
-    @property
+    @cached_property
     def slots(self) -> list[Slot]:
         found: list[Slot] = []
         change_leaves(

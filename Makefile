@@ -6,9 +6,11 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 STEPS ?= 60
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 FAST := $(wildcard tests/test_*.py) $(addprefix tests/, facts schedules strategies checkpoint runtime)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .PHONY: demo test thorough fast lint clean
@@ -17,13 +19,13 @@ demo: $(VENV)/.installed
 	$(BIN)/meshwright train examples/gpt.py --strategy fsdp --ranks 2 --steps $(STEPS)
 
 test: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 thorough: lint
-	$(BIN)/python -m pytest -m "thorough or not thorough"
+	$(PYTEST) -m "thorough or not thorough"
 
 fast: lint
-	$(BIN)/python -m pytest -m "not slow and not thorough" $(FAST)
+	$(PYTEST) -m "not slow and not thorough" $(FAST)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -12,8 +12,11 @@ FOUR = ["ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op", "fsdp:no-shard", "hsdp=
 POLICIES = ["", ",mb=1", ",ac=full", ",ac=selective", ",offload=optimizer", ",bf16", ",fp16", ",bf16:pure"]
 ENGINES = ["ddp", "zero2", "fsdp"]
 """One strategy of each kind of engine."""
-OTHERS = ["convolutions", "hf_gpt2"]
-"""Models with BatchNorm, and of somebody else."""
+KINDS = [*ENGINES, "hsdp=2x2"]
+"""Those, and a mesh of two dims."""
+ALIKE = [strategy for strategy in FOUR if strategy not in KINDS]
+"""The others, of the same engines."""
+THOROUGH = pytest.mark.thorough
 
 
 def check(pool: RankPool, job: str, strategies: list[str]) -> None:
@@ -24,17 +27,18 @@ def check(pool: RankPool, job: str, strategies: list[str]) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_strategy_under_every_policy(four_ranks: RankPool, policy: str) -> None:
-    check(four_ranks, "transformer", [strategy + policy for strategy in FOUR])
+@pytest.mark.parametrize("strategies", [KINDS, pytest.param(ALIKE, marks=THOROUGH)], ids=["kinds", "alike"])
+def test_every_strategy_under_every_policy(four_ranks: RankPool, strategies: list[str], policy: str) -> None:
+    check(four_ranks, "transformer", [strategy + policy for strategy in strategies])
 
 
-@pytest.mark.parametrize("job", OTHERS)
-def test_every_strategy_on_other_models(four_ranks: RankPool, job: str) -> None:
-    check(four_ranks, job, FOUR)
+@pytest.mark.parametrize("job", ["transformer", "convolutions", pytest.param("hf_gpt2", marks=THOROUGH)])
+def test_every_strategy(four_ranks: RankPool, job: str) -> None:
+    check(four_ranks, job, FOUR if job != "transformer" else ALIKE)
 
 
 @pytest.mark.parametrize("policy", POLICIES[1:])
-@pytest.mark.parametrize("job", OTHERS)
+@pytest.mark.parametrize("job", ["convolutions", pytest.param("hf_gpt2", marks=THOROUGH)])
 def test_every_policy_on_other_models(two_ranks: RankPool, job: str, policy: str) -> None:
     check(two_ranks, job, [strategy + policy for strategy in ENGINES])
 
@@ -47,7 +51,7 @@ def test_batch_norm_over_micro_batches(four_ranks: RankPool) -> None:
 @pytest.mark.parametrize("job", ["masked", "partial", "uneven"])
 def test_what_strategies_get_wrong(four_ranks: RankPool, job: str) -> None:
     """Weights that depend on data; frozen, unused and tied parameters; a batch that does not divide."""
-    check(four_ranks, job, [*FOUR, "ddp,mb=1", "zero2,mb=1", "fsdp,mb=1", "zero1,bf16", "fsdp,bf16"])
+    check(four_ranks, job, ["ddp", "zero1", "zero2", "fsdp", "ddp,mb=1", "zero2,mb=1", "fsdp,mb=1", "fsdp,bf16"])
 
 
 def test_parameter_without_dims(four_ranks: RankPool) -> None:

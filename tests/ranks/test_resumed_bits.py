@@ -20,10 +20,11 @@ JOB = "dropping"
 move after the first step show in it."""
 
 # Sums over four ranks round by their order; over two there is only one.
-STRATEGIES = ["ddp", "zero1", "zero2", "fsdp", "hsdp=2x2", "tp=2,fsdp", "pp=2:1f1b", "ddp,bf16", "fsdp,fp16"]
+STRATEGIES = ["ddp", "zero2", "fsdp", "tp=2,fsdp", "pp=2:1f1b", "fsdp,fp16"]
+THOROUGH = [pytest.param(strategy, marks=pytest.mark.thorough) for strategy in ("zero1", "hsdp=2x2", "ddp,bf16")]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *THOROUGH])
 def test_a_resumed_run_ends_at_the_same_bits(four_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     setting = Setup(JOB, facts_of(JOB), strategy)
     whole, half, end = (tmp_path / name for name in ("whole", "half", "end"))

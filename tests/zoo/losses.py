@@ -87,6 +87,38 @@ def batch_statistics() -> Job:
     return make_job(Trunk, loss=barlow_loss)
 
 
+CUT = ("ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op", "hsdp=2x2", "pp=2:1f1b", "ddp=2,pp=2:1f1b")
+
+
+class ClippedByHook(Trunk):
+    def __init__(self) -> None:
+        super().__init__()
+        self.leave.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+@entry(refused=dict.fromkeys(CUT, "the gradient of leave.weight depends on which samples"))
+def clipped_by_hook() -> Job:
+    """A hook that clips a gradient: of a part of the batch it is another one."""
+    return make_job(ClippedByHook)
+
+
+class ByFrequency(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, WIDTH, scale_grad_by_freq=True)
+        self.block = Block(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.token(x)))
+
+
+@entry(refused=dict.fromkeys(CUT, "the gradient of token.weight depends on which samples"))
+def gradient_by_frequency() -> Job:
+    """Embedding(scale_grad_by_freq=True): gradients are divided by how often the batch has a token."""
+    return make_job(ByFrequency, tokens)
+
+
 def masked_tokens(n: int) -> dict[str, Tensor]:
     return {**tokens(n), "counts": torch.rand(n, LENGTH) < 0.6}
 

@@ -202,6 +202,12 @@ def _refuse_whole_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str 
             "sample gives (embeddings, say), and compute the loss over the batch in Job(loss=...); "
             'or take each part for a batch of its own with Job(loss_over="samples").'
         )
+    if facts.loss_over == "backward":
+        return (
+            f"{cut}, but the gradient of {facts.mixed_output} depends on which samples share a batch (a hook that clips "
+            "or scales it, Embedding(scale_grad_by_freq=True), an autograd function); drop that, or take each part for "
+            'a batch of its own with Job(loss_over="samples").'
+        )
     if is_pipelined(strategy):
         return f"{cut}, but the loss is over the whole batch, which pp and layers=N cannot gather; use a data strategy."
     if strategy.engine == "deepspeed":

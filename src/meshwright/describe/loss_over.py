@@ -1,7 +1,8 @@
 """Find out by trying whether a job's loss is a sum over samples, which any cut of a batch leaves alone.
 
 A contrastive loss is not, nor is one with statistics of the batch: it can be computed if the outputs of all samples are
-brought together. A model whose outputs depend on which samples share a batch cannot be cut at all. BatchNorm and
+brought together. A model whose outputs depend on which samples share a batch cannot be cut at all, and neither can one
+that computes so in its backward pass: a hook that clips a gradient, `Embedding(scale_grad_by_freq=True)`. BatchNorm and
 dropout are left out: the one is synchronised, and the other has rules of its own.
 """
 
@@ -28,6 +29,9 @@ WHOLE, RANGES = 5, ((0, 2), (2, 3))
 """A batch, and how it is cut."""
 NEAR = 1e-5
 """How far two sums of the same numbers may be apart, relative to their sizes, in fp32."""
+NEAR_GRADIENTS = {torch.float64: (1e-7, 1e-10), torch.float32: (1e-2, 1e-4)}
+"""The same for gradients by dtype, and how much of the largest of all: a gradient that cancels out is but rounding."""
+Gradients = dict[str, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,11 @@ class LossOver:
     """What the loss is of."""
 
     kind: str = "samples"
-    """"samples": a sum over them; "batch": over the outputs of all of them; "model": the outputs already are."""
+    """"samples": a sum over them; "batch": over the outputs of all of them; "model": the outputs already are;
+    "backward": gradients are."""
     mixed: str = ""
-    """For "model", the part of the output that depends on which samples share a batch."""
+    """For "model", the part of the output that depends on which samples share a batch; for "backward" the parameter whose
+    gradient does."""
 
 
 def find_loss_over(job: Job, parameters: int) -> LossOver:
@@ -62,10 +68,13 @@ def _try(job: Job) -> LossOver:
     model = job.model().train()
     found = _compare(job, model, batch, pieces)
     if found.kind == "samples":
+        found = _compare_gradients(job, model, batch, pieces)
+    if found.kind == "samples":
         return found
     try:  # perhaps it was rounding
         double: list[Any] = map_tensors(lambda t: t.double() if t.is_floating_point() else t, [batch, *pieces])
-        return _compare(job, model.double(), double[0], double[1:])
+        compare = _compare_gradients if found.kind == "backward" else _compare
+        return compare(job, model.double(), double[0], double[1:])
     except Exception:  # a model that does not run in float64
         return found
 
@@ -84,6 +93,42 @@ def _compare(job: Job, model: nn.Module, batch: Any, pieces: list[Any]) -> LossO
         if _near(whole, _loss_together(job, layout, outputs, batch), parts):
             return LossOver("batch")
     return LossOver("model", _mixed(layout, output, outputs))
+
+
+def _compare_gradients(job: Job, model: nn.Module, batch: Any, pieces: list[Any]) -> LossOver:
+    with _without_batch_statistics(model), NoDropout(), torch.enable_grad():
+        whole, again = (_gradients(job, model, [batch], seed) for seed in (0, 1))
+        parts = _gradients(job, model, pieces, 0)
+    if _first_apart(whole, again):
+        return LossOver()  # it draws numbers, or keeps something from pass to pass: nothing can be told
+    mixed = _first_apart(whole, parts)
+    return LossOver("backward", mixed) if mixed else LossOver()
+
+
+def _gradients(job: Job, model: nn.Module, batches: list[Any], seed: int) -> Gradients:
+    """Of the sum of the losses, as passes one after another add them up."""
+    model.zero_grad()
+    for batch in batches:
+        total, _ = call_loss(job, _seeded(job, model, batch, seed), batch)
+        total.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _first_apart(one: Gradients, other: Gradients) -> str | None:
+    """The first parameter whose gradients are not the same but for rounding."""
+    sizes = {name: _size(one[name], other[name]) for name in one}
+    dtypes = {grad.dtype for grad in one.values() if grad is not None}
+    near, noise = NEAR_GRADIENTS[torch.float64 if dtypes == {torch.float64} else torch.float32]
+    floor = noise * max(sizes.values(), default=0.0)
+    for name, size in sizes.items():
+        mine, its = one[name], other[name]
+        if mine is not None and its is not None and _size(mine - its) > near * size + floor:
+            return name
+    return None
+
+
+def _size(*gradients: torch.Tensor | None) -> float:
+    return max((float(grad.abs().max()) for grad in gradients if grad is not None and grad.numel()), default=0.0)
 
 
 def _loss_together(job: Job, layout: Layout, outputs: list[Any], batch: Any) -> torch.Tensor:

@@ -73,9 +73,9 @@ class ModelFacts:
     """The loss's weight of one sample where it follows from shapes; None where it depends on the data."""
     loss_over: str = "samples"
     """What the loss is of: "samples", a sum over them; "batch", the outputs of all of them; "model", where outputs
-    themselves depend on which samples share a batch."""
+    themselves depend on which samples share a batch; "backward", where gradients do."""
     mixed_output: str = ""
-    """For "model", the part of the output that does."""
+    """For "model", the part of the output that does; for "backward", the parameter."""
     tensor_plan: TensorPlan | None = None
     """How tensor parallelism would divide it; None where no step could be seen."""
     read_elsewhere: tuple[str, ...] = ()

@@ -204,9 +204,9 @@ def _refuse_whole_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str 
         )
     if facts.loss_over == "backward":
         return (
-            f"{cut}, but the gradient of {facts.mixed_output} depends on which samples share a batch (a hook that clips "
-            "or scales it, Embedding(scale_grad_by_freq=True), an autograd function); drop that, or take each part for "
-            'a batch of its own with Job(loss_over="samples").'
+            f"{cut}, but the gradient of {facts.mixed_output} depends on which samples share a batch (a hook that "
+            "clips or scales it, Embedding(scale_grad_by_freq=True), an autograd function); drop that, or take each "
+            'part for a batch of its own with Job(loss_over="samples").'
         )
     if is_pipelined(strategy):
         return f"{cut}, but the loss is over the whole batch, which pp and layers=N cannot gather; use a data strategy."

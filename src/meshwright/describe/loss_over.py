@@ -42,8 +42,8 @@ class LossOver:
     """"samples": a sum over them; "batch": over the outputs of all of them; "model": the outputs already are;
     "backward": gradients are."""
     mixed: str = ""
-    """For "model", the part of the output that depends on which samples share a batch; for "backward" the parameter whose
-    gradient does."""
+    """What depends on which samples share a batch: for "model" a part of the output, for "backward" the gradient of a
+    parameter."""
 
 
 def find_loss_over(job: Job, parameters: int) -> LossOver:

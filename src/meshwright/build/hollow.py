@@ -106,6 +106,7 @@ class Hollow:
         leaves = [*tree_leaves(output), *(inputs[place] for place in call.wrote)]
         for value in passage.crossings.values[self.stage + 1]:
             if value.call == index:
+                _refuse_shape(call, value, leaves[value.leaf])
                 # What is sent is what the call gave: changes that follow are made again on the stages that read it.
                 passage.values[value] = leaves[value.leaf].clone() if call.changed else leaves[value.leaf]
 
@@ -139,3 +140,13 @@ class Hollow:
         """
         value = 0.0 if unread or not dtype.is_floating_point else float("nan")
         return torch.full((), value, dtype=dtype, device=self._device).expand(shape)
+
+
+def _refuse_shape(call: Call, value: Value, found: torch.Tensor) -> None:
+    """The next stage's buffer has the shape that was seen; more bytes than it holds would end its process."""
+    seen = call.leaves[value.leaf] if value.leaf < len(call.leaves) else None
+    if isinstance(seen, TensorLeaf) and seen.shape != tuple(found.shape):
+        raise JobError(
+            f"{call.name} gives a tensor of {list(found.shape)} where one of {list(seen.shape)} was seen before; the "
+            "stages of a pipeline exchange tensors of one shape. Use tp, op or a data strategy."
+        )

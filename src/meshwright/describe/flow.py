@@ -270,11 +270,15 @@ def _tensor_leaf(tensor: torch.Tensor) -> TensorLeaf:
     return TensorLeaf(tuple(tensor.shape), tensor.dtype)
 
 
+_UNTAGGED = (torch.ops.aten._pack_padded_sequence.default, torch.ops.aten._pad_packed_sequence.default)
+"""Operators that make shapes of lengths, which PyTorch does not say of them."""
+
+
 def _shapes_by_values(func: Any, given: Any) -> bool:
     """Whether the shape of what an operator gives depends on values: that of `x[i]` only where `i` is a mask."""
     if func is torch.ops.aten.index.Tensor:
         return any(leaf.dtype in (torch.bool, torch.uint8) for leaf in tree_leaves(given[0][1]) if leaf is not None)
-    return torch.Tag.dynamic_output_shape in func.tags
+    return torch.Tag.dynamic_output_shape in func.tags or func in _UNTAGGED
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:

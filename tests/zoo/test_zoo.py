@@ -1,6 +1,6 @@
 """Models of every habit train as plain PyTorch does, or are refused by name.
 
-All of them under all strategies take half an hour: `python benchmarks/zoo_check.py`.
+All of them under all strategies take half an hour: `python benchmarks/zoo_check.py` (docs/zoo.md).
 """
 
 import inspect

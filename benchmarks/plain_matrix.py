@@ -17,11 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the judge and the ranks are the tests' own
 
 from rank_pool import RankPool
+from zoo.judge import Course
 from zoo.programs import Case, Outcome, examine, plain_of
 
 GOOD = ("equal", "refused")
@@ -131,16 +133,23 @@ class Matrix:
 
 
 def widest_case(module: str, name: str) -> Case:
-    """In float64 if the model runs so; packages compute some things in float32 whatever the model's dtype."""
+    """In float64 if the model trains so; packages compute some things in float32 whatever the model's dtype."""
     for double in (True, False):
         case = Case(module, name, double=double, exact=False)
         try:
-            plain_of(case)
+            course = plain_of(case)
         except Exception as error:
             print(f"{name}: not in {'float64' if double else 'float32'}: {error}", file=sys.stderr)
         else:
-            return case
+            if is_sound(course):
+                return case
     raise RuntimeError(f"{name} does not train in plain PyTorch.")
+
+
+def is_sound(course: Course) -> bool:
+    """Whether all numbers are finite, and no forward pass has cast a parameter to what it wants."""
+    finite = all(numpy.isfinite(gradient).all() for gradient in course.gradients.values())
+    return finite and all(value.dtype == course.start[name].dtype for name, value in course.end.items())
 
 
 def short(found: Outcome) -> str:

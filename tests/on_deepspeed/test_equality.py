@@ -14,7 +14,7 @@ pytestmark = [
 
 THOROUGH = pytest.mark.thorough
 STAGES = ["ddp", "zero1", "zero2", "zero3"]
-POLICIES = ["", ",mb=1", ",bf16", *(pytest.param(policy, marks=THOROUGH) for policy in (",ac=full", ",fp16"))]
+POLICIES = ["", ",bf16", *(pytest.param(policy, marks=THOROUGH) for policy in (",mb=1", ",ac=full", ",fp16"))]
 
 
 def check(pool: RankPool, job: str, strategies: list[str]) -> None:
@@ -35,7 +35,7 @@ def test_offload(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "job", ["masked", "partial", "convolutions", *(pytest.param(job, marks=THOROUGH) for job in ("uneven", "hf_gpt2"))]
+    "job", ["masked", "partial", *(pytest.param(job, marks=THOROUGH) for job in ("convolutions", "uneven", "hf_gpt2"))]
 )
 def test_what_strategies_get_wrong(two_ranks: RankPool, job: str) -> None:
     """Weights that depend on data; frozen, unused and tied parameters; a batch that does not divide; BatchNorm."""

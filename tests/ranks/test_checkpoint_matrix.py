@@ -156,7 +156,9 @@ def test_every_strategy_loads_every_other(results_of: ResultsOf, job: str, targe
     assert [problem for move in moves if (problem := move.problem())] == []
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name", [name if name == "bf16" else pytest.param(name, marks=pytest.mark.thorough) for name in POLICIES]
+)
 def test_policies(pools: dict[int, RankPool], folder: Path, name: str) -> None:
     policy = POLICIES[name]
     reference = Node(policy.reference, 1)

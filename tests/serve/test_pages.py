@@ -23,7 +23,7 @@ from serve_address import EXAMPLE, Address
 
 pytestmark = pytest.mark.slow
 
-WAYS = [("light", 1200), ("dark", 360)]
+WAYS = [pytest.param("light", 1200, marks=pytest.mark.thorough), ("dark", 360)]
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,9 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 STEPS ?= 60
-WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 FAST := $(wildcard tests/test_*.py) $(addprefix tests/, facts schedules strategies checkpoint runtime)
-PYTEST := $(BIN)/python -m pytest
-SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .PHONY: demo test thorough fast lint clean
@@ -19,16 +16,14 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 demo: $(VENV)/.installed
 	$(BIN)/meshwright train examples/gpt.py --strategy fsdp --ranks 2 --steps $(STEPS)
 
-# Tests that start no ranks run two files at a time; ranks take all cores by themselves.
 test: lint
-	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not thorough"
-	$(PYTEST) -m "slow and not thorough"
+	$(BIN)/python -m pytest
 
 thorough: lint
-	$(PYTEST) -m "thorough or not thorough"
+	$(BIN)/python -m pytest -m "thorough or not thorough"
 
 fast: lint
-	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not thorough" $(FAST)
+	$(BIN)/python -m pytest -m "not slow and not thorough" $(FAST)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

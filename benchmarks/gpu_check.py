@@ -42,10 +42,12 @@ from meshwright.describe.blueprint import record
 from meshwright.describe.jobfile import load_job
 from meshwright.describe.model import describe
 from meshwright.describe.observe import call_loss, call_model
+from meshwright.facts.model import ModelFacts
 from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_of
 from meshwright.runtime.verify import seeded_batch
-from meshwright.strategies import DATA_STRATEGIES, Setting
+from meshwright.strategies import DATA_STRATEGIES, data_strategy
+from meshwright.strategies.engine import Setting
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WORLD = 8
@@ -289,7 +291,7 @@ def train_in_fake_world(job: mw.Job, text: str, device: torch.device, small: boo
     trainer.update()
     row.step_ms = time_steps(trainer, batch, device, 2 if small else 5)
     note_peak(row, device)
-    compare_states(row, held, DATA_STRATEGIES[str(strategy.data)].account(facts, strategy))
+    compare_states(row, held, accounted(facts, strategy))
 
 
 def time_steps(trainer: Trainer, batch: Any, device: torch.device, steps: int) -> float:
@@ -301,9 +303,23 @@ def time_steps(trainer: Trainer, batch: Any, device: torch.device, steps: int) -
     return (time.perf_counter() - start) / steps * 1e3
 
 
-def compare_states(row: Row, held: mw.Forecast, account: mw.Forecast) -> None:
+def accounted(facts: ModelFacts, strategy: mw.Strategy) -> dict[str, float]:
+    """Bytes of a rank's states, of a model that was built in fp32."""
+    layout = data_strategy(strategy).layout(strategy)
+    elements = sum(parameter.count for parameter in facts.parameters)
+    used = sum(parameter.count for parameter in facts.trainable if parameter.used)
+    update = used * (layout.update_bytes or 4)
+    masters = 4 * elements if layout.masters else 0
+    return {
+        "parameters": elements * (layout.parameter_bytes or 4) / layout.parameters,
+        "gradients": update / layout.gradients,
+        "optimizer": (update * facts.optimizer_slots + masters) / layout.optimizer,
+    }
+
+
+def compare_states(row: Row, held: mw.Forecast, account: dict[str, float]) -> None:
     for cause, bytes_held in held.memory.items():
-        expected = account.memory[cause]
+        expected = account[cause]
         ratio = bytes_held / expected if expected else float(bytes_held == 0)
         row.states[cause] = {"held": bytes_held, "account": expected, "ratio": ratio}
     wrong = {cause: state["ratio"] for cause, state in row.states.items() if abs(state["ratio"] - 1) > TOLERANCE}

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from meshwright.facts.model import ModelFacts, ParameterFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies import DATA_STRATEGIES, Place
+from meshwright.strategies import Place, data_strategy
 from meshwright.units import gib, show_count
 
 FOLDER = Path(__file__).parent / "strategies"
@@ -45,11 +45,17 @@ def transformer(*, layers: int, width: int, vocabulary: int) -> ModelFacts:
 def states(facts: ModelFacts, text: str) -> dict[str, int] | None:
     """Bytes by cause on the fullest rank; None where the strategy refuses."""
     parsed = Strategy.parse(text)
-    strategy = parsed.resolve(1 if parsed.data == "single" else RANKS)
-    technique = DATA_STRATEGIES[str(strategy.data)]
+    strategy = parsed.resolve(1 if parsed.traits.alone else RANKS)
+    technique = data_strategy(strategy)
     if technique.refuse(strategy, facts, PLACE):
         return None
-    return dict(technique.account(facts, strategy).memory)
+    layout, elements = technique.layout(strategy), sum(parameter.count for parameter in facts.parameters)
+    update, masters = elements * (layout.update_bytes or 4), 4 * elements if layout.masters else 0
+    return {
+        "parameters": elements * (layout.parameter_bytes or 4) // layout.parameters,
+        "gradients": update // layout.gradients,
+        "optimizer": round(update * facts.optimizer_slots + masters) // layout.optimizer,
+    }
 
 
 def draw_states(facts: ModelFacts) -> Figure:

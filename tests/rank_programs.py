@@ -22,7 +22,7 @@ from meshwright.runtime.place import place_of
 from meshwright.runtime.run import Run
 from meshwright.runtime.verdict import Verdict
 from meshwright.runtime.verify import seeded_batch, verify
-from meshwright.strategies import DATA_STRATEGIES
+from promised_states import promised_states
 from shared_facts import facts_of, references_of
 
 
@@ -59,8 +59,7 @@ def states(world: World, strategy: str) -> tuple[dict[str, int], dict[str, int]]
     made = trainer(world, job, strategy)
     made.step(seeded_batch(job, 0))
     made.forward_backward(seeded_batch(job, 1))
-    promised = DATA_STRATEGIES[str(made.strategy.data)].account(made.facts, made.strategy)
-    return dict(held_states(made).memory), dict(promised.memory)
+    return dict(held_states(made).memory), promised_states(made.facts, made.strategy)
 
 
 class Wide(nn.Module):

@@ -15,7 +15,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_for
 from meshwright.runtime.verify import seeded_batch
-from meshwright.strategies import DATA_STRATEGIES
+from promised_states import promised_states
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op", "hsdp=2x4", "fsdp,bf16,ac=full"])
@@ -28,14 +28,14 @@ def test_one_rank_of_eight(strategy: str) -> None:
         trainer = Trainer(job, facts, resolved, world, seed=0)
         trainer.step(seeded_batch(job, 0))
         trainer.forward_backward(seeded_batch(job, 1))
-        held, promised = held_states(trainer), DATA_STRATEGIES[str(resolved.data)].account(facts, resolved)
+        held, promised = held_states(trainer), promised_states(facts, resolved)
     finally:
         world.leave()
     # Rank 0 has the most rows where they do not divide; Adam's step counters are not promised.
-    assert held.memory["parameters"] <= promised.memory["parameters"] * 1.001
+    assert held.memory["parameters"] <= promised["parameters"] * 1.001
     flags = 4 * len(facts.trainable)  # that travel, and stay, beside gradients: whether any rank has one
-    assert held.memory["gradients"] <= promised.memory["gradients"] * 1.001 + flags
-    assert held.memory["optimizer"] <= promised.memory["optimizer"] * 1.1
+    assert held.memory["gradients"] <= promised["gradients"] * 1.001 + flags
+    assert held.memory["optimizer"] <= promised["optimizer"] * 1.1
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2,bf16", "fsdp"])

@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 
+import tiny_jobs
 from compare_outcomes import Starts, made_up
+from meshwright.describe.model import describe
 from meshwright.errors import BadInput, RankFailed, UnknownTerm
+from meshwright.facts.strategy import Strategy
 from meshwright.facts.timeline import Timeline
-from meshwright.runtime import compare_start
-from meshwright.runtime.compare import Request, compare, note_on_cores
-from meshwright.runtime.compare_choice import plain_strategies
+from meshwright.runtime import compare_choice, compare_start, verify_command
+from meshwright.runtime.compare import Matrix, Request, compare, note_on_cores
+from meshwright.runtime.compare_choice import Choice, plain_strategies
 from meshwright.runtime.compare_start import Outcome, start
+from meshwright.runtime.place import place_for
 
 
 def test_rounds_go_over_all_strategies_and_back() -> None:
@@ -129,6 +133,20 @@ def test_at_four_ranks_there_are_more_than_twelve_to_choose_from() -> None:
     assert len(four) == len(set(four)) > 12
     assert {"hsdp=2x2", "tp=4", "fsdp,tp=2", "pp=4:interleaved", "pp=2:1f1b", "tp=2,pp=2:1f1b"} <= set(four)
     assert list(plain_strategies(1)) == ["single"]
+
+
+def test_dp_is_one_process_with_a_device_for_each_rank() -> None:
+    able = Choice(text="dp", strategy=Strategy.parse("dp=2"))
+    matrix = Matrix(job=tiny_jobs.transformer, facts=describe(tiny_jobs.transformer), device="cuda", choices=[able])
+    cells = [(cell.strategy, cell.ranks) for cell in matrix.cells(ranks=2, rounds=1)]
+    assert cells == [("single", 1), ("dp=2", 1)]
+
+
+def test_dp_is_refused_in_a_sentence_where_there_are_no_gpus() -> None:
+    job, place = tiny_jobs.transformer, place_for("cpu", 2)
+    for choose in (compare_choice.choose, verify_command.choose):
+        chosen = [choice for choice in choose(job, describe(job), place, ["dp", "ddp"]) if choice.strategy is None]
+        assert [choice.text for choice in chosen] == ["dp"] and "use ddp" in chosen[0].reason
 
 
 def test_a_word_that_is_no_strategy_is_an_error_before_anything_starts() -> None:

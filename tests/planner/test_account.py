@@ -4,6 +4,7 @@ import pytest
 
 from meshwright.describe.decoder import Shape, decoder_job
 from meshwright.describe.model import describe
+from meshwright.errors import Refused
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.job import Job
@@ -14,8 +15,8 @@ from meshwright.planner.arrangement import Arrangement
 from meshwright.planner.memory import forecast_memory
 from meshwright.planner.search import consider
 from meshwright.planning import Planner
-from meshwright.strategies import data_strategy
 from meshwright.tracing import trace_step
+from promised_states import promised_states
 
 GIB = 2**30
 SMALL = Shape(layers=4, width=512, heads=8, kv_heads=8, feed_forward=2048, vocabulary=8192, length=512)
@@ -114,10 +115,21 @@ def test_states_are_those_that_the_strategy_promises(planner: Planner, facts: Mo
     for text in ("ddp", "zero1", "zero2", "fsdp"):
         # With several micro-batches gradients are there at the fullest moment.
         strategy = Strategy.parse(f"{text},fp32,mb=1").resolve(8)
-        promised = data_strategy(strategy).account(facts, strategy)
+        promised = promised_states(facts, strategy)
         found = consider(planner.setting(EIGHT), strategy).forecast
         for cause in ("parameters", "optimizer"):
-            assert found.memory[cause] == pytest.approx(promised.memory[cause], rel=0.02)
+            assert found.memory[cause] == pytest.approx(promised[cause], rel=0.02)
+
+
+def test_one_process_for_all_devices_is_fuller_and_slower_than_ddp(planner: Planner) -> None:
+    ddp, dp = (consider(planner.setting(EIGHT), Strategy.parse(text)).forecast for text in ("ddp", "dp"))
+    assert dp.memory["logits"] == pytest.approx(8 * ddp.memory["logits"], rel=0.01)
+    assert dp.memory["optimizer"] == ddp.memory["optimizer"]
+    assert dp.time["data"] > ddp.time["data"]
+    in_four = consider(planner.setting(EIGHT), Strategy.parse("dp,mb=32")).forecast
+    assert in_four.time["data"] == pytest.approx(planner.global_batch / 32 * dp.time["data"])
+    with pytest.raises(Refused, match="dp runs in one process, which has 8 of the 16 devices"):
+        consider(planner.setting(Cluster.parse("2x8xH100-80GB")), Strategy.parse("dp"))
 
 
 def test_a_device_is_not_all_for_tensors() -> None:

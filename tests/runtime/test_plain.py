@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def of_single(job: Job, strategy: str = "single") -> Verdict:
-    return Here(job, describe(job), CPU, steps=3, seed=0).verdict_on_single(Strategy.parse(strategy))
+    return Here(job, describe(job), CPU, steps=3, seed=0).verdict_on_process(Strategy.parse(strategy))
 
 
 def test_the_loop_is_what_anybody_would_write() -> None:

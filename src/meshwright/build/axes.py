@@ -81,7 +81,7 @@ class Axes:
 
 def lay_axes(strategy: Strategy, world: World) -> Axes:
     """The axes of a resolved strategy over a world."""
-    if strategy.data == "dp":
+    if strategy.traits.many_devices:
         return Axes()
     in_ranks = world.ranks > 1 or world.fake
     pipeline = strategy.pp * strategy.layers if in_ranks else 1

@@ -23,9 +23,9 @@ from meshwright.describe.blueprint import Blueprint
 from meshwright.describe.calls import Flow
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies import Engine, Setting, data_strategy
+from meshwright.strategies import data_strategy
 from meshwright.strategies.cuts import Cuts
-from meshwright.strategies.engine import DTYPES
+from meshwright.strategies.engine import DTYPES, Engine, Setting
 from meshwright.strategies.operator import OperatorPlan, plan_operators, split_operators
 from meshwright.strategies.stages import Stages
 from meshwright.strategies.tensor import split_tensors, tensor_region, to_plain
@@ -60,7 +60,7 @@ def lay_out(
         fill=lambda: fill(blueprint, world, strategy, cuts),
         fake=world.fake,
         pipelined=hollow is not None,
-        devices=tuple(range(strategy.data_ranks)) if strategy.data == "dp" else (),
+        devices=tuple(range(strategy.data_ranks)) if strategy.traits.many_devices else (),
         engine_config=engine_config,
     )
     take_over_synchronised(model)

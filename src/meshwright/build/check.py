@@ -107,7 +107,7 @@ def _refuse_compile(strategy: Strategy, facts: ModelFacts) -> str | None:
 
 
 def _refuse_offload(strategy: Strategy) -> str | None:
-    if strategy.offload == "params" and strategy.data not in ("fsdp", "hsdp"):
+    if strategy.offload == "params" and not strategy.traits.gathers:
         return f"offload=params streams sharded parameters, so it needs fsdp or hsdp; {strategy} keeps them whole."
     return None
 
@@ -222,9 +222,11 @@ def _refuse_whole_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str 
 
 def _refuse_scatter(job: Job, strategy: Strategy) -> str | None:
     """`nn.DataParallel` cuts every tensor that the model takes along dim 0, whatever it holds."""
-    if strategy.data != "dp" or strategy.data_ranks == 1:
+    if not strategy.traits.many_devices or strategy.data_ranks == 1:
         return None
     draws = [(samples, job.inputs(make_batch(job, samples))) for samples in (2, 3, 5)]
     pairs = pairs_of(learn(draws, "inputs"), draws[0][1])
     odd = [layout.path for layout, value in pairs if tensors_of(value) and layout != Rows(layout.path, 0)]
-    return f"dp cuts all that the model takes along dim 0, but {odd[0]} has no samples there; use ddp." if odd else None
+    if not odd:
+        return None
+    return f"{strategy.data} cuts all that the model takes along dim 0, but {odd[0]} has no samples there; use ddp."

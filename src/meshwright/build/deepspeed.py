@@ -79,7 +79,7 @@ class DeepSpeedPasses:
         dropout: Dropout,
     ) -> None:
         assert axes.pipeline is not None
-        kind = ZeroStageEngine if setting.strategy.data == "zero1" else StageEngine
+        kind = ZeroStageEngine if setting.strategy.traits.zero_stage else StageEngine
         self.engine: StageEngine = kind(model, setting, layers, axes.pipeline, self._loss)
         self._setting, self._losses, self._dropout = setting, losses, dropout
         self._pieces: Sequence[MicroBatch] = ()

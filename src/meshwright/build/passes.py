@@ -16,7 +16,7 @@ from meshwright.build.batch import Batch, MicroBatch
 from meshwright.describe.observe import call_model
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
-from meshwright.strategies import Engine
+from meshwright.strategies.engine import Engine
 
 Loss = Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
 

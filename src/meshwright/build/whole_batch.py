@@ -18,7 +18,7 @@ from meshwright.describe.batch_layout import pairs_of
 from meshwright.describe.observe import call_model
 from meshwright.describe.structure import map_leaves
 from meshwright.errors import JobError
-from meshwright.strategies import Engine
+from meshwright.strategies.engine import Engine
 
 
 class WholeBatchPasses:

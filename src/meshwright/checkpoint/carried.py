@@ -17,9 +17,9 @@ from meshwright.checkpoint.parts import lay
 from meshwright.checkpoint.plain import encode
 from meshwright.checkpoint.planner import State
 from meshwright.errors import WrongCheckpoint
+from meshwright.facts.data_axis import word_of_stage
 from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.deepspeed.config import STAGES
 
 TELLING = frozenset({"betas", "momentum", "alpha", "rho"})
 """Numbers of a group that tell one family of optimizers from another."""
@@ -114,8 +114,7 @@ def _little(
         mine | {k: v for k, v in theirs.items() if k in mine or k == "initial_lr"}
         for mine, theirs in zip(own, training.groups, strict=True)
     ]
-    word = {stage: word for word, stage in STAGES.items()}[training.stage]
-    strategy = Strategy(data=word, data_size=training.ranks, engine="deepspeed")  # type: ignore[arg-type]
+    strategy = Strategy(data=word_of_stage(training.stage), data_size=training.ranks, engine="deepspeed")
     return {
         **{"step": training.step, "samples": training.samples, "ranks": training.ranks, "strategy": str(strategy)},
         "optimizer": {

@@ -102,7 +102,7 @@ def _cluster(strategy: Strategy, on: str | None, ranks: int | None) -> Cluster:
 
         return local_cluster()
     named = strategy.data is not None or strategy.model_ranks == 1
-    if ranks is None and named and strategy.data_size is None and strategy.data != "single":
+    if ranks is None and named and strategy.data_size is None and not strategy.traits.alone:
         raise BadInput(f"{strategy} does not say on how many ranks; give --on or --ranks.")
     return Cluster(devices_per_node=ranks or strategy.model_ranks * (strategy.data_size or 1), device="GPU")
 

@@ -13,15 +13,16 @@ from meshwright.exchange.comments import comments
 from meshwright.exchange.deepspeed import ZERO, zero_section
 from meshwright.exchange.settle import (
     PLAIN_WORDS,
-    SHARDED,
     Rule,
     as_data,
     drop,
     drop_axis,
     impure,
     offloaded,
+    replicates,
     settle,
     without_autocast,
+    zero_alone,
 )
 from meshwright.exchange.subject import Exported, Loss, Subject
 from meshwright.facts.grammar import show_data
@@ -45,7 +46,7 @@ _AXES: tuple[Rule, ...] = (
 )
 _OPEN: tuple[Rule, ...] = (
     without_autocast(
-        lambda s: s.data not in SHARDED and s.engine == "torch",
+        lambda s: not s.traits.gathers and s.engine == "torch",
         "Accelerate's word for it is mixed_precision alone: without FSDP it runs that by autocast",
     ),
     without_autocast(lambda s: True, "FSDP and DeepSpeed also cast parameters under Accelerate's mixed_precision"),
@@ -55,16 +56,16 @@ _OPEN: tuple[Rule, ...] = (
 _TORCH: tuple[Rule, ...] = (
     *_AXES,
     *PLAIN_WORDS,
-    as_data(lambda s: s.data == "ddp" and s.tp > 1, "fsdp", "Accelerate refuses replicas beside a tensor axis"),
+    as_data(lambda s: replicates(s) and s.tp > 1, "fsdp", "Accelerate refuses replicas beside a tensor axis"),
     as_data(lambda s: s.data_size == 1 and s.tp > 1, None, "there is one data rank, and none to shard over"),
-    as_data(lambda s: s.data in ("ddp", "fsdp") and s.data_size == 1, "single", "there is one rank"),
-    offloaded(lambda s: s.data not in SHARDED, "", "Accelerate offloads with FSDP or DeepSpeed only"),
+    as_data(lambda s: not s.traits.hybrid and s.data_size == 1, "single", "there is one rank"),
+    offloaded(lambda s: not s.traits.gathers, "", "Accelerate offloads with FSDP or DeepSpeed only"),
     offloaded(lambda s: True, "params", "FSDP takes parameters, gradients and optimizer to the host, or nothing"),
     *_OPEN,
 )
 _ON_CPU: tuple[Rule, ...] = (
     drop_axis("tp", "Accelerate has no tensor axis on CPU ranks"),
-    as_data(lambda s: s.data in SHARDED, "ddp", "on CPU ranks Accelerate runs DDP where FSDP is asked for"),
+    as_data(lambda s: s.traits.gathers, "ddp", "on CPU ranks Accelerate runs DDP where FSDP is asked for"),
 )
 _DEEPSPEED: tuple[Rule, ...] = (
     *_AXES,
@@ -87,17 +88,17 @@ Written = tuple[Strategy, tuple[Loss, ...], dict[str, Any]]
 
 
 def _needs_deepspeed(strategy: Strategy) -> bool:
-    return strategy.engine == "deepspeed" or strategy.data in ("zero1", "zero2")
+    return strategy.engine == "deepspeed" or zero_alone(strategy)
 
 
 def _torch(subject: Subject) -> Written:
     on_cpu = _ON_CPU if subject.device == "cpu" else ()
     settled, losses = settle(subject, (*on_cpu, *_TORCH, _recompute))
-    if settled.data in SHARDED:
+    if settled.traits.gathers:
         config = _base(subject, settled, "FSDP") | {"fsdp_config": _fsdp(settled)}
     else:
-        config = _base(subject, settled, "NO" if settled.data == "single" else "MULTI_GPU")
-    if settled.tp > 1 or settled.data == "hsdp":
+        config = _base(subject, settled, "NO" if settled.traits.alone else "MULTI_GPU")
+    if settled.tp > 1 or settled.traits.hybrid:
         config["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": settled.replicas,
             "parallelism_config_dp_shard_size": settled.shards,
@@ -132,9 +133,9 @@ def _handed_over(strategy: Strategy) -> Loss | None:
 
 def _recompute(strategy: Strategy) -> Loss | None:
     """FSDP's plugin recomputes whole blocks; the others have no switch."""
-    if strategy.recompute == "none" or (strategy.recompute == "full" and strategy.data in SHARDED):
+    if strategy.recompute == "none" or (strategy.recompute == "full" and strategy.traits.gathers):
         return None
-    sharded = strategy.data in SHARDED
+    sharded = strategy.traits.gathers
     says = "FSDP's plugin recomputes whole blocks" if sharded else "only FSDP's plugin has a switch for it"
     becomes = {"recompute": "full" if sharded else "none"}
     return Loss(term=f"ac={strategy.recompute}", says=says, becomes=becomes)
@@ -168,7 +169,7 @@ def _fsdp(strategy: Strategy) -> dict[str, Any]:
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_offload_params": strategy.offload == "params",
-        "fsdp_reshard_after_forward": strategy.variant != "grad-op",
+        "fsdp_reshard_after_forward": strategy.traits.reshards,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
 

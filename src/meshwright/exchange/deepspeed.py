@@ -16,14 +16,17 @@ from meshwright.exchange.settle import (
     drop_axis,
     impure,
     offloaded,
+    replicates,
     settle,
     without_autocast,
 )
 from meshwright.exchange.subject import Exported, Loss, Subject
 from meshwright.facts.strategy import Strategy
 
-STAGES = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
-"""ZeRO's stage of a data axis."""
+
+def _keeps_gathered(strategy: Strategy) -> bool:
+    return strategy.traits.gathers and not strategy.traits.reshards
+
 
 AXES: tuple[Rule, ...] = (
     drop_axis("layers", "DeepSpeed has no layer-wise placement"),
@@ -33,9 +36,9 @@ AXES: tuple[Rule, ...] = (
 )
 ZERO: tuple[Rule, ...] = (
     *PLAIN_WORDS,
-    as_data(lambda s: s.data == "hsdp", "fsdp", "DeepSpeed shards over all ranks; it is stage 3"),
-    as_data(lambda s: s.variant == "grad-op", "zero2", "whole parameters between forward and backward are stage 2"),
-    as_data(lambda s: s.data == "ddp" and s.data_size == 1, "single", "there is one rank"),
+    as_data(lambda s: s.traits.hybrid, "fsdp", "DeepSpeed shards over all ranks; it is stage 3"),
+    as_data(_keeps_gathered, "zero2", "whole parameters between forward and backward are stage 2"),
+    as_data(lambda s: replicates(s) and s.data_size == 1, "single", "there is one rank"),
     becomes_precision(lambda s: s.precision == "fp8", "bf16", "DeepSpeed's config has no fp8; it says bf16"),
     without_autocast(lambda s: True, "DeepSpeed casts parameters where it says bf16 or fp16"),
     offloaded(lambda s: stage(s) == 0, "", "DeepSpeed offloads from ZeRO's stage 1 on; nothing leaves the device"),
@@ -51,7 +54,7 @@ NOT_IN_CODE: tuple[Rule, ...] = (
 
 def stage(strategy: Strategy) -> int:
     """ZeRO's stage; a data axis that is not named is one rank or plain replicas."""
-    return STAGES.get(strategy.data or "ddp", 0)
+    return strategy.traits.zero_stage or 0
 
 
 def write_deepspeed(subject: Subject) -> Exported:

@@ -75,13 +75,13 @@ def _exported(to: str, text: str, subject: Subject) -> Exported:
 def _need_job(subject: Subject, to: str) -> None:
     if not subject.job:
         raise ExchangeError(f"--to {to} writes a file that trains a job, and none was named; give it with --job.")
-    if subject.strategy.data == "dp" and subject.nodes > 1:
+    if subject.strategy.traits.many_devices and subject.nodes > 1:
         raise ExchangeError(f"{subject.strategy} runs in one process, but there are {subject.nodes} nodes; name ddp.")
 
 
 def _processes(subject: Subject) -> int:
-    """Of a node: one a device, but for dp, which has all of them in one."""
-    return 1 if subject.strategy.data == "dp" else subject.per_node
+    """Of a node: one a device, except where one process computes on all of them."""
+    return 1 if subject.strategy.traits.many_devices else subject.per_node
 
 
 def _train(subject: Subject, runs: str) -> list[str]:

@@ -8,10 +8,9 @@ from typing import Any
 from meshwright.exchange.errors import ExchangeError
 from meshwright.exchange.fields import Fields
 from meshwright.exchange.imported import Imported
+from meshwright.facts.data_axis import word_of_stage
 from meshwright.facts.strategy import Strategy
 
-DATA = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
-"""The data axis of ZeRO's stage."""
 SIGNS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """By one of these keys a file is DeepSpeed's."""
 QUIET = (
@@ -67,13 +66,13 @@ def zero_axis(zero: Zero, size: int | None, *, alone: bool = True) -> dict[str, 
     """The data axis of a stage over so many ranks."""
     if zero.stage == 0 and size == 1:
         return {"data": "single"} if alone else {}
-    return {"data": DATA[zero.stage], "data_size": size}
+    return {"data": word_of_stage(zero.stage), "data_size": size}
 
 
 def read_zero(fields: Fields) -> Zero:
     """`zero_optimization`: the stage and what leaves the device."""
     stage = fields.number("stage", 0)
-    if stage not in DATA:
+    if stage not in range(4):
         raise fields.wrong("stage", "0, 1, 2 or 3")
     optimizer, parameters = fields.table("offload_optimizer"), fields.table("offload_param")
     devices = [_device(optimizer), _device(parameters)]

@@ -8,6 +8,7 @@ from meshwright.exchange.errors import ExchangeError
 from meshwright.exchange.fields import Fields
 from meshwright.exchange.imported import Imported
 from meshwright.exchange.torchtitan import FLOAT8, LOCAL_BATCH, SCHEDULES
+from meshwright.facts.data_axis import find_traits
 from meshwright.facts.strategy import Strategy
 
 SIGNS = ("parallelism", "activation_checkpoint", "training")
@@ -136,7 +137,7 @@ def _precision(fields: Fields, training: Fields, axes: dict[str, Any]) -> dict[s
     fields.skip("quantize")
     pure = _dtype(training, "dtype", "float32")
     # Without FSDP torchtitan leaves mixed precision out where there is a tensor axis or a pipeline.
-    mixed = axes.get("data") in ("fsdp", "hsdp") or axes["tp"] * axes["pp"] == 1
+    mixed = find_traits(axes.get("data")).gathers or axes["tp"] * axes["pp"] == 1
     small = _dtype(training, "mixed_precision_param", "bfloat16") and mixed
     word = "fp8" if FLOAT8 in converters and (small or pure) else "bf16" if small or pure else "fp32"
     return {"precision": word, "pure": pure}

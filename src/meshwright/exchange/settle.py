@@ -6,20 +6,24 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from meshwright.exchange.errors import ExchangeError
 from meshwright.exchange.subject import Loss, Subject
+from meshwright.facts.data_axis import find_traits
 from meshwright.facts.grammar import show_data, show_pipeline
 from meshwright.facts.strategy import Strategy
 
 Rule = Callable[[Strategy], Loss | None]
 """Looks at the strategy as the rules before it left it."""
 
-SHARDED = ("fsdp", "hsdp")
-"""Data axes that PyTorch's `fully_shard` lays out."""
-
 
 def settle(subject: Subject, rules: Iterable[Rule]) -> tuple[Strategy, tuple[Loss, ...]]:
     """The strategy as the file will have it, and what was given up on the way."""
     strategy, losses = subject.strategy, []
+    if not strategy.traits.foreign:
+        raise ExchangeError(
+            f"{show_data(strategy)} was to be exported, but other frameworks have nothing like it; name a data axis "
+            "that they have, as ddp or fsdp."
+        )
     for rule in rules:
         loss = rule(strategy)
         if loss is not None:
@@ -30,9 +34,9 @@ def settle(subject: Subject, rules: Iterable[Rule]) -> tuple[Strategy, tuple[Los
 
 def change(strategy: Strategy, becomes: Mapping[str, Any], ranks: int) -> Strategy:
     """The strategy with other fields. Ranks that an axis gives up go to the data axis."""
-    size = None if becomes.get("data", strategy.data) in (None, "single") else strategy.data_size
-    changed = replace(strategy, **{"data_size": size, **becomes})
-    if changed.data in (None, "single"):
+    sized = find_traits(becomes.get("data", strategy.data)).sized
+    changed = replace(strategy, **{"data_size": strategy.data_size if sized else None, **becomes})
+    if not sized:
         return changed.resolve(ranks)
     return replace(changed, data_size=ranks // changed.model_ranks)
 
@@ -122,10 +126,20 @@ def offloaded(found: Callable[[Strategy], bool], offload: str, why: str) -> Rule
     return rule
 
 
+def replicates(strategy: Strategy) -> bool:
+    """Whether its data axis is plain replicas, which others call DDP."""
+    return strategy.traits.sized and not strategy.traits.shards
+
+
+def zero_alone(strategy: Strategy) -> bool:
+    """Whether its data axis is a stage of ZeRO that keeps parameters whole, which only DeepSpeed has."""
+    return bool(strategy.traits.zero_stage) and not strategy.traits.gathers
+
+
 PLAIN_WORDS: tuple[Rule, ...] = (
-    as_data(lambda s: s.data == "dp", "ddp", "one process for all devices is not known there; it is ddp"),
-    as_data(lambda s: s.variant == "no-shard", "ddp", "it is ddp there"),
-    as_data(lambda s: s.data == "hsdp" and s.replicas == 1, "fsdp", "one replica alone is fsdp there"),
-    as_data(lambda s: s.data == "hsdp" and s.shards == 1, "ddp", "replicas of a single shard are ddp there"),
+    as_data(lambda s: s.traits.many_devices, "ddp", "one process for all devices is not known there; it is ddp"),
+    as_data(lambda s: s.traits.gathers and not s.traits.shards, "ddp", "it is ddp there"),
+    as_data(lambda s: s.traits.hybrid and s.replicas == 1, "fsdp", "one replica alone is fsdp there"),
+    as_data(lambda s: s.traits.hybrid and s.shards == 1, "ddp", "replicas of a single shard are ddp there"),
 )
 """Data axes that are others by another name."""

@@ -13,15 +13,16 @@ from meshwright.exchange.batches import Batches, cut, named
 from meshwright.exchange.comments import comments
 from meshwright.exchange.settle import (
     PLAIN_WORDS,
-    SHARDED,
     Rule,
     as_data,
     becomes_precision,
     drop,
     drop_axis,
     offloaded,
+    replicates,
     settle,
     without_autocast,
+    zero_alone,
 )
 from meshwright.exchange.subject import Exported, Subject
 from meshwright.facts.strategy import Strategy
@@ -51,25 +52,25 @@ _RULES: tuple[Rule, ...] = (
     drop_axis("op", "torchtitan does not divide single operators"),
     drop("engine", "torch", "torchtitan runs on PyTorch's own engine"),
     *PLAIN_WORDS,
-    as_data(lambda s: s.data in ("zero1", "zero2"), "fsdp", _ZERO, variant="grad-op"),
-    as_data(lambda s: s.data == "ddp" and s.model_ranks > 1, "fsdp", "torchtitan's DDP goes with no other axis"),
+    as_data(zero_alone, "fsdp", _ZERO, variant="grad-op"),
+    as_data(lambda s: replicates(s) and s.model_ranks > 1, "fsdp", "torchtitan's DDP goes with no other axis"),
     as_data(lambda s: s.data_size == 1 and s.model_ranks > 1, None, "there is one data rank"),
     as_data(lambda s: s.data_size == 1, "single", "there is one rank"),
     without_autocast(
-        lambda s: s.data not in SHARDED, "torchtitan's word for it is mixed_precision_param: without FSDP, autocast"
+        lambda s: not s.traits.gathers, "torchtitan's word for it is mixed_precision_param: without FSDP, autocast"
     ),
     without_autocast(lambda s: True, "FSDP casts parameters under torchtitan's mixed_precision_param"),
     becomes_precision(lambda s: s.precision == "fp16", "bf16", "torchtitan has no fp16; it says bf16"),
     becomes_precision(lambda s: _unmixed(s) and s.precision == "bf16" and not s.pure, "fp32", _BY_AUTOCAST),
     becomes_precision(lambda s: _unmixed(s) and s.precision == "fp8" and not s.pure, "fp32", _BY_AUTOCAST),
-    offloaded(lambda s: s.data not in SHARDED, "", "torchtitan offloads with FSDP only"),
+    offloaded(lambda s: not s.traits.gathers, "", "torchtitan offloads with FSDP only"),
     offloaded(lambda s: True, "params", "FSDP takes parameters, gradients and optimizer to the host, or nothing"),
 )
 
 
 def _unmixed(strategy: Strategy) -> bool:
     """Whether torchtitan leaves mixed precision out without an error."""
-    return strategy.data not in SHARDED and strategy.model_ranks > 1
+    return not strategy.traits.gathers and strategy.model_ranks > 1
 
 
 def write_torchtitan(subject: Subject) -> Exported:
@@ -137,9 +138,10 @@ def _parallelism(strategy: Strategy, batches: Batches) -> dict[str, Any]:
 
 def _reshard(strategy: Strategy) -> str:
     """torchtitan's "default" keeps a pipeline's stage gathered, as our fsdp does there."""
-    if strategy.variant == "grad-op":
+    traits = strategy.traits
+    if traits.gathers and not traits.reshards:
         return "never"
-    return "always" if strategy.data == "fsdp" and strategy.pp == 1 else "default"
+    return "always" if traits.reshards and not traits.hybrid and strategy.pp == 1 else "default"
 
 
 def _toml(sections: dict[str, dict[str, Any]]) -> str:

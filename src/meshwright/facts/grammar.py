@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from meshwright.errors import ContradictoryTerms, UnknownTerm
+from meshwright.facts.data_axis import DATA_AXES
 
 if TYPE_CHECKING:
     from meshwright.facts.strategy import Strategy
 
-DataKind = Literal["single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
-Variant = Literal["", "grad-op", "no-shard"]
 Schedule = Literal["", "gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
@@ -55,12 +54,18 @@ class Term:
 class Row:
     """Terms that fill the same fields, so that at most one of them may be written."""
 
-    forms: tuple[str, ...]
+    fixed: tuple[str, ...] = ()
     """How the terms look; their heads are what the row answers to."""
+    registered: Callable[[], tuple[str, ...]] = tuple
+    """The same of terms that are registered while the program runs."""
     read: Callable[[Term], Fields]
     """The fields that a term sets."""
     show: Callable[[Strategy], str]
     """The canonical term; "" where the fields hold their defaults."""
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        return self.fixed or self.registered()
 
     @property
     def heads(self) -> dict[str, str]:
@@ -89,8 +94,9 @@ def show_terms(strategy: Strategy) -> str:
 
 def find_row(term: Term) -> int:
     """The place in the table of the row that a term belongs to."""
-    if term.head in _PLACES:
-        return _PLACES[term.head]
+    for place, row in enumerate(TABLE):
+        if term.head in row.heads:
+            return place
     raise UnknownTerm(_unknown(term))
 
 
@@ -159,7 +165,7 @@ def flag(name: str) -> Row:
         bare(term)
         return {name: True}
 
-    return Row(forms=(name,), read=read, show=lambda strategy: name if getattr(strategy, name) else "")
+    return Row(fixed=(name,), read=read, show=lambda strategy: name if getattr(strategy, name) else "")
 
 
 def size(head: str, *, field: str = "", default: int | None = 1) -> Row:
@@ -174,7 +180,7 @@ def size(head: str, *, field: str = "", default: int | None = 1) -> Row:
         number = getattr(strategy, field)
         return "" if number == default else f"{head}={number}"
 
-    return Row(forms=(f"{head}=N",), read=read, show=show)
+    return Row(fixed=(f"{head}=N",), read=read, show=show)
 
 
 def choice(head: str, words: tuple[str, ...], *, field: str = "") -> Row:
@@ -189,37 +195,38 @@ def choice(head: str, words: tuple[str, ...], *, field: str = "") -> Row:
         word = getattr(strategy, field)
         return "" if word == words[0] else f"{head}={word}"
 
-    return Row(forms=(f"{head}={'|'.join(words)}",), read=read, show=show)
+    return Row(fixed=(f"{head}={'|'.join(words)}",), read=read, show=show)
 
 
 def read_data(term: Term) -> Fields:
-    if term.head == "hsdp":
-        return _read_hsdp(term)
-    bare(term, value=term.head == "single", suffix=term.head != "fsdp")
-    fields: Fields = {"data": "fsdp" if term.head == "zero3" else term.head}
+    traits = next(traits for word, traits in DATA_AXES.items() if term.head in (word, *traits.aliases))
+    if traits.hybrid:
+        return _read_hybrid(term)
+    bare(term, value=not traits.sized, suffix=term.head not in DATA_AXES or not traits.variants)
+    fields: Fields = {"data": traits.word}
     if term.value is not None:
         fields["data_size"] = count(term.value, term=term.text, example=f"{term.head}=4")
     if term.suffix is not None:
         # A guess would answer `full-shard` with `no-shard`, its opposite.
-        note = "fsdp alone shards everything"
-        fields["variant"] = pick(term.suffix, get_args(Variant), term=term.text, what="suffix", note=note)
+        note = f"{traits.word} alone shards everything" if traits.shards else ""
+        fields["variant"] = pick(term.suffix, traits.variants, term=term.text, what="suffix", note=note)
     return fields
 
 
-def _read_hsdp(term: Term) -> Fields:
+def _read_hybrid(term: Term) -> Fields:
     bare(term, value=False)
     sizes = (term.value or "").split("x")
     if len(sizes) != 2:
-        raise UnknownTerm(f"Strategy term {term.text!r} needs replicas x shards, as in hsdp=2x4.")
-    replicas, shards = (count(number, term=term.text, example="hsdp=2x4") for number in sizes)
-    return {"data": "hsdp", "data_size": replicas * shards, "hsdp_replicas": replicas}
+        raise UnknownTerm(f"Strategy term {term.text!r} needs replicas x shards, as in {term.head}=2x4.")
+    replicas, shards = (count(number, term=term.text, example=f"{term.head}=2x4") for number in sizes)
+    return {"data": term.head, "data_size": replicas * shards, "hsdp_replicas": replicas}
 
 
 def show_data(strategy: Strategy) -> str:
     if strategy.data is None:
         return ""
-    if strategy.data == "hsdp":
-        return f"hsdp={strategy.replicas}x{strategy.shards}"
+    if strategy.traits.hybrid:
+        return f"{strategy.data}={strategy.replicas}x{strategy.shards}"
     number = "" if strategy.data_size is None else f"={strategy.data_size}"
     suffix = f":{strategy.variant}" if strategy.variant else ""
     return f"{strategy.data}{number}{suffix}"
@@ -265,23 +272,28 @@ def show_offload(strategy: Strategy) -> str:
     return f"offload={strategy.offload}" + (f":{strategy.nvme}" if strategy.nvme else "")
 
 
-_DATA_FORMS = ("single", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp=N", "fsdp:grad-op|no-shard", "hsdp=RxS")
+def _data_forms() -> tuple[str, ...]:
+    forms: list[str] = []
+    for word, traits in DATA_AXES.items():
+        suffixes = (f"{word}=N", f"{word}:{'|'.join(traits.variants)}") if traits.variants else ()
+        forms += [*traits.aliases, f"{word}=RxS" if traits.hybrid else word, *suffixes]
+    return tuple(forms)
+
+
 _PIPELINE_FORM = f"pp=N:{'|'.join(filter(None, get_args(Schedule)))}"
 
 # The order of the rows is the order of the canonical text.
 TABLE: tuple[Row, ...] = (
     flag("auto"),
-    Row(forms=_DATA_FORMS, read=read_data, show=show_data),
+    Row(registered=_data_forms, read=read_data, show=show_data),
     size("tp"),
     size("op"),
-    Row(forms=(_PIPELINE_FORM,), read=read_pipeline, show=show_pipeline),
+    Row(fixed=(_PIPELINE_FORM,), read=read_pipeline, show=show_pipeline),
     size("layers"),
-    Row(forms=get_args(Precision), read=read_precision, show=show_precision),
+    Row(fixed=get_args(Precision), read=read_precision, show=show_precision),
     choice("ac", get_args(Recompute), field="recompute"),
-    Row(forms=("offload=optimizer|params|nvme:DIR",), read=read_offload, show=show_offload),
+    Row(fixed=("offload=optimizer|params|nvme:DIR",), read=read_offload, show=show_offload),
     size("mb", field="micro_batch", default=None),
     flag("compile"),
     choice("engine", get_args(Engine)),
 )
-
-_PLACES = {head: place for place, row in enumerate(TABLE) for head in row.heads}

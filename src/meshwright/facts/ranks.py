@@ -28,7 +28,7 @@ def fill_data_axis(strategy: Strategy, ranks: int) -> Strategy:
         raise Refused(f"{strategy} was given {ranks} ranks; give it at least 1.")
     if strategy.auto:
         raise Refused(f"{strategy} has no axes yet; let the planner choose them, or name a strategy such as ddp.")
-    if strategy.data == "single":
+    if strategy.traits.alone:
         return _resolve_single(strategy, ranks)
     if not _fits(strategy.model_ranks, strategy.data_size, ranks):
         raise Refused(_misfit(strategy, ranks))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, get_args
 
 from meshwright.errors import ContradictoryTerms, StrategyError
 from meshwright.facts import grammar
+from meshwright.facts.data_axis import DATA_AXES, find_traits
 from meshwright.facts.ranks import MODEL_AXES
 
 if TYPE_CHECKING:
     from meshwright.facts.strategy import Strategy
 
 _WORDS = {
-    "data": get_args(grammar.DataKind),
-    "variant": get_args(grammar.Variant),
     "schedule": get_args(grammar.Schedule),
     "precision": get_args(grammar.Precision),
     "recompute": get_args(grammar.Recompute),
@@ -40,7 +39,7 @@ def clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
     if strategy.auto:
         named = [strategy.data, *axes] if strategy.data else axes
         yield from (("auto", axis, "auto lets the planner choose every axis") for axis in named)
-    if strategy.data in ("single", "dp"):
+    if strategy.data and strategy.traits.one_process:
         why = f"{strategy.data} keeps the whole model in one process; name ddp or fsdp, or no data axis"
         yield from ((strategy.data, axis, why) for axis in axes)
     if strategy.pp > 1 and strategy.layers > 1:
@@ -53,15 +52,24 @@ def clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
         yield strategy.precision, "autocast", "autocast lowers operators to bf16 or fp16; name one of them"
     if strategy.autocast and strategy.pure:
         yield "autocast", "pure", "autocast casts fp32 parameters, and pure has none; keep one of them"
-    if strategy.variant and strategy.data != "fsdp":
-        yield strategy.data or "no data axis", strategy.variant, "only fsdp has this suffix"
+    if strategy.variant and strategy.variant not in find_traits(strategy.data).variants:
+        owners = " and ".join(word for word, traits in DATA_AXES.items() if strategy.variant in traits.variants)
+        yield strategy.data or "no data axis", strategy.variant, f"only {owners} has this suffix"
 
 
 def _check_words(strategy: Strategy) -> None:
     for field, valid in _WORDS.items():
-        word = getattr(strategy, field)
-        if word not in valid and not (field == "data" and word is None):
-            grammar.pick(str(word), valid, term=f"{field}={word}", what="value")
+        _check_word(strategy, field, valid)
+    if strategy.data is not None:
+        _check_word(strategy, "data", DATA_AXES)
+    if strategy.variant:
+        _check_word(strategy, "variant", [suffix for traits in DATA_AXES.values() for suffix in traits.variants])
+
+
+def _check_word(strategy: Strategy, field: str, valid: Collection[str]) -> None:
+    word = getattr(strategy, field)
+    if word not in valid:
+        grammar.pick(str(word), valid, term=f"{field}={word}", what="value")
 
 
 def _check_sizes(strategy: Strategy) -> None:
@@ -75,12 +83,13 @@ def _check_sizes(strategy: Strategy) -> None:
 
 
 def _check_data_axis(strategy: Strategy) -> None:
-    if strategy.data in (None, "single") and strategy.data_size is not None:
+    traits = strategy.traits
+    if not traits.sized and strategy.data_size is not None:
         found = strategy.data or "no data axis"
         raise StrategyError(f"data_size={strategy.data_size} was given with {found}; name a data axis, as in ddp=2.")
-    if (strategy.data == "hsdp") != (strategy.hsdp_replicas is not None):
+    if traits.hybrid != (strategy.hsdp_replicas is not None):
         raise StrategyError("hsdp, and only hsdp, takes hsdp_replicas; in text, hsdp=2x4.")
-    if strategy.data == "hsdp" and (strategy.data_size is None or strategy.data_size % (strategy.hsdp_replicas or 1)):
+    if traits.hybrid and (strategy.data_size is None or strategy.data_size % (strategy.hsdp_replicas or 1)):
         raise StrategyError("hsdp needs a data_size that is a multiple of hsdp_replicas; in text, hsdp=2x4.")
 
 

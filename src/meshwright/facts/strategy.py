@@ -8,24 +8,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.facts import grammar, soundness
-from meshwright.facts.grammar import DataKind, Engine, Offload, Precision, Recompute, Schedule, Variant
+from meshwright.facts.data_axis import DataTraits, find_traits
+from meshwright.facts.grammar import Engine, Offload, Precision, Recompute, Schedule
 from meshwright.facts.ranks import count_model_ranks, fill_data_axis
 
-__all__ = ["DataKind", "Engine", "Offload", "Precision", "Recompute", "Schedule", "Strategy", "Variant"]
+__all__ = ["Engine", "Offload", "Precision", "Recompute", "Schedule", "Strategy"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """`parse(str(strategy)) == strategy`, for every strategy that can be made."""
 
-    data: DataKind | None = None
-    """The data axis. None: not named; `resolve` makes it ddp where the other axes leave ranks."""
+    data: str | None = None
+    """The data axis, a registered word. None: not named; `resolve` makes it ddp where the other axes leave ranks."""
     data_size: int | None = None
     """Ranks on the whole data axis: R times S for hsdp. None: what the other axes leave."""
     hsdp_replicas: int | None = None
     """R of `hsdp=RxS`, and None for every other data axis. Read `replicas` and `shards` instead."""
-    variant: Variant = ""
-    """How much fsdp shards: "" is everything."""
+    variant: str = ""
+    """The suffix of the data axis: how much fsdp shards, where "" is everything."""
     tp: int = 1
     """Ranks of tensor parallelism."""
     op: int = 1
@@ -83,6 +84,11 @@ class Strategy:
         return fill_data_axis(self, ranks)
 
     @property
+    def traits(self) -> DataTraits:
+        """What its data axis is."""
+        return find_traits(self.data, self.variant)
+
+    @property
     def model_ranks(self) -> int:
         """Ranks that one copy of the model is split over by the axes other than data."""
         return count_model_ranks(self)
@@ -90,7 +96,7 @@ class Strategy:
     @property
     def data_ranks(self) -> int:
         """Ranks on the data axis; 1 where there is none."""
-        if self.data in (None, "single"):
+        if not self.traits.sized:
             return 1
         if self.data_size is None:
             raise ValueError(f"{self} has no size on its data axis yet; call resolve(ranks) first.")
@@ -106,5 +112,4 @@ class Strategy:
         """Copies of what the data axis shards; `replicas * shards == data_ranks`."""
         if self.hsdp_replicas is not None:
             return self.hsdp_replicas
-        shards_state = self.data in ("zero1", "zero2", "fsdp") and self.variant != "no-shard"
-        return 1 if shards_state else self.data_ranks
+        return 1 if self.traits.shards else self.data_ranks

@@ -10,9 +10,11 @@ from meshwright.facts.strategy import Strategy
 from meshwright.planner.hosts import ELSEWHERE, OURS, HostCosts
 from meshwright.schedules import FAMILIES
 from meshwright.strategies import data_strategy
+from meshwright.strategies.base import ITEMSIZE
 from meshwright.strategies.pipeline import count_micro_batches, is_pipelined, pipeline_ranks, schedule_name
 
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+MASTER_BYTES = 4
+"""Of an element as models are built: fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,9 @@ class Arrangement:
     """Whether what a tensor axis gathers is held by another stream only, and comes back when memory is short."""
     sequence: bool = True
     """Whether tensor parallelism divides the activations between its layers too."""
+    one_process: bool = False
+    """Whether one process has all devices of the data axis: their outputs meet on the first, and each micro-batch
+    sends parameters and gradients."""
     host: HostCosts = ELSEWHERE
     """What the engine's host needs."""
 
@@ -85,9 +90,8 @@ class Arrangement:
 def arrange(strategy: Strategy, facts: ModelFacts, global_batch: int) -> Arrangement:
     """The numbers of a resolved strategy that trains a job on the torch engine."""
     technique = data_strategy(strategy)
-    layout, low = technique.layout(strategy), ITEMSIZE[strategy.precision]
-    lowered = low < 4 and not strategy.pure
-    rest = low if strategy.pure or (lowered and layout.lowered_copy) else 4
+    layout, traits = technique.layout(strategy), strategy.traits
+    low, update_bytes = ITEMSIZE[strategy.precision], layout.update_bytes or MASTER_BYTES
     micro_batch, micro_batches = cut_batch(strategy, global_batch)
     plan = facts.tensor_plan
     return Arrangement(
@@ -107,17 +111,18 @@ def arrange(strategy: Strategy, facts: ModelFacts, global_batch: int) -> Arrange
         # Gradients travel once a step: until the last micro-batch every rank sums its own, whole.
         gradients_over=layout.gradients if micro_batches == 1 else 1,
         optimizer_over=layout.optimizer,
-        parameter_bytes=rest,
-        gradient_bytes=low if strategy.pure else 4,
-        gradients_rest=strategy.data == "ddp" or micro_batches > 1 or is_pipelined(strategy),
-        moment_bytes=facts.optimizer_slots * (low if strategy.pure else 4),
-        master_bytes=4 if lowered and layout.lowered_copy else 0,
-        cast_bytes=low if lowered and not technique.lowers else 0,
+        parameter_bytes=layout.parameter_bytes or MASTER_BYTES,
+        gradient_bytes=update_bytes,
+        gradients_rest=traits.gradients_rest or micro_batches > 1 or is_pipelined(strategy),
+        moment_bytes=facts.optimizer_slots * update_bytes,
+        master_bytes=MASTER_BYTES if layout.masters else 0,
+        cast_bytes=low if low < MASTER_BYTES and not strategy.pure and not technique.lowers else 0,
         # Under a pipeline a stage stays gathered for the whole step.
-        reshards=strategy.data in ("fsdp", "hsdp") and strategy.variant == "" and not is_pipelined(strategy),
-        reduce_bytes=low if strategy.pure else 4,
+        reshards=traits.reshards and not is_pipelined(strategy),
+        reduce_bytes=update_bytes,
         overlaps=technique.overlaps and not is_pipelined(strategy),
         sequence=plan.sequence if plan is not None else False,
+        one_process=traits.many_devices,
         host=OURS,
     )
 
@@ -128,7 +133,8 @@ def cut_batch(strategy: Strategy, global_batch: int) -> tuple[int, int]:
     if is_pipelined(strategy):
         count = count_micro_batches(strategy, global_batch)
         return -(-samples // count), count
-    size = min(strategy.micro_batch or samples, samples)
+    devices = strategy.data_ranks if strategy.traits.many_devices else 1  # there `mb` counts the process's samples
+    size = min(-(-strategy.micro_batch // devices) if strategy.micro_batch else samples, samples)
     return size, -(-samples // size)
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from meshwright.facts.cluster import Cluster
+from meshwright.facts.data_axis import usual_terms
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 
 SCHEDULES = ("1f1b", "interleaved", "zbv")
 """Those that are searched; `gpipe` holds more than `1f1b` and is no faster, and `zb` is between `1f1b` and `zbv`."""
-SHARDED = ("zero1", "zero2", "fsdp", "fsdp:grad-op")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,8 @@ def _data_axes(ranks: int, inner: int, cluster: Cluster) -> list[str]:
     if ranks == 1:
         return [""]
     shards = [n for n in _divisors(ranks) if 1 < n < ranks and n * inner >= cluster.devices_per_node]
-    hybrids = [f"hsdp={ranks // n}x{n}" for n in shards[:3]] if cluster.nodes > 1 else []
-    return ["ddp", *SHARDED, *hybrids]
+    hybrids = [f"{ranks // n}x{n}" for n in shards[:3]] if cluster.nodes > 1 else []
+    return list(usual_terms(lambda traits: traits.planned, hybrids))
 
 
 def _with_policies(shape: str, samples: int, pp: int, allowed: Allowed) -> Iterator[Strategy]:
@@ -82,8 +82,7 @@ def _divisors(number: int) -> list[int]:
 
 def plainness(strategy: Strategy) -> int:
     """How much there is to a strategy: of two that are as fast, the plainer is the better choice."""
-    order = ["single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
-    axes = 10 * (strategy.tp > 1) + 12 * (strategy.pp > 1) + order.index(strategy.data or "single")
+    axes = 10 * (strategy.tp > 1) + 12 * (strategy.pp > 1) + strategy.traits.complexity
     schedules = 0 if strategy.schedule in ("", "1f1b", "gpipe") else 2
     policies = 2 * (strategy.recompute != "none") + 4 * bool(strategy.offload) + 3 * strategy.compile
     return axes + schedules + policies

@@ -57,6 +57,8 @@ def _of_rank(arrangement: Arrangement, stages: tuple[StageLoad, ...], rank: int)
         memory |= _with_gradients(arrangement, own[0])
     memory["logits"] = min(logits, memory["activations"])
     memory["activations"] -= memory["logits"]
+    if arrangement.one_process:
+        memory["logits"] *= arrangement.data
     memory["allocator"] = SLACK * (memory["activations"] + memory["logits"])
     return Forecast(memory={cause: round(size) for cause, size in memory.items()})
 

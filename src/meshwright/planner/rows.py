@@ -13,8 +13,9 @@ from typing import Any
 from meshwright.describe.decoder import Shape
 from meshwright.errors import BadInput, ClusterError
 from meshwright.facts.cluster import Cluster
-from meshwright.planner.arrangement import ITEMSIZE, Arrangement
+from meshwright.planner.arrangement import Arrangement
 from meshwright.reading import read_text, shown
+from meshwright.strategies.base import ITEMSIZE
 
 MOST = 10_000_000
 """Of layers, tokens, devices and whatever else is counted; beyond it a number is a slip of the keyboard."""

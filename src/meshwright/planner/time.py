@@ -229,7 +229,8 @@ def _plain(timing: Timing, site: Site, stage: StageLoad) -> None:
         # The first gradients are ready after the last unit's backward, the last bucket after all of it.
         least = site.time("all_reduce", min(BUCKET, stage.trainable * a.reduce_bytes), site.data)
         sent = max(least, sent - backward.total)
-    timing.add("data", sent if a.data > 1 else 0.0)
+    times = a.micro_batches if a.one_process else 1  # a copy of the parameters and a sum are an all-reduce together
+    timing.add("data", times * sent if a.data > 1 else 0.0)
 
 
 def _gradient_sum(site: Site, elements: int) -> float:

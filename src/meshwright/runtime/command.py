@@ -66,7 +66,7 @@ def _checked(
     if deepspeed_config is not None:
         check_engine_config(deepspeed_config, clipped, resolved)
     rehearse(loaded, facts, resolved)
-    if parsed.data == "dp":
+    if parsed.traits.many_devices:
         strategy = str(replace(parsed, data_size=count))
     if facts.drops and (note := other_masks(resolved)):
         print(f"note: {note}", file=sys.stderr)
@@ -94,7 +94,7 @@ def _train(
         if request["resume"]:
             saved_seed(out, request["seed"])  # refuses another seed before any process starts
     restarts = (RESTARTS if out is not None and count > 1 else 0) if max_restarts is None else max_restarts
-    if place is not None or strategy.data == "dp" or (count == 1 and not restarts):
+    if place is not None or strategy.traits.many_devices or (count == 1 and not restarts):
         with redirect_stdout(sys.stderr):
             summary = run_train(request)
         return summary if place is None or place.rank == 0 else None

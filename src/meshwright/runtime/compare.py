@@ -120,7 +120,8 @@ class Matrix:
             yield Cell(text=text, strategy=text, ranks=1, round=0)
         for number in range(1, rounds + 1):
             for text, strategy in self.able.items() if number % 2 else reversed(self.able.items()):
-                yield Cell(text=text, strategy=str(strategy), ranks=ranks, round=number)
+                processes = 1 if strategy.traits.one_process else ranks
+                yield Cell(text=text, strategy=str(strategy), ranks=processes, round=number)
 
 
 def compare(request: Request, *, tell: Tell | None = None, start: Start = start) -> Compared:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from meshwright.build.check import check
 from meshwright.build.rehearsal import rehearse
 from meshwright.errors import MeshwrightError, Refused
+from meshwright.facts.data_axis import usual_terms
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies import Place
 
-DATA = ("ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op", "fsdp:no-shard")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv")
 
 
@@ -45,8 +45,7 @@ def plain_strategies(ranks: int) -> Iterator[str]:
         yield "single"
         return
     sizes = [size for size in range(2, ranks + 1) if ranks % size == 0]
-    yield from DATA
-    yield from (f"hsdp={ranks // size}x{size}" for size in sizes if size < ranks)
+    yield from usual_terms(lambda traits: traits.compared, [f"{ranks // size}x{size}" for size in sizes[:-1]])
     for size in sizes:
         yield f"tp={size}"
         if size < ranks:
@@ -62,8 +61,6 @@ def plain_strategies(ranks: int) -> Iterator[str]:
 def _look_at(job: Job, facts: ModelFacts, place: Place, text: str) -> Choice:
     parsed = Strategy.parse(text)
     try:
-        if parsed.data == "dp":
-            raise Refused("dp runs in one process and compare among ranks; compare ddp, which trains alike.")
         strategy = check(job, facts, parsed, place)
         rehearse(job, facts, strategy)
     except MeshwrightError as error:

@@ -72,7 +72,8 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Run a strategy as asked; what all ranks saw, on every rank."""
     job, facts = load_job(request["job"]), ModelFacts.from_json(request["facts"])
     world = enter_world(request["device"], patience=timedelta(seconds=request["timeout"]))
-    strategy = check(job, facts, Strategy.parse(request["strategy"]), place_of(world))
+    asked = Strategy.parse(request["strategy"])
+    strategy = check(job, facts, asked, place_of(world, asked))
     meter = PeakMeter(world.device)
     trainer = Trainer(job, facts, strategy, world, seed=request["seed"])
     seen = take_steps(trainer, steps=request["steps"])

@@ -39,7 +39,7 @@ class Parallel:
     def __init__(self, engine: Any, strategy: Strategy, world: World) -> None:
         self._engine, self.strategy, self.world = engine, strategy, world
         self.device = world.device
-        self.data_ranks = 1 if strategy.data == "dp" else strategy.data_ranks
+        self.data_ranks = 1 if strategy.traits.many_devices else strategy.data_ranks
         self.data_rank = world.rank
         self._lowered = strategy.precision != "fp32"
         self._recomputing = nullcontext() if strategy.autocast else recomputing(DTYPES[strategy.precision])

@@ -27,7 +27,7 @@ def place_for(device: str, ranks: int, *, local_ranks: int | None = None) -> Pla
 
 def place_of_layers(device: str, strategy: Strategy) -> Place:
     """One process with a device for each part of the layers; refused where it has too few."""
-    if strategy.model_ranks > strategy.layers or strategy.data not in (None, "single"):
+    if strategy.model_ranks > strategy.layers or strategy.traits.sized:
         raise Refused(f"{strategy} needs ranks; only layers alone run in one process, so give it --ranks.")
     devices_for(strategy.layers, torch.device(device, 0) if device == "cuda" else torch.device(device))
     return place_for(device, strategy.layers, local_ranks=1)
@@ -37,7 +37,7 @@ def place_of(world: World, strategy: Strategy | None = None) -> Place:
     """The place of a world. One process under `dp` or `layers` counts as a rank for each of its devices."""
     if strategy is not None and strategy.layers > 1 and world.ranks == 1:
         return place_of_layers(world.device.type, strategy)
-    if strategy is not None and strategy.data == "dp" and world.ranks == 1:
+    if strategy is not None and strategy.traits.many_devices and world.ranks == 1:
         devices = torch.cuda.device_count() if world.device.type == "cuda" else 1
         return place_for(world.device.type, strategy.data_size or devices)
     return place_for(world.device.type, world.ranks, local_ranks=world.local_ranks)

@@ -39,6 +39,7 @@ from meshwright.runtime.evidence import ROUNDING, Reference, Trace
 from meshwright.runtime.plain import Recipe, train_plainly
 from meshwright.runtime.trained import Disturbance, run_steps
 from meshwright.runtime.verdict import FAILED, REFUSED, Verdict, judge, judge_loss, without_verdict
+from meshwright.strategies import Place
 from meshwright.strategies.engine import DTYPES
 from meshwright.strategies.pipeline import is_pipelined
 
@@ -60,7 +61,12 @@ def reference_of(strategy: Strategy, facts: ModelFacts, global_batch: int) -> St
 
 def runs_alone(strategy: Strategy) -> bool:
     """Whether a strategy is one process of ours, which is compared where the references are made."""
-    return strategy.data == "single" and strategy.model_ranks == 1
+    return strategy.traits.one_process
+
+
+def own_place(strategy: Strategy, place: Place) -> Place:
+    """Where a strategy is verified among the ranks of a place: one device is one rank of it."""
+    return replace(place, ranks=1, local_ranks=1) if strategy.traits.alone else place
 
 
 class References(Protocol):
@@ -69,7 +75,7 @@ class References(Protocol):
     def of(self, strategy: Strategy) -> Reference:
         """What a resolved strategy is compared with."""
 
-    def verdict_on_single(self, strategy: Strategy) -> Verdict:
+    def verdict_on_process(self, strategy: Strategy) -> Verdict:
         """How one process of ours compares with plain PyTorch."""
 
 
@@ -101,7 +107,7 @@ class Here:
             self._made[name] = make(key, double)
         return self._made[name]
 
-    def verdict_on_single(self, strategy: Strategy) -> Verdict:
+    def verdict_on_process(self, strategy: Strategy) -> Verdict:
         lowered = strategy.precision != "fp32"
         autocast = DTYPES[strategy.precision] if lowered else None
         plain = train_plainly(self._job, self._recipe(strategy, autocast=autocast)) if lowered else None
@@ -183,8 +189,8 @@ class Here:
 
 
 def _takes_double(strategy: Strategy) -> bool:
-    """DeepSpeed's engine takes fp32 and less, and a compiled model is that of one dtype."""
-    return strategy.engine == "torch" and not strategy.compile
+    """DeepSpeed's engine takes fp32 and less, a compiled model is of one dtype, and a mode is one thread's alone."""
+    return strategy.engine == "torch" and not strategy.compile and not strategy.traits.many_devices
 
 
 def _order_matters(exact: Trace, turned: Trace, precision: str) -> bool:
@@ -206,8 +212,8 @@ class Elsewhere:
             self._read = {name: Reference.load(self._folder / name)}  # one at a time: each is several models large
         return self._read[name]
 
-    def verdict_on_single(self, strategy: Strategy) -> Verdict:
-        return Verdict(**self._index["singles"][str(strategy)])
+    def verdict_on_process(self, strategy: Strategy) -> Verdict:
+        return Verdict(**self._index["processes"][str(strategy)])
 
 
 def make_elsewhere(request: dict[str, Any], strategies: Sequence[Strategy], folder: Path) -> None:
@@ -259,11 +265,11 @@ def main(folder: Path) -> None:
 
 
 def _make_all(here: Here, wanted: list[Strategy], folder: Path) -> dict[str, dict[str, Any]]:
-    index: dict[str, dict[str, Any]] = {"references": {}, "singles": {}}
+    index: dict[str, dict[str, Any]] = {"references": {}, "processes": {}}
     names: dict[int, str] = {}
     for number, strategy in enumerate(wanted):
         if runs_alone(strategy):
-            index["singles"][str(strategy)] = here.verdict_on_single(strategy).to_json()
+            index["processes"][str(strategy)] = here.verdict_on_process(strategy).to_json()
             continue
         reference = here.of(strategy)
         if id(reference) not in names:

@@ -152,8 +152,8 @@ def setup(
     facts = facts or describe(job)
     world = world or enter_world(device)
     resolved = check(job, facts, chosen, place_of(world, chosen))
-    if resolved.data == "dp" and world.ranks > 1:
-        raise Refused(f"dp runs in one process, but {world.ranks} were launched; use ddp, or launch one.")
+    if resolved.traits.many_devices and world.ranks > 1:
+        raise Refused(f"{resolved.data} runs in one process, but {world.ranks} were launched; use ddp, or launch one.")
     config = None
     if deepspeed_config is not None:
         config = check_engine_config(understood(deepspeed_config), job, resolved)

@@ -18,7 +18,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.made_up import seeded_batch
 from meshwright.runtime.place import place_of
-from meshwright.runtime.references import Here, References, runs_alone
+from meshwright.runtime.references import Here, References, own_place, runs_alone
 from meshwright.runtime.trained import Plant, run_steps
 from meshwright.runtime.verdict import REFUSED, Verdict, judge, without_verdict
 
@@ -46,14 +46,14 @@ def verify(
         references = Here(job, facts, world.device, steps=steps, seed=seed)
     for text in strategies:
         strategy = Strategy.parse(text)
-        if runs_alone(strategy):
-            alone = references.verdict_on_single(strategy) if world.is_main else None
-            yield world.gather(alone)[0]
-            continue
         try:
-            resolved = check(job, facts, strategy, place_of(world))
+            resolved = check(job, facts, strategy, own_place(strategy, place_of(world)))
         except BadInput as reason:  # alike on all ranks
             yield without_verdict(text, REFUSED, str(reason))
+            continue
+        if runs_alone(resolved):
+            alone = replace(references.verdict_on_process(resolved), strategy=text) if world.is_main else None
+            yield world.gather(alone)[0]
             continue
         reference = references.of(resolved) if world.is_main else None
         double = world.gather(reference is not None and reference.precision == "float64")[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,30 +13,22 @@ from typing import Any
 from meshwright.build.check import check
 from meshwright.build.rehearsal import rehearse
 from meshwright.errors import BadInput, MeshwrightError, RankFailed, Refused, StrategyError
+from meshwright.facts.data_axis import usual_terms
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.command import count_ranks, find_place, known_device, look
+from meshwright.runtime.compare_choice import Choice
 from meshwright.runtime.environment import launched
 from meshwright.runtime.launch import launch
 from meshwright.runtime.place import choose_device
-from meshwright.runtime.references import cause_elsewhere, make_elsewhere, reference_of, runs_alone
+from meshwright.runtime.references import cause_elsewhere, make_elsewhere, own_place, reference_of
 from meshwright.runtime.verdict import DIFFERS, FAILED, REFUSED, without_verdict
 from meshwright.runtime.worker import run_verify
 from meshwright.strategies import Place
 
-DEFAULT_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op", "fsdp:no-shard")
 REFERENCE = "plain PyTorch"
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A strategy to verify, or the reason why it cannot be."""
-
-    text: str
-    resolved: Strategy | None
-    reason: str = ""
 
 
 def verify_command(
@@ -48,14 +39,14 @@ def verify_command(
     count = count_ranks(ranks, default=2)
     loaded, facts = look(job)
     choices = choose(loaded, facts, find_place(chosen, count), strategies)
-    able = [choice.resolved for choice in choices if choice.resolved is not None]
+    able = [choice.strategy for choice in choices if choice.strategy is not None]
     alone = dict.fromkeys(str(reference_of(strategy, facts, loaded.global_batch)) for strategy in able)
     request = {
         **{"verb": "verify", "job": job, "steps": steps, "seed": seed, "device": chosen, "facts": facts.to_json()},
         **{"timeout": timeout, "references": None},
     }
     place = launched()
-    names = [*alone, *(choice.text for choice in choices if choice.resolved is not None and choice.text not in alone)]
+    names = [*alone, *(choice.text for choice in choices if choice.strategy is not None and choice.text not in alone)]
     refused = {one.text: without_verdict(one.text, REFUSED, one.reason).to_json() for one in choices if one.reason}
     with TemporaryDirectory(prefix="meshwright-verify-") as folder:
         if able and (place is None or place.rank == 0):
@@ -101,9 +92,9 @@ def choose(job: Job, facts: ModelFacts, place: Place, asked: Sequence[str]) -> l
         return [_choice(job, facts, text, place) for text in dict.fromkeys(asked)]
     found = [_choice(job, facts, text, place) for text in _usual(place)]
     for choice in found:
-        if choice.resolved is None:
+        if choice.strategy is None:
             print(f"left out: {choice.text}: {choice.reason}", file=sys.stderr)
-    able = [choice for choice in found if choice.resolved is not None]
+    able = [choice for choice in found if choice.strategy is not None]
     if not able:
         raise Refused("No strategy fits this job and these ranks; see the reasons above.")
     return able
@@ -111,23 +102,19 @@ def choose(job: Job, facts: ModelFacts, place: Place, asked: Sequence[str]) -> l
 
 def _usual(place: Place) -> list[str]:
     """The data strategies and the plainest of the others."""
-    names = [*DEFAULT_STRATEGIES]
-    if place.ranks % 2 == 0 and place.ranks > 2:
-        names.append(f"hsdp=2x{place.ranks // 2}")
+    hybrids = [f"2x{place.ranks // 2}"] if place.ranks % 2 == 0 and place.ranks > 2 else []
+    names = list(usual_terms(lambda traits: traits.compared, hybrids))
     return [*names, "tp=2", "pp=2:1f1b"] if place.ranks % 2 == 0 else names
 
 
 def _choice(job: Job, facts: ModelFacts, text: str, place: Place) -> Choice:
     strategy = Strategy.parse(text)
     try:
-        if strategy.data == "dp":
-            raise Refused("dp runs in one process and verify among ranks; verify ddp, which trains alike.")
-        own = replace(place, ranks=1, local_ranks=1) if runs_alone(strategy) else place
-        resolved = check(job, facts, strategy, own)
+        resolved = check(job, facts, strategy, own_place(strategy, place))
         rehearse(job, facts, resolved)
-        return Choice(text, resolved)
+        return Choice(text=text, strategy=resolved)
     except (Refused, StrategyError) as reason:
-        return Choice(text, None, str(reason))
+        return Choice(text=text, reason=str(reason))
 
 
 def _verify_all(request: Row, ranks: int) -> list[Row]:

@@ -1,19 +1,22 @@
-"""What every data strategy promises beside what it does."""
+"""The interface of a data strategy: what it is, what a rank holds under it, and how it is applied."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
-from math import ceil, prod
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import nn
-
-from meshwright.facts.forecast import Forecast
-from meshwright.facts.model import ModelFacts, ParameterFacts
+from meshwright.facts.data_axis import DataTraits
+from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.engine import DTYPES, Engine, Setting
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshwright.strategies.engine import Engine, Setting
+
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of one element in each precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +34,18 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Over how many ranks each kind of state is divided; 1 means that every rank has it whole."""
+    """What a rank holds of each state: over how many ranks it is divided, and the bytes of one element."""
 
     parameters: int = 1
+    """Ranks that share them; 1 means that every rank has them whole. Likewise the next two."""
     gradients: int = 1
     optimizer: int = 1
-    lowered_copy: bool = False
-    """Whether parameters rest in the compute dtype, beside fp32 masters that lie with the optimizer."""
+    parameter_bytes: int | None = None
+    """Of a resting parameter's element; None: as the model was built."""
+    update_bytes: int | None = None
+    """Of an element of a gradient, and of one of the optimizer's slots; None: as the model was built."""
+    masters: bool = False
+    """Whether a copy of the parameters as the model was built is kept with the optimizer."""
 
 
 class DataStrategy(ABC):
@@ -45,8 +53,12 @@ class DataStrategy(ABC):
 
     summary: ClassVar[str]
     """One line for help texts."""
+    traits: ClassVar[DataTraits]
+    """What it is, for everything that asks before it is applied."""
     lowers: ClassVar[bool] = False
     """Whether it casts parameters to the compute dtype itself."""
+    lowered_copy: ClassVar[bool] = False
+    """Whether parameters rest in the compute dtype, beside fp32 masters that are kept with the optimizer."""
     overlaps: ClassVar[bool] = True
     """Whether it communicates while backward runs, so that compiling must stop at the blocks' borders."""
 
@@ -66,44 +78,17 @@ class DataStrategy(ABC):
         """Whether initial weights are made in host memory, from where `apply` takes them."""
         return strategy.offload == "params"
 
-    @abstractmethod
     def layout(self, strategy: Strategy) -> Layout:
-        """What each rank holds."""
+        """What each rank holds under a resolved strategy."""
+        low = ITEMSIZE[strategy.precision]
+        masters = self.lowered_copy and low < 4 and not strategy.pure and not strategy.autocast
+        return Layout(
+            **{state: strategy.shards for state in strategy.traits.shards},
+            parameter_bytes=low if strategy.pure or masters else None,
+            update_bytes=low if strategy.pure else None,
+            masters=masters,
+        )
 
     @abstractmethod
     def apply(self, model: nn.Module, setting: Setting) -> Engine:
         """Lay the model out. It is on the meta device until `setting.fill()` is called."""
-
-    def account(self, facts: ModelFacts, strategy: Strategy) -> Forecast:
-        """Bytes of states on the fullest rank at the end of a backward pass."""
-        layout, low = self.layout(strategy), DTYPES[strategy.precision].itemsize
-        master = low if strategy.pure else None
-        whole = self.kept_whole(facts)
-        lowered = strategy.precision != "fp32" and not strategy.pure and not strategy.autocast
-        has_masters = layout.lowered_copy and lowered
-        used = [p for p in facts.trainable if p.used]
-        optimizer = shard_bytes(used, layout.optimizer, master, whole) * facts.optimizer_slots
-        if has_masters:
-            optimizer += shard_bytes(facts.parameters, layout.optimizer, None, whole)
-        return Forecast(
-            memory={
-                "parameters": shard_bytes(facts.parameters, layout.parameters, low if has_masters else master, whole),
-                "gradients": shard_bytes(used, layout.gradients, master, whole),
-                "optimizer": round(optimizer),
-            },
-            time={},
-        )
-
-
-def shard_bytes(
-    parameters: Iterable[ParameterFacts], ranks: int, itemsize: int | None, whole: frozenset[str] = frozenset()
-) -> int:
-    """Bytes on rank 0 when each parameter is cut along its first dim, as FSDP2 and our ZeRO do, but for the `whole`.
-
-    `itemsize` is that of a dtype they are cast to; None keeps each in its own.
-    """
-    return sum(shard_elements(p.shape, 1 if p.name in whole else ranks) * (itemsize or p.itemsize) for p in parameters)
-
-
-def shard_elements(shape: tuple[int, ...], ranks: int) -> int:
-    return ceil(shape[0] / ranks) * prod(shape[1:]) if shape else 1

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
 
+from meshwright.facts.data_axis import DataTraits
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.base import DataStrategy, Layout, Place
-from meshwright.strategies.engine import Engine, Setting
+from meshwright.strategies.base import DataStrategy, Place
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshwright.strategies.engine import Engine, Setting
 
 
 class Dp(DataStrategy):
     summary = "nn.DataParallel: one process, several GPUs; kept for comparison, ddp is faster"
+    traits = DataTraits(word="dp", one_process=True, foreign=True, planned=False, compared=False)
     overlaps = False
 
     def refuse(self, strategy: Strategy, facts: ModelFacts, place: Place) -> str | None:
@@ -20,6 +26,8 @@ class Dp(DataStrategy):
                 "dp (nn.DataParallel) splits a batch over the GPUs of one process, and nn.DataParallel runs on a CPU "
                 "as if it were not there; use ddp, which runs one process per CPU rank."
             )
+        if place.ranks > place.devices:
+            return f"dp runs in one process, which has {place.devices} of the {place.ranks} devices; use ddp."
         if facts.batch_norms:
             return "dp cannot synchronise BatchNorm between the devices of one process; use ddp."
         if strategy.precision != "fp32" and not strategy.pure and not strategy.autocast:
@@ -35,9 +43,10 @@ class Dp(DataStrategy):
     def axes(self, strategy: Strategy) -> dict[str, int]:
         return {}
 
-    def layout(self, strategy: Strategy) -> Layout:
-        return Layout()
-
     def apply(self, model: nn.Module, setting: Setting) -> Engine:
+        from torch.nn import DataParallel
+
+        from meshwright.strategies.engine import Engine
+
         setting.fill()
-        return Engine(model, nn.DataParallel(model, device_ids=list(setting.devices)))
+        return Engine(model, DataParallel(model, device_ids=list(setting.devices)))

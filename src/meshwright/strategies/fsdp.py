@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from torch import nn
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from meshwright.facts.data_axis import DataTraits
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.base import DataStrategy, Layout, Place
-from meshwright.strategies.engine import Engine, Setting
+from meshwright.strategies.base import DataStrategy, Place
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshwright.strategies.engine import Engine, Setting
+
+FULL = DataTraits(
+    word="fsdp",
+    aliases=("zero3",),
+    shards=("parameters", "gradients", "optimizer"),
+    gathers=True,
+    reshards=True,
+    zero_stage=3,
+    foreign=True,
+    complexity=4,
+)
+GRAD_OP = replace(FULL, reshards=False, zero_stage=None)
+NO_SHARD = replace(GRAD_OP, shards=(), planned=False)
 
 
 class Fsdp(DataStrategy):
     summary = "FSDP2: parameters, gradients and optimizer divided over ranks, gathered block by block"
+    traits = replace(FULL, variants={"grad-op": GRAD_OP, "no-shard": NO_SHARD})
     lowers = True
 
     def refuse(self, strategy: Strategy, facts: ModelFacts, place: Place) -> str | None:
@@ -30,15 +50,11 @@ class Fsdp(DataStrategy):
         return frozenset(name for parameter in uncut for name in parameter.names)
 
     def axes(self, strategy: Strategy) -> dict[str, int]:
-        if strategy.variant == "no-shard":
-            return {"replicate": strategy.data_ranks, "shard": 1}
-        return {"data": strategy.data_ranks}
-
-    def layout(self, strategy: Strategy) -> Layout:
-        ranks = 1 if strategy.variant == "no-shard" else strategy.data_ranks
-        return Layout(parameters=ranks, gradients=ranks, optimizer=ranks)
+        if strategy.traits.shards:
+            return {"data": strategy.data_ranks}
+        return {"replicate": strategy.data_ranks, "shard": 1}
 
     def apply(self, model: nn.Module, setting: Setting) -> Engine:
         from meshwright.strategies.fully_shard import shard  # only where it runs: FSDP2 takes a second to import
 
-        return shard(model, setting, reshard=setting.strategy.variant == "", whole=self.kept_whole(setting.facts))
+        return shard(model, setting, reshard=setting.strategy.traits.reshards, whole=self.kept_whole(setting.facts))

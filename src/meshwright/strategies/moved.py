@@ -26,13 +26,13 @@ def _reason(state: MovedFacts, strategy: Strategy, facts: ModelFacts, micro_step
         )
     if strategy.recompute != "none" and _in_a_block(state, facts):
         return f"{moves}, and ac={strategy.recompute} would move it twice; drop ac."
-    if strategy.data == "dp":
-        return f"{moves}, which dp does on copies that are thrown away; use ddp."
+    if strategy.traits.many_devices:
+        return f"{moves}, which {strategy.data} does on copies that are thrown away; use ddp."
     return _parameter_reason(moves, state, strategy, facts) if state.parameter else None
 
 
 def _parameter_reason(moves: str, state: MovedFacts, strategy: Strategy, facts: ModelFacts) -> str | None:
-    if strategy.data in ("fsdp", "hsdp") or strategy.model_ranks > 1 or strategy.engine != "torch":
+    if strategy.traits.gathers or strategy.model_ranks > 1 or strategy.engine != "torch":
         return f"{moves}, a parameter of which it sees a copy or a part under {strategy}; use ddp, zero1 or zero2."
     if strategy.precision != "fp32":
         return f"{moves}, a parameter of which it may see a rounded copy under {strategy.precision}; use fp32."

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
 
+from meshwright.facts.data_axis import DataTraits
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.base import DataStrategy, Layout
-from meshwright.strategies.engine import Engine, Setting
+from meshwright.strategies.base import DataStrategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshwright.strategies.engine import Engine, Setting
 
 
 class Single(DataStrategy):
     summary = "one process, one device"
+    traits = DataTraits(
+        word="single", sized=False, one_process=True, foreign=True, planned=False, compared=False, complexity=0
+    )
     overlaps = False
 
     def axes(self, strategy: Strategy) -> dict[str, int]:
         return {}
 
-    def layout(self, strategy: Strategy) -> Layout:
-        return Layout()
-
     def apply(self, model: nn.Module, setting: Setting) -> Engine:
+        from meshwright.strategies.engine import Engine
+
         setting.fill()
         return Engine(model)

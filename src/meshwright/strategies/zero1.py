@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
 
-from meshwright.facts.strategy import Strategy
-from meshwright.strategies.base import DataStrategy, Layout
-from meshwright.strategies.engine import Engine, Setting
+from meshwright.facts.data_axis import DataTraits
+from meshwright.strategies.base import DataStrategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshwright.strategies.engine import Engine, Setting
 
 
 class Zero1(DataStrategy):
     summary = "ZeRO-1: the optimizer's state is divided over ranks"
-    lowers = True
-
-    def layout(self, strategy: Strategy) -> Layout:
-        return Layout(optimizer=strategy.data_ranks, lowered_copy=True)
+    traits = DataTraits(word="zero1", shards=("optimizer",), zero_stage=1, foreign=True, complexity=2)
+    lowers = lowered_copy = True
 
     def apply(self, model: nn.Module, setting: Setting) -> Engine:
         from meshwright.strategies.shards import ShardedUpdateEngine  # only where it runs: it brings DTensor along

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
 
-from meshwright.facts.strategy import Strategy
-from meshwright.strategies.base import DataStrategy, Layout
-from meshwright.strategies.engine import Engine, Setting
+from meshwright.facts.data_axis import DataTraits
+from meshwright.strategies.base import DataStrategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshwright.strategies.engine import Engine, Setting
 
 
 class Zero2(DataStrategy):
     summary = "ZeRO-2: the optimizer's state and the gradients are divided over ranks"
-    lowers = True
-
-    def layout(self, strategy: Strategy) -> Layout:
-        ranks = strategy.data_ranks
-        return Layout(gradients=ranks, optimizer=ranks, lowered_copy=True)
+    traits = DataTraits(word="zero2", shards=("gradients", "optimizer"), zero_stage=2, foreign=True, complexity=3)
+    lowers = lowered_copy = True
 
     def apply(self, model: nn.Module, setting: Setting) -> Engine:
         from meshwright.strategies.shards import ShardedUpdateEngine  # only where it runs: it brings DTensor along

@@ -31,7 +31,8 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Message, Operation
-from meshwright.strategies import Engine, ddp
+from meshwright.strategies import ddp_engine
+from meshwright.strategies.engine import Engine
 from meshwright.strategies.norm import local
 from meshwright.tracing.compiled import Compiler
 from meshwright.tracing.data_parallel import Buckets
@@ -210,7 +211,7 @@ def _fake_tensors() -> Iterator[None]:
             stack.enter_context(patch.object(FakeTensor, name, lie, create=True))
         stack.enter_context(patch.object(torch.cuda, "current_stream", NoStream))
         stack.enter_context(patch.object(clip_grad, "_has_foreach_support", lambda tensors, device: True))
-        stack.enter_context(patch.object(ddp, "DistributedDataParallel", Buckets))
+        stack.enter_context(patch.object(ddp_engine, "DistributedDataParallel", Buckets))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(as_on_cuda())
         yield

@@ -76,8 +76,8 @@ def _refuse(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, device:
     """The strategy with its sizes, or why it cannot be traced."""
     if device != "cuda":
         raise Refused(f"A trace is of a CUDA device, but {device!r} was asked for; leave `device` out.")
-    if strategy.data == "dp":
-        raise Refused("dp is one process with several GPUs, which no fake world has; trace ddp instead.")
+    if strategy.traits.many_devices:
+        raise Refused(f"{strategy.data} is one process with several GPUs, which no fake world has; trace ddp instead.")
     if facts.unseen:
         raise Refused(f"The model does not run on fake tensors, so it cannot be traced: {facts.unseen}.")
     return check(job, facts, strategy, Place(device="cpu", devices=ranks, ranks=ranks, local_ranks=1))

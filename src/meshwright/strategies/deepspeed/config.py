@@ -8,8 +8,6 @@ from typing import Any
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 
-STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
-"""ZeRO's stage by the word of the data axis."""
 BUCKET = 500_000_000
 """DeepSpeed's own size of a bucket in elements; it takes the memory whether gradients fill it or not."""
 PERSISTENT = 100_000
@@ -22,7 +20,8 @@ def config_of(
     strategy: Strategy, facts: ModelFacts, *, max_norm: float | None, written: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """What `deepspeed.initialize` takes. `written` is the user's own, which was checked to agree."""
-    stage = STAGES[strategy.data or "ddp"]
+    stage = strategy.traits.zero_stage
+    assert stage is not None, f"{strategy} was refused"
     return merged(_tuning(stage, facts), merged(written or {}, _fixed(stage, strategy, max_norm)))
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import get_args
 
 from torch import nn
 
-from meshwright.facts.grammar import DataKind
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.base import DataStrategy, Layout, Place
+from meshwright.strategies.base import DataStrategy, Place
 from meshwright.strategies.deepspeed import package
-from meshwright.strategies.deepspeed.config import STAGES
 from meshwright.strategies.deepspeed.engine import DeepSpeedEngine, ZeroEngine
 from meshwright.strategies.deepspeed.swapped import SwappedEngine
 from meshwright.strategies.engine import Engine, Setting
@@ -26,22 +23,13 @@ class DeepSpeed(DataStrategy):
         self._stage = stage
         self.summary = f"DeepSpeed, ZeRO stage {stage}"  # type: ignore[misc]  # of each stage, not of the class
         # Stage 0 adds up gradients in the dtype of the parameters, so there they stay fp32 and are cast where read.
-        self.lowers = stage > 0  # type: ignore[misc]
+        self.lowers = self.lowered_copy = stage > 0  # type: ignore[misc]
 
     def refuse(self, strategy: Strategy, facts: ModelFacts, place: Place) -> str | None:
         return next(_reasons(strategy, facts, place, self._stage), None)
 
     def axes(self, strategy: Strategy) -> dict[str, int]:
-        return {"data": strategy.data_ranks} if strategy.data not in (None, "single", "dp") else {}
-
-    def layout(self, strategy: Strategy) -> Layout:
-        ranks = strategy.data_ranks
-        return Layout(
-            parameters=ranks if self._stage > 2 else 1,
-            gradients=ranks if self._stage > 1 else 1,
-            optimizer=ranks if self._stage else 1,
-            lowered_copy=self._stage > 0,
-        )
+        return {"data": strategy.data_ranks} if strategy.traits.sized and not strategy.traits.one_process else {}
 
     def weights_on_host(self, strategy: Strategy) -> bool:
         return self._stage == 3  # DeepSpeed takes them from there one by one, and keeps a part of each
@@ -53,7 +41,8 @@ class DeepSpeed(DataStrategy):
         return (ZeroEngine if self._stage else DeepSpeedEngine)(model, setting)
 
 
-DEEPSPEED_STRATEGIES: dict[str, DataStrategy] = {word: DeepSpeed(STAGES.get(word, 0)) for word in get_args(DataKind)}
+STAGES = tuple(DeepSpeed(stage) for stage in range(4))
+"""ZeRO's."""
 
 
 def _reasons(strategy: Strategy, facts: ModelFacts, place: Place, stage: int) -> Iterator[str]:
@@ -83,16 +72,24 @@ def _wrong_axes(strategy: Strategy) -> Iterator[str]:
             yield f"{axis}={size} is our own engine's, and DeepSpeed has nothing like it; drop it, or engine=deepspeed."
     if strategy.pp > 1:
         yield from _wrong_pipeline(strategy)
-    elif strategy.data in (None, "single", "dp", "hsdp") or strategy.variant:
-        word = {"hsdp": "zero3", "grad-op": "zero2"}.get(strategy.variant or str(strategy.data), "ddp")
-        found = f"fsdp:{strategy.variant}" if strategy.variant else str(strategy.data)
+    elif strategy.traits.zero_stage is None:
+        found = f"{strategy.data}:{strategy.variant}" if strategy.variant else str(strategy.data)
+        word = _nearest(strategy)
         yield f"DeepSpeed has no {found}; its stages are ddp, zero1, zero2 and zero3: use {word},engine=deepspeed."
+
+
+def _nearest(strategy: Strategy) -> str:
+    """The stage that holds at most what a data axis without one holds."""
+    traits = strategy.traits
+    if traits.reshards:
+        return "zero3"
+    return "zero2" if "gradients" in traits.shards else "zero1" if traits.shards else "ddp"
 
 
 def _wrong_pipeline(strategy: Strategy) -> Iterator[str]:
     if strategy.schedule != "1f1b":
         yield f"DeepSpeed's pipeline runs 1f1b, not {strategy.schedule}; use pp={strategy.pp}:1f1b."
-    if strategy.data not in (None, "ddp", "zero1"):
+    if strategy.traits.zero_stage not in (0, 1):
         yield f"DeepSpeed's pipeline takes ddp or zero1, not {strategy.data}; use zero1, or drop engine=deepspeed."
     if strategy.offload:
         yield f"offload={strategy.offload} is not built for DeepSpeed's pipeline; drop one of the two terms."

@@ -15,10 +15,10 @@ from typing import Any
 from torch.optim import Optimizer
 
 from meshwright.errors import BadInput, Refused, Unreadable
+from meshwright.facts.data_axis import word_of_stage
 from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
 from meshwright.reading import read_json, shown
-from meshwright.strategies.deepspeed.config import STAGES
 
 TUNING = (
     "activation_checkpointing aio checkpoint comet comms_logger csv_monitor dump_state flops_profiler log_level "
@@ -83,14 +83,13 @@ def understood(document: Mapping[str, Any]) -> dict[str, Any]:
 def strategy_of(config: Mapping[str, Any]) -> Strategy:
     """What a configuration says of the strategy; what it leaves open is open."""
     zero, offload = _section(config, "zero_optimization"), _offload(config)
-    words = {stage: word for word, stage in STAGES.items()}
     stage = zero.get("stage", 0)
-    if type(stage) is not int or stage not in words:
+    if type(stage) is not int or stage not in range(4):
         raise BadInput(
             f"The DeepSpeed configuration has zero_optimization.stage {shown(stage)}; it must be 0, 1, 2 or 3."
         )
     return Strategy(
-        data=words[stage],  # type: ignore[arg-type]  # one of the data axis's words
+        data=word_of_stage(stage),
         precision=_precision(config),  # type: ignore[arg-type]
         offload=offload,  # type: ignore[arg-type]
         nvme=_nvme_path(config) if offload == "nvme" else "",

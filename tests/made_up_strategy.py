@@ -47,22 +47,39 @@ class Summed(DataStrategy):
         return SummedEngine(model, setting.mesh.get_group())
 
 
+class InOneProcess(DataStrategy):
+    """As `dp`, but on CPUs: one process that is handed all devices."""
+
+    summary = "one process with several devices, of which it uses the first"
+    traits = DataTraits(word="in-one-process", one_process=True, complexity=6)
+    overlaps = False
+
+    def axes(self, strategy: Strategy) -> dict[str, int]:
+        return {}
+
+    def apply(self, model: nn.Module, setting: Setting) -> Engine:
+        assert setting.devices == (0, 1)
+        setting.fill()
+        return Engine(model)
+
+
 @contextmanager
-def registered() -> Iterator[None]:
-    register(Summed())
+def registered(technique: DataStrategy) -> Iterator[None]:
+    register(technique)
     try:
         yield
     finally:
-        unregister("summed")
+        unregister(technique.traits.word)
 
 
 def verdicts(world: World, facts: ModelFacts) -> list[Verdict]:
-    with registered():
-        return list(verify(tiny_jobs.transformer, facts, ["summed", "summed,mb=1"], world, steps=2))
+    with registered(Summed()), registered(InOneProcess()):
+        asked = ["summed", "summed,mb=1", "in-one-process"]
+        return list(verify(tiny_jobs.transformer, facts, asked, world, steps=2))
 
 
 def move(world: World, facts: ModelFacts, source: str, target: str, folder: str) -> Arrival:
     half, whole = (str(Path(folder, name)) for name in ("half", "whole"))
-    with registered():
+    with registered(Summed()):
         train_and_save_twice(world, Setup("transformer", facts, source), half, whole)
         return go_on(world, Setup("transformer", facts, target), [half], whole, folder)[0]

@@ -8,6 +8,7 @@ import pytest
 
 import made_up_strategy
 import tiny_jobs
+from made_up_strategy import Summed, registered
 from meshwright.build.check import check
 from meshwright.describe.model import describe
 from meshwright.errors import Refused, UnknownTerm
@@ -38,7 +39,7 @@ def facts() -> ModelFacts:
 
 @pytest.fixture
 def summed() -> Iterator[Strategy]:
-    with made_up_strategy.registered():
+    with registered(Summed()):
         yield Strategy.parse("summed").resolve(2)
 
 
@@ -48,7 +49,7 @@ def subject(strategy: Strategy) -> Subject:
 
 def test_nothing_is_left_of_it() -> None:
     before = dict(DATA_STRATEGIES), dict(DATA_AXES)
-    with made_up_strategy.registered():
+    with registered(Summed()):
         assert "summed" in DATA_AXES
     assert before == (DATA_STRATEGIES, DATA_AXES)
     with pytest.raises(UnknownTerm, match="'summed'"):
@@ -111,8 +112,9 @@ def test_deepspeed_refuses_it(summed: Strategy, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_it_trains_as_plain_pytorch_does(two_ranks: RankPool) -> None:
-    for verdict in two_ranks(made_up_strategy.verdicts, facts())[0]:
-        assert verdict.equal, verdict
+    found = two_ranks(made_up_strategy.verdicts, facts())[0]
+    assert [verdict.strategy for verdict in found] == ["summed", "summed,mb=1", "in-one-process"]
+    assert all(verdict.equal for verdict in found), found
 
 
 @pytest.mark.parametrize(("source", "target"), [("summed", "ddp"), ("ddp", "summed")])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 class Dp(DataStrategy):
     summary = "nn.DataParallel: one process, several GPUs; kept for comparison, ddp is faster"
-    traits = DataTraits(word="dp", one_process=True, foreign=True, planned=False, compared=False)
+    traits = DataTraits(word="dp", one_process=True, foreign=True, planned=False, compared=False, complexity=6)
     overlaps = False
 
     def refuse(self, strategy: Strategy, facts: ModelFacts, place: Place) -> str | None:

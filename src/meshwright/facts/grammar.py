@@ -1,23 +1,24 @@
 """The strategy's text, as a table: one row per term, saying how it reads and how it prints.
 
 A term is `head`, `head=value`, `head:suffix` or `head=value:suffix`. Reading gives fields of `Strategy`; a row prints
-"" where its fields hold their defaults. A new axis is one row here, `size("cp")`, and one field in `Strategy`.
+"" where its fields hold their defaults. Data strategies and model axes register their terms; see `facts/data_axis.py`
+and `facts/model_axis.py`.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from meshwright.errors import ContradictoryTerms, UnknownTerm
 from meshwright.facts.data_axis import DATA_AXES
+from meshwright.facts.model_axis import MODEL_AXES, AxisTerm, AxisTraits
 
 if TYPE_CHECKING:
     from meshwright.facts.strategy import Strategy
 
-Schedule = Literal["", "gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["", "optimizer", "params", "nvme"]
@@ -54,18 +55,12 @@ class Term:
 class Row:
     """Terms that fill the same fields, so that at most one of them may be written."""
 
-    fixed: tuple[str, ...] = ()
+    forms: tuple[str, ...]
     """How the terms look; their heads are what the row answers to."""
-    registered: Callable[[], tuple[str, ...]] = tuple
-    """The same of terms that are registered while the program runs."""
     read: Callable[[Term], Fields]
     """The fields that a term sets."""
     show: Callable[[Strategy], str]
     """The canonical term; "" where the fields hold their defaults."""
-
-    @property
-    def forms(self) -> tuple[str, ...]:
-        return self.fixed or self.registered()
 
     @property
     def heads(self) -> dict[str, str]:
@@ -75,29 +70,31 @@ class Row:
 
 def read_terms(text: str) -> Fields:
     """The fields that a strategy's text sets."""
-    fields: Fields = {}
+    fields: Fields = {"axes": ()}
     written: dict[int, Term] = {}
+    rows = table()
     for part in text.split(","):
         term = Term.split(part.strip())
-        place = find_row(term)
+        place = _find_row(term, rows)
         if place in written:
             raise ContradictoryTerms(_twice(written[place], term))
         written[place] = term
-        fields |= TABLE[place].read(term)
+        found = rows[place].read(term)
+        fields |= {**found, "axes": (*fields["axes"], *found.get("axes", ()))}
     return fields
 
 
 def show_terms(strategy: Strategy) -> str:
     """The canonical text; `fp32` for the strategy that leaves everything at its default."""
-    return ",".join(filter(None, (row.show(strategy) for row in TABLE))) or "fp32"
+    return ",".join(filter(None, (row.show(strategy) for row in table()))) or "fp32"
 
 
-def find_row(term: Term) -> int:
+def _find_row(term: Term, rows: Sequence[Row]) -> int:
     """The place in the table of the row that a term belongs to."""
-    for place, row in enumerate(TABLE):
+    for place, row in enumerate(rows):
         if term.head in row.heads:
             return place
-    raise UnknownTerm(_unknown(term))
+    raise UnknownTerm(_unknown(term, rows))
 
 
 def pick(word: str | None, choices: Iterable[str], *, term: str, what: str, note: str = "") -> str:
@@ -138,11 +135,11 @@ def _twice(first: Term, second: Term) -> str:
     return f"Strategy terms {first.text!r} and {second.text!r} exclude each other; keep one of them."
 
 
-def _unknown(term: Term) -> str:
-    forms = ", ".join(form for row in TABLE for form in row.forms)
+def _unknown(term: Term, rows: Sequence[Row]) -> str:
+    forms = ", ".join(form for row in rows for form in row.forms)
     if not term.text:
         return f"Empty strategy term; write terms with one comma between them. Valid: {forms}."
-    heads = {head: form for row in TABLE for head, form in row.heads.items()}
+    heads = {head: form for row in rows for head, form in row.heads.items()}
     near = nearest(term.head, heads)
     hint = f"; did you mean {_mended(term, near, heads[near])!r}?" if near else "."
     return f"Unknown strategy term {term.text!r}{hint} Valid: {forms}."
@@ -165,7 +162,7 @@ def flag(name: str) -> Row:
         bare(term)
         return {name: True}
 
-    return Row(fixed=(name,), read=read, show=lambda strategy: name if getattr(strategy, name) else "")
+    return Row(forms=(name,), read=read, show=lambda strategy: name if getattr(strategy, name) else "")
 
 
 def size(head: str, *, field: str = "", default: int | None = 1) -> Row:
@@ -180,7 +177,7 @@ def size(head: str, *, field: str = "", default: int | None = 1) -> Row:
         number = getattr(strategy, field)
         return "" if number == default else f"{head}={number}"
 
-    return Row(fixed=(f"{head}=N",), read=read, show=show)
+    return Row(forms=(f"{head}=N",), read=read, show=show)
 
 
 def choice(head: str, words: tuple[str, ...], *, field: str = "") -> Row:
@@ -195,7 +192,7 @@ def choice(head: str, words: tuple[str, ...], *, field: str = "") -> Row:
         word = getattr(strategy, field)
         return "" if word == words[0] else f"{head}={word}"
 
-    return Row(fixed=(f"{head}={'|'.join(words)}",), read=read, show=show)
+    return Row(forms=(f"{head}={'|'.join(words)}",), read=read, show=show)
 
 
 def read_data(term: Term) -> Fields:
@@ -232,15 +229,23 @@ def show_data(strategy: Strategy) -> str:
     return f"{strategy.data}{number}{suffix}"
 
 
-def read_pipeline(term: Term) -> Fields:
-    stages = count(term.value, term=term.text, example="pp=4:1f1b")
-    if term.suffix is None:
-        return {"pp": stages}
-    return {"pp": stages, "schedule": pick(term.suffix, get_args(Schedule), term=term.text, what="schedule")}
+def axis_row(traits: AxisTraits) -> Row:
+    """The term of a registered model axis."""
+    word = traits.word
+    form = f"{word}=N" + (f":{'|'.join(traits.suffixes)}" if traits.suffixes else "")
+    example = f"{word}=4:{traits.default_suffix}" if traits.suffixes else f"{word}=2"
 
+    def read(term: Term) -> Fields:
+        bare(term, value=False, suffix=not traits.suffixes)
+        size, suffix = count(term.value, term=term.text, example=example), ""
+        if term.suffix is not None:
+            suffix = pick(term.suffix, traits.suffixes, term=term.text, what=traits.suffix_name)
+        return {"axes": (AxisTerm(word, size, suffix),)}
 
-def show_pipeline(strategy: Strategy) -> str:
-    return "" if strategy.pp == 1 else f"pp={strategy.pp}:{strategy.schedule}"
+    def show(strategy: Strategy) -> str:
+        return "".join(str(term) for term in strategy.axes if term.word == word)
+
+    return Row(forms=(form,), read=read, show=show)
 
 
 def read_precision(term: Term) -> Fields:
@@ -280,20 +285,18 @@ def _data_forms() -> tuple[str, ...]:
     return tuple(forms)
 
 
-_PIPELINE_FORM = f"pp=N:{'|'.join(filter(None, get_args(Schedule)))}"
-
-# The order of the rows is the order of the canonical text.
-TABLE: tuple[Row, ...] = (
-    flag("auto"),
-    Row(registered=_data_forms, read=read_data, show=show_data),
-    size("tp"),
-    size("op"),
-    Row(fixed=(_PIPELINE_FORM,), read=read_pipeline, show=show_pipeline),
-    size("layers"),
-    Row(fixed=get_args(Precision), read=read_precision, show=show_precision),
+_BEFORE = (flag("auto"),)
+_AFTER = (
+    Row(forms=get_args(Precision), read=read_precision, show=show_precision),
     choice("ac", get_args(Recompute), field="recompute"),
-    Row(fixed=("offload=optimizer|params|nvme:DIR",), read=read_offload, show=show_offload),
+    Row(forms=("offload=optimizer|params|nvme:DIR",), read=read_offload, show=show_offload),
     size("mb", field="micro_batch", default=None),
     flag("compile"),
     choice("engine", get_args(Engine)),
 )
+
+
+def table() -> tuple[Row, ...]:
+    """All rows. Their order is the order of the canonical text."""
+    data = Row(forms=_data_forms(), read=read_data, show=show_data)
+    return (*_BEFORE, data, *map(axis_row, MODEL_AXES.values()), *_AFTER)

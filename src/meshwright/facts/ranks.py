@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 from typing import TYPE_CHECKING
 
 from meshwright.errors import Refused
@@ -12,14 +11,7 @@ from meshwright.facts.grammar import show_data
 if TYPE_CHECKING:
     from meshwright.facts.strategy import Strategy
 
-MODEL_AXES = ("tp", "op", "pp", "layers")
-"""The axes that split the model; the data axis takes the ranks that these leave."""
-
 _SHOWN = 3  # suggestions in one message; more is a list to search, not an answer
-
-
-def count_model_ranks(strategy: Strategy) -> int:
-    return prod(getattr(strategy, axis) for axis in MODEL_AXES)
 
 
 def fill_data_axis(strategy: Strategy, ranks: int) -> Strategy:
@@ -74,14 +66,11 @@ def _data_terms(strategy: Strategy, ranks: int) -> list[str]:
 def _model_terms(strategy: Strategy, ranks: int) -> list[str]:
     """Sizes of one model axis that would fit with all other sizes kept; size 1 only where nothing else does."""
     terms = []
-    for axis in MODEL_AXES:
-        size = getattr(strategy, axis)
-        if size == 1:
-            continue
-        others = strategy.model_ranks // size
+    for axis in strategy.axes:
+        others = strategy.model_ranks // axis.size
         fits = [n for n in _divisors(ranks) if _fits(others * n, strategy.data_size, ranks)]
         split = [n for n in fits if n > 1] or fits
-        terms += [f"{axis}={n}" for n in _nearest_first(split, size)]
+        terms += [f"{axis.word}={n}" for n in _nearest_first(split, axis.size)]
     return terms
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from itertools import combinations
 from typing import TYPE_CHECKING, get_args
 
 from meshwright.errors import ContradictoryTerms, StrategyError
 from meshwright.facts import grammar
 from meshwright.facts.data_axis import DATA_AXES, find_traits
-from meshwright.facts.ranks import MODEL_AXES
+from meshwright.facts.model_axis import MODEL_AXES
 
 if TYPE_CHECKING:
     from meshwright.facts.strategy import Strategy
 
 _WORDS = {
-    "schedule": get_args(grammar.Schedule),
     "precision": get_args(grammar.Precision),
     "recompute": get_args(grammar.Recompute),
     "offload": get_args(grammar.Offload),
@@ -35,17 +35,17 @@ def check(strategy: Strategy) -> None:
 
 def clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
     """Each pair of terms that cannot stand together, and why."""
-    axes = [f"{axis}={getattr(strategy, axis)}" for axis in MODEL_AXES if getattr(strategy, axis) > 1]
+    axes = [f"{axis.word}={axis.size}" for axis in strategy.axes]
     if strategy.auto:
         named = [strategy.data, *axes] if strategy.data else axes
         yield from (("auto", axis, "auto lets the planner choose every axis") for axis in named)
     if strategy.data and strategy.traits.one_process:
         why = f"{strategy.data} keeps the whole model in one process; name ddp or fsdp, or no data axis"
         yield from ((strategy.data, axis, why) for axis in axes)
-    if strategy.pp > 1 and strategy.layers > 1:
-        yield f"pp={strategy.pp}", f"layers={strategy.layers}", "both place the layers; pp also keeps the stages busy"
-    if strategy.tp > 1 and strategy.op > 1:
-        yield f"tp={strategy.tp}", f"op={strategy.op}", "both split the operators; tp pairs them, op splits each alone"
+    for first, second in combinations(strategy.axes, 2):
+        if first.traits.mesh_name == second.traits.mesh_name:
+            why = first.traits.conflict or second.traits.conflict
+            yield f"{first.word}={first.size}", f"{second.word}={second.size}", why or "both take the same mesh axis"
     if strategy.pure and strategy.precision == "fp32":
         yield "fp32", "pure", "pure leaves out the fp32 master weights, and fp32 has no others; name bf16 or fp16"
     if strategy.autocast and strategy.precision not in ("bf16", "fp16"):
@@ -62,6 +62,10 @@ def _check_words(strategy: Strategy) -> None:
         _check_word(strategy, field, valid)
     if strategy.data is not None:
         _check_word(strategy, "data", DATA_AXES)
+    for term in strategy.axes:
+        grammar.pick(term.word, MODEL_AXES, term=str(term), what="axis")
+        if term.suffix:
+            grammar.pick(term.suffix, term.traits.suffixes, term=str(term), what=term.traits.suffix_name)
     if strategy.variant:
         _check_word(strategy, "variant", [suffix for traits in DATA_AXES.values() for suffix in traits.variants])
 
@@ -73,10 +77,9 @@ def _check_word(strategy: Strategy, field: str, valid: Collection[str]) -> None:
 
 
 def _check_sizes(strategy: Strategy) -> None:
-    optional = [field for field in _OPTIONAL_SIZES if getattr(strategy, field) is not None]
-    for field in (*MODEL_AXES, *optional):
-        number = getattr(strategy, field)
-        # A bool is an int in Python, and `tp=True` is a slip.
+    sizes = {field: number for field in _OPTIONAL_SIZES if (number := getattr(strategy, field)) is not None}
+    for field, number in [*sizes.items(), *((term.word, term.size) for term in strategy.axes)]:
+        # A bool is an int in Python, and a size of True is a slip.
         text = str(number) if type(number) is int else None
         if text is None or number < 1:
             grammar.count(text, term=f"{field}={number}", example=f"{field}=2")

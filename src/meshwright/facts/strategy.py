@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from meshwright.facts import grammar, soundness
 from meshwright.facts.data_axis import DataTraits, find_traits
-from meshwright.facts.grammar import Engine, Offload, Precision, Recompute, Schedule
-from meshwright.facts.ranks import count_model_ranks, fill_data_axis
+from meshwright.facts.grammar import Engine, Offload, Precision, Recompute
+from meshwright.facts.model_axis import AxisTerm, normalised
+from meshwright.facts.ranks import fill_data_axis
 
-__all__ = ["Engine", "Offload", "Precision", "Recompute", "Schedule", "Strategy"]
+__all__ = ["AxisTerm", "Engine", "Offload", "Precision", "Recompute", "Strategy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +29,8 @@ class Strategy:
     """R of `hsdp=RxS`, and None for every other data axis. Read `replicas` and `shards` instead."""
     variant: str = ""
     """The suffix of the data axis: how much fsdp shards, where "" is everything."""
-    tp: int = 1
-    """Ranks of tensor parallelism."""
-    op: int = 1
-    """Ranks of operator-wise parallelism."""
-    pp: int = 1
-    """Pipeline stages."""
-    schedule: Schedule = ""
-    """The order of the pipeline's micro-batches; 1f1b where none was named, "" where pp is 1."""
-    layers: int = 1
-    """Ranks of plain layer-wise placement."""
+    axes: tuple[AxisTerm, ...] = ()
+    """The axes that divide the model, in the order of the text."""
     precision: Precision = "fp32"
     """The dtype of the computation."""
     pure: bool = False
@@ -60,8 +54,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         soundness.check(self)
-        # One stage is no pipeline, so it has no schedule either.
-        object.__setattr__(self, "schedule", "" if self.pp == 1 else self.schedule or "1f1b")
+        object.__setattr__(self, "axes", normalised(self.axes))
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
@@ -91,7 +84,35 @@ class Strategy:
     @property
     def model_ranks(self) -> int:
         """Ranks that one copy of the model is split over by the axes other than data."""
-        return count_model_ranks(self)
+        return prod(term.size for term in self.axes)
+
+    @property
+    def stage_axis(self) -> AxisTerm | None:
+        """The axis that cuts the model into stages, a pipeline for one."""
+        return next((term for term in self.axes if term.traits.staged), None)
+
+    @property
+    def stage_ranks(self) -> int:
+        return self.stage_axis.size if self.stage_axis else 1
+
+    @property
+    def schedule(self) -> str:
+        """The order of a pipeline's micro-batches; "" where there are no stages."""
+        return self.stage_axis.schedule if self.stage_axis else ""
+
+    @property
+    def inner_axes(self) -> tuple[AxisTerm, ...]:
+        """The axes whose ranks run the same layers together, from the outermost to the innermost of the mesh."""
+        return tuple(sorted((term for term in self.axes if not term.traits.staged), key=lambda term: term.traits.place))
+
+    @property
+    def inner_ranks(self) -> int:
+        return prod(term.size for term in self.inner_axes)
+
+    @property
+    def splits_tensors(self) -> bool:
+        """Whether a rank holds parts of parameters."""
+        return any(term.traits.splits_tensors for term in self.axes)
 
     @property
     def data_ranks(self) -> int:

@@ -27,6 +27,17 @@ class Family:
     """Whether so many ranks can run so many micro-batches: what PyTorch's class of that schedule demands."""
     demand: str = "at least 1"
     """The same in words: the micro-batches that it needs."""
+    one_at_a_time: bool = False
+    """Whether a micro-batch leaves the pipeline before the next one enters."""
+    splits_backward: bool = False
+    """Whether the weights' part of a backward pass is put off."""
+    idle: float = 1.0
+    """The share of the other ranks' work on one micro-batch that a rank waits for in a step."""
+    searched: bool = False
+    """Whether the planner considers it unasked. `gpipe` holds more than `1f1b` and is no faster, and `zb` is between
+    `1f1b` and `zbv`."""
+    complexity: int = 2
+    """Of two equally fast plans the one with less complexity is recommended."""
 
 
 def _even_rounds(ranks: int, micro_batches: int) -> bool:
@@ -36,20 +47,42 @@ def _even_rounds(ranks: int, micro_batches: int) -> bool:
 _ROUNDS = "a multiple of its rounds, which are the micro-batches // ranks"
 
 FAMILIES: dict[str, Family] = {
-    "layers": Family(order=plain.layers),
-    "gpipe": Family(order=plain.gpipe),
+    "layers": Family(order=plain.layers, one_at_a_time=True, complexity=0),
+    "gpipe": Family(order=plain.gpipe, complexity=0),
     "1f1b": Family(
         order=plain.one_f_one_b,
+        searched=True,
+        complexity=0,
         allows=lambda ranks, micro_batches: micro_batches >= ranks,
         demand="at least as many as ranks",
     ),
-    "interleaved": Family(order=looped.interleaved, virtual=2, virtual_free=True, allows=_even_rounds, demand=_ROUNDS),
-    "zb": Family(order=looped.zero_bubble, virtual_free=True, allows=_even_rounds, demand=_ROUNDS),
-    "zbv": Family(order=folded.zero_bubble_v, virtual=2, placement="v"),
+    "interleaved": Family(
+        order=looped.interleaved,
+        virtual=2,
+        virtual_free=True,
+        allows=_even_rounds,
+        demand=_ROUNDS,
+        idle=1 / 2,
+        searched=True,
+    ),
+    # The weights' part of backward, about a third of the work, fills the gaps.
+    "zb": Family(
+        order=looped.zero_bubble,
+        virtual_free=True,
+        allows=_even_rounds,
+        demand=_ROUNDS,
+        splits_backward=True,
+        idle=1 / 3,
+    ),
+    "zbv": Family(
+        order=folded.zero_bubble_v, virtual=2, placement="v", splits_backward=True, idle=1 / 6, searched=True
+    ),
     "dualpipev": Family(
         order=folded.dual_pipe_v,
         virtual=2,
         placement="v",
+        splits_backward=True,
+        idle=1 / 6,
         allows=lambda ranks, micro_batches: micro_batches >= 2 * ranks,
         demand="at least as many as stages, which are two on each rank",
     ),

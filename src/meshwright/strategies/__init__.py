@@ -1,32 +1,55 @@
-"""Every way to lay the data axis. Adding one is a file and a line here."""
+"""Every data strategy and every model axis. Adding one is a file and a line here."""
 
 from __future__ import annotations
 
 from meshwright.facts.data_axis import DATA_AXES
+from meshwright.facts.model_axis import MODEL_AXES, AxisTerm
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.base import DataStrategy, Layout, Place
 from meshwright.strategies.ddp import Ddp
 from meshwright.strategies.dp import Dp
 from meshwright.strategies.fsdp import Fsdp
 from meshwright.strategies.hsdp import Hsdp
+from meshwright.strategies.layers import Layers
+from meshwright.strategies.model_axis import InnerAxis, ModelAxis, StageAxis
+from meshwright.strategies.op import OperatorWise
+from meshwright.strategies.pp import Pipeline
 from meshwright.strategies.single import Single
+from meshwright.strategies.tp import Tensor
 from meshwright.strategies.zero1 import Zero1
 from meshwright.strategies.zero2 import Zero2
 
 DATA_STRATEGIES: dict[str, DataStrategy] = {}
 """By the word in the strategy's text."""
+_MODEL_AXES: dict[str, ModelAxis] = {}
 NONE = Single()
 """Where the model's axes took every rank there is no data axis to lay."""
 
 
-def register(technique: DataStrategy) -> None:
-    """Make a data strategy known to the grammar, the planner, the engines and every verb."""
-    DATA_STRATEGIES[technique.traits.word] = technique
-    DATA_AXES[technique.traits.word] = technique.traits
+def register(technique: DataStrategy | ModelAxis) -> None:
+    """Make a data strategy or a model axis known to the grammar, the planner, the engines and every verb."""
+    if isinstance(technique, ModelAxis):
+        _MODEL_AXES[technique.traits.word] = technique
+        MODEL_AXES[technique.traits.word] = technique.traits
+    else:
+        DATA_STRATEGIES[technique.traits.word] = technique
+        DATA_AXES[technique.traits.word] = technique.traits
 
 
 def unregister(word: str) -> None:
-    del DATA_STRATEGIES[word], DATA_AXES[word]
+    for table in (DATA_STRATEGIES, DATA_AXES, _MODEL_AXES, MODEL_AXES):
+        table.pop(word, None)  # type: ignore[attr-defined]
+
+
+def model_axis(term: AxisTerm) -> ModelAxis:
+    """What divides the model along one axis of a strategy."""
+    return _MODEL_AXES[term.word]
+
+
+def inner_axis(term: AxisTerm) -> InnerAxis:
+    axis = _MODEL_AXES[term.word]
+    assert isinstance(axis, InnerAxis)
+    return axis
 
 
 def data_strategy(strategy: Strategy) -> DataStrategy:
@@ -46,5 +69,22 @@ register(Zero1())
 register(Zero2())
 register(Fsdp())
 register(Hsdp())
+register(Tensor())
+register(OperatorWise())
+register(Pipeline())
+register(Layers())
 
-__all__ = ["DATA_STRATEGIES", "DataStrategy", "Layout", "Place", "data_strategy", "register", "unregister"]
+__all__ = [
+    "DATA_STRATEGIES",
+    "DataStrategy",
+    "InnerAxis",
+    "Layout",
+    "ModelAxis",
+    "Place",
+    "StageAxis",
+    "data_strategy",
+    "inner_axis",
+    "model_axis",
+    "register",
+    "unregister",
+]

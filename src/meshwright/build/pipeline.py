@@ -156,7 +156,7 @@ class PipelinePasses:
         return self._schedules[key]
 
     def _torch_stage(self, stage: OwnStage) -> Any:
-        assert self._route is not None and self.engine.axes.pipeline is not None
+        assert self._route is not None and self.engine.axes.stages is not None
         leaving: tuple[torch.Tensor, ...] = (torch.empty((), device="meta", requires_grad=True),)
         if not self._stages.is_last(stage.index):
             leaving = self._examples(stage.index + 1)
@@ -167,7 +167,7 @@ class PipelinePasses:
             self._dropout.device,
             input_args=self._examples(stage.index) if stage.index else (torch.empty(1, device="meta"),),
             output_args=leaving,
-            group=self.engine.axes.pipeline.get_group(),
+            group=self.engine.axes.stages.get_group(),
             fake=self._fake,
             events=self.events,
             recomputing=self._losses.recomputing,
@@ -220,7 +220,7 @@ class PipelinePasses:
 
     def _run_alone(self, stage: OwnStage, from_last: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Forward one micro-batch through a stage, with its own receives and sends."""
-        mesh = self.engine.axes.pipeline
+        mesh = self.engine.axes.stages
         assert mesh is not None and self.engine.holders is not None
         group, ranks = mesh.get_group(), self.engine.holders.ranks
         here = ranks[stage.index]

@@ -45,9 +45,9 @@ class AxisTraits:
     complexity: int = 10
     """Of two equally fast plans the one with less complexity is recommended."""
     config_fields: Mapping[str, str] = field(default_factory=dict)
-    """For each framework whose config has this axis, the field that holds its size."""
+    """For each framework whose config can name this axis, the field that holds its size."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """For each framework whose config does not have it, the reason to tell; its ranks go to the data axis there."""
+    """For each framework that it is not exported to, the reason; its ranks go to the data axis there."""
 
 
 @dataclass(frozen=True)

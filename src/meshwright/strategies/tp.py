@@ -31,7 +31,11 @@ class Tensor(InnerAxis):
         splits_tensors=True,
         splits_activations=True,
         autocast=False,
-        config_fields={"torchtitan": "tensor_parallel_degree", "accelerate": "parallelism_config_tp_size"},
+        config_fields={
+            "torchtitan": "tensor_parallel_degree",
+            "accelerate": "parallelism_config_tp_size",
+            "deepspeed": "autotp_size",
+        },
         missing={"deepspeed": "DeepSpeed's AutoTP (tensor_parallel.autotp_size) knows models of transformers only"},
     )
 

@@ -1,10 +1,8 @@
-from typing import get_args
-
 import pytest
 
 from meshwright import schedules
 from meshwright.errors import Refused, UnknownTerm
-from meshwright.facts import grammar
+from meshwright.facts.model_axis import MODEL_AXES
 from meshwright.schedules import (
     FAMILIES,
     check_complete,

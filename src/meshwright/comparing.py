@@ -18,7 +18,6 @@ from meshwright.planner.search import Setting, consider
 from meshwright.planning import Planner
 from meshwright.runtime.compare import Compared, Request, compare, count_cores, note_on_cores
 from meshwright.runtime.probe_machine import local_cluster
-from meshwright.strategies.pipeline import is_pipelined
 from meshwright.timelines import LARGEST, count_actions, forecast_timeline
 from meshwright.units import mib
 
@@ -78,7 +77,7 @@ def forecast_of(plan: Plan, row: dict[str, Any]) -> dict[str, Any]:
         "peak_mib": peak,
         "memory": {cause: mib(size) for cause, size in plan.forecast.memory.items() if cause != "allocator"},
         "time": {cause: 1e3 * seconds for cause, seconds in plan.forecast.time.items()},
-        "bubble": plan.forecast.time.get("bubble", 0.0) / plan.forecast.step if is_pipelined(plan.strategy) else None,
+        "bubble": plan.forecast.time.get("bubble", 0.0) / plan.forecast.step if plan.strategy.stage_axis else None,
         "error": {"time": _off(step, row["step_ms"]), "memory": _off(peak, row["peak_mib"])},
         "grade": plan.grade,
     }

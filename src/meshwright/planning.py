@@ -29,7 +29,6 @@ from meshwright.planner.explain import advise, explain
 from meshwright.planner.search import Found, Setting, best_of_each_kind, choose, search, with_traces
 from meshwright.planner.stagewise import Loads
 from meshwright.runtime.probe_machine import local_cluster
-from meshwright.strategies.pipeline import pipeline_ranks
 from meshwright.tracing.costs import measure_costs
 
 PATIENCE = 10.0
@@ -199,7 +198,7 @@ class Planner:
     def _short(self, strategy: Strategy) -> Job:
         """The job with a batch that is just enough to fill the strategy: more of the same takes no more memory."""
         size, count = cut_batch(strategy, self.global_batch)
-        enough = min(count, pipeline_ranks(strategy) + 1)
+        enough = min(count, strategy.stage_ranks + 1)
         return replace(self.job, global_batch=size * enough * strategy.data_ranks)
 
     def advise(self, cluster: Cluster, wishes: Wishes, found: Found) -> tuple[str, ...]:

@@ -18,10 +18,8 @@ from meshwright.facts.timeline import BACKWARD, DATA, FORWARD, INPUT, SEND, UPDA
 from meshwright.planner.arrangement import Arrangement, arrange
 from meshwright.planner.calibrate import Calibration
 from meshwright.planner.search import Setting
-from meshwright.planner.stagewise import StageLoad
 from meshwright.planner.time import Pass, Site, forecast_time, stage_passes
 from meshwright.schedules import Action, Kind, Schedule, Span, make, simulate
-from meshwright.strategies.pipeline import is_pipelined
 
 LARGEST = 20_000
 """Actions of a schedule that is still played through."""
@@ -69,7 +67,7 @@ class _Around:
 def first_timeline(setting: Setting, plans: Iterable[Plan], *, largest: int = LARGEST) -> Timeline | None:
     """Of the first plan that has a pipeline of at most so many actions; None where no plan has."""
     for plan in plans:
-        if is_pipelined(plan.strategy) and count_actions(setting, plan.strategy) <= largest:
+        if plan.strategy.stage_axis and count_actions(setting, plan.strategy) <= largest:
             return forecast_timeline(setting, plan.strategy)
     return None
 
@@ -82,11 +80,11 @@ def count_actions(setting: Setting, strategy: Strategy) -> int:
 
 def forecast_timeline(setting: Setting, strategy: Strategy) -> Timeline:
     """One step of a resolved strategy; `Refused` where it has no pipeline."""
-    if not is_pipelined(strategy):
+    if not strategy.stage_axis:
         raise Refused(f"{strategy} has no pipeline, so there is no timeline of one; name a strategy with pp=N.")
     arrangement = arrange(strategy, setting.facts, setting.global_batch)
     stages, around = _seconds(setting, arrangement)
-    schedule = make(arrangement.schedule, arrangement.pp, arrangement.micro_batches)
+    schedule = make(arrangement.schedule, arrangement.stage_ranks, arrangement.micro_batches)
     played = simulate(
         schedule,
         forward=[stage.seconds(Kind.FORWARD) for stage in stages],
@@ -98,9 +96,9 @@ def forecast_timeline(setting: Setting, strategy: Strategy) -> Timeline:
     return Timeline(
         strategy=str(strategy),
         schedule=arrangement.schedule,
-        ranks=arrangement.pp,
+        ranks=arrangement.stage_ranks,
         micro_batches=arrangement.micro_batches,
-        pieces=with_idle(pieces, arrangement.pp),
+        pieces=with_idle(pieces, arrangement.stage_ranks),
     )
 
 
@@ -110,19 +108,14 @@ def _seconds(setting: Setting, arrangement: Arrangement) -> tuple[list[_Stage], 
     site = Site(hardware=hardware, per_node=per_node, arrangement=arrangement, collective=setting.loads.collective)
     timing = forecast_time(arrangement, setting.loads, hardware, per_node)
     step = {**timing.parts, "host": timing.waits}
-    send = _fitted(setting.calibration, {"stages": site.time("send", _sent(arrangement, loads), site.neighbour)})
+    largest = max(load.output for load in loads[:-1])
+    send = _fitted(setting.calibration, {"stages": site.time("send", largest, site.neighbour)})
     around = _Around(
         send=send["stages"],
         data=_fitted(setting.calibration, _only(step, "data")),
         update=_fitted(setting.calibration, _only(step, "update", "host copies", "host")),
     )
     return [_stage(setting.calibration, *stage_passes(site, load)) for load in loads], around
-
-
-def _sent(arrangement: Arrangement, loads: tuple[StageLoad, ...]) -> float:
-    """Bytes of the largest result that crosses to another stage."""
-    largest = max(load.units[-1].output for load in loads[:-1] if load.units)
-    return largest / (arrangement.tp if arrangement.sequence else 1)
 
 
 def _only(parts: Parts, *causes: str) -> Parts:
@@ -134,11 +127,7 @@ def _fitted(calibration: Calibration, parts: Parts) -> Parts:
 
 
 def _stage(calibration: Calibration, forward: Pass, backward: Pass) -> _Stage:
-    return _Stage(forward=_fitted(calibration, _causes(forward)), backward=_fitted(calibration, _causes(backward)))
-
-
-def _causes(one: Pass) -> Parts:
-    return {"compute": one.compute, "tensor": one.tensor, "host": one.host}
+    return _Stage(forward=_fitted(calibration, forward.parts), backward=_fitted(calibration, backward.parts))
 
 
 def _passes(

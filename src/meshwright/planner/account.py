@@ -98,10 +98,10 @@ def account(
 
 def _held_by_streams(arrangement: Arrangement, timing: Timing, per_node: int) -> float:
     """Gathered inputs that streams hold, by those that backward needs: the more, the more they wait."""
-    far = arrangement.pp > 1 and arrangement.ranks > per_node
-    if far and (timing.stalls or arrangement.tp > per_node):
+    far = arrangement.stage_ranks > 1 and arrangement.ranks > per_node
+    if far and (timing.stalls or arrangement.inner_ranks > per_node):
         return held_twice(arrangement)
-    return AHEAD if arrangement.pp > 1 else 1.0
+    return AHEAD if arrangement.stage_ranks > 1 else 1.0
 
 
 def _squeezed(arrangement: Arrangement, loads: Loads, ranks: list[Forecast], room: float) -> list[Forecast]:

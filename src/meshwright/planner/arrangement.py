@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from math import prod
 
 from meshwright.facts.model import ModelFacts
-from meshwright.facts.strategy import Strategy
+from meshwright.facts.model_axis import MODEL_AXES
+from meshwright.facts.strategy import AxisTerm, Strategy
 from meshwright.planner.hosts import ELSEWHERE, OURS, HostCosts
 from meshwright.schedules import FAMILIES
 from meshwright.strategies import data_strategy
 from meshwright.strategies.base import ITEMSIZE
-from meshwright.strategies.pipeline import count_micro_batches, is_pipelined, pipeline_ranks, schedule_name
+from meshwright.strategies.pipeline import count_micro_batches
 
 MASTER_BYTES = 4
 """Of an element as models are built: fp32."""
@@ -25,8 +27,10 @@ class Arrangement:
     """Ranks on the data axis."""
     shards: int = 1
     """Ranks that share what is sharded; `data // shards` copies of it."""
-    tp: int = 1
-    pp: int = 1
+    inner: tuple[AxisTerm, ...] = ()
+    """The axes whose ranks run the same layers together, from the outermost to the innermost."""
+    stage_ranks: int = 1
+    """Ranks of the pipeline."""
     virtual: int = 1
     """Stages on each pipeline rank."""
     schedule: str = ""
@@ -60,9 +64,9 @@ class Arrangement:
     overlaps: bool = True
     """Whether gradients travel while backward runs."""
     elastic: bool = False
-    """Whether what a tensor axis gathers is held by another stream only, and comes back when memory is short."""
+    """Whether what inner axes gather is held by another stream only, and comes back when memory is short."""
     sequence: bool = True
-    """Whether tensor parallelism divides the activations between its layers too."""
+    """Whether inner axes that can divide the activations between layers do so; not every engine does."""
     one_process: bool = False
     """Whether one process has all devices of the data axis: their outputs meet on the first, and each micro-batch
     sends parameters and gradients."""
@@ -71,11 +75,15 @@ class Arrangement:
 
     @property
     def ranks(self) -> int:
-        return self.data * self.tp * self.pp
+        return self.data * self.inner_ranks * self.stage_ranks
+
+    @cached_property
+    def inner_ranks(self) -> int:
+        return prod(term.size for term in self.inner)
 
     @property
     def stages(self) -> int:
-        return self.pp * self.virtual
+        return self.stage_ranks * self.virtual
 
     @property
     def compute_bytes(self) -> int:
@@ -87,20 +95,25 @@ class Arrangement:
         return self.parameters_over > 1
 
 
+def inner_causes() -> tuple[str, ...]:
+    """The causes of time that inner axes have: the names of their mesh axes."""
+    return tuple(dict.fromkeys(traits.mesh_name for traits in MODEL_AXES.values() if not traits.staged))
+
+
 def arrange(strategy: Strategy, facts: ModelFacts, global_batch: int) -> Arrangement:
     """The numbers of a resolved strategy that trains a job on the torch engine."""
     technique = data_strategy(strategy)
     layout, traits = technique.layout(strategy), strategy.traits
     low, update_bytes = ITEMSIZE[strategy.precision], layout.update_bytes or MASTER_BYTES
     micro_batch, micro_batches = cut_batch(strategy, global_batch)
-    plan = facts.tensor_plan
+    staged = strategy.stage_axis is not None
     return Arrangement(
         data=strategy.data_ranks,
         shards=strategy.shards,
-        tp=strategy.tp * strategy.op,
-        pp=pipeline_ranks(strategy),
-        virtual=FAMILIES[schedule_name(strategy)].virtual if is_pipelined(strategy) else 1,
-        schedule=schedule_name(strategy) if is_pipelined(strategy) else "",
+        inner=strategy.inner_axes,
+        stage_ranks=strategy.stage_ranks,
+        virtual=FAMILIES[strategy.schedule].virtual if staged else 1,
+        schedule=strategy.schedule,
         micro_batch=micro_batch,
         micro_batches=micro_batches,
         precision=strategy.precision,
@@ -113,15 +126,14 @@ def arrange(strategy: Strategy, facts: ModelFacts, global_batch: int) -> Arrange
         optimizer_over=layout.optimizer,
         parameter_bytes=layout.parameter_bytes or MASTER_BYTES,
         gradient_bytes=update_bytes,
-        gradients_rest=traits.gradients_rest or micro_batches > 1 or is_pipelined(strategy),
+        gradients_rest=traits.gradients_rest or micro_batches > 1 or staged,
         moment_bytes=facts.optimizer_slots * update_bytes,
         master_bytes=MASTER_BYTES if layout.masters else 0,
         cast_bytes=low if low < MASTER_BYTES and not strategy.pure and not technique.lowers else 0,
         # Under a pipeline a stage stays gathered for the whole step.
-        reshards=traits.reshards and not is_pipelined(strategy),
+        reshards=traits.reshards and not staged,
         reduce_bytes=update_bytes,
-        overlaps=technique.overlaps and not is_pipelined(strategy),
-        sequence=plan.sequence if plan is not None else False,
+        overlaps=technique.overlaps and not staged,
         one_process=traits.many_devices,
         host=OURS,
     )
@@ -130,7 +142,7 @@ def arrange(strategy: Strategy, facts: ModelFacts, global_batch: int) -> Arrange
 def cut_batch(strategy: Strategy, global_batch: int) -> tuple[int, int]:
     """Samples of a micro-batch and how many of them a data rank goes through in one step."""
     samples = -(-global_batch // strategy.data_ranks)
-    if is_pipelined(strategy):
+    if strategy.stage_axis:
         count = count_micro_batches(strategy, global_batch)
         return -(-samples // count), count
     devices = strategy.data_ranks if strategy.traits.many_devices else 1  # there `mb` counts the process's samples
@@ -140,20 +152,20 @@ def cut_batch(strategy: Strategy, global_batch: int) -> tuple[int, int]:
 
 def rank_of(arrangement: Arrangement, stage: int) -> int:
     """The pipeline rank that a stage lies on."""
-    turn, place = divmod(stage, arrangement.pp)
+    turn, place = divmod(stage, arrangement.stage_ranks)
     folds = arrangement.schedule and FAMILIES[arrangement.schedule].placement == "v"
-    return arrangement.pp - 1 - place if folds and turn % 2 else place
+    return arrangement.stage_ranks - 1 - place if folds and turn % 2 else place
 
 
 def stages_of(arrangement: Arrangement) -> tuple[tuple[int, ...], ...]:
     """For each pipeline rank, its stages."""
-    return _stages_of(arrangement.pp, arrangement.virtual, arrangement.schedule)
+    return _stages_of(arrangement.stage_ranks, arrangement.virtual, arrangement.schedule)
 
 
 @lru_cache(maxsize=512)
-def _stages_of(pp: int, virtual: int, schedule: str) -> tuple[tuple[int, ...], ...]:
-    laid = Arrangement(pp=pp, virtual=virtual, schedule=schedule, micro_batch=1, micro_batches=1)
-    own: list[list[int]] = [[] for _ in range(pp)]
-    for stage in range(pp * virtual):
+def _stages_of(ranks: int, virtual: int, schedule: str) -> tuple[tuple[int, ...], ...]:
+    laid = Arrangement(stage_ranks=ranks, virtual=virtual, schedule=schedule, micro_batch=1, micro_batches=1)
+    own: list[list[int]] = [[] for _ in range(ranks)]
+    for stage in range(ranks * virtual):
         own[rank_of(laid, stage)].append(stage)
     return tuple(map(tuple, own))

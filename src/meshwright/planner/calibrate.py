@@ -12,14 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.facts.forecast import Forecast
+from meshwright.planner.arrangement import inner_causes
 from meshwright.planner.scores import Outcome
 
-CAUSES: Mapping[str, tuple[str, ...]] = {
-    "compute": ("compute", "update"),
-    "links": ("tensor", "data", "stages", "host copies"),
-    "host": ("host",),
-}
-"""Which causes of time one factor goes with. Idle stages wait for the others' work, so they go with `compute`."""
 KEPT = ("activations", "logits", "temporary", "gathered", "allocator")
 """What a factor on memory goes with: states are counted, not estimated."""
 LEAST = 0.02
@@ -27,6 +22,15 @@ LEAST = 0.02
 BOUNDS = (0.2, 5.0)
 ROUNDS = 25
 PULL = 0.02
+
+
+def _causes() -> Mapping[str, tuple[str, ...]]:
+    """Which causes of time one factor goes with. Idle stages wait for the others' work, so they go with `compute`."""
+    return {
+        "compute": ("compute", "update"),
+        "links": (*inner_causes(), "data", "stages", "host copies"),
+        "host": ("host",),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,7 @@ class Calibration:
 
     def apply(self, forecast: Forecast) -> Forecast:
         """A forecast as these machines would have it."""
-        factors = {cause: getattr(self, name) for name, causes in CAUSES.items() for cause in causes}
+        factors = {cause: getattr(self, name) for name, causes in _causes().items() for cause in causes}
         time = {cause: seconds * factors.get(cause, self.compute) for cause, seconds in forecast.time.items()}
         memory = {c: round(size * self.memory) if c in KEPT else size for c, size in forecast.memory.items()}
         return Forecast(memory=memory, time=time)
@@ -77,7 +81,7 @@ def calibrate(outcomes: Sequence[Outcome]) -> Calibration:
 
 
 def _fit_time(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    groups = list(CAUSES)
+    groups = list(_causes())
     shares = np.array([_shares(outcome) for outcome in outcomes])
     told = [index for index in range(len(groups)) if shares[:, index].mean() >= LEAST]
     if not told:
@@ -92,9 +96,10 @@ def _shares(outcome: Outcome) -> list[float]:
     assert outcome.account is not None
     assert outcome.row.step is not None
     parts = outcome.account.timing.parts
-    known = {cause for causes in CAUSES.values() for cause in causes}
+    groups = _causes()
+    known = {cause for causes in groups.values() for cause in causes}
     rest = sum(seconds for cause, seconds in parts.items() if cause not in known)
-    sums = {name: sum(parts.get(cause, 0.0) for cause in causes) for name, causes in CAUSES.items()}
+    sums = {name: sum(parts.get(cause, 0.0) for cause in causes) for name, causes in groups.items()}
     sums["compute"] += rest
     return [seconds / outcome.row.step for seconds in sums.values()]
 

@@ -10,14 +10,13 @@ from meshwright.planner.search import TIE
 
 CAUSES = {
     "compute": "computing",
-    "tensor": "waiting for the tensor axis",
     "host": "waiting for the host",
-    "data": "waiting for the data axis",
     "bubble": "idle in the pipeline",
     "stages": "sending between stages",
     "update": "the optimizer",
     "host copies": "copying to and from the host",
 }
+"""Causes of time that are not an axis's communication."""
 
 
 def explain(plans: list[Plan]) -> list[Plan]:
@@ -58,7 +57,7 @@ def _share(plan: Plan) -> str:
     """Where the time goes: the two largest parts."""
     step = plan.forecast.step
     parts = sorted(plan.forecast.time.items(), key=lambda part: -part[1])[:2]
-    listed = [f"{CAUSES.get(cause, cause)} {seconds / step:.0%}" for cause, seconds in parts if seconds / step >= 0.01]
+    listed = [f"{_worded(cause)} {seconds / step:.0%}" for cause, seconds in parts if seconds / step >= 0.01]
     return f"Of a step of {_milliseconds(step)}, {' and '.join(listed)}"
 
 
@@ -66,7 +65,11 @@ def _difference(plan: Plan, other: Plan) -> str:
     """What makes one slower than the other: the cause that grows most."""
     change = plan.forecast - other.forecast
     cause, seconds = max(change.time.items(), key=lambda part: part[1])
-    return f"{_milliseconds(seconds)} more of {CAUSES.get(cause, cause)}"
+    return f"{_milliseconds(seconds)} more of {_worded(cause)}"
+
+
+def _worded(cause: str) -> str:
+    return CAUSES.get(cause, f"waiting for the {cause} axis")
 
 
 def _percent(plan: Plan, other: Plan) -> str:

@@ -26,17 +26,17 @@ def forecast_memory(
     """Forecasts of pipeline ranks, first to last; raises `Refused` where the model cannot be cut so.
 
     Of a long pipeline only the ranks that can be the fullest, unless `every` one is asked for. `gathered` is the share
-    of a tensor axis's gathered inputs that is held.
+    of the inputs that inner axes gather that is held.
     """
     stages = loads.of(arrangement, gathered=gathered)
-    ranks = range(arrangement.pp) if every or arrangement.pp <= FEW else _ends(arrangement, stages)
+    ranks = range(arrangement.stage_ranks) if every or arrangement.stage_ranks <= FEW else _ends(arrangement, stages)
     return [_of_rank(arrangement, stages, rank) for rank in ranks]
 
 
 def _ends(arrangement: Arrangement, stages: tuple[StageLoad, ...]) -> list[int]:
     """The first ranks have most in flight, the last the loss, and one the most parameters."""
     heaviest = max(range(len(stages)), key=lambda stage: stages[stage].elements)
-    last = arrangement.pp - 1
+    last = arrangement.stage_ranks - 1
     return sorted({0, 1, rank_of(arrangement, heaviest), last - 1, last})
 
 
@@ -114,10 +114,7 @@ def _with_gradients(arrangement: Arrangement, stage: StageLoad) -> dict[str, flo
 def _received(arrangement: Arrangement, stages: tuple[StageLoad, ...], rank: int, flights: tuple[int, ...]) -> float:
     """What neighbours sent: the input of every micro-batch in flight, which no unit of the stage counts as its own."""
     first = stages_of(arrangement)[rank][0]
-    if first == 0:
-        return 0.0
-    sent = stages[first - 1].units[-1].output if stages[first - 1].units else 0.0
-    return max(flights) * sent / (arrangement.tp if arrangement.sequence else 1)
+    return max(flights) * stages[first - 1].output if first else 0.0
 
 
 def _gathered(arrangement: Arrangement, own: list[StageLoad], inside: bool) -> float:
@@ -146,10 +143,8 @@ def _buffers(arrangement: Arrangement, own: list[StageLoad]) -> float:
 
 @lru_cache(maxsize=4096)
 def _flights(schedule: str, ranks: int, virtual: int, micro_batches: int) -> tuple[tuple[int, ...], ...]:
-    if schedule == "1f1b":
-        return tuple((min(micro_batches, ranks - rank),) for rank in range(ranks))
-    if schedule in ("gpipe", "layers"):
-        return tuple((micro_batches if schedule == "gpipe" else 1,) for _ in range(ranks))
+    if formula := schedules.FAMILIES[schedule].in_flight:
+        return tuple((formula(rank, ranks, micro_batches),) for rank in range(ranks))
     if ranks > FEW:
         # Long pipelines are as full as short ones, for their length.
         few = _flights(schedule, FEW, virtual, max(FEW, round(micro_batches * FEW / ranks)))
@@ -164,6 +159,6 @@ def _flights(schedule: str, ranks: int, virtual: int, micro_batches: int) -> tup
 
 def in_flight(arrangement: Arrangement) -> tuple[tuple[int, ...], ...]:
     """For each pipeline rank, how many micro-batches each of its stages keeps activations of."""
-    if arrangement.pp == 1:
+    if arrangement.stage_ranks == 1:
         return ((1,),)
-    return _flights(arrangement.schedule, arrangement.pp, arrangement.virtual, arrangement.micro_batches)
+    return _flights(arrangement.schedule, arrangement.stage_ranks, arrangement.virtual, arrangement.micro_batches)

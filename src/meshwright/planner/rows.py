@@ -13,6 +13,8 @@ from typing import Any
 from meshwright.describe.decoder import Shape
 from meshwright.errors import BadInput, ClusterError
 from meshwright.facts.cluster import Cluster
+from meshwright.facts.model_axis import MODEL_AXES
+from meshwright.facts.strategy import AxisTerm, Strategy
 from meshwright.planner.arrangement import Arrangement
 from meshwright.reading import read_text, shown
 from meshwright.strategies.base import ITEMSIZE
@@ -142,12 +144,13 @@ def _arrangement(values: Mapping[str, Any], number: _Numbers) -> Arrangement:
     master = ITEMSIZE[_dtype(values, "master_dtype", "fp32")]
     over = shards if stage else 1
     beside, summed = master > rest, number("grad_accum") > 1
+    axes = Strategy(axes=tuple(AxisTerm(word, number(word, None if word in NEEDED else 1)) for word in MODEL_AXES))
     return Arrangement(
         data=shards * replicas,
         shards=over,
-        tp=number("tp"),
-        pp=number("pp"),
-        schedule=values.get("pp_schedule") or ("1f1b" if number("pp") > 1 else ""),
+        inner=axes.inner_axes,
+        stage_ranks=axes.stage_ranks,
+        schedule=values.get("pp_schedule") or axes.schedule,
         micro_batch=number("micro_batch"),
         micro_batches=number("grad_accum"),
         precision=compute,
@@ -160,7 +163,7 @@ def _arrangement(values: Mapping[str, Any], number: _Numbers) -> Arrangement:
         parameter_bytes=rest,
         gradient_bytes=gradient,
         # Without a pipeline it is fullest at the loss, where the last micro-batch's own gradients are gone.
-        beside_bytes=rest if gradient > rest and stage < 2 and number("pp") > 1 and (summed or stage) else 0,
+        beside_bytes=rest if gradient > rest and stage < 2 and axes.stage_axis and (summed or stage) else 0,
         moment_bytes=2 * master,
         master_bytes=master if beside else 0,
         cast_bytes=0 if ITEMSIZE[compute] == rest or stage == 3 else ITEMSIZE[compute],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 
 from meshwright.errors import MeshwrightError, Refused
 from meshwright.facts.cluster import Cluster
@@ -20,9 +20,8 @@ from meshwright.planner.calibrate import Calibration
 from meshwright.planner.candidates import plainness
 from meshwright.planner.kernels import peak_flops
 from meshwright.planner.stagewise import Loads
-from meshwright.strategies import Place, data_strategy
+from meshwright.strategies import Place, data_strategy, model_axis
 from meshwright.strategies.moved import refuse_moved
-from meshwright.strategies.pipeline import is_pipelined, refuse_pipeline
 
 TIE = 0.03
 """Plans whose times differ by less than this are as fast as each other, as far as we know."""
@@ -55,14 +54,6 @@ class Setting:
     hardware: Hardware
     global_batch: int
     calibration: Calibration = field(default_factory=Calibration)
-
-    @cached_property
-    def refuse_tensor(self) -> Callable[[int], str | None]:
-        """Why so many ranks cannot divide the model's layers; asked often."""
-        plan = self.facts.tensor_plan
-        if plan is None:
-            return lambda ranks: f"tp={ranks} was asked, but the model's layers could not be followed."
-        return cache(plan.refuse)
 
     @cached_property
     def place(self) -> Place:
@@ -129,21 +120,8 @@ class _Known:
 
 
 def _axes(s: Strategy) -> tuple[object, ...]:
-    return (
-        s.data,
-        s.data_size,
-        s.variant,
-        s.hsdp_replicas,
-        s.tp,
-        s.op,
-        s.pp,
-        s.schedule,
-        s.layers,
-        s.precision,
-        s.pure,
-        s.autocast,
-        s.compile,
-    )
+    laid = (s.data, s.data_size, s.variant, s.hsdp_replicas, s.axes)
+    return *laid, s.precision, s.pure, s.autocast, s.compile
 
 
 def _policies(s: Strategy) -> tuple[object, ...]:
@@ -178,13 +156,14 @@ def refuse(setting: Setting, strategy: Strategy) -> str | None:
         )
     if reason := data_strategy(strategy).refuse(strategy, facts, setting.place):
         return reason
-    if strategy.tp > 1 and (reason := setting.refuse_tensor(strategy.tp)):
-        return reason
+    for term in strategy.inner_axes:
+        if reason := model_axis(term).refuse(term, strategy, facts, setting.global_batch):
+            return reason
     pieces = setting.global_batch // strategy.data_ranks // (strategy.micro_batch or setting.global_batch)
     if reason := refuse_moved(strategy, facts, max(1, pieces)):
         return reason
-    if is_pipelined(strategy):
-        return refuse_pipeline(strategy, facts, setting.global_batch)
+    if stage := strategy.stage_axis:
+        return model_axis(stage).refuse(stage, strategy, facts, setting.global_batch)
     if facts.batch_norms and strategy.micro_batch not in (None, setting.global_batch // strategy.data_ranks):
         return f"BatchNorm ({facts.batch_norms[0]}) normalises over a micro-batch, and cutting the batch changes that."
     return None
@@ -244,7 +223,7 @@ def best_of_each_kind(plans: list[Plan]) -> list[Plan]:
     kinds: dict[tuple[object, ...], Plan] = {}
     for plan in plans:
         s = plan.strategy
-        kind = (s.data, s.variant, s.hsdp_replicas, s.tp, s.op, s.pp, s.schedule, s.precision)
+        kind = (s.data, s.variant, s.hsdp_replicas, s.axes, s.precision)
         kinds.setdefault(kind, plan)
         best = kinds[kind]
         if plan.forecast.step <= best.forecast.step * (1 + TIE) and plainness(s) < plainness(best.strategy):

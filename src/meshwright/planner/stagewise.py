@@ -1,19 +1,23 @@
-"""What each pipeline stage computes, keeps and holds, for one micro-batch size and one degree of tensor parallelism."""
+"""What each pipeline stage computes, keeps and holds, for one micro-batch size and one set of inner axes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from math import prod
 from typing import Any
 
 from meshwright.errors import Refused
-from meshwright.facts.costs import ModelCosts, UnitCosts
+from meshwright.facts.costs import Kernel, ModelCosts, UnitCosts
 from meshwright.facts.hardware import Hardware
 from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import AxisTerm
 from meshwright.planner import kernels
 from meshwright.planner.arrangement import Arrangement
 from meshwright.planner.collectives import seconds
+from meshwright.strategies import inner_axis
+from meshwright.strategies.division import Division, Sent, UnitShare
 from meshwright.strategies.stages import Stages, cut_stages
 
 MET = 1.8
@@ -21,14 +25,17 @@ MET = 1.8
 another stream gathered returns when the host has met the device, which the first stage does when it first waits for a
 gradient (published sweep on H100 nodes: of two in flight hardly any is held twice, of eight nearly all)."""
 
-
 WIDE = 16
-"""Ranks of a tensor axis from which on that takes longer."""
+"""Ranks of inner axes from which on that takes longer."""
+
+
+Inner = tuple[tuple[AxisTerm, ...], bool]
+"""The inner axes, and whether they divide the sequence: an arrangement's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitLoad:
-    """One unit at one micro-batch size, on one rank of a tensor axis."""
+    """One unit at one micro-batch size, on one rank of the inner axes."""
 
     name: str
     is_block: bool
@@ -49,8 +56,10 @@ class UnitLoad:
     """How many parameters these are."""
     multiplies: bool
     """Whether products need its parameters again in backward; a table that is looked up is not needed."""
-    divided_layers: int
-    """Layers after which a tensor axis has to communicate."""
+    intercepted: bool
+    """Whether an inner axis looks into each of its operators on the host."""
+    sent: tuple[tuple[tuple[Sent, ...], tuple[Sent, ...]], ...] = field(hash=False)
+    """For each inner axis: what it sends in forward, and in backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +71,8 @@ class StageLoad:
     """Of all parameters that the stage holds, each once."""
     trainable: int
     tensors: int
+    output: float
+    """Bytes of what crosses to the next stage, from one rank."""
 
     @cached_property
     def counted(self) -> tuple[tuple[UnitLoad, int], ...]:
@@ -118,7 +129,7 @@ class Loads:
         self._names = {p.name: p.names for p in facts.parameters}
         self.model_flops = lru_cache(maxsize=8)(self._flops)
         self.collective = lru_cache(maxsize=1 << 16)(partial(seconds, hardware=hardware))
-        self._divided = lru_cache(maxsize=64)(self._roles)
+        self._divisions = lru_cache(maxsize=64)(self._divide)
         self._holdings = lru_cache(maxsize=512)(self._hold)
         cut = cut_by_compute if by_compute else cut_stages
         self._borders = lru_cache(maxsize=64)(lambda count: cut(facts, count) if count > 1 else None)
@@ -126,14 +137,14 @@ class Loads:
     def of(self, arrangement: Arrangement, *, gathered: float = 1.0) -> tuple[StageLoad, ...]:
         """The stages of an arrangement; raises `Refused` where the model cannot be cut so.
 
-        `gathered` is the share of what a tensor axis gathers that is held until backward.
+        `gathered` is the share of what inner axes gather that is held until backward.
         """
         return self._stages(
             (arrangement.precision, arrangement.recompute),
             arrangement.compile,
             kernels.KEPT_COMPILED if arrangement.compile and arrangement.gathers else 1.0,
             arrangement.micro_batch,
-            arrangement.tp,
+            (arrangement.inner, arrangement.sequence),
             arrangement.stages,
             gathered,
         )
@@ -149,7 +160,7 @@ class Loads:
         compiled: bool,
         keeps: float,
         micro_batch: int,
-        tp: int,
+        inner: Inner,
         stages: int,
         whole: float,
     ) -> tuple[StageLoad, ...]:
@@ -157,7 +168,7 @@ class Loads:
         made: dict[str, UnitLoad] = {}
         for unit in units:
             if unit.like not in made:
-                made[unit.like] = self._load(policy, unit, compiled, keeps, micro_batch, tp, whole)
+                made[unit.like] = self._load(policy, unit, compiled, keeps, micro_batch, inner, whole)
         loads = [made[unit.like] for unit in units]
         if compiled:
             loads[-1] = _fused_loss(loads[-1], loads[-2].output)
@@ -167,25 +178,37 @@ class Loads:
         else:
             groups = [cut.calls_of(stage) for stage in range(stages)]
             groups[-1] = range(groups[-1].start, len(loads))
-        held = self._holdings(tp, stages)
+        boundary = prod(division.boundary_parts for division in self._divisions(inner))
         return tuple(
-            StageLoad(units=tuple(loads[i] for i in group), elements=elements, trainable=trainable, tensors=tensors)
-            for group, (elements, trainable, tensors) in zip(groups, held, strict=True)
+            StageLoad(
+                units=tuple(loads[i] for i in group),
+                elements=elements,
+                trainable=trainable,
+                tensors=tensors,
+                output=loads[group[-1]].output / boundary if group else 0.0,
+            )
+            for group, (elements, trainable, tensors) in zip(groups, self._holdings(inner, stages), strict=True)
         )
 
-    def _hold(self, tp: int, stages: int) -> list[tuple[int, int, int]]:
+    def _divide(self, inner: Inner) -> tuple[Division, ...]:
+        """How each inner axis divides the model."""
+        terms, sequence = inner
+        found = (inner_axis(term).division(self._facts, term.size) for term in terms)
+        return tuple(division if sequence else division.without_sequence() for division in found)
+
+    def _hold(self, inner: Inner, stages: int) -> list[tuple[int, int, int]]:
         """For each stage: elements, those that are trained, and how many parameters they are."""
         calls, cut = self._facts.calls, self._borders(stages)
         groups = [cut.calls_of(stage) for stage in range(stages)] if cut else [range(len(calls))]
         names = [{self._first[name] for i in group for name in calls[i].reads} for group in groups]
-        return [(*self._held(own, tp), len(own)) for own in names]
+        return [(*self._held(own, inner), len(own)) for own in names]
 
-    def _held(self, names: set[str], tp: int) -> tuple[int, int]:
-        """Elements on one rank of a tensor axis, and those of them that are trained."""
+    def _held(self, names: set[str], inner: Inner) -> tuple[int, int]:
+        """Elements on one rank of the inner axes, and those of them that are trained."""
         elements = trainable = 0
         for name in names:
             count, trained = self._counts[name]
-            part = count // tp if tp > 1 and self._is_divided(name, tp) else count
+            part = count // prod(division.parts_of(self._names[name]) for division in self._divisions(inner))
             elements += part
             trainable += part if trained else 0
         return elements, trainable
@@ -197,19 +220,23 @@ class Loads:
         compiled: bool,
         keeps: float,
         micro_batch: int,
-        tp: int,
+        inner: Inner,
         whole: float,
     ) -> UnitLoad:
-        layers, stream = self._divided_layers(unit, tp), self._stream(policy, micro_batch)
-        plan = self._facts.tensor_plan
-        parts = tp if layers or (plan is not None and plan.sequence) else 1
-        elements, trainable = self._held({self._first[name] for name in unit.parameters}, tp)
+        stream = self._stream(policy, micro_batch)
+        shares = [division.share(unit, micro_batch, stream) for division in self._divisions(inner)]
+        parts = prod(share.parts for share in shares)
+        elements, trainable = self._held({self._first[name] for name in unit.parameters}, inner)
         forward, backward = (
-            sum(kernels.seconds(kernel, micro_batch, parts, self._hardware, compiled) for kernel in part)
+            sum(
+                kernels.seconds(kernel, micro_batch, _kernel_parts(kernel, shares), self._hardware, compiled)
+                for kernel in part
+            )
             for part in (unit.forward, unit.backward)
         )
-        # A divided layer's input is gathered, and plain autograd keeps it whole for the gradient of the weight.
-        gathered = layers * whole * stream * (1 - 1 / parts) if unit.is_block and policy[1] == "none" else 0.0
+        # Blocks that recompute gather their inputs again.
+        regathers = unit.is_block and policy[1] == "none"
+        gathered = whole * sum(share.regathered * share.parts / parts for share in shares) if regathers else 0.0
         kept = unit.kept.at(micro_batch) / parts + gathered
         saved = kept * (1 - keeps) if unit.is_block else 0.0
         return UnitLoad(
@@ -220,7 +247,6 @@ class Loads:
             forward_launches=kernels.launches(unit.forward, compiled),
             backward_launches=kernels.launches(unit.backward, compiled),
             kept=kept - saved,
-            # What leaves a head stays divided, so no unit sends more than what flows between blocks.
             output=min(unit.output.at(micro_batch), stream),
             forward_peak=unit.forward_peak.at(micro_batch) / parts + gathered,
             backward_peak=unit.backward_peak.at(micro_batch) / parts + gathered - saved,
@@ -228,7 +254,11 @@ class Loads:
             trainable=trainable,
             tensors=len(unit.parameters),
             multiplies=any(kernel.kind in ("matmul", "convolution") for kernel in unit.forward),
-            divided_layers=layers,
+            intercepted=any(share.intercepted for share in shares),
+            sent=tuple(
+                tuple(_part_of(sent, parts // share.parts) for sent in (share.forward, share.backward))
+                for share in shares
+            ),
         )
 
     def _flow(self, policy: tuple[str, str], micro_batch: int) -> float:
@@ -237,21 +267,14 @@ class Loads:
         sizes = [unit.output.at(micro_batch) for unit in units if unit.is_block]
         return max(sizes or [unit.output.at(micro_batch) for unit in units])
 
-    def _roles(self, tp: int) -> dict[str, str]:
-        """The role of every module that so many ranks divide."""
-        plan = self._facts.tensor_plan
-        return {} if plan is None else {row.module: row.role for row in plan.for_ranks(tp).divided}
 
-    def _is_divided(self, name: str, tp: int) -> bool:
-        return any(alias.rpartition(".")[0] in self._divided(tp) for alias in self._names[name])
+def _kernel_parts(kernel: Kernel, shares: list[UnitShare]) -> int:
+    return prod(share.kernel_parts(kernel) if share.kernel_parts else share.parts for share in shares)
 
-    def _divided_layers(self, unit: UnitCosts, tp: int) -> int:
-        """Layers whose outputs are sums over the axis, so that it communicates there: rows, and vocabularies."""
-        if tp == 1:
-            return 0
-        divided = self._divided(tp)
-        modules = {name.rpartition(".")[0] for name in unit.parameters}
-        return sum(divided.get(module, "column") != "column" for module in modules)
+
+def _part_of(sent: tuple[Sent, ...], others: int) -> tuple[Sent, ...]:
+    """What one axis sends where other axes divide the activations too."""
+    return sent if others == 1 else tuple(replace(each, bytes=each.bytes / others) for each in sent)
 
 
 def _fused_loss(loss: UnitLoad, gradient: float) -> UnitLoad:
@@ -261,7 +284,7 @@ def _fused_loss(loss: UnitLoad, gradient: float) -> UnitLoad:
 
 def held_twice(arrangement: Arrangement) -> float:
     """The share of gathered inputs that is not back with the allocator where hosts wait; wide axes wait longer."""
-    return max(0.1, 1 - MET * max(1.0, arrangement.tp / WIDE) / arrangement.stages)
+    return max(0.1, 1 - MET * max(1.0, arrangement.inner_ranks / WIDE) / arrangement.stages)
 
 
 def cut_by_compute(facts: ModelFacts, count: int) -> Stages:

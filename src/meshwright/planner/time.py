@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
 from meshwright.facts.hardware import Hardware
-from meshwright.planner.arrangement import Arrangement, stages_of
+from meshwright.planner.arrangement import Arrangement, inner_causes, stages_of
 from meshwright.planner.collectives import Group, group_on
 from meshwright.planner.kernels import moving
 from meshwright.planner.stagewise import WIDE, Loads, StageLoad, UnitLoad
+from meshwright.schedules import FAMILIES
+from meshwright.strategies.division import Sent
 
 UPDATE_BYTES = 28
 """Of one element in a fused Adam step: parameter, gradient and two moments are read, all but the gradient written."""
 MESSAGE = 256e6
 """Bytes of the largest message that engines send at once; more is several, one after the other."""
+DATA_PLACE = 0
+"""Of the data axis in the mesh: axes of a higher place are inside of it."""
 BUCKET = 25e6
 """Bytes of gradients that DDP sends at once."""
 
@@ -63,26 +68,33 @@ class Site:
         return self.hardware.device == "cpu"
 
     @cached_property
-    def tensor(self) -> Group:
-        return group_on(self.arrangement.tp, 1, self.per_node)
+    def inner(self) -> tuple[Group, ...]:
+        """Of each inner axis."""
+        terms = self.arrangement.inner
+        return tuple(group_on(term.size, self._stride(term.traits.place), self.per_node) for term in terms)
+
+    def _stride(self, place: int) -> int:
+        """Ranks of the data axis and the inner axes that are further in than a place of the mesh."""
+        inner = prod(term.size for term in self.arrangement.inner if term.traits.place > place)
+        return inner * self.arrangement.data if place < DATA_PLACE else inner
 
     @cached_property
     def shard(self) -> Group:
-        return group_on(self.arrangement.shards, self.arrangement.tp, self.per_node)
+        return group_on(self.arrangement.shards, self._stride(DATA_PLACE), self.per_node)
 
     @cached_property
     def replica(self) -> Group:
         a = self.arrangement
-        return group_on(a.data // a.shards, a.tp * a.shards, self.per_node)
+        return group_on(a.data // a.shards, self._stride(DATA_PLACE) * a.shards, self.per_node)
 
     @cached_property
     def data(self) -> Group:
-        return group_on(self.arrangement.data, self.arrangement.tp, self.per_node)
+        return group_on(self.arrangement.data, self._stride(DATA_PLACE), self.per_node)
 
     @cached_property
     def neighbour(self) -> Group:
         """A stage and the next one."""
-        return group_on(2, self.arrangement.tp * self.arrangement.data, self.per_node)
+        return group_on(2, self.arrangement.inner_ranks * self.arrangement.data, self.per_node)
 
     def time(self, kind: str, size: float, group: Group) -> float:
         """Seconds to send so many bytes, in messages that are not larger than gradients are collected to."""
@@ -97,14 +109,18 @@ class Pass:
     """A stage's forward or backward of one micro-batch."""
 
     compute: float
-    tensor: float
-    """Communication of the tensor axis, which compute waits for."""
+    sent: dict[str, float]
+    """Communication of each inner axis, which compute waits for, by the name of its mesh axis."""
     host: float
     """What the host needs beyond both."""
 
     @property
     def total(self) -> float:
-        return self.compute + self.tensor + self.host
+        return self.compute + sum(self.sent.values()) + self.host
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {"compute": self.compute, **self.sent, "host": self.host}
 
 
 def forecast_time(arrangement: Arrangement, loads: Loads, hardware: Hardware, per_node: int) -> Timing:
@@ -112,7 +128,7 @@ def forecast_time(arrangement: Arrangement, loads: Loads, hardware: Hardware, pe
     site = Site(hardware=hardware, per_node=per_node, arrangement=arrangement, collective=loads.collective)
     stages = loads.of(arrangement)
     timing = Timing()
-    if arrangement.pp > 1:
+    if arrangement.stage_ranks > 1:
         _pipeline(timing, site, stages)
     elif arrangement.gathers:
         _gathering(timing, site, stages[0])
@@ -130,19 +146,21 @@ def stage_passes(site: Site, stage: StageLoad) -> tuple[Pass, Pass]:
 
 
 def _pass(site: Site, stage: StageLoad, *, backward: bool) -> Pass:
-    compute = tensor = asked = 0.0
-    meeting = _meeting(site) if site.arrangement.tp > 1 else 0.0
+    compute = asked = 0.0
+    sent = dict.fromkeys(inner_causes(), 0.0)
     for unit, times in stage.counted:
         compute += times * ((unit.backward if backward else unit.forward) + _preparing(site, unit, backward=backward))
-        waited, meetings = _tensor_time(site, unit)
-        tensor += times * waited
-        asked += times * (_launching(site, unit, backward=backward) + meetings * meeting)
+        host = _launching(site, unit, backward=backward)
+        for term, group, own in zip(site.arrangement.inner, site.inner, unit.sent, strict=True):
+            sent[term.traits.mesh_name] += times * _sending(site, group, own[backward])
+            host += sum(message.times for message in own[backward]) * _meeting(site, group.ranks)
+        asked += times * host
     if backward:
         compute += _accumulating(site, stage.trainable)
     if not site.is_cpu:
-        asked += site.arrangement.host.neighbour * (site.arrangement.pp > 1)
+        asked += site.arrangement.host.neighbour * (site.arrangement.stage_ranks > 1)
         asked += _sharded_host(site, stage, backward=backward)
-    return Pass(compute=compute, tensor=tensor, host=max(0.0, asked - compute - tensor))
+    return Pass(compute=compute, sent=sent, host=max(0.0, asked - compute - sum(sent.values())))
 
 
 def _launching(site: Site, unit: UnitLoad, *, backward: bool) -> float:
@@ -152,7 +170,7 @@ def _launching(site: Site, unit: UnitLoad, *, backward: bool) -> float:
     if site.is_cpu:
         return launches * site.hardware.launch
     plain = each = site.hardware.launch + a.host.operator
-    if a.tp > 1 and unit.divided_layers:
+    if unit.intercepted:
         each += a.host.divided[backward]
     casts = unit.tensors if a.cast_bytes else 0
     if a.recompute == "none" or not unit.is_block:
@@ -192,30 +210,18 @@ def _accumulating(site: Site, elements: int) -> float:
     return moving(elements * (a.compute_bytes + 2 * a.gradient_bytes), site.hardware)
 
 
-def _meeting(site: Site) -> float:
-    """Host seconds of one collective of the tensor axis."""
+def _meeting(site: Site, ranks: int) -> float:
+    """Host seconds of one collective of an inner axis."""
     if site.is_cpu:
         return 0.0
-    crosses = site.arrangement.pp > 1 and site.neighbour.nodes > 1
-    tp = site.arrangement.tp
+    crosses = site.arrangement.stage_ranks > 1 and site.neighbour.nodes > 1
     host = site.arrangement.host
-    stall = host.stall * tp * max(1.0, tp / WIDE) if crosses and not site.arrangement.compile else 0.0
+    stall = host.stall * ranks * max(1.0, ranks / WIDE) if crosses and not site.arrangement.compile else 0.0
     return host.collective + stall
 
 
-def _tensor_time(site: Site, unit: UnitLoad) -> tuple[float, int]:
-    """Seconds and number of a unit's collectives along the tensor axis in one direction.
-
-    Where the sequence is divided, each divided layer gathers before and scatters after, and the other way round in
-    backward.
-    """
-    if not unit.divided_layers or site.arrangement.tp == 1:
-        return 0.0, 0
-    group, size = site.tensor, unit.output
-    if not site.arrangement.sequence:
-        return unit.divided_layers * site.time("all_reduce", size, group), unit.divided_layers
-    once = site.time("all_gather", size, group) + site.time("reduce_scatter", size, group)
-    return unit.divided_layers * once, unit.divided_layers * 2
+def _sending(site: Site, group: Group, messages: tuple[Sent, ...]) -> float:
+    return sum(message.times * site.time(message.kind, message.bytes, group) for message in messages)
 
 
 def _plain(timing: Timing, site: Site, stage: StageLoad) -> None:
@@ -249,16 +255,19 @@ def _gathering(timing: Timing, site: Site, stage: StageLoad) -> None:
         unit.name: (
             site.time("all_gather", unit.elements * a.compute_bytes, site.shard),
             _gradient_sum(site, unit.trainable) if unit.trainable else 0.0,
-            _tensor_time(site, unit)[0],
+            [
+                sum(_sending(site, group, own[way]) for group, own in zip(site.inner, unit.sent, strict=True))
+                for way in (0, 1)
+            ],
         )
         for unit, _ in stage.counted
     }
     forward, backward = stage_passes(site, stage)
     for part in (forward, backward):
         _add_pass(timing, part, a.micro_batches)
-    ahead = [(unit.forward + moves[unit.name][2], moves[unit.name][0], 0.0) for unit in stage.units]
+    ahead = [(unit.forward + moves[unit.name][2][0], moves[unit.name][0], 0.0) for unit in stage.units]
     gathers = 1.0 if a.reshards else 0.0
-    back = [(u.backward + moves[u.name][2], gathers * moves[u.name][0], 0.0) for u in reversed(stage.units)]
+    back = [(u.backward + moves[u.name][2][1], gathers * moves[u.name][0], 0.0) for u in reversed(stage.units)]
     final = [
         (compute, gather, moves[u.name][1]) for (compute, gather, _), u in zip(back, reversed(stage.units), strict=True)
     ]
@@ -293,16 +302,15 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageLoad, ...]) -> None
     passes = [made[stage.counted] for stage in stages]
     ranks = stages_of(a)
     work = [sum(passes[i][0].total + passes[i][1].total for i in own) for own in ranks]
-    dearest = max(range(a.pp), key=work.__getitem__)
+    dearest = max(range(a.stage_ranks), key=work.__getitem__)
     updates = [moving(_updated(a, sum(stages[i].trainable for i in own)), site.hardware) for own in ranks]
     timing.busy = [a.micro_batches * each + update for each, update in zip(work, updates, strict=True)]
     for i in ranks[dearest]:
         for part in passes[i]:
             _add_pass(timing, part, a.micro_batches)
-    timing.add("bubble", _bubble(a, work, passes))
-    hops = 2 * (a.pp - 1)
-    size = max(stage.units[-1].output for stage in stages[:-1] if stage.units) / (a.tp if a.sequence else 1)
-    timing.add("stages", hops * site.time("send", size, site.neighbour))
+    timing.add("bubble", _bubble(a, work))
+    hops = 2 * (a.stage_ranks - 1)
+    timing.add("stages", hops * site.time("send", max(stage.output for stage in stages[:-1]), site.neighbour))
     busiest = max(stages, key=lambda stage: stage.trainable)
     if a.data > 1:
         timing.add("data", _gradient_sum(site, busiest.trainable * a.virtual))
@@ -310,25 +318,15 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageLoad, ...]) -> None
         timing.add("data", site.time("all_gather", busiest.elements * a.virtual * a.compute_bytes, site.shard))
 
 
-def _bubble(a: Arrangement, work: list[float], passes: list[tuple[Pass, Pass]]) -> float:
+def _bubble(a: Arrangement, work: list[float]) -> float:
     """Seconds that the dearest rank waits for others in one step."""
-    others = sum(work) - max(work)
-    if a.schedule == "layers":
-        return a.micro_batches * others
-    if a.schedule == "interleaved":
-        return others / a.virtual
-    if a.schedule == "zb":
-        # The weights' part of backward, about a third of the work, fills the gap.
-        return others / 3
-    if a.schedule in ("zbv", "dualpipev"):
-        return others / 6
-    return others
+    others, family = sum(work) - max(work), FAMILIES[a.schedule]
+    return a.micro_batches * others if family.one_at_a_time else others / family.gap_divisor
 
 
 def _add_pass(timing: Timing, part: Pass, times: int) -> None:
-    timing.add("compute", part.compute * times)
-    timing.add("tensor", part.tensor * times)
-    timing.add("host", part.host * times)
+    for cause, seconds in part.parts.items():
+        timing.add(cause, seconds * times)
 
 
 def _update(timing: Timing, site: Site, stages: tuple[StageLoad, ...]) -> None:

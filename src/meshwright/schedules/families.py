@@ -31,8 +31,10 @@ class Family:
     """Whether a micro-batch leaves the pipeline before the next one enters."""
     splits_backward: bool = False
     """Whether the weights' part of a backward pass is put off."""
-    idle: float = 1.0
-    """The share of the other ranks' work on one micro-batch that a rank waits for in a step."""
+    gap_divisor: int = 1
+    """In a step a rank waits for the other ranks' work on one micro-batch, divided by this."""
+    in_flight: Callable[[int, int, int], int] | None = None
+    """Micro-batches that a rank keeps activations of, from rank, ranks and micro-batches; None: the schedule tells."""
     searched: bool = False
     """Whether the planner considers it unasked. `gpipe` holds more than `1f1b` and is no faster, and `zb` is between
     `1f1b` and `zbv`."""
@@ -47,12 +49,13 @@ def _even_rounds(ranks: int, micro_batches: int) -> bool:
 _ROUNDS = "a multiple of its rounds, which are the micro-batches // ranks"
 
 FAMILIES: dict[str, Family] = {
-    "layers": Family(order=plain.layers, one_at_a_time=True, complexity=0),
-    "gpipe": Family(order=plain.gpipe, complexity=0),
+    "layers": Family(order=plain.layers, one_at_a_time=True, complexity=0, in_flight=lambda rank, ranks, count: 1),
+    "gpipe": Family(order=plain.gpipe, complexity=0, in_flight=lambda rank, ranks, count: count),
     "1f1b": Family(
         order=plain.one_f_one_b,
         searched=True,
         complexity=0,
+        in_flight=lambda rank, ranks, count: min(count, ranks - rank),
         allows=lambda ranks, micro_batches: micro_batches >= ranks,
         demand="at least as many as ranks",
     ),
@@ -62,7 +65,7 @@ FAMILIES: dict[str, Family] = {
         virtual_free=True,
         allows=_even_rounds,
         demand=_ROUNDS,
-        idle=1 / 2,
+        gap_divisor=2,
         searched=True,
     ),
     # The weights' part of backward, about a third of the work, fills the gaps.
@@ -72,17 +75,17 @@ FAMILIES: dict[str, Family] = {
         allows=_even_rounds,
         demand=_ROUNDS,
         splits_backward=True,
-        idle=1 / 3,
+        gap_divisor=3,
     ),
     "zbv": Family(
-        order=folded.zero_bubble_v, virtual=2, placement="v", splits_backward=True, idle=1 / 6, searched=True
+        order=folded.zero_bubble_v, virtual=2, placement="v", splits_backward=True, gap_divisor=6, searched=True
     ),
     "dualpipev": Family(
         order=folded.dual_pipe_v,
         virtual=2,
         placement="v",
         splits_backward=True,
-        idle=1 / 6,
+        gap_divisor=6,
         allows=lambda ranks, micro_batches: micro_batches >= 2 * ranks,
         demand="at least as many as stages, which are two on each rank",
     ),

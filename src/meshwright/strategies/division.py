@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from meshwright.facts.costs import UnitCosts
+from meshwright.facts.costs import Kernel, UnitCosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +24,15 @@ class UnitShare:
     """A rank's share of one unit."""
 
     parts: int = 1
-    """Ranks that its kernels and activations are divided over."""
+    """Ranks that its activations, and so its kernels, are divided over."""
+    kernel_parts: Callable[[Kernel], int] | None = None
+    """Ranks that one kernel is divided over, where that does not follow from the activations."""
     regathered: float = 0.0
     """Bytes of inputs that are gathered, and kept whole until backward."""
     forward: tuple[Sent, ...] = ()
     backward: tuple[Sent, ...] = ()
+    intercepted: bool = False
+    """Whether the host looks into each operator as it is called, which takes it time."""
 
 
 class Division:
@@ -43,3 +48,7 @@ class Division:
     def share(self, unit: UnitCosts, samples: int, stream: float) -> UnitShare:
         """A rank's share of a unit in one micro-batch. `stream` is the bytes that flow from block to block."""
         return UnitShare()
+
+    def without_sequence(self) -> Division:
+        """The same in an engine that leaves activations between layers whole on every rank."""
+        return self

@@ -67,12 +67,22 @@ class AxisTerm:
         """The order of micro-batches on a staged axis; "" for the others."""
         return self.suffix or self.traits.schedule
 
+    @classmethod
+    def of(cls, traits: AxisTraits, size: int) -> AxisTerm:
+        return cls(traits.word, size, traits.default_suffix)
+
     def __str__(self) -> str:
         return f"{self.word}={self.size}" + (f":{self.suffix}" if self.suffix else "")
 
 
 MODEL_AXES: dict[str, AxisTraits] = {}
 """The registered model axes by word, in the order of the strategy's text; `meshwright.strategies` fills it."""
+
+
+def first_axes() -> tuple[AxisTraits, AxisTraits]:
+    """The first registered axis inside the data axis and the first that has stages: what checks take unasked."""
+    inner = next(traits for traits in MODEL_AXES.values() if not traits.staged)
+    return inner, next(traits for traits in MODEL_AXES.values() if traits.staged)
 
 
 def normalised(terms: tuple[AxisTerm, ...]) -> tuple[AxisTerm, ...]:

@@ -7,7 +7,7 @@ of a stage axis run different layers, one stage each, on the pipeline engine.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -45,6 +45,10 @@ class ModelAxis(ABC):
     def sizes(self, facts: ModelFacts, cluster: Cluster) -> Collection[int]:
         """The sizes that the planner's search considers; empty if it does so only when asked."""
         return ()
+
+    def compared(self, ranks: int) -> Iterator[str]:
+        """The strategies that `compare` runs with it unasked: by default it alone in every size."""
+        yield from (f"{self.traits.word}={size}" for size in range(2, ranks + 1) if ranks % size == 0)
 
     def show(self, term: AxisTerm, strategy: Strategy, facts: ModelFacts, job: Job) -> dict[str, Any]:
         """How it divides the model, as fields of `layout`'s document."""

@@ -85,6 +85,13 @@ def first_axes() -> tuple[AxisTraits, AxisTraits]:
     return inner, next(traits for traits in MODEL_AXES.values() if traits.staged)
 
 
+def conflict(one: AxisTraits, other: AxisTraits) -> str:
+    """Why two axes exclude each other; "" if they do not."""
+    if one.mesh_name == other.mesh_name:
+        return one.conflict or other.conflict or "both take the same mesh axis"
+    return "both divide parameters" if one.splits_tensors and other.splits_tensors else ""
+
+
 def normalised(terms: tuple[AxisTerm, ...]) -> tuple[AxisTerm, ...]:
     """The terms in the order of the strategy's text, with default suffixes; an axis of one rank is none."""
     order = list(MODEL_AXES)

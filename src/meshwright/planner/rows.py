@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -122,17 +124,19 @@ def _cluster(values: Mapping[str, Any], number: _Numbers) -> Cluster:
     )
 
 
-NETWORKS = {"nanotron": "efa", "llm-foundry": "roce", "fms-fsdp": "roce"}
-"""What joins the nodes of public sweeps, by a word of their source: Hugging Face's cluster is made of AWS p5 nodes, and
-the other two name RoCE."""
-
-
 def _link(values: Mapping[str, Any]) -> str | None:
-    """What joins the nodes: a column of its own, or what is known of the source."""
+    """What joins the nodes: the row's own column, or what is known of the source that it names."""
     if values.get("inter_node_link"):
         return str(values["inter_node_link"])
     source = values.get("source") or ""
-    return next((kind for word, kind in NETWORKS.items() if word in source), None)
+    return next((network["link"] for word, network in _networks().items() if word in source), None)
+
+
+@cache
+def _networks() -> dict[str, dict[str, str]]:
+    """Networks of published benchmarks whose rows do not name theirs, by a word of their source."""
+    found: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("networks.json").read_text())
+    return found
 
 
 def _arrangement(values: Mapping[str, Any], number: _Numbers) -> Arrangement:

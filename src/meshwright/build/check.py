@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.build.batch import has_stand_ins, micro_steps
 from meshwright.describe.batch_layout import Rows, pairs_of
-from meshwright.describe.blueprint import record
+from meshwright.describe.blueprint import model_to_read
 from meshwright.describe.learnt_layout import learn
 from meshwright.describe.observe import make_batch
 from meshwright.describe.structure import tensors_of
@@ -67,7 +67,7 @@ def check_engine_config(config: Mapping[str, Any], job: Job, strategy: Strategy)
     """What DeepSpeed is handed of a user's configuration, or an error that names what the run contradicts."""
     if strategy.engine != "deepspeed":
         raise Refused(f"A DeepSpeed configuration was given, but {strategy} is not run by it; add engine=deepspeed.")
-    model = record(job.model, seed=0, values=False).model
+    model = model_to_read(job.model)
     parameters = NamedParameters((name, p) for name, p in model.named_parameters() if p.requires_grad)
     refuse_contradictions(config, strategy, job, job.optimizer(parameters))
     return without_job(config)
@@ -148,7 +148,7 @@ def _refuse_model_axes(job: Job, facts: ModelFacts, strategy: Strategy) -> str |
     if strategy.op > 1:
         if facts.unseen:
             return f"op={strategy.op} needs to see the model run on fake tensors, which it does not: {facts.unseen}"
-        plan_operators(record(job.model, seed=0, values=False).model, strategy.op, frozenset(facts.read_elsewhere))
+        plan_operators(model_to_read(job.model), strategy.op, frozenset(facts.read_elsewhere))
     if is_pipelined(strategy):
         if strategy.schedule in SPLIT_BACKWARD and _lowers(strategy):
             return (
@@ -157,7 +157,7 @@ def _refuse_model_axes(job: Job, facts: ModelFacts, strategy: Strategy) -> str |
             )
         stages = cut_stages(facts, count_stages(strategy), job.stages)
         if strategy.engine == "deepspeed":
-            cut_layers(record(job.model, seed=0, values=False).model, facts, stages)
+            cut_layers(model_to_read(job.model), facts, stages)
         return refuse_pipeline(strategy, facts, job.global_batch)
     return None
 

@@ -9,7 +9,7 @@ from meshwright import schedules
 from meshwright.build.check import check
 from meshwright.build.rehearsal import rehearse
 from meshwright.build.staging import nominal_batch, tracer
-from meshwright.describe.blueprint import record
+from meshwright.describe.blueprint import model_to_read
 from meshwright.describe.calls import TensorLeaf
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
@@ -43,9 +43,7 @@ def lay_out_on_paper(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int
         document["tensor_plan"] = plan.as_mapping()
         document["tensor"] = [dict(zip(("module", "role", "divides", "why"), row, strict=True)) for row in plan.table()]
     if resolved.op > 1:
-        operators = plan_operators(
-            record(job.model, seed=0, values=False).model, resolved.op, frozenset(facts.read_elsewhere)
-        )
+        operators = plan_operators(model_to_read(job.model), resolved.op, frozenset(facts.read_elsewhere))
         document["operators"] = [
             {"module": one.name, "kind": one.kind, "divides": "" if one.why else one.along, "why": one.why}
             for one in operators.operators

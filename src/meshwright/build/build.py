@@ -21,11 +21,12 @@ from meshwright.build.recompute import recompute_blocks
 from meshwright.build.world import World
 from meshwright.describe.blueprint import Blueprint
 from meshwright.describe.calls import Flow
+from meshwright.describe.dtypes import DTYPES
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies import data_strategy
 from meshwright.strategies.cuts import Cuts
-from meshwright.strategies.engine import DTYPES, Engine, Setting
+from meshwright.strategies.engine import Engine, Setting
 from meshwright.strategies.operator import OperatorPlan, plan_operators, split_operators
 from meshwright.strategies.stages import Stages
 from meshwright.strategies.tensor import split_tensors, tensor_region, to_plain

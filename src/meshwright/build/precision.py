@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from meshwright.build.autocast import Region, run_within
-from meshwright.build.operators import SMALL, computing_in
+from meshwright.build.operators import computing_in
+from meshwright.describe.dtypes import LOW
 from meshwright.describe.observe import call_loss
 from meshwright.facts.job import Job
 from meshwright.strategies.forward import Around, wrap_forward
@@ -120,7 +121,7 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 
 def raise_small(tree: Any) -> Any:
     """bf16 and fp16 tensors of a tree in fp32."""
-    return tree_map(lambda leaf: leaf.float() if torch.is_tensor(leaf) and leaf.dtype in SMALL else leaf, tree)
+    return tree_map(lambda leaf: leaf.float() if torch.is_tensor(leaf) and leaf.dtype in LOW else leaf, tree)
 
 
 @cache

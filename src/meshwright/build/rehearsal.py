@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves
 from meshwright.build.precision import apply_precision, loss_under
 from meshwright.build.staging import check_stages
 from meshwright.describe.blueprint import record
+from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.flops import PRODUCTS
 from meshwright.describe.observe import observe
 from meshwright.errors import JobError, Refused, one_line
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.engine import DTYPES
 from meshwright.strategies.pipeline import is_pipelined
 
 

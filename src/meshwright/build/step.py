@@ -32,6 +32,7 @@ from meshwright.build.whole_batch import WholeBatchPasses
 from meshwright.build.whole_batch_loss import WholeBatchLoss
 from meshwright.build.world import World, outside_of_modes
 from meshwright.describe.blueprint import record
+from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.samples import Cutter
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
@@ -39,7 +40,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.named import NamedParameters
 from meshwright.facts.schedule import advance
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.engine import DTYPES, Engine, OptimizerState, OptimizingEngine
+from meshwright.strategies.engine import Engine, OptimizerState, OptimizingEngine
 from meshwright.strategies.norm import scale_
 from meshwright.strategies.pipeline import count_micro_batches
 from meshwright.strategies.stages import cut_stages

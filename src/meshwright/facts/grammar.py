@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from meshwright.errors import ContradictoryTerms, UnknownTerm
 from meshwright.facts.data_axis import DATA_AXES
+from meshwright.facts.precision import FORMATS, FULL
 
 if TYPE_CHECKING:
     from meshwright.facts.strategy import Strategy
 
 Schedule = Literal["", "gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"]
-Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["", "optimizer", "params", "nvme"]
 Engine = Literal["torch", "deepspeed"]
@@ -89,7 +89,7 @@ def read_terms(text: str) -> Fields:
 
 def show_terms(strategy: Strategy) -> str:
     """The canonical text; `fp32` for the strategy that leaves everything at its default."""
-    return ",".join(filter(None, (row.show(strategy) for row in TABLE))) or "fp32"
+    return ",".join(filter(None, (row.show(strategy) for row in TABLE))) or FULL.word
 
 
 def find_row(term: Term) -> int:
@@ -251,7 +251,7 @@ def read_precision(term: Term) -> Fields:
 
 
 def show_precision(strategy: Strategy) -> str:
-    if strategy.precision == "fp32":
+    if strategy.precision == FULL.word:
         return ""
     return strategy.precision + "".join(f":{suffix}" for suffix in SUFFIXES if getattr(strategy, suffix))
 
@@ -290,7 +290,7 @@ TABLE: tuple[Row, ...] = (
     size("op"),
     Row(fixed=(_PIPELINE_FORM,), read=read_pipeline, show=show_pipeline),
     size("layers"),
-    Row(fixed=get_args(Precision), read=read_precision, show=show_precision),
+    Row(fixed=tuple(FORMATS), read=read_precision, show=show_precision),
     choice("ac", get_args(Recompute), field="recompute"),
     Row(fixed=("offload=optimizer|params|nvme:DIR",), read=read_offload, show=show_offload),
     size("mb", field="micro_batch", default=None),

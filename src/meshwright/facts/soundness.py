@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, get_args
 from meshwright.errors import ContradictoryTerms, StrategyError
 from meshwright.facts import grammar
 from meshwright.facts.data_axis import DATA_AXES, find_traits
+from meshwright.facts.precision import FORMATS
 from meshwright.facts.ranks import MODEL_AXES
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 _WORDS = {
     "schedule": get_args(grammar.Schedule),
-    "precision": get_args(grammar.Precision),
+    "precision": tuple(FORMATS),
     "recompute": get_args(grammar.Recompute),
     "offload": get_args(grammar.Offload),
     "engine": get_args(grammar.Engine),

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from meshwright.facts import grammar, soundness
 from meshwright.facts.data_axis import DataTraits, find_traits
-from meshwright.facts.grammar import Engine, Offload, Precision, Recompute, Schedule
+from meshwright.facts.grammar import Engine, Offload, Recompute, Schedule
+from meshwright.facts.precision import FORMATS, NumberFormat
 from meshwright.facts.ranks import count_model_ranks, fill_data_axis
 
-__all__ = ["Engine", "Offload", "Precision", "Recompute", "Schedule", "Strategy"]
+__all__ = ["Engine", "Offload", "Recompute", "Schedule", "Strategy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,8 @@ class Strategy:
     """The order of the pipeline's micro-batches; 1f1b where none was named, "" where pp is 1."""
     layers: int = 1
     """Ranks of plain layer-wise placement."""
-    precision: Precision = "fp32"
-    """The dtype of the computation."""
+    precision: str = "fp32"
+    """The number format of the computation: one of `facts/precision.py`."""
     pure: bool = False
     """Whether the parameters are in that dtype too, with no fp32 master weights."""
     autocast: bool = False
@@ -87,6 +88,11 @@ class Strategy:
     def traits(self) -> DataTraits:
         """What its data axis is."""
         return find_traits(self.data, self.variant)
+
+    @property
+    def number_format(self) -> NumberFormat:
+        """What its precision is."""
+        return FORMATS[self.precision]
 
     @property
     def model_ranks(self) -> int:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.facts.model import ModelFacts
+from meshwright.facts.precision import FORMATS
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.hosts import ELSEWHERE, OURS, HostCosts
 from meshwright.schedules import FAMILIES
 from meshwright.strategies import data_strategy
-from meshwright.strategies.base import ITEMSIZE
 from meshwright.strategies.pipeline import count_micro_batches, is_pipelined, pipeline_ranks, schedule_name
 
 MASTER_BYTES = 4
@@ -80,7 +80,7 @@ class Arrangement:
     @property
     def compute_bytes(self) -> int:
         """Of one element as it is computed with."""
-        return ITEMSIZE[self.precision]
+        return FORMATS[self.precision].bytes
 
     @property
     def gathers(self) -> bool:
@@ -91,7 +91,7 @@ def arrange(strategy: Strategy, facts: ModelFacts, global_batch: int) -> Arrange
     """The numbers of a resolved strategy that trains a job on the torch engine."""
     technique = data_strategy(strategy)
     layout, traits = technique.layout(strategy), strategy.traits
-    low, update_bytes = ITEMSIZE[strategy.precision], layout.update_bytes or MASTER_BYTES
+    low, update_bytes = strategy.number_format.bytes, layout.update_bytes or MASTER_BYTES
     micro_batch, micro_batches = cut_batch(strategy, global_batch)
     plan = facts.tensor_plan
     return Arrangement(

@@ -15,9 +15,9 @@ from typing import Any
 from meshwright.describe.decoder import Shape
 from meshwright.errors import BadInput, ClusterError
 from meshwright.facts.cluster import Cluster
+from meshwright.facts.precision import BUILT, FORMATS
 from meshwright.planner.arrangement import Arrangement
 from meshwright.reading import read_text, shown
-from meshwright.strategies.base import ITEMSIZE
 
 MOST = 10_000_000
 """Of layers, tokens, devices and whatever else is counted; beyond it a number is a slip of the keyboard."""
@@ -142,8 +142,9 @@ def _networks() -> dict[str, dict[str, str]]:
 def _arrangement(values: Mapping[str, Any], number: _Numbers) -> Arrangement:
     shards, replicas, stage = number("dp_shard"), number("dp_replicate"), number("zero_stage")
     compute = _dtype(values, "compute_dtype", "bf16")
-    rest, gradient = ITEMSIZE[_dtype(values, "param_dtype", "fp32")], ITEMSIZE[_dtype(values, "grad_dtype", "fp32")]
-    master = ITEMSIZE[_dtype(values, "master_dtype", "fp32")]
+    rest, gradient, master = (
+        FORMATS[_dtype(values, name, "fp32")].bytes for name in ("param_dtype", "grad_dtype", "master_dtype")
+    )
     over = shards if stage else 1
     beside, summed = master > rest, number("grad_accum") > 1
     return Arrangement(
@@ -167,7 +168,7 @@ def _arrangement(values: Mapping[str, Any], number: _Numbers) -> Arrangement:
         beside_bytes=rest if gradient > rest and stage < 2 and number("pp") > 1 and (summed or stage) else 0,
         moment_bytes=2 * master,
         master_bytes=master if beside else 0,
-        cast_bytes=0 if ITEMSIZE[compute] == rest or stage == 3 else ITEMSIZE[compute],
+        cast_bytes=0 if FORMATS[compute].bytes == rest or stage == 3 else FORMATS[compute].bytes,
         reshards=stage == 3,
         reduce_bytes=gradient,
         # What is summed beside the parameters is sent when the sum is complete.
@@ -196,8 +197,8 @@ class _Numbers:
 
 def _dtype(values: Mapping[str, Any], name: str, default: str) -> str:
     dtype = values.get(name) or default
-    if dtype not in ITEMSIZE:
-        raise ValueError(f"{name} is {dtype!r}; known are {', '.join(ITEMSIZE)}")
+    if dtype not in BUILT:
+        raise ValueError(f"{name} is {dtype!r}; known are {', '.join(BUILT)}")
     return str(dtype)
 
 

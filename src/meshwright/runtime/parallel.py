@@ -17,6 +17,7 @@ from meshwright.build.precision import raise_small
 from meshwright.build.world import World
 from meshwright.describe.blocks import find_blocks
 from meshwright.describe.blueprint import adopt, record
+from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.model import batch_norm_names, parameter_facts
 from meshwright.describe.structure import tensors_of
 from meshwright.errors import JobError, Refused
@@ -25,7 +26,6 @@ from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.place import place_of
 from meshwright.runtime.run import enter_world
-from meshwright.strategies.engine import DTYPES
 from meshwright.strategies.norm import global_norm, scale_
 
 

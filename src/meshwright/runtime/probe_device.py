@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from meshwright.describe.dtypes import DTYPES
+
 BUDGET = 0.3
 """Seconds that one measurement may take, about."""
 BATCHES = 5
 """The median of so many is taken, so that one disturbance does not count."""
 MOST = 2000
 """Repetitions in a batch."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SLOW = 0.1
 """Seconds of a call after which nothing larger of its kind is tried: a busy or small machine stays within a minute."""
 GPU_SHAPES = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 1024, 4096))

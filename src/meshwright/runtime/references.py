@@ -24,6 +24,7 @@ import torch
 
 from meshwright.build.batch import micro_steps
 from meshwright.build.world import World
+from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.jobfile import load_job
 from meshwright.errors import BadInput, JobError, MeshwrightError, one_line
 from meshwright.facts.job import Job
@@ -40,7 +41,6 @@ from meshwright.runtime.plain import Recipe, train_plainly
 from meshwright.runtime.trained import Disturbance, run_steps
 from meshwright.runtime.verdict import FAILED, REFUSED, Verdict, judge, judge_loss, without_verdict
 from meshwright.strategies import Place
-from meshwright.strategies.engine import DTYPES
 from meshwright.strategies.pipeline import is_pipelined
 
 

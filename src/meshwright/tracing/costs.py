@@ -16,6 +16,7 @@ from meshwright.build.precision import apply_precision, loss_under
 from meshwright.build.recompute import recompute_blocks
 from meshwright.describe.as_on_cuda import as_on_cuda
 from meshwright.describe.blueprint import Blueprint, record
+from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.forward import replaced_forwards
 from meshwright.describe.kinds import arrival_of
 from meshwright.describe.ladder import Rung, climb, is_small, on_fake, on_meta, on_real
@@ -28,7 +29,6 @@ from meshwright.errors import JobError, one_line
 from meshwright.facts.costs import Kernel, ModelCosts, Size, UnitCosts
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
-from meshwright.strategies.engine import DTYPES
 from meshwright.tracing.meter import Meter, Ran
 
 SIZES = (2, 4)

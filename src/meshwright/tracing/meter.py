@@ -11,9 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshwright.describe.dtypes import WORDS
 from meshwright.describe.flops import ALLOCATIONS, count_flops, operator_kind, product_shape
-
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ def _work(func: Any, args: Any, kwargs: Any, result: Any, given: list[torch.Tens
     return Ran(
         name=name,
         kind=operator_kind(func),
-        dtype=_DTYPES.get(largest.dtype if largest is not None else torch.float32, "fp32"),
+        dtype=WORDS.get(largest.dtype if largest is not None else torch.float32, "fp32"),
         flops=flops,
         bytes=float(_touched(name, given, made)),
         made=float(sum(_bytes(leaf) for leaf in made)),

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from meshwright.describe.dtypes import WORDS
 from meshwright.describe.flops import ALLOCATIONS, count_flops, operator_kind, product_shape
 from meshwright.facts.trace import Operation
 
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NO_KERNEL = {*ALLOCATIONS, "detach", "alias", "set_"}
 _PHASES = ("forward", "backward", "update")
 
@@ -46,15 +46,15 @@ class Operations:
     def note_fused(self, moved: int, dtype: torch.dtype, phase: str) -> None:
         """Count a kernel that a compiler made of many operators; `dtype` is that of most of what it moves."""
         if phase in _PHASES:
-            name = _DTYPES.get(dtype, "fp32")
+            name = WORDS.get(dtype, "fp32")
             operation = Operation(kind="other", dtype=name, flops=0.0, bytes=float(moved), shape=(), phase=phase)
             self.counts[operation] += 1
 
 
 def _dtype(tensors: list[Tensor]) -> str:
     """That of the largest tensor of a precision."""
-    known = [tensor for tensor in tensors if tensor.dtype in _DTYPES]
-    return _DTYPES[max(known, key=lambda tensor: tensor.numel()).dtype] if known else "fp32"
+    known = [tensor for tensor in tensors if tensor.dtype in WORDS]
+    return WORDS[max(known, key=lambda tensor: tensor.numel()).dtype] if known else "fp32"
 
 
 def _moved(func: Any, args: Any, given: list[Tensor], made: list[Tensor]) -> int:

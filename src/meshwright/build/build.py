@@ -75,7 +75,7 @@ def lay_out(
     if strategy.recompute != "none":
         recompute_blocks(blocks or [model], strategy.recompute)
     if strategy.compile:
-        if strategy.precision != "fp32" and not strategy.autocast:
+        if strategy.number_format.is_low and not strategy.autocast:
             follow_table(blocks or [model], setting.compute_dtype)  # around what is recomputed, inside of the graph
         for module in blocks if technique.overlaps and blocks else [model]:
             compile_outside(module)

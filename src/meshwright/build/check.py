@@ -85,7 +85,7 @@ def refuse_unbuilt(strategy: Strategy) -> None:
     """Terms that are in the grammar, but that no engine here runs."""
     unbuilt = {
         "auto": strategy.auto,
-        "fp8": strategy.precision == "fp8",
+        strategy.precision: not strategy.number_format.is_built,
         f"offload=nvme:{strategy.nvme}": strategy.offload == "nvme" and strategy.engine == "torch",
     }
     for term, asked in unbuilt.items():
@@ -164,7 +164,7 @@ def _refuse_model_axes(job: Job, facts: ModelFacts, strategy: Strategy) -> str |
 
 def _lowers(strategy: Strategy) -> bool:
     """Whether the data axis casts parameters to the compute dtype."""
-    return strategy.precision != "fp32" and not strategy.autocast and data_strategy(strategy).lowers
+    return strategy.number_format.is_low and not strategy.autocast and data_strategy(strategy).lowers
 
 
 def _refuse_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None:

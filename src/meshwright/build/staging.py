@@ -70,7 +70,7 @@ def lay_pipeline(
         if strategy.op > 1:
             operators = plan_operators(blueprint.model, strategy.op, frozenset(facts.read_elsewhere))
         hollow = Hollow(blueprint.model, stages, index, world.device)
-        own_dtypes = strategy.autocast or strategy.precision == "fp32"
+        own_dtypes = strategy.autocast or not strategy.number_format.is_low
         hollow.give_up(held[index], None if own_dtypes else DTYPES[strategy.precision])
         engine, cut = lay_out(blueprint, facts, strategy, axes, world, hollow=hollow, flow=flow, operators=operators)
         cuts |= cut

@@ -151,7 +151,7 @@ class Trainer:
             self.engine.adopt(self.optimizer, job.max_norm)
             self.optimized, self.remembered = self.engine.optimized(), self.engine.remembered()
         self.schedule = job.schedule(self.optimizer) if job.schedule else None
-        self.loss_scale = LossScale() if strategy.precision == "fp16" else None
+        self.loss_scale = LossScale() if strategy.number_format.scales_loss else None
         self.steps = 0
         self.wish_to_stop = False
         """Set before a step: it goes to all ranks with the step's loss, and comes back as the result's `stop`."""

@@ -47,9 +47,13 @@ def clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
         yield f"pp={strategy.pp}", f"layers={strategy.layers}", "both place the layers; pp also keeps the stages busy"
     if strategy.tp > 1 and strategy.op > 1:
         yield f"tp={strategy.tp}", f"op={strategy.op}", "both split the operators; tp pairs them, op splits each alone"
-    if strategy.pure and strategy.precision == "fp32":
-        yield "fp32", "pure", "pure leaves out the fp32 master weights, and fp32 has no others; name bf16 or fp16"
-    if strategy.autocast and strategy.precision not in ("bf16", "fp16"):
+    if strategy.pure and not strategy.number_format.is_low:
+        yield (
+            strategy.precision,
+            "pure",
+            "pure leaves out the fp32 master weights, and fp32 has no others; name bf16 or fp16",
+        )
+    if strategy.autocast and not strategy.number_format.autocasts:
         yield strategy.precision, "autocast", "autocast lowers operators to bf16 or fp16; name one of them"
     if strategy.autocast and strategy.pure:
         yield "autocast", "pure", "autocast casts fp32 parameters, and pure has none; keep one of them"

@@ -41,7 +41,7 @@ class Parallel:
         self.device = world.device
         self.data_ranks = 1 if strategy.traits.many_devices else strategy.data_ranks
         self.data_rank = world.rank
-        self._lowered = strategy.precision != "fp32"
+        self._lowered = strategy.number_format.is_low
         self._recomputing = nullcontext() if strategy.autocast else recomputing(DTYPES[strategy.precision])
         self._in_backward = False
         self._has_gradients = False
@@ -131,7 +131,7 @@ def parallelize(
     """Lay a model out over the ranks of this process. A builder is better than a model: each rank then holds its part
     only, and its weights follow from the seed alone."""
     chosen = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
-    if chosen.micro_batch is not None or chosen.offload == "optimizer" or chosen.precision == "fp16":
+    if chosen.micro_batch is not None or chosen.offload == "optimizer" or chosen.number_format.scales_loss:
         raise Refused(f"{chosen}: mb, offload=optimizer and fp16 need our loop; use mw.setup(job, ...).")
     if chosen.engine != "torch":
         raise Refused(

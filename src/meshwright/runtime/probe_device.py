@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import linear
 
 from meshwright.describe.dtypes import DTYPES
+from meshwright.facts.precision import FORMATS
 
 BUDGET = 0.3
 """Seconds that one measurement may take, about."""
@@ -108,4 +109,4 @@ def _shapes(dtype: str, device: torch.device) -> tuple[tuple[int, int, int], ...
     if device.type == "cuda":
         # Torch would emulate bf16 on a V100 or T4, whose units have none.
         return GPU_SHAPES if dtype != "bf16" or torch.cuda.get_device_capability(device) >= (8, 0) else ()
-    return CPU_SHAPES if dtype == "fp32" else HALF_SHAPES
+    return HALF_SHAPES if FORMATS[dtype].is_low else CPU_SHAPES

@@ -25,6 +25,15 @@ def kind_of(block: nn.Module, *, numbered: bool = False) -> Any:
 
     Where blocks are `numbered`, attributes that are whole numbers may differ.
     """
+    return _layout_of(block), state_of(block, numbered=numbered)
+
+
+def size_of(block: nn.Module) -> Any:
+    """Equal for blocks that cost the same: of their attributes only those that modules print have to be equal."""
+    return _layout_of(block), tuple(module.extra_repr() for module in block.modules())
+
+
+def _layout_of(block: nn.Module) -> Any:
     numbers: dict[int, int] = {}  # so that what is tied inside of one block must be tied in the other
 
     def number(thing: object) -> int:
@@ -39,7 +48,7 @@ def kind_of(block: nn.Module, *, numbered: bool = False) -> Any:
     for name, module in block.named_modules(remove_duplicate=False):
         tensors = [(key, layout(t)) for table in (module._parameters, module._buffers) for key, t in table.items()]
         structure.append((name, number(module), type(module), tuple(tensors)))
-    return tuple(structure), state_of(block, numbered=numbered)
+    return tuple(structure)
 
 
 def state_of(block: nn.Module, *, numbered: bool = False) -> Any:

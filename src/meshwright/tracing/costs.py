@@ -18,10 +18,9 @@ from meshwright.describe.as_on_cuda import as_on_cuda
 from meshwright.describe.blueprint import Blueprint, record
 from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.forward import replaced_forwards
-from meshwright.describe.kinds import arrival_of
+from meshwright.describe.kinds import arrival_of, size_of
 from meshwright.describe.ladder import Rung, climb, is_small, on_fake, on_meta, on_real
 from meshwright.describe.observe import call_model, make_batch
-from meshwright.describe.repeats import find_repeats
 from meshwright.describe.stand_ins import lend, stand_in, stand_ins
 from meshwright.describe.structure import tensors_of
 from meshwright.describe.template import Made
@@ -45,7 +44,7 @@ def measure_costs(job: Job, facts: ModelFacts, precision: str, recompute: str = 
         raise JobError(f"The model's step could not be seen on fake tensors: {facts.unseen}.")
     blueprint = record(job.model, seed=0, values=False)
     blocks = [blueprint.model.get_submodule(name) for name in facts.blocks]
-    kinds = find_repeats(blueprint.model, facts.blocks).kinds
+    kinds = {name: size_of(block) for name, block in zip(facts.blocks, blocks, strict=True)}
     apply_precision(blueprint.model, blocks, DTYPES[precision], pure=False, left_to_cast=())
     if recompute != "none":
         recompute_blocks(blocks or [blueprint.model], recompute)
@@ -137,7 +136,7 @@ class _Recorder:
 
 
 def _trace(
-    job: Job, facts: ModelFacts, blueprint: Blueprint, kinds: Mapping[str, int], precision: str, samples: int
+    job: Job, facts: ModelFacts, blueprint: Blueprint, kinds: Mapping[str, Any], precision: str, samples: int
 ) -> list[_Segment]:
     """One step without values; on real tensors where the model looks at values and is small."""
     rungs: list[Rung] = [partial(on_meta, device=as_on_cuda), partial(on_fake, device=as_on_cuda)]
@@ -158,7 +157,7 @@ def _unseen(error: Exception) -> JobError:
 
 
 def _step(
-    job: Job, facts: ModelFacts, blueprint: Blueprint, kinds: Mapping[str, int], precision: str, batch: Any
+    job: Job, facts: ModelFacts, blueprint: Blueprint, kinds: Mapping[str, Any], precision: str, batch: Any
 ) -> list[_Segment]:
     model, recorder = blueprint.model, _Recorder(facts)
     tensors = stand_ins(blueprint, _parameters(facts, DTYPES[precision]))
@@ -201,7 +200,7 @@ def _forget_gradient(parameter: torch.Tensor) -> None:
 
 
 def _watch(
-    model: nn.Module, facts: ModelFacts, kinds: Mapping[str, int], recorder: _Recorder
+    model: nn.Module, facts: ModelFacts, kinds: Mapping[str, Any], recorder: _Recorder
 ) -> AbstractContextManager[None]:
     """Tell the recorder of every unit's call; calls of a block that ran before, in all but name, are stood in for."""
     calls = iter(range(len(facts.calls)))
@@ -213,7 +212,7 @@ def _watch(
         recorder.enter(index)
         leaves, tree = tree_flatten((args, kwargs))
         inputs: list[torch.Tensor] = []
-        key = kinds.get(name, name), arrival_of(leaves, inputs, other=type), str(tree)
+        key = kinds.get(name), arrival_of(leaves, inputs, other=type), str(tree)
         if segment.is_block and key in seen:
             segment.like, made = seen[key]
             reached = [tensor for tensor in inputs if tensor.requires_grad]

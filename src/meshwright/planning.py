@@ -20,6 +20,7 @@ from meshwright.facts.costs import ModelCosts
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.plan import Plan, Ranking
+from meshwright.facts.precision import BUILT
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.account import usable
 from meshwright.planner.arrangement import cut_batch
@@ -106,7 +107,7 @@ def read_allowed(
     """What the command line's words allow; an unknown one is an error that names the known ones."""
     left = _words("offload", offload, ("none", "optimizer", "params"))
     return Allowed(
-        precisions=_words("precision", precision, ("fp32", "bf16", "fp16")),
+        precisions=_words("precision", precision, BUILT),
         recompute=_words("ac", recompute, ("none", "selective", "full")),
         offload=tuple("" if word == "none" else word for word in left),
         compile=(False, True) if compile else (False,),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from meshwright.describe.flops import count_flops
+from meshwright.describe.flops import count_flops, operator_kind, product_shape
 
 aten = torch.ops.aten
 FLASH = aten._scaled_dot_product_flash_attention
@@ -38,3 +38,20 @@ def test_grouped_heads_compute_as_much_as_all(heads: int, monkeypatch: pytest.Mo
 
     monkeypatch.setitem(flop_registry, FLASH, strict)
     assert count_flops(FLASH.default, attention(heads), {}, (q,)) == 7
+
+
+def test_all_that_pytorch_counts_has_a_kind() -> None:
+    counted = [packet for packet in flop_registry if isinstance(packet, torch._ops.OpOverloadPacket)]
+    kinds = {packet: operator_kind(getattr(packet, packet.overloads()[0])) for packet in counted}
+    assert "other" not in kinds.values()
+    assert {kinds[aten.mm], kinds[aten.convolution_backward], kinds[FLASH]} == {"matmul", "convolution", "attention"}
+    assert operator_kind(aten.relu.default) == "other"
+
+
+def test_the_sizes_of_a_product() -> None:
+    bias, left, right = torch.empty(5), torch.empty(3, 4), torch.empty(4, 5)
+    assert product_shape(aten.mm.default, (left, right)) == (1, 3, 5, 4)
+    assert product_shape(aten.addmm.default, (bias, left, right)) == (1, 3, 5, 4)
+    batched = left.expand(7, 3, 4), right.expand(7, 4, 5)
+    assert product_shape(aten.bmm.default, batched) == (7, 3, 5, 4)
+    assert product_shape(aten.relu.default, (left,)) == ()

@@ -16,8 +16,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.build.operators import CASTABLE, RULES, Rule, cast_arguments, functions, in_fp32, low, norm
+from meshwright.describe.dtypes import DTYPES
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.engine import DTYPES
 from meshwright.strategies.forward import Around, wrap_forward
 
 Region = Callable[[], AbstractContextManager[Any]]

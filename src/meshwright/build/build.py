@@ -24,11 +24,12 @@ from meshwright.build.recompute import recompute_blocks
 from meshwright.build.world import World
 from meshwright.describe.blueprint import Blueprint
 from meshwright.describe.calls import Flow
+from meshwright.describe.dtypes import DTYPES
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies import data_strategy, inner_axis
 from meshwright.strategies.cuts import Cuts
-from meshwright.strategies.engine import DTYPES, Engine, Setting
+from meshwright.strategies.engine import Engine, Setting
 from meshwright.strategies.stages import Stages
 
 AxisPlans = Mapping[str, Any]
@@ -73,7 +74,7 @@ def apply_in_order(
     if strategy.recompute != "none":
         recompute_blocks(list(blocks) or whole, strategy.recompute)
     if strategy.compile:
-        if strategy.precision != "fp32" and not strategy.autocast:
+        if strategy.number_format.is_low and not strategy.autocast:
             follow_table(blocks or [model], dtype)  # around what is recomputed, inside of the graph
         for module in blocks if technique.overlaps and blocks else whole:
             compile_outside(module)

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.build.batch import has_stand_ins, micro_steps
 from meshwright.describe.batch_layout import Rows, pairs_of
-from meshwright.describe.blueprint import record
+from meshwright.describe.blueprint import model_to_read
 from meshwright.describe.learnt_layout import learn
 from meshwright.describe.observe import make_batch
 from meshwright.describe.structure import tensors_of
@@ -59,7 +59,7 @@ def check_engine_config(config: Mapping[str, Any], job: Job, strategy: Strategy)
     """What DeepSpeed is handed of a user's configuration, or an error that names what the run contradicts."""
     if strategy.engine != "deepspeed":
         raise Refused(f"A DeepSpeed configuration was given, but {strategy} is not run by it; add engine=deepspeed.")
-    model = record(job.model, seed=0, values=False).model
+    model = model_to_read(job.model)
     parameters = NamedParameters((name, p) for name, p in model.named_parameters() if p.requires_grad)
     refuse_contradictions(config, strategy, job, job.optimizer(parameters))
     return without_job(config)
@@ -77,7 +77,7 @@ def refuse_unbuilt(strategy: Strategy) -> None:
     """Terms that are in the grammar, but that no engine here runs."""
     unbuilt = {
         "auto": strategy.auto,
-        "fp8": strategy.precision == "fp8",
+        strategy.precision: not strategy.number_format.is_built,
         f"offload=nvme:{strategy.nvme}": strategy.offload == "nvme" and strategy.engine == "torch",
     }
     for term, asked in unbuilt.items():

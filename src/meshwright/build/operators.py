@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
+from meshwright.describe.dtypes import LOW
+
 FP32 = torch.float32
-SMALL = (torch.bfloat16, torch.float16)
-CASTABLE = (FP32, *SMALL)
+CASTABLE = (FP32, *LOW)
 """float64 is left alone by everybody: who computes in it has asked for it."""
 
 Rule = Callable[[Any, torch.dtype, tuple[Any, ...], dict[str, Any]], Any]
@@ -83,8 +84,8 @@ def low(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
 
 def in_fp32(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
     """Losses, distances, exponentials and logarithms: inputs in fp32."""
-    if kwargs.get("out") is None and any(one in SMALL for one in _dtypes(args, kwargs)):
-        args, kwargs = cast_arguments(args, SMALL, FP32), cast_arguments(kwargs, SMALL, FP32)
+    if kwargs.get("out") is None and any(one in LOW for one in _dtypes(args, kwargs)):
+        args, kwargs = cast_arguments(args, LOW, FP32), cast_arguments(kwargs, LOW, FP32)
     return func(*args, **kwargs)
 
 
@@ -92,7 +93,7 @@ def fp32_result(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
     """Sums and softmax: the kernel adds up in fp32 and returns it, so no fp32 copy of the input is needed."""
     asked = kwargs.get("out") is not None or kwargs.get("dtype") is not None
     asked = asked or any(isinstance(one, torch.dtype) for one in args)
-    if not asked and any(one in SMALL for one in _dtypes(args, kwargs)):
+    if not asked and any(one in LOW for one in _dtypes(args, kwargs)):
         kwargs = {**kwargs, "dtype": FP32}
     return func(*args, **kwargs)
 
@@ -214,12 +215,12 @@ def functions(names: str) -> Iterator[Any]:
 RULES: dict[Any, Rule] = {func: rule for rule, names in _TABLE for func in functions(names)}
 
 
-_MODES = {dtype: OperatorDtypes(dtype) for dtype in SMALL}
+_MODES = {dtype: OperatorDtypes(dtype) for dtype in LOW}
 
 
 def recomputing(dtype: torch.dtype) -> AbstractContextManager[Any]:
     """Around backward, where a model recomputes parts of itself that are no blocks."""
-    return Recomputing(dtype) if dtype in SMALL else nullcontext()
+    return Recomputing(dtype) if dtype in LOW else nullcontext()
 
 
 @contextmanager

@@ -21,9 +21,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from meshwright.build.autocast import Region, run_within
-from meshwright.build.operators import SMALL, computing_in
+from meshwright.build.operators import computing_in
+from meshwright.describe.dtypes import LOW
 from meshwright.describe.observe import call_loss
 from meshwright.facts.job import Job
+from meshwright.facts.precision import FORMATS
 from meshwright.strategies.forward import Around, wrap_forward
 
 
@@ -104,11 +106,13 @@ def loss_under(
     with a vocabulary of 50,000 they are the largest tensor of a step.
     """
 
+    is_low = FORMATS[precision].is_low
+
     def loss(output: Any, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
         if autocast is not None:
             with autocast():
                 return call_loss(job, output, batch)
-        return call_loss(job, output if precision == "fp32" else raise_small(output), batch)
+        return call_loss(job, raise_small(output) if is_low else output, batch)
 
     return torch.compile(loss) if compiled else loss
 
@@ -120,7 +124,7 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 
 def raise_small(tree: Any) -> Any:
     """bf16 and fp16 tensors of a tree in fp32."""
-    return tree_map(lambda leaf: leaf.float() if torch.is_tensor(leaf) and leaf.dtype in SMALL else leaf, tree)
+    return tree_map(lambda leaf: leaf.float() if torch.is_tensor(leaf) and leaf.dtype in LOW else leaf, tree)
 
 
 @cache

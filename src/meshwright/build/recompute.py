@@ -11,21 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.describe.flops import operator_kind
 from meshwright.strategies.forward import Around, wrap_forward
-
-aten = torch.ops.aten
-# Dear to compute and cheap to keep: matrix products, convolutions and attention. All else is computed again.
-_KEPT = {
-    aten.mm.default,
-    aten.bmm.default,
-    aten.addmm.default,
-    aten.baddbmm.default,
-    aten.convolution.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
 
 
 def recompute_blocks(blocks: list[nn.Module], kind: str) -> None:
@@ -83,4 +70,10 @@ def _with_still_statistics(norms: list[Any], inner: AbstractContextManager[Any])
 
 
 def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if _is_dear(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@cache
+def _is_dear(operator: Any) -> bool:
+    """Dear to compute and cheap to keep: matrix products, convolutions and attention."""
+    return getattr(operator, "namespace", "") == "aten" and operator_kind(operator) != "other"

@@ -13,22 +13,21 @@ from torch.utils._pytree import tree_leaves
 from meshwright.build.precision import apply_precision, loss_under
 from meshwright.build.staging import check_stages
 from meshwright.describe.blueprint import record
+from meshwright.describe.dtypes import DTYPES
+from meshwright.describe.flops import PRODUCTS
 from meshwright.describe.observe import observe
 from meshwright.errors import JobError, Refused, one_line
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.engine import DTYPES
 from meshwright.strategies.pipeline import is_pipelined
 
 
 class OneDtype(TorchDispatchMode):
     """Products of tensors of two dtypes are errors, as they are on real tensors; fake ones let them pass."""
 
-    PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__.removesuffix("_") in self.PRODUCTS:
+        if func.overloadpacket.__name__.removesuffix("_") in (*PRODUCTS, "convolution"):
             dtypes = {leaf.dtype for leaf in tree_leaves(args) if torch.is_tensor(leaf) and leaf.is_floating_point()}
             if len(dtypes) > 1:
                 names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

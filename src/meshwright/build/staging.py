@@ -21,6 +21,7 @@ from meshwright.build.precision import apply_precision, loss_under
 from meshwright.build.world import World, outside_of_modes
 from meshwright.describe.blueprint import Blueprint, record
 from meshwright.describe.calls import Flow
+from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.flow import Watcher
 from meshwright.describe.observe import make_batch, trace
 from meshwright.describe.structure import map_tensors
@@ -29,7 +30,6 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.cuts import Cuts
-from meshwright.strategies.engine import DTYPES
 from meshwright.strategies.pipeline import count_micro_batches, count_stages
 from meshwright.strategies.stages import Stages, cut_stages, find_crossings, held_parameters
 
@@ -67,7 +67,7 @@ def lay_pipeline(
             blueprint = record(job.model, seed, values=world.has_weights)
         plans = plan_inner_axes(blueprint.model, facts, strategy)
         hollow = Hollow(blueprint.model, stages, index, world.device)
-        own_dtypes = strategy.autocast or strategy.precision == "fp32"
+        own_dtypes = strategy.autocast or not strategy.number_format.is_low
         hollow.give_up(held[index], None if own_dtypes else DTYPES[strategy.precision])
         engine, cut = lay_out(blueprint, facts, strategy, axes, world, hollow=hollow, flow=flow, plans=plans)
         cuts |= cut

@@ -32,6 +32,7 @@ from meshwright.build.whole_batch import WholeBatchPasses
 from meshwright.build.whole_batch_loss import WholeBatchLoss
 from meshwright.build.world import World, outside_of_modes
 from meshwright.describe.blueprint import record
+from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.samples import Cutter
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
@@ -39,7 +40,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.named import NamedParameters
 from meshwright.facts.schedule import advance
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.engine import DTYPES, Engine, OptimizerState, OptimizingEngine
+from meshwright.strategies.engine import Engine, OptimizerState, OptimizingEngine
 from meshwright.strategies.norm import scale_
 from meshwright.strategies.pipeline import count_micro_batches
 from meshwright.strategies.stages import cut_stages
@@ -150,7 +151,7 @@ class Trainer:
             self.engine.adopt(self.optimizer, job.max_norm)
             self.optimized, self.remembered = self.engine.optimized(), self.engine.remembered()
         self.schedule = job.schedule(self.optimizer) if job.schedule else None
-        self.loss_scale = LossScale() if strategy.precision == "fp16" else None
+        self.loss_scale = LossScale() if strategy.number_format.scales_loss else None
         self.steps = 0
         self.wish_to_stop = False
         """Set before a step: it goes to all ranks with the step's loss, and comes back as the result's `stop`."""

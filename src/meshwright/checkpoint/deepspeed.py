@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.parts import Laid, lay
+from meshwright.describe.dtypes import LOW
 from meshwright.errors import CheckpointError, one_line
 from meshwright.reading import read_text, refuse_special
 from meshwright.strategies.cuts import Stretch
@@ -223,8 +224,7 @@ def _add(slots: dict[str, Laid], kept: Mapping[str, Any], whole: int, own: slice
 
 def _parameters(module: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """As masters are: in fp32. What has no elements is somewhere else."""
-    low = (torch.bfloat16, torch.float16)
-    return {n: t.float() if t.dtype in low else t for n, t in module.items() if torch.is_tensor(t) and t.numel()}
+    return {n: t.float() if t.dtype in LOW else t for n, t in module.items() if torch.is_tensor(t) and t.numel()}
 
 
 def _tied(model: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

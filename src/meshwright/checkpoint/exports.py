@@ -21,10 +21,10 @@ from meshwright.checkpoint.progress import Progress, silent
 from meshwright.checkpoint.soundness import raise_damage
 from meshwright.checkpoint.storage import write_durably
 from meshwright.checkpoint.whole import WholeTensors
+from meshwright.describe.dtypes import DTYPES
 from meshwright.errors import BadInput, CheckpointError, OutputError
 from meshwright.units import parse_bytes
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHARD_SIZE = "5GB"
 
 
@@ -39,7 +39,7 @@ def export(
 ) -> dict[str, Any]:
     """Write the model's weights into the new folder `out`. Everything is checked before anything is written."""
     kind, limit = _choose("--to", to, _KINDS), _size(shard_size)
-    cast = None if dtype is None else _choose("--dtype", dtype, DTYPES)
+    cast = None if dtype is None else _choose("--dtype", dtype, dict(sorted(DTYPES.items())))
     with reading(path):
         folder = find_checkpoint(path)
         manifest = read_manifest(folder)

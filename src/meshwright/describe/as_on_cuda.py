@@ -31,9 +31,9 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from meshwright.describe.dtensor import dtensor_type
+from meshwright.describe.dtypes import HALF
 
 aten = torch.ops.aten
-HALF = (torch.float16, torch.bfloat16)
 FLASH_WIDEST = 256
 """The widest head that flash attention takes."""
 _active = 0

@@ -22,7 +22,7 @@ from meshwright.describe.tape import Tape
 from meshwright.errors import JobError, MeshwrightError, one_line
 from meshwright.units import show_bytes
 
-__all__ = ["Blueprint", "adopt", "as_it_was", "build_plainly", "record", "set_attributes"]
+__all__ = ["Blueprint", "adopt", "as_it_was", "build_plainly", "model_to_read", "record", "set_attributes"]
 
 Build = Callable[[], nn.Module]
 
@@ -45,6 +45,17 @@ def record(build: Build, seed: int, *, values: bool = True) -> Blueprint:
         del model
         return _for_real(build, seed, doubt, values=values)
     return draw_up(model, tape)
+
+
+_read: tuple[Build, nn.Module] | None = None
+
+
+def model_to_read(build: Build) -> nn.Module:
+    """The model without weights, recorded once for all who only read it. Nobody may run or change it."""
+    global _read
+    if _read is None or _read[0] is not build:  # by identity: a builder need not be hashable
+        _read = build, record(build, seed=0, values=False).model
+    return _read[1]
 
 
 def build_plainly(build: Build, seed: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Floating point operations of one operator, by PyTorch's own formulas."""
+"""What one operator computes: its kind, its floating point operations, and the sizes of a product of matrices."""
 
 from __future__ import annotations
 
@@ -7,9 +7,35 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "addbmm", "linear"))
+"""Products of matrices whose factors have one dtype."""
+_CONVOLUTIONS = (
+    *("convolution", "_convolution", "cudnn_convolution", "convolution_overrideable", "convolution_backward"),
+    "_slow_conv2d_forward",
+)
+_KINDS = dict.fromkeys((*PRODUCTS, "_scaled_mm"), "matmul") | dict.fromkeys(_CONVOLUTIONS, "convolution")
+ALLOCATIONS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+"""Operators that make a tensor and write nothing to it."""
+
+
+def operator_kind(func: Any) -> str:
+    """ "matmul", "attention", "convolution" or "other": which ceiling its speed has."""
+    name = func.overloadpacket.__name__
+    return "attention" if "attention" in name else _KINDS.get(name, "other")
+
+
+def product_shape(func: Any, args: Any) -> tuple[int, ...]:
+    """(batch, m, n, k) of a product of matrices; empty for other operators."""
+    name = func.overloadpacket.__name__
+    if name not in ("mm", "bmm", "addmm", "baddbmm"):
+        return ()
+    a, b = args[:2] if name in ("mm", "bmm") else args[1:3]
+    batch = a.shape[0] if a.dim() == 3 else 1
+    return int(batch), int(a.shape[-2]), int(b.shape[-1]), int(a.shape[-1])
+
 
 def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """0 for what has no formula: what only moves numbers."""
+    """By PyTorch's own formulas; 0 for what has none, because it only moves numbers."""
     count = flop_registry.get(func) or flop_registry.get(func.overloadpacket)
     if count is None:
         return 0.0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,19 @@ def wrap_forward(module: nn.Module, around: Around) -> None:
     if own is not None:
         cls = _subclass(cls, _unbound(own))
     module.__class__ = _wrapped(cls, around)  # type: ignore[arg-type]  # classes are hashable
+
+
+@contextmanager
+def replaced_forwards(modules: Mapping[str, nn.Module], call: Callable[..., Any]) -> Iterator[None]:
+    """While active, a module runs `call(name, forward, *args, **kwargs)`. Here an attribute on the instance will do."""
+    before = {name: vars(module).get("forward") for name, module in modules.items()}
+    for name, module in modules.items():
+        module.forward = functools.partial(call, name, module.forward)
+    try:
+        yield
+    finally:
+        for name, module in modules.items():
+            vars(module).pop("forward") if before[name] is None else vars(module).update(forward=before[name])
 
 
 @functools.lru_cache(maxsize=256)  # bounded: it keeps what the wrappers close over

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -24,6 +25,15 @@ def kind_of(block: nn.Module, *, numbered: bool = False) -> Any:
 
     Where blocks are `numbered`, attributes that are whole numbers may differ.
     """
+    return _layout_of(block), state_of(block, numbered=numbered)
+
+
+def size_of(block: nn.Module) -> Any:
+    """Equal for blocks that cost the same: of their attributes only those that modules print have to be equal."""
+    return _layout_of(block), tuple(module.extra_repr() for module in block.modules())
+
+
+def _layout_of(block: nn.Module) -> Any:
     numbers: dict[int, int] = {}  # so that what is tied inside of one block must be tied in the other
 
     def number(thing: object) -> int:
@@ -38,7 +48,7 @@ def kind_of(block: nn.Module, *, numbered: bool = False) -> Any:
     for name, module in block.named_modules(remove_duplicate=False):
         tensors = [(key, layout(t)) for table in (module._parameters, module._buffers) for key, t in table.items()]
         structure.append((name, number(module), type(module), tuple(tensors)))
-    return tuple(structure), state_of(block, numbered=numbered)
+    return tuple(structure)
 
 
 def state_of(block: nn.Module, *, numbered: bool = False) -> Any:
@@ -64,20 +74,25 @@ def numbers_of(block: nn.Module) -> dict[tuple[str, str], int]:
     }
 
 
-def arrival_of(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Equal for inputs of the same layout. Their tensors are appended to `tensors` in order."""
+def arrival_of(value: Any, tensors: list[torch.Tensor], other: Callable[[Any], Any] | None = None) -> Any:
+    """Equal for inputs of the same layout. Their tensors are appended to `tensors` in order.
+
+    What cannot be compared raises `NotAlike`, or is compared by `other`.
+    """
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         same = [_identity(tensor) for tensor in tensors].index(_identity(value))
         layout = value.shape, value.stride(), value.storage_offset(), value.dtype, value.device
         return "tensor", same, type(value), layout, value.requires_grad
     if type(value) in (tuple, list):
-        return type(value), tuple(arrival_of(item, tensors) for item in value)
+        return type(value), tuple(arrival_of(item, tensors, other) for item in value)
     if type(value) is dict:
-        return dict, tuple((key, arrival_of(item, tensors)) for key, item in value.items())
+        return dict, tuple((key, arrival_of(item, tensors, other)) for key, item in value.items())
     if isinstance(value, PLAIN):
         return type(value), value
-    raise NotAlike
+    if other is None:
+        raise NotAlike
+    return other(value)
 
 
 def surroundings() -> Any:

@@ -16,9 +16,10 @@ from meshwright.describe.drops import DropoutWatcher
 from meshwright.describe.flow import Watcher
 from meshwright.describe.looks import find_looks
 from meshwright.describe.loss_over import find_loss_over
-from meshwright.describe.observe import Observed, Understudy, observe, trace
+from meshwright.describe.observe import Observed, observe, trace
 from meshwright.describe.optimizer import check_optimizer, couplings, optimizer_slots
 from meshwright.describe.outside import OutsideReads
+from meshwright.describe.pass_cache import Understudy
 from meshwright.describe.repeats import find_repeats
 from meshwright.describe.state import StateWatch, Watches, find_moved, refuse_made
 from meshwright.describe.tensor import find_tensor_plan

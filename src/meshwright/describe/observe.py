@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from math import isclose
 from typing import Any, TypeVar
 
@@ -15,24 +14,20 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.nn.utils import stateless
 from torch.utils.data import default_collate
 
-from meshwright.describe.as_on_cuda import as_on_cpu
-from meshwright.describe.blueprint import Blueprint, as_it_was, set_attributes
+from meshwright.describe.blueprint import Blueprint
 from meshwright.describe.calls import Flow
-from meshwright.describe.disguise import is_meta
 from meshwright.describe.flow import Watcher
-from meshwright.describe.operation import Slot
+from meshwright.describe.ladder import climb, is_small, on_fake, on_real
+from meshwright.describe.pass_cache import Understudy
 from meshwright.describe.reads import Reads
-from meshwright.describe.repeats import Follower, Repeats
-from meshwright.describe.shadows import shadow_of, shadows
-from meshwright.describe.structure import map_tensors, tensors_of
+from meshwright.describe.repeats import Follower
+from meshwright.describe.stand_ins import has_no_values, lend, stand_ins
+from meshwright.describe.structure import tensors_of
 from meshwright.describe.template import watch_calls
 from meshwright.describe.values import following, moved_buffers
 from meshwright.errors import JobError, one_line
@@ -40,7 +35,6 @@ from meshwright.facts.job import Job
 
 SAMPLES = 2  # enough for BatchNorm to have a variance
 Result = TypeVar("Result")
-SMALL = 1 << 28  # parameters below which a step may be tried on real tensors where fake ones do not do
 
 
 @dataclass(frozen=True)
@@ -103,35 +97,6 @@ def _kind(value: Any) -> str:
     return "Tensor" if torch.is_tensor(value) else type(value).__name__
 
 
-class Understudy:
-    """What one model keeps from pass to pass: fake tensors, blocks that need not run each time, and flows."""
-
-    def __init__(self, repeats: Repeats) -> None:
-        self.repeats = repeats
-        self.casts_shadows = True
-        """Whether no pass has failed on shadows yet."""
-        self.flows: dict[frozenset[str], Flow] = {}
-        """By the modules that were watched."""
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    @cached_property
-    def mode(self) -> FakeTensorMode:
-        """For passes that fail on shadows. It takes PyTorch a second to make the first."""
-        return FakeTensorMode(allow_non_fake_inputs=True)
-
-    def give_up_shadows(self) -> None:
-        """From here on, fake tensors."""
-        self.casts_shadows, self._tensors = False, {}
-
-    def stand_ins(self, blueprint: Blueprint) -> dict[str, torch.Tensor]:
-        """For one pass, which may put other tensors in the place of these."""
-        if self._tensors:
-            set_attributes(blueprint.model, blueprint.attributes, _attribute)
-        else:
-            self._tensors = _stand_ins(blueprint)
-        return dict(self._tensors)
-
-
 def observe(
     job: Job,
     blueprint: Blueprint,
@@ -144,7 +109,7 @@ def observe(
     `watch` is active meanwhile, closer to the model than the fake tensors are.
     """
     batch = make_batch(job, SAMPLES)
-    return _on_fake_tensors(blueprint, batch, partial(_step, job, blueprint, watch), understudy)
+    return _run(blueprint, batch, partial(_step, job, blueprint, watch), understudy)
 
 
 def trace(
@@ -161,10 +126,10 @@ def trace(
 
     def run(data: Any, under: Understudy | None) -> Flow:
         watcher.forget()
-        tensors = under.stand_ins(blueprint) if under else _stand_ins(blueprint)
+        tensors = under.stand_ins(blueprint) if under else stand_ins(blueprint)
         parameters = {name: tensors[name] for name, _ in blueprint.model.named_parameters()}
         short = under.repeats.running(watcher, follower) if under else following(watcher, tensors_of(data))
-        with watcher.watching(blueprint.model, parameters), _given(blueprint.model, tensors), short:
+        with watcher.watching(blueprint.model, parameters), lend(blueprint.model, tensors), short:
             output = call_model(job, blueprint.model, data)
             watcher.in_loss = True
             total, _ = call_loss(job, output, data)
@@ -172,20 +137,20 @@ def trace(
         changes_batch = any(watcher.writers(tensor) for tensor in tensors_of(data))
         return replace(watcher.flow(total, output), moved=moved, changes_batch=changes_batch)
 
-    return _on_fake_tensors(blueprint, batch, run, understudy)
+    return _run(blueprint, batch, run, understudy)
 
 
 def forward_passes(job: Job, blueprint: Blueprint, *watches: AbstractContextManager[Any]) -> bool:
     """Forward passes one after another from the same stand-ins, each under a watch; False where none can be run."""
 
     def run(data: Any, under: Understudy | None) -> bool:
-        with _given(blueprint.model, _stand_ins(blueprint)):
+        with lend(blueprint.model, stand_ins(blueprint)):
             for watch in watches:
                 with watch:
                     _forward(job, blueprint.model, data)
         return True
 
-    return bool(_on_fake_tensors(blueprint, make_batch(job, SAMPLES), run, None)[0])
+    return bool(_run(blueprint, make_batch(job, SAMPLES), run, None)[0])
 
 
 def forward_on_real_tensors(
@@ -194,9 +159,9 @@ def forward_on_real_tensors(
     """One forward pass on made-up weights that are always the same; `seed` is for what else is drawn."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        tensors = _stand_ins(blueprint)
+        tensors = stand_ins(blueprint)
         torch.manual_seed(seed)
-        with _given(blueprint.model, tensors), watch:
+        with lend(blueprint.model, tensors), watch:
             _forward(job, blueprint.model, batch)
 
 
@@ -204,41 +169,33 @@ def see_output(job: Job, blueprint: Blueprint, batch: Any, look: Callable[[Any, 
     """What `look` makes of the model's output and the batch, without values if that can be; None if nothing ran."""
 
     def run(data: Any, under: Understudy | None) -> Result:
-        with _given(blueprint.model, _stand_ins(blueprint)):
+        with lend(blueprint.model, stand_ins(blueprint)):
             return look(call_model(job, blueprint.model, data), data)
 
-    return _on_fake_tensors(blueprint, batch, run, None)[0]
+    return _run(blueprint, batch, run, None)[0]
 
 
-def _on_fake_tensors(
+def _run(
     blueprint: Blueprint, batch: Any, run: Callable[[Any, Understudy | None], Result], understudy: Understudy | None
 ) -> tuple[Result | None, str]:
-    """What `run` gives on a fake copy of the batch, or on the batch itself, or the reason why neither can be."""
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
-    if understudy is not None and understudy.casts_shadows:
-        with suppress(Exception), as_it_was(blueprint.model), shadows(blueprint.model), as_on_cpu():
-            return run(map_tensors(shadow_of, batch), understudy), ""
-        understudy.give_up_shadows()
+    """What `run` gives without values, or with them where the model is small, or the reason why neither can be."""
+    model = blueprint.model
     if understudy is not None:
         # Whatever goes wrong where blocks are left out is looked at again with all of them.
-        with suppress(Exception), as_it_was(blueprint.model), understudy.mode:
-            return run(_fake(understudy.mode, batch), understudy), ""
+        with suppress(Exception):
+            return climb(model, batch, lambda data: run(data, understudy), *understudy.rungs), ""
     try:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with as_it_was(blueprint.model), mode:
-            return run(_fake(mode, batch), None), ""
+        return climb(model, batch, lambda data: run(data, None), on_fake), ""
     except JobError:
         raise
     except Exception as error:
         # Also where nothing looks at values: some fake kernels refuse what the real ones take.
-        large = sum(p.numel() for p in blueprint.model.parameters()) > SMALL
-        if large and not _depends_on_data(error):
+        if not is_small(model):
+            if _depends_on_data(error):
+                return None, one_line(error).removesuffix(".")
             raise _misfit(error) from error
-        if large:
-            return None, one_line(error).removesuffix(".")
     try:
-        # Copies, because the model may change its inputs in place.
-        return run(map_tensors(lambda tensor: tensor.detach().cpu().clone(), batch), None), ""
+        return climb(model, batch, lambda data: run(data, None), on_real), ""
     except JobError:
         raise
     except Exception as error:
@@ -257,11 +214,6 @@ def _depends_on_data(error: Exception) -> bool:
         | UnsupportedFakeTensorException
         | UnsupportedOperatorException,
     )
-
-
-def _fake(mode: FakeTensorMode, batch: Any) -> Any:
-    """A batch may lie on a GPU; what is asked here is asked of a CPU."""
-    return map_tensors(lambda tensor: mode.from_tensor(tensor.cpu()), batch)
 
 
 def _misfit(error: Exception) -> JobError:
@@ -290,10 +242,10 @@ def _step(
 ) -> Observed:
     """Forward and backward with stand-ins for all parameters, buffers and plain tensors."""
     model = blueprint.model
-    tensors = under.stand_ins(blueprint) if under else _stand_ins(blueprint)
+    tensors = under.stand_ins(blueprint) if under else stand_ins(blueprint)
     wanted = {name: tensors[name] for name, p in model.named_parameters() if p.requires_grad}
     with ExitStack() as stack:
-        stack.enter_context(_given(model, tensors))
+        stack.enter_context(lend(model, tensors))
         reads = Reads(model)
         stack.enter_context(under.repeats.running(follower=reads) if under else nullcontext())
         with watch or nullcontext(), watch_calls(model) as called, reads.noting():
@@ -302,7 +254,7 @@ def _step(
             raise JobError("The loss does not depend on any trainable parameter; nothing could be trained.")
         gradients = _gradients(total, wanted)
         known = None if torch.is_tensor(weight) else float(weight) / SAMPLES
-        if known is not None and not isinstance(total, FakeTensor) and not is_meta(total):
+        if known is not None and not has_no_values(total):
             known = known if _weighs(job, model, known) else None
     trained = {id(tensor) for tensor in under.repeats.trained} if under else set()
     used = frozenset(
@@ -316,7 +268,7 @@ def _step(
         frozenset(called),
         known,
         read_elsewhere=frozenset(reads.elsewhere),
-        by_value=not (isinstance(total, FakeTensor) or is_meta(total)),
+        by_value=not has_no_values(total),
     )
 
 
@@ -329,35 +281,5 @@ def _weighs(job: Job, model: nn.Module, per_sample: float) -> bool:
     return False
 
 
-def _stand_ins(blueprint: Blueprint) -> dict[str, torch.Tensor]:
-    """Tensors for all parameters and buffers by name, and for plain attributes in their places."""
-    model = blueprint.model
-    set_attributes(model, blueprint.attributes, _attribute)
-    # Parameters, because a model may look for those among its attributes.
-    tensors: dict[str, torch.Tensor] = {
-        name: nn.Parameter(_stand_in(p), requires_grad=p.requires_grad) for name, p in model.named_parameters()
-    }
-    return tensors | {name: _stand_in(b) for name, b in model.named_buffers()}
-
-
-def _given(model: nn.Module, tensors: dict[str, torch.Tensor]) -> AbstractContextManager[Any]:
-    """Lend a model its tensors, as `functional_call` does but for longer: recomputing reads them in backward."""
-    return stateless._reparametrize_module(model, tensors, tie_weights=True)
-
-
 def _forward(job: Job, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
     return call_loss(job, call_model(job, model, batch), batch)
-
-
-def _attribute(slot: Slot) -> torch.Tensor:
-    return _stand_in(torch.empty_strided(slot.size, slot.stride, dtype=slot.dtype, device="meta"))
-
-
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    size, stride = tensor.size(), tensor.stride()
-    if not is_meta(tensor):
-        return tensor.detach().clone()
-    empty = torch.empty_strided(size, stride, dtype=tensor.dtype, device="cpu")
-    if isinstance(empty, FakeTensor) or is_meta(empty):
-        return empty
-    return empty.normal_(std=0.02) if empty.is_floating_point() else empty.zero_()

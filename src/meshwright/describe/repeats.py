@@ -21,6 +21,7 @@ from torch import nn
 
 from meshwright.describe.calls import Source
 from meshwright.describe.flow import Watcher
+from meshwright.describe.forward import replaced_forwards
 from meshwright.describe.kinds import NotAlike, arrival_of, kind_of, numbers_of, surroundings
 from meshwright.describe.template import Template, input_source, learn
 
@@ -57,14 +58,8 @@ class Repeats:
     def running(self, watcher: Watcher | None = None, follower: Follower | None = None) -> Iterator[None]:
         """Leave out what need not run, until the context ends."""
         run = _Pass(self, _Echo(watcher) if watcher else None, follower or Follower())
-        before = {name: vars(block).get("forward") for name, block in self.blocks.items()}
-        for name, block in self.blocks.items():
-            block.forward = partial(run.forward, name, block.forward)
-        try:
+        with replaced_forwards(self.blocks, run.forward):
             yield
-        finally:
-            for name, block in self.blocks.items():
-                vars(block).pop("forward") if before[name] is None else vars(block).update(forward=before[name])
         if run.echo is not None:
             run.echo.finish()
 

@@ -28,8 +28,16 @@ class Made:
     dtype: torch.dtype
     differentiable: bool
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Made:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+
+    def hanging_on(self, tensors: Sequence[torch.Tensor], mark: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """One like it that hands gradients on to `tensors`, with nothing computed. `mark` is called if one comes."""
+        return _Hang.apply(self, mark, *tensors) if self.differentiable else self.empty()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class Template:
                 return inputs[part.place]
             if isinstance(part, Made):
                 # One parameter is enough to make the output differentiable; `mark` speaks for all.
-                made.append(_Hang.apply(part, mark, *reached, *trained[:1]) if part.differentiable else part.empty())
+                made.append(part.hanging_on([*reached, *trained[:1]], mark))
                 return made[-1]
             return _mapped(build, part)
 
@@ -194,7 +202,7 @@ class _Guard(TorchDispatchMode):
             return Given(self._places[id(part)])
         if isinstance(part, torch.Tensor) and id(part) in self._known:
             made.append(part)
-            return Made(part.shape, part.stride(), part.dtype, part.requires_grad)
+            return Made.of(part)
         return _mapped(lambda inner: self._part(inner, made), part)
 
 
@@ -210,12 +218,7 @@ class _Hang(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         ctx.mark()
-        coming = (gradients[0].shape, gradients[0].dtype)
-        return (
-            None,
-            None,
-            *(gradients[0] if own == coming else torch.empty(own[0], dtype=own[1]) for own in ctx.layouts),
-        )
+        return None, None, *(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.layouts)
 
 
 def _gradients(

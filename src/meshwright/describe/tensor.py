@@ -20,7 +20,8 @@ from torch import nn
 from meshwright.describe.blueprint import Blueprint
 from meshwright.describe.calls import Call, Flow, TensorLeaf, Value
 from meshwright.describe.flow import Watcher
-from meshwright.describe.observe import Understudy, trace
+from meshwright.describe.observe import trace
+from meshwright.describe.pass_cache import Understudy
 from meshwright.describe.repeats import Follower
 from meshwright.errors import JobError
 from meshwright.facts.job import Job

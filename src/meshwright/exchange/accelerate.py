@@ -145,7 +145,7 @@ def _base(subject: Subject, strategy: Strategy, kind: str) -> dict[str, Any]:
         "distributed_type": kind,
         "machine_rank": 0,
         "main_training_function": "main",
-        "mixed_precision": "no" if strategy.precision == "fp32" else strategy.precision,
+        "mixed_precision": strategy.precision if strategy.number_format.is_low else "no",
         "num_machines": subject.nodes,
         "num_processes": subject.ranks,
         "rdzv_backend": "static",

@@ -86,7 +86,7 @@ def zero_section(strategy: Strategy) -> dict[str, Any]:
 
 
 def _precision(strategy: Strategy) -> dict[str, Any]:
-    if strategy.precision == "fp32":
+    if not strategy.number_format.is_low:
         return {}
     word = strategy.precision
     section: dict[str, Any] = {"enabled": True}

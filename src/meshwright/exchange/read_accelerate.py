@@ -209,6 +209,6 @@ def _with_file(fields: Fields, named: Path, ranks: int | None) -> Imported:
     if not isinstance(values, dict):
         raise ExchangeError(f"{fields.file}: its deepspeed_config_file {str(named)!r} is no table of settings.")
     found = read_deepspeed(Fields(values, path), ranks=ranks)
-    left_open = _precision(fields) if found.strategy.precision == "fp32" else {}
+    left_open = {} if found.strategy.number_format.is_low else _precision(fields)
     strategy = replace(found.strategy, **left_open, compile=_compiled(fields))
     return _imported(fields, strategy, ignored=found.ignored, global_batch=found.global_batch, max_norm=found.max_norm)

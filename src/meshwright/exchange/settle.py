@@ -11,6 +11,7 @@ from meshwright.exchange.subject import Loss, Subject
 from meshwright.facts.data_axis import find_traits
 from meshwright.facts.grammar import show_data
 from meshwright.facts.model_axis import AxisTerm
+from meshwright.facts.precision import FORMATS
 from meshwright.facts.strategy import Strategy
 
 Rule = Callable[[Strategy], Loss | None]
@@ -98,7 +99,7 @@ def becomes_precision(found: Callable[[Strategy], bool], precision: str, why: st
     def rule(strategy: Strategy) -> Loss | None:
         if not found(strategy):
             return None
-        pure = strategy.pure and precision != "fp32"
+        pure = strategy.pure and FORMATS[precision].is_low
         return Loss(term=strategy.precision, says=why, becomes={"precision": precision, "pure": pure})
 
     return rule

@@ -97,7 +97,7 @@ def _sections(subject: Subject, strategy: Strategy, batches: Batches) -> dict[st
 
 
 def _training(subject: Subject, strategy: Strategy, batches: Batches) -> dict[str, Any]:
-    small = strategy.precision != "fp32"
+    small = strategy.number_format.is_low
     section: dict[str, Any] = {
         "local_batch_size": _local_batch(subject, strategy, batches),
         "dtype": "bfloat16" if strategy.pure else "float32",

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from meshwright.errors import ContradictoryTerms, UnknownTerm
 from meshwright.facts.data_axis import DATA_AXES
 from meshwright.facts.model_axis import MODEL_AXES, AxisTerm, AxisTraits
+from meshwright.facts.precision import FORMATS, FULL
 
 if TYPE_CHECKING:
     from meshwright.facts.strategy import Strategy
 
-Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["", "optimizer", "params", "nvme"]
 Engine = Literal["torch", "deepspeed"]
@@ -86,7 +86,7 @@ def read_terms(text: str) -> Fields:
 
 def show_terms(strategy: Strategy) -> str:
     """The canonical text; `fp32` for the strategy that leaves everything at its default."""
-    return ",".join(filter(None, (row.show(strategy) for row in table()))) or "fp32"
+    return ",".join(filter(None, (row.show(strategy) for row in table()))) or FULL.word
 
 
 def _find_row(term: Term, rows: Sequence[Row]) -> int:
@@ -256,7 +256,7 @@ def read_precision(term: Term) -> Fields:
 
 
 def show_precision(strategy: Strategy) -> str:
-    if strategy.precision == "fp32":
+    if strategy.precision == FULL.word:
         return ""
     return strategy.precision + "".join(f":{suffix}" for suffix in SUFFIXES if getattr(strategy, suffix))
 
@@ -287,7 +287,7 @@ def _data_forms() -> tuple[str, ...]:
 
 _BEFORE = (flag("auto"),)
 _AFTER = (
-    Row(forms=get_args(Precision), read=read_precision, show=show_precision),
+    Row(forms=tuple(FORMATS), read=read_precision, show=show_precision),
     choice("ac", get_args(Recompute), field="recompute"),
     Row(forms=("offload=optimizer|params|nvme:DIR",), read=read_offload, show=show_offload),
     size("mb", field="micro_batch", default=None),

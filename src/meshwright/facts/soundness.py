@@ -10,12 +10,13 @@ from meshwright.errors import ContradictoryTerms, StrategyError
 from meshwright.facts import grammar
 from meshwright.facts.data_axis import DATA_AXES, find_traits
 from meshwright.facts.model_axis import MODEL_AXES, conflict
+from meshwright.facts.precision import FORMATS
 
 if TYPE_CHECKING:
     from meshwright.facts.strategy import Strategy
 
 _WORDS = {
-    "precision": get_args(grammar.Precision),
+    "precision": tuple(FORMATS),
     "recompute": get_args(grammar.Recompute),
     "offload": get_args(grammar.Offload),
     "engine": get_args(grammar.Engine),
@@ -45,9 +46,13 @@ def clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
     for first, second in combinations(strategy.axes, 2):
         if why := conflict(first.traits, second.traits):
             yield f"{first.word}={first.size}", f"{second.word}={second.size}", why
-    if strategy.pure and strategy.precision == "fp32":
-        yield "fp32", "pure", "pure leaves out the fp32 master weights, and fp32 has no others; name bf16 or fp16"
-    if strategy.autocast and strategy.precision not in ("bf16", "fp16"):
+    if strategy.pure and not strategy.number_format.is_low:
+        yield (
+            strategy.precision,
+            "pure",
+            "pure leaves out the fp32 master weights, and fp32 has no others; name bf16 or fp16",
+        )
+    if strategy.autocast and not strategy.number_format.autocasts:
         yield strategy.precision, "autocast", "autocast lowers operators to bf16 or fp16; name one of them"
     if strategy.autocast and strategy.pure:
         yield "autocast", "pure", "autocast casts fp32 parameters, and pure has none; keep one of them"

@@ -10,11 +10,12 @@ from math import prod
 
 from meshwright.facts import grammar, soundness
 from meshwright.facts.data_axis import DataTraits, find_traits
-from meshwright.facts.grammar import Engine, Offload, Precision, Recompute
+from meshwright.facts.grammar import Engine, Offload, Recompute
 from meshwright.facts.model_axis import MODEL_AXES, AxisTerm, normalised
+from meshwright.facts.precision import FORMATS, NumberFormat
 from meshwright.facts.ranks import fill_data_axis
 
-__all__ = ["AxisTerm", "Engine", "Offload", "Precision", "Recompute", "Strategy"]
+__all__ = ["AxisTerm", "Engine", "Offload", "Recompute", "Strategy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,8 @@ class Strategy:
     """The suffix of the data axis: how much fsdp shards, where "" is everything."""
     axes: tuple[AxisTerm, ...] = ()
     """The axes that divide the model, in the order of the text."""
-    precision: Precision = "fp32"
-    """The dtype of the computation."""
+    precision: str = "fp32"
+    """The number format of the computation: one of `facts/precision.py`."""
     pure: bool = False
     """Whether the parameters are in that dtype too, with no fp32 master weights."""
     autocast: bool = False
@@ -80,6 +81,11 @@ class Strategy:
     def traits(self) -> DataTraits:
         """What its data axis is."""
         return find_traits(self.data, self.variant)
+
+    @property
+    def number_format(self) -> NumberFormat:
+        """What its precision is."""
+        return FORMATS[self.precision]
 
     @property
     def model_ranks(self) -> int:

@@ -8,11 +8,11 @@ from math import prod
 
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import MODEL_AXES
+from meshwright.facts.precision import FORMATS
 from meshwright.facts.strategy import AxisTerm, Strategy
 from meshwright.planner.hosts import ELSEWHERE, OURS, HostCosts
 from meshwright.schedules import FAMILIES
 from meshwright.strategies import data_strategy
-from meshwright.strategies.base import ITEMSIZE
 from meshwright.strategies.pipeline import count_micro_batches
 
 MASTER_BYTES = 4
@@ -88,7 +88,7 @@ class Arrangement:
     @property
     def compute_bytes(self) -> int:
         """Of one element as it is computed with."""
-        return ITEMSIZE[self.precision]
+        return FORMATS[self.precision].bytes
 
     @property
     def gathers(self) -> bool:
@@ -104,7 +104,7 @@ def arrange(strategy: Strategy, facts: ModelFacts, global_batch: int) -> Arrange
     """The numbers of a resolved strategy that trains a job on the torch engine."""
     technique = data_strategy(strategy)
     layout, traits = technique.layout(strategy), strategy.traits
-    low, update_bytes = ITEMSIZE[strategy.precision], layout.update_bytes or MASTER_BYTES
+    low, update_bytes = strategy.number_format.bytes, layout.update_bytes or MASTER_BYTES
     micro_batch, micro_batches = cut_batch(strategy, global_batch)
     staged = strategy.stage_axis is not None
     return Arrangement(

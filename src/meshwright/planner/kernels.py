@@ -21,6 +21,7 @@ from functools import lru_cache
 
 from meshwright.facts.costs import Kernel
 from meshwright.facts.hardware import Hardware
+from meshwright.facts.precision import FORMATS, FULL
 
 MATMUL = 0.63
 ATTENTION = {"Hopper": 0.33, "other": 0.46}
@@ -66,7 +67,7 @@ def launches(kernels: tuple[Kernel, ...], compiled: bool) -> int:
 
 
 def _speed(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> float:
-    if kernel.dtype == "fp32":
+    if not FORMATS[kernel.dtype].is_low:
         return _plain_speed(kernel, hardware)
     peak = peak_flops(hardware, kernel.dtype)
     if kernel.kind == "attention":
@@ -86,7 +87,7 @@ def _plain_speed(kernel: Kernel, hardware: Hardware) -> float:
     """Of fp32, which matrix units take for convolutions only."""
     if kernel.kind == "convolution" and "tf32" in hardware.flops:
         return hardware.flops["tf32"] * CONVOLUTION
-    return peak_flops(hardware, "fp32") * PLAIN.get(kernel.kind, PLAIN["other"])
+    return peak_flops(hardware, FULL.word) * PLAIN.get(kernel.kind, PLAIN["other"])
 
 
 def _aligned(kernel: Kernel) -> float:
@@ -107,7 +108,7 @@ def _filled(size: float) -> float:
 def _peak(pairs: tuple[tuple[str, float], ...], dtype: str) -> float:
     known = dict(pairs)
     # A dtype that the device has no units for is computed in fp32.
-    return known.get(dtype) or known.get("fp32") or next(iter(known.values()))
+    return known.get(dtype) or known.get(FULL.word) or next(iter(known.values()))
 
 
 def peak_flops(hardware: Hardware, dtype: str) -> float:

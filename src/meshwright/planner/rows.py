@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,10 @@ from meshwright.describe.decoder import Shape
 from meshwright.errors import BadInput, ClusterError
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.model_axis import MODEL_AXES
+from meshwright.facts.precision import BUILT, FORMATS
 from meshwright.facts.strategy import AxisTerm, Strategy
 from meshwright.planner.arrangement import Arrangement
 from meshwright.reading import read_text, shown
-from meshwright.strategies.base import ITEMSIZE
 
 MOST = 10_000_000
 """Of layers, tokens, devices and whatever else is counted; beyond it a number is a slip of the keyboard."""
@@ -124,24 +126,27 @@ def _cluster(values: Mapping[str, Any], number: _Numbers) -> Cluster:
     )
 
 
-NETWORKS = {"nanotron": "efa", "llm-foundry": "roce", "fms-fsdp": "roce"}
-"""What joins the nodes of public sweeps, by a word of their source: Hugging Face's cluster is made of AWS p5 nodes, and
-the other two name RoCE."""
-
-
 def _link(values: Mapping[str, Any]) -> str | None:
-    """What joins the nodes: a column of its own, or what is known of the source."""
+    """What joins the nodes: the row's own column, or what is known of the source that it names."""
     if values.get("inter_node_link"):
         return str(values["inter_node_link"])
     source = values.get("source") or ""
-    return next((kind for word, kind in NETWORKS.items() if word in source), None)
+    return next((network["link"] for word, network in _networks().items() if word in source), None)
+
+
+@cache
+def _networks() -> dict[str, dict[str, str]]:
+    """Networks of published benchmarks whose rows do not name theirs, by a word of their source."""
+    found: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("networks.json").read_text())
+    return found
 
 
 def _arrangement(values: Mapping[str, Any], number: _Numbers) -> Arrangement:
     shards, replicas, stage = number("dp_shard"), number("dp_replicate"), number("zero_stage")
     compute = _dtype(values, "compute_dtype", "bf16")
-    rest, gradient = ITEMSIZE[_dtype(values, "param_dtype", "fp32")], ITEMSIZE[_dtype(values, "grad_dtype", "fp32")]
-    master = ITEMSIZE[_dtype(values, "master_dtype", "fp32")]
+    rest, gradient, master = (
+        FORMATS[_dtype(values, name, "fp32")].bytes for name in ("param_dtype", "grad_dtype", "master_dtype")
+    )
     over = shards if stage else 1
     beside, summed = master > rest, number("grad_accum") > 1
     axes = Strategy(axes=tuple(AxisTerm(word, number(word, None if word in NEEDED else 1)) for word in MODEL_AXES))
@@ -166,7 +171,7 @@ def _arrangement(values: Mapping[str, Any], number: _Numbers) -> Arrangement:
         beside_bytes=rest if gradient > rest and stage < 2 and axes.stage_axis and (summed or stage) else 0,
         moment_bytes=2 * master,
         master_bytes=master if beside else 0,
-        cast_bytes=0 if ITEMSIZE[compute] == rest or stage == 3 else ITEMSIZE[compute],
+        cast_bytes=0 if FORMATS[compute].bytes == rest or stage == 3 else FORMATS[compute].bytes,
         reshards=stage == 3,
         reduce_bytes=gradient,
         # What is summed beside the parameters is sent when the sum is complete.
@@ -195,8 +200,8 @@ class _Numbers:
 
 def _dtype(values: Mapping[str, Any], name: str, default: str) -> str:
     dtype = values.get(name) or default
-    if dtype not in ITEMSIZE:
-        raise ValueError(f"{name} is {dtype!r}; known are {', '.join(ITEMSIZE)}")
+    if dtype not in BUILT:
+        raise ValueError(f"{name} is {dtype!r}; known are {', '.join(BUILT)}")
     return str(dtype)
 
 

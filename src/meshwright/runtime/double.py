@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
+from meshwright.describe.dtypes import WORDS
 from meshwright.describe.structure import map_tensors
 from meshwright.facts.job import Job
 from meshwright.runtime.evidence import ROUNDING
@@ -118,7 +119,7 @@ class NarrowWatch(TorchDispatchMode):
             self.precision, self.operator = precision, operator
 
 
-NARROW = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.complex64: "fp32"}
+NARROW = {**WORDS, torch.complex64: "fp32"}
 
 
 def _floating(tree: Any) -> list[torch.dtype]:

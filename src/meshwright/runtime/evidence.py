@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from meshwright.facts.precision import BUILT, FORMATS
+
 State = dict[str, torch.Tensor]
-ROUNDING = {"float64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+ROUNDING = {"float64": 2.0**-53, **{word: FORMATS[word].rounding for word in BUILT}}
 """Unit roundoff: the largest relative error of one rounding."""
 
 

@@ -17,6 +17,7 @@ from meshwright.build.precision import raise_small
 from meshwright.build.world import World
 from meshwright.describe.blocks import find_blocks
 from meshwright.describe.blueprint import adopt, record
+from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.model import batch_norm_names, parameter_facts
 from meshwright.describe.structure import tensors_of
 from meshwright.errors import JobError, Refused
@@ -25,7 +26,6 @@ from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.place import place_of
 from meshwright.runtime.run import enter_world
-from meshwright.strategies.engine import DTYPES
 from meshwright.strategies.norm import global_norm, scale_
 
 
@@ -41,7 +41,7 @@ class Parallel:
         self.device = world.device
         self.data_ranks = 1 if strategy.traits.many_devices else strategy.data_ranks
         self.data_rank = world.rank
-        self._lowered = strategy.precision != "fp32"
+        self._lowered = strategy.number_format.is_low
         self._recomputing = nullcontext() if strategy.autocast else recomputing(DTYPES[strategy.precision])
         self._in_backward = False
         self._has_gradients = False
@@ -131,7 +131,7 @@ def parallelize(
     """Lay a model out over the ranks of this process. A builder is better than a model: each rank then holds its part
     only, and its weights follow from the seed alone."""
     chosen = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
-    if chosen.micro_batch is not None or chosen.offload == "optimizer" or chosen.precision == "fp16":
+    if chosen.micro_batch is not None or chosen.offload == "optimizer" or chosen.number_format.scales_loss:
         raise Refused(f"{chosen}: mb, offload=optimizer and fp16 need our loop; use mw.setup(job, ...).")
     if chosen.engine != "torch":
         raise Refused(

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from meshwright.describe.dtypes import DTYPES
+from meshwright.facts.precision import FORMATS
+
 BUDGET = 0.3
 """Seconds that one measurement may take, about."""
 BATCHES = 5
 """The median of so many is taken, so that one disturbance does not count."""
 MOST = 2000
 """Repetitions in a batch."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SLOW = 0.1
 """Seconds of a call after which nothing larger of its kind is tried: a busy or small machine stays within a minute."""
 GPU_SHAPES = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 1024, 4096))
@@ -107,4 +109,4 @@ def _shapes(dtype: str, device: torch.device) -> tuple[tuple[int, int, int], ...
     if device.type == "cuda":
         # Torch would emulate bf16 on a V100 or T4, whose units have none.
         return GPU_SHAPES if dtype != "bf16" or torch.cuda.get_device_capability(device) >= (8, 0) else ()
-    return CPU_SHAPES if dtype == "fp32" else HALF_SHAPES
+    return HALF_SHAPES if FORMATS[dtype].is_low else CPU_SHAPES

@@ -24,6 +24,7 @@ import torch
 
 from meshwright.build.batch import micro_steps
 from meshwright.build.world import World
+from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.jobfile import load_job
 from meshwright.errors import BadInput, JobError, MeshwrightError, one_line
 from meshwright.facts.job import Job
@@ -40,7 +41,6 @@ from meshwright.runtime.plain import Recipe, train_plainly
 from meshwright.runtime.trained import Disturbance, run_steps
 from meshwright.runtime.verdict import FAILED, REFUSED, Verdict, judge, judge_loss, without_verdict
 from meshwright.strategies import Place
-from meshwright.strategies.engine import DTYPES
 from meshwright.strategies.pipeline import is_pipelined
 
 
@@ -100,15 +100,15 @@ class Here:
     def of(self, strategy: Strategy) -> Reference:
         """In float64 where the strategy computes in fp32 and the model also runs in more."""
         key = reference_of(strategy, self._facts, self._job.global_batch)
-        double = strategy.precision == "fp32" and _takes_double(strategy) and self._double.runs
+        double = not strategy.number_format.is_low and _takes_double(strategy) and self._double.runs
         name = f"{key}{' in float64' * double}"
         if name not in self._made:
-            make = self._plain if strategy.precision == "fp32" else self._ours
+            make = self._ours if strategy.number_format.is_low else self._plain
             self._made[name] = make(key, double)
         return self._made[name]
 
     def verdict_on_process(self, strategy: Strategy) -> Verdict:
-        lowered = strategy.precision != "fp32"
+        lowered = strategy.number_format.is_low
         autocast = DTYPES[strategy.precision] if lowered else None
         plain = train_plainly(self._job, self._recipe(strategy, autocast=autocast)) if lowered else None
         reference = None if lowered else self.of(strategy)

@@ -94,7 +94,7 @@ def _step(trainer: Trainer, batch: Any, trace: Trace, seed: int) -> StepResult:
 
 def _shows_gradients(trainer: Trainer) -> bool:
     """DeepSpeed's engine keeps them to itself, and those of bf16 and fp16 have no bound of their own."""
-    return not isinstance(trainer.engine, OptimizingEngine) and trainer.strategy.precision == "fp32"
+    return not isinstance(trainer.engine, OptimizingEngine) and not trainer.strategy.number_format.is_low
 
 
 def _noting_outputs(job: Job, trace: Trace) -> Callable[[Any, Any], Any]:

@@ -11,6 +11,7 @@ from meshwright.errors import BadInput
 from meshwright.facts.catalogue import catalogue_names
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.grammar import nearest
+from meshwright.facts.precision import BUILT
 from meshwright.planner.candidates import Allowed
 from meshwright.planning import Wishes, read_allowed
 from meshwright.reading import parse_json
@@ -18,7 +19,7 @@ from meshwright.serve.errors import RequestError
 from meshwright.serve.models import Models
 
 WORDS: Mapping[str, tuple[str, ...]] = {
-    "precision": ("fp32", "bf16", "fp16"),
+    "precision": BUILT,
     "ac": ("none", "selective", "full"),
     "offload": ("none", "optimizer", "params"),
 }

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from meshwright.strategies.engine import Engine, Setting
 
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one element in each precision."""
 
 
@@ -80,8 +79,8 @@ class DataStrategy(ABC):
 
     def layout(self, strategy: Strategy) -> Layout:
         """What each rank holds under a resolved strategy."""
-        low = ITEMSIZE[strategy.precision]
-        masters = self.lowered_copy and low < 4 and not strategy.pure and not strategy.autocast
+        low = strategy.number_format.bytes
+        masters = self.lowered_copy and strategy.number_format.is_low and not strategy.pure and not strategy.autocast
         return Layout(
             **{state: strategy.shards for state in strategy.traits.shards},
             parameter_bytes=low if strategy.pure or masters else None,

@@ -30,7 +30,7 @@ class Dp(DataStrategy):
             return f"dp runs in one process, which has {place.devices} of the {place.ranks} devices; use ddp."
         if facts.batch_norms:
             return "dp cannot synchronise BatchNorm between the devices of one process; use ddp."
-        if strategy.precision != "fp32" and not strategy.pure and not strategy.autocast:
+        if strategy.number_format.is_low and not strategy.pure and not strategy.autocast:
             return (
                 f"dp copies the model anew in every forward pass, which leaves no place for {strategy.precision} "
                 f"copies of fp32 masters; use ddp,{strategy.precision} or dp,{strategy.precision}:pure, or "

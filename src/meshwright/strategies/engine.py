@@ -14,13 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.describe.dtensor import is_dtensor
+from meshwright.describe.dtypes import DTYPES
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.cuts import Cut, Stretch
 from meshwright.strategies.norm import global_norm
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ def _reason(state: MovedFacts, strategy: Strategy, facts: ModelFacts, micro_step
 def _parameter_reason(moves: str, state: MovedFacts, strategy: Strategy, facts: ModelFacts) -> str | None:
     if strategy.traits.gathers or strategy.model_ranks > 1 or strategy.engine != "torch":
         return f"{moves}, a parameter of which it sees a copy or a part under {strategy}; use ddp, zero1 or zero2."
-    if strategy.precision != "fp32":
+    if strategy.number_format.is_low:
         return f"{moves}, a parameter of which it may see a rounded copy under {strategy.precision}; use fp32."
     trained = any(p.trainable and state.name in p.names for p in facts.parameters)
     if strategy.offload and trained:

@@ -51,9 +51,9 @@ class OperatorWise(InnerAxis):
         return {"operators": rows}
 
     def _plan_job(self, job: Job, facts: ModelFacts, ranks: int) -> OperatorPlan:
-        from meshwright.describe.blueprint import record
+        from meshwright.describe.blueprint import model_to_read
 
-        return self.plan(record(job.model, seed=0, values=False).model, facts, ranks)
+        return self.plan(model_to_read(job.model), facts, ranks)
 
     def plan(self, model: nn.Module, facts: ModelFacts, ranks: int) -> OperatorPlan:
         from meshwright.strategies.operator import plan_operators

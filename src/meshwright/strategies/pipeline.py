@@ -64,7 +64,7 @@ def refuse_stages(strategy: Strategy, facts: ModelFacts, job: Job) -> str | None
     from meshwright.strategies import data_strategy
     from meshwright.strategies.stages import cut_stages
 
-    lowers = strategy.precision != "fp32" and not strategy.autocast and data_strategy(strategy).lowers
+    lowers = strategy.number_format.is_low and not strategy.autocast and data_strategy(strategy).lowers
     if schedules.FAMILIES[strategy.schedule].splits_backward and lowers:
         return (
             f"{strategy.schedule} adds up weights' gradients of all micro-batches before {strategy.data} sees "
@@ -72,8 +72,8 @@ def refuse_stages(strategy: Strategy, facts: ModelFacts, job: Job) -> str | None
         )
     stages = cut_stages(facts, count_stages(strategy), job.stages)
     if strategy.engine == "deepspeed":
-        from meshwright.describe.blueprint import record
+        from meshwright.describe.blueprint import model_to_read
         from meshwright.strategies.deepspeed.pipeline import cut_layers
 
-        cut_layers(record(job.model, seed=0, values=False).model, facts, stages)
+        cut_layers(model_to_read(job.model), facts, stages)
     return None

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.describe.dtypes import LOW
 from meshwright.strategies.tensor_layout import dim_of, divided, is_divided, local, part, whole
 from meshwright.strategies.tensor_rules import Rule
 
@@ -59,7 +60,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, mesh: DeviceMesh) -> Tensor:
         group = mesh.get_group()
-        values = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        values = logits.float() if logits.dtype in LOW else logits
         largest = values.amax(-1, keepdim=True)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         shifted = values - largest

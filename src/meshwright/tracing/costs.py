@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.utils import stateless
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from meshwright.build.precision import apply_precision, loss_under
 from meshwright.build.recompute import recompute_blocks
 from meshwright.describe.as_on_cuda import as_on_cuda
-from meshwright.describe.blueprint import Blueprint, as_it_was, record, set_attributes
-from meshwright.describe.disguise import is_meta
-from meshwright.describe.observe import SMALL, call_model, make_batch
-from meshwright.describe.operation import Slot
-from meshwright.describe.shadows import shadow_of, shadows
-from meshwright.describe.structure import map_tensors, tensors_of
+from meshwright.describe.blueprint import Blueprint, record
+from meshwright.describe.dtypes import DTYPES
+from meshwright.describe.forward import replaced_forwards
+from meshwright.describe.kinds import arrival_of, size_of
+from meshwright.describe.ladder import Rung, climb, is_small, on_fake, on_meta, on_real
+from meshwright.describe.observe import call_model, make_batch
+from meshwright.describe.stand_ins import lend, stand_in, stand_ins
+from meshwright.describe.structure import tensors_of
+from meshwright.describe.template import Made
 from meshwright.errors import JobError, one_line
 from meshwright.facts.costs import Kernel, ModelCosts, Size, UnitCosts
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
-from meshwright.strategies.engine import DTYPES
 from meshwright.tracing.meter import Meter, Ran
 
 SIZES = (2, 4)
@@ -43,10 +44,11 @@ def measure_costs(job: Job, facts: ModelFacts, precision: str, recompute: str = 
         raise JobError(f"The model's step could not be seen on fake tensors: {facts.unseen}.")
     blueprint = record(job.model, seed=0, values=False)
     blocks = [blueprint.model.get_submodule(name) for name in facts.blocks]
+    kinds = {name: size_of(block) for name, block in zip(facts.blocks, blocks, strict=True)}
     apply_precision(blueprint.model, blocks, DTYPES[precision], pure=False, left_to_cast=())
     if recompute != "none":
         recompute_blocks(blocks or [blueprint.model], recompute)
-    small, large = (_trace(job, facts, blueprint, precision, samples) for samples in SIZES)
+    small, large = (_trace(job, facts, blueprint, kinds, precision, samples) for samples in SIZES)
     units = [_unit(low, high) for low, high in zip(small, large, strict=True)]
     by_name = {unit.name: unit for unit in units}
     twins = [replace(by_name[unit.like], name=unit.name, parameters=unit.parameters) for unit in units]
@@ -133,19 +135,16 @@ class _Recorder:
         (segment.backward if self._backward else segment.forward).append(work)
 
 
-def _trace(job: Job, facts: ModelFacts, blueprint: Blueprint, precision: str, samples: int) -> list[_Segment]:
-    """One step on shadows or fake tensors; on real ones where the model looks at values and is small."""
-    with suppress(Exception), as_it_was(blueprint.model), shadows(blueprint.model), as_on_cuda():
-        return _step(job, facts, blueprint, precision, samples, shadow_of)
+def _trace(
+    job: Job, facts: ModelFacts, blueprint: Blueprint, kinds: Mapping[str, Any], precision: str, samples: int
+) -> list[_Segment]:
+    """One step without values; on real tensors where the model looks at values and is small."""
+    rungs: list[Rung] = [partial(on_meta, device=as_on_cuda), partial(on_fake, device=as_on_cuda)]
+    if is_small(blueprint.model):
+        rungs.append(on_real)  # as a CPU computes, so attention may keep its scores: more than a GPU would
     try:
-        with as_it_was(blueprint.model), FakeTensorMode(allow_non_fake_inputs=True) as mode, as_on_cuda():
-            return _step(job, facts, blueprint, precision, samples, lambda tensor: mode.from_tensor(tensor.cpu()))
-    except Exception as error:
-        if sum(p.count for p in facts.parameters) > SMALL:
-            raise _unseen(error) from error
-    try:
-        # As a CPU computes, so attention may keep its scores: more than a GPU would.
-        return _step(job, facts, blueprint, precision, samples, lambda tensor: tensor.cpu())
+        run = partial(_step, job, facts, blueprint, kinds, precision)
+        return climb(blueprint.model, make_batch(job, samples), run, *rungs)
     except Exception as error:
         raise _unseen(error) from error
 
@@ -158,44 +157,35 @@ def _unseen(error: Exception) -> JobError:
 
 
 def _step(
-    job: Job,
-    facts: ModelFacts,
-    blueprint: Blueprint,
-    precision: str,
-    samples: int,
-    take: Callable[[torch.Tensor], torch.Tensor],
+    job: Job, facts: ModelFacts, blueprint: Blueprint, kinds: Mapping[str, Any], precision: str, batch: Any
 ) -> list[_Segment]:
     model, recorder = blueprint.model, _Recorder(facts)
-    set_attributes(model, blueprint.attributes, _empty_slot)
-    tensors = _parameters(model, facts, DTYPES[precision])
-    tensors |= {name: _empty(b, b.dtype) for name, b in model.named_buffers()}
-    batch = map_tensors(take, make_batch(job, samples))
+    tensors = stand_ins(blueprint, _parameters(facts, DTYPES[precision]))
     recorder.meter.known([*tensors.values(), *tensors_of(batch)])
     for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
         if tensor.requires_grad:
             tensor.register_post_accumulate_grad_hook(_forget_gradient)
-    with stateless._reparametrize_module(model, tensors, tie_weights=True), ExitStack() as hooks:
-        _watch(model, facts, recorder, hooks)
-        with recorder.meter:
-            total, _ = loss_under(precision, job)(call_model(job, model, batch), batch)
-            recorder.begin_backward()
-            total.backward()
-            recorder.end_backward()
+    with lend(model, tensors), _watch(model, facts, kinds, recorder), recorder.meter:
+        total, _ = loss_under(precision, job)(call_model(job, model, batch), batch)
+        recorder.begin_backward()
+        total.backward()
+        recorder.end_backward()
     return recorder.segments
 
 
-def _parameters(model: nn.Module, facts: ModelFacts, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A stand-in for every parameter; blocks share theirs where they are of the same sizes, which costs no truth."""
+def _parameters(facts: ModelFacts, dtype: torch.dtype) -> Callable[[str, nn.Parameter], torch.Tensor]:
+    """Makes stand-ins; blocks share theirs where they are of the same sizes, which costs no truth."""
     shared: dict[Any, torch.Tensor] = {}
-    found = {}
-    for name, parameter in model.named_parameters():
+
+    def make(name: str, parameter: nn.Parameter) -> torch.Tensor:
         block = next((block for block in _outer(name) if block in facts.blocks), None)
         inner = name.removeprefix(f"{block}.") if block else name
         key = (inner, tuple(parameter.shape), parameter.dtype, parameter.requires_grad) if block else name
         if key not in shared:
-            shared[key] = _empty(parameter, dtype).requires_grad_(parameter.requires_grad)
-        found[name] = shared[key]
-    return found
+            shared[key] = stand_in(parameter, dtype).requires_grad_(parameter.requires_grad)
+        return shared[key]
+
+    return make
 
 
 def _outer(name: str) -> list[str]:
@@ -209,113 +199,33 @@ def _forget_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def _empty(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    dtype = dtype if tensor.is_floating_point() else tensor.dtype
-    if not is_meta(tensor):
-        return tensor.detach().to(dtype)
-    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
-    if isinstance(empty, FakeTensor) or is_meta(empty):
-        return empty
-    return empty.normal_(std=0.02) if empty.is_floating_point() else empty.zero_()
-
-
-def _empty_slot(slot: Slot) -> torch.Tensor:
-    return _empty(torch.empty_strided(slot.size, slot.stride, dtype=slot.dtype, device="meta"), slot.dtype)
-
-
-def _watch(model: nn.Module, facts: ModelFacts, recorder: _Recorder, hooks: ExitStack) -> None:
+def _watch(
+    model: nn.Module, facts: ModelFacts, kinds: Mapping[str, Any], recorder: _Recorder
+) -> AbstractContextManager[None]:
     """Tell the recorder of every unit's call; calls of a block that ran before, in all but name, are stood in for."""
     calls = iter(range(len(facts.calls)))
-    seen: dict[Any, tuple[int, Any]] = {}
+    seen: dict[Any, tuple[str, Any]] = {}
 
-    def around(name: str, module: nn.Module) -> Callable[..., Any]:
-        forward = module.forward
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            index = next(calls)
-            segment = recorder.segments[index]
-            recorder.enter(index)
-            leaves, tree = tree_flatten((args, kwargs))
-            key = (_signature(module), tuple(map(_look, leaves)), str(tree), segment.is_block)
-            if segment.is_block and key in seen:
-                first, made = seen[key]
-                segment.like = recorder.segments[first].name
-                output = _stand_in(leaves, made)
-            else:
-                segment.like = name
-                output = forward(*args, **kwargs)
-                seen[key] = index, _outline(output)
-            recorder.leave(index, output)
-            return output
-
-        return call
-
-    for name in dict.fromkeys(call.name for call in facts.calls):
-        module = model.get_submodule(name)
-        original = module.__dict__.get("forward")
-        module.forward = around(name, module)
-        hooks.callback(_restore, module, original)
-
-
-def _restore(module: nn.Module, original: Any) -> None:
-    if original is None:
-        del module.forward
-    else:
-        module.forward = original
-
-
-def _signature(module: nn.Module) -> tuple[Any, ...]:
-    """What makes two modules the same but for their weights' values."""
-    inner = tuple((name, type(child), child.extra_repr()) for name, child in module.named_modules())
-    weights = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters())
-    return inner, weights
-
-
-def _look(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-    return leaf if isinstance(leaf, bool | int | float | str | type(None)) else type(leaf)
-
-
-def _outline(output: Any) -> tuple[list[Any], Any]:
-    leaves, tree = tree_flatten(output)
-    return [_Like(tuple(x.shape), x.dtype, x.requires_grad) if torch.is_tensor(x) else x for x in leaves], tree
-
-
-@dataclass(frozen=True)
-class _Like:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-
-class _Through(torch.autograd.Function):
-    """Outputs of given shapes that depend on the inputs, with nothing computed in between."""
-
-    @staticmethod
-    def forward(ctx: Any, outlines: Sequence[_Like], *inputs: torch.Tensor) -> Any:
-        ctx.inputs = [(tuple(x.shape), x.dtype) for x in inputs]
-        return tuple(torch.empty(like.shape, dtype=like.dtype) for like in outlines)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, *(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.inputs)
-
-
-def _stand_in(leaves: list[Any], made: tuple[list[Any], Any]) -> Any:
-    outlines, tree = made
-    inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    wanted = [like for like in outlines if isinstance(like, _Like) and like.requires_grad]
-    through = iter(_Through.apply(wanted, *inputs) if inputs and wanted else ())
-    filled = []
-    for like in outlines:
-        if not isinstance(like, _Like):
-            filled.append(like)
-        elif like.requires_grad and inputs:
-            filled.append(next(through))
+    def call(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        index = next(calls)
+        segment = recorder.segments[index]
+        recorder.enter(index)
+        leaves, tree = tree_flatten((args, kwargs))
+        inputs: list[torch.Tensor] = []
+        key = kinds.get(name), arrival_of(leaves, inputs, other=type), str(tree)
+        if segment.is_block and key in seen:
+            segment.like, made = seen[key]
+            reached = [tensor for tensor in inputs if tensor.requires_grad]
+            output = tree_map_only(Made, lambda tensor: tensor.hanging_on(reached), made)
         else:
-            filled.append(torch.empty(like.shape, dtype=like.dtype))
-    return tree_unflatten(filled, tree)
+            segment.like = name
+            output = forward(*args, **kwargs)
+            seen[key] = name, tree_map_only(torch.Tensor, Made.of, output)
+        recorder.leave(index, output)
+        return output
+
+    names = dict.fromkeys(call.name for call in facts.calls)
+    return replaced_forwards({name: model.get_submodule(name) for name in names}, call)
 
 
 def _unit(small: _Segment, large: _Segment) -> UnitCosts:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwright.describe.dtypes import HALF
 from meshwright.tracing.allocator import round_up
 
 ROW, ALIGNMENT = 1024, 128
 """Rows of more elements than this begin at a multiple of so many bytes."""
 PAD, WIDE, INTENSITY = 8, 1280, 100
 """What the dims of matrices are padded to, if the product is so wide, or computes so much for an element it moves."""
-HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)

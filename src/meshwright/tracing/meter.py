@@ -11,10 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.describe.flops import count_flops
-
-_MATMULS = ("mm", "addmm", "bmm", "baddbmm", "linear")
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+from meshwright.describe.dtypes import WORDS
+from meshwright.describe.flops import ALLOCATIONS, count_flops, operator_kind, product_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +93,12 @@ def _work(func: Any, args: Any, kwargs: Any, result: Any, given: list[torch.Tens
     largest = max([*given, *made], key=lambda leaf: leaf.numel() * leaf.is_floating_point(), default=None)
     return Ran(
         name=name,
-        kind=_kind(name, flops),
-        dtype=_DTYPES.get(largest.dtype if largest is not None else torch.float32, "fp32"),
+        kind=operator_kind(func),
+        dtype=WORDS.get(largest.dtype if largest is not None else torch.float32, "fp32"),
         flops=flops,
         bytes=float(_touched(name, given, made)),
         made=float(sum(_bytes(leaf) for leaf in made)),
-        shape=_shape(name, given),
+        shape=_attention_shape(name, given) or product_shape(func, args),
     )
 
 
@@ -112,18 +110,10 @@ def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
     return bool(kwargs.get("is_causal", place < len(args) and args[place]))
 
 
-def _kind(name: str, flops: float) -> str:
-    if name in _MATMULS:
-        return "matmul"
-    if "attention" in name:
-        return "attention"
-    return "convolution" if "convolution" in name and flops else "other"
-
-
 def _touched(name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> int:
     """Bytes read and written. A table that is looked up is read only where it is looked at."""
     written = sum(_bytes(leaf) for leaf in made)
-    if name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
+    if name in ALLOCATIONS:
         return 0
     if name == "embedding":
         return 2 * written
@@ -135,15 +125,9 @@ def _bytes(tensor: torch.Tensor) -> int:
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
-def _shape(name: str, given: list[torch.Tensor]) -> tuple[int, ...]:
-    if "attention" in name and len(given) > 1 and given[0].dim() == given[1].dim() == 4:
-        batch, heads, queries, width = given[0].shape
-        return batch * heads, queries, given[1].shape[2], width
-    if name not in _MATMULS or len(given) < 2:
+def _attention_shape(name: str, given: list[torch.Tensor]) -> tuple[int, ...]:
+    """(batch times heads, queries, keys, width of a head); empty for other operators."""
+    if "attention" not in name or len(given) < 2 or not given[0].dim() == given[1].dim() == 4:
         return ()
-    left, right = given[-2:]
-    if left.dim() == 3 and right.dim() == 3:
-        return left.shape[0], left.shape[1], right.shape[2], left.shape[2]
-    if left.dim() == 2 and right.dim() == 2:
-        return 1, left.shape[0], right.shape[1], left.shape[1]
-    return ()
+    batch, heads, queries, width = given[0].shape
+    return batch * heads, queries, given[1].shape[2], width

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-from meshwright.describe.flops import count_flops
+from meshwright.describe.dtypes import WORDS
+from meshwright.describe.flops import ALLOCATIONS, count_flops, operator_kind, product_shape
 from meshwright.facts.trace import Operation
 
-aten = torch.ops.aten
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NO_KERNEL = {*ALLOCATIONS, "detach", "alias", "set_"}
 _PHASES = ("forward", "backward", "update")
-_MATMULS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
 
 
 @dataclass
@@ -31,18 +29,16 @@ class Operations:
         self, func: Any, args: Any, kwargs: Any, found: Any, given: list[Tensor], made: list[Tensor], phase: str
     ) -> None:
         """Count an operator. Views, bare allocations and questions (where a tensor lies) run no kernel."""
-        packet = func._overloadpacket
-        runs = func._schema.is_mutable or (made and not func.is_view and packet.__name__ not in _ALLOCATIONS)
+        name = func.overloadpacket.__name__
+        runs = func._schema.is_mutable or (made and not func.is_view and name not in _NO_KERNEL)
         if phase not in _PHASES or not runs:
             return
-        flops = count_flops(func, args, kwargs, found)
-        kind = _kind(packet) if packet in flop_registry else "other"
         operation = Operation(
-            kind=kind,
+            kind=operator_kind(func),
             dtype=_dtype(given or made),
-            flops=flops,
+            flops=count_flops(func, args, kwargs, found),
             bytes=float(_moved(func, args, given, made)),
-            shape=_shape(packet, args) if kind == "matmul" else (),
+            shape=product_shape(func, args),
             phase=phase,
         )
         self.counts[operation] += 1
@@ -50,22 +46,15 @@ class Operations:
     def note_fused(self, moved: int, dtype: torch.dtype, phase: str) -> None:
         """Count a kernel that a compiler made of many operators; `dtype` is that of most of what it moves."""
         if phase in _PHASES:
-            name = _DTYPES.get(dtype, "fp32")
+            name = WORDS.get(dtype, "fp32")
             operation = Operation(kind="other", dtype=name, flops=0.0, bytes=float(moved), shape=(), phase=phase)
             self.counts[operation] += 1
 
 
-def _kind(packet: Any) -> str:
-    name = packet.__name__
-    if "attention" in name:
-        return "attention"
-    return "convolution" if "conv" in name else "matmul"
-
-
 def _dtype(tensors: list[Tensor]) -> str:
     """That of the largest tensor of a precision."""
-    known = [tensor for tensor in tensors if tensor.dtype in _DTYPES]
-    return _DTYPES[max(known, key=lambda tensor: tensor.numel()).dtype] if known else "fp32"
+    known = [tensor for tensor in tensors if tensor.dtype in WORDS]
+    return WORDS[max(known, key=lambda tensor: tensor.numel()).dtype] if known else "fp32"
 
 
 def _moved(func: Any, args: Any, given: list[Tensor], made: list[Tensor]) -> int:
@@ -85,15 +74,3 @@ def _size(tensor: Tensor) -> int:
     """Of what lies in memory: an expanded dim is one element."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return prod(sizes) * tensor.element_size()
-
-
-_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "set_"}
-
-
-def _shape(packet: Any, args: Any) -> tuple[int, ...]:
-    """(batch, m, n, k) of a product of matrices."""
-    if packet not in _MATMULS:
-        return ()
-    a, b = args[-2:] if packet in (aten.mm, aten.bmm) else args[1:3]
-    batch = a.shape[0] if a.dim() == 3 else 1
-    return int(batch), int(a.shape[-2]), int(b.shape[-1]), int(a.shape[-1])

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from meshwright.describe.flops import operator_kind
 from meshwright.tracing.memory import Ledger
 
-aten = torch.ops.aten
 CUBLAS = 32 << 20
 """Bytes that PyTorch lends to each cuBLAS handle on Hopper (its default; 8.1 MiB on older GPUs)."""
-_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm)
 
 
 class Workspaces:
@@ -23,8 +21,7 @@ class Workspaces:
         self._lent: set[bool] = set()
 
     def note(self, func: Any, args: Any, made: list[Tensor], phase: str) -> None:
-        packet = func._overloadpacket
         thread = phase == "backward"
-        if packet in _PRODUCTS and thread not in self._lent:
+        if operator_kind(func) == "matmul" and thread not in self._lent:
             self._lent.add(thread)
             self._ledger.allocate(CUBLAS, "temporary")

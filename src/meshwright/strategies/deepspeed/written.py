@@ -131,7 +131,7 @@ def _of_strategy(config: Mapping[str, Any], strategy: Strategy) -> Iterator[Diff
     if (said.offload, said.nvme) != (strategy.offload, strategy.nvme):
         whose = f"the strategy has offload={strategy.offload}" if strategy.offload else "the strategy offloads nothing"
         yield Difference("zero_optimization's offload", said.offload or "none", whose)
-    if strategy.precision != "fp32":
+    if strategy.number_format.is_low:
         for key in ("data_types.grad_accum_dtype", "communication_data_type"):
             *section, name = key.split(".")
             dtype = _section(config, ".".join(section)).get(name, "fp32")

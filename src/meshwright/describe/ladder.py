@@ -1,0 +1,68 @@
+"""The ladder of tensors that a pass over a model is tried on: meta, then fake, then real ones.
+
+A pass asks for structure: shapes, who reads what, which tensors are kept. Meta tensors are fastest and do least. Fake
+tensors take twice the time; they know devices and constants. Real tensors need memory, so only a small model gets them,
+where it looks at values. A rung is a context in which one of these kinds is made. It gives a function that turns the
+tensors of a batch into that kind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from meshwright.describe.as_on_cuda import as_on_cpu
+from meshwright.describe.blueprint import as_it_was
+from meshwright.describe.shadows import shadow_of, shadows
+from meshwright.describe.structure import map_tensors
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
+Rung = Callable[[nn.Module], AbstractContextManager[Convert]]
+Device = Callable[[], AbstractContextManager[None]]
+Result = TypeVar("Result")
+
+SMALL = 1 << 28
+"""The most parameters of a model that may run on real tensors."""
+
+
+def climb(model: nn.Module, batch: Any, run: Callable[[Any], Result], *rungs: Rung) -> Result:
+    """What `run` makes of the batch on the first rung that works. Raises what the last rung raised."""
+    *others, last = rungs
+    for rung in others:
+        with suppress(Exception), rung(model) as convert:
+            return run(map_tensors(convert, batch))
+    with last(model) as convert:
+        return run(map_tensors(convert, batch))
+
+
+def is_small(model: nn.Module) -> bool:
+    return sum(parameter.numel() for parameter in model.parameters()) <= SMALL
+
+
+@contextmanager
+def on_meta(model: nn.Module, *, device: Device = as_on_cpu) -> Iterator[Convert]:
+    with as_it_was(model), shadows(model), device():
+        yield shadow_of
+
+
+@contextmanager
+def on_fake(model: nn.Module, *, mode: FakeTensorMode | None = None, device: Device = nullcontext) -> Iterator[Convert]:
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
+    with as_it_was(model), mode or fake_mode() as active, device():
+        yield lambda tensor: active.from_tensor(tensor.cpu())  # type: ignore[no-any-return]
+
+
+@contextmanager
+def on_real(model: nn.Module) -> Iterator[Convert]:
+    """Copies, because the model may change its inputs in place."""
+    yield lambda tensor: tensor.detach().cpu().clone()
+
+
+def fake_mode() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True)

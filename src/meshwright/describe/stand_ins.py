@@ -1,0 +1,60 @@
+"""Tensors that stand in for a model's own during a pass: the same layout, other values or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import stateless
+
+from meshwright.describe.blueprint import Blueprint, set_attributes
+from meshwright.describe.disguise import is_meta
+from meshwright.describe.operation import Slot
+
+
+def stand_in(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor of the kind that is made now: meta, fake or real. Floating ones may get another dtype."""
+    dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if not is_meta(tensor):
+        return tensor.detach().to(dtype, copy=True)
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
+    if has_no_values(empty):
+        return empty
+    return empty.normal_(std=0.02) if empty.is_floating_point() else empty.zero_()
+
+
+def has_no_values(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) or is_meta(tensor)
+
+
+def _parameter(name: str, parameter: nn.Parameter) -> torch.Tensor:
+    """A parameter, because a model may look for those among its attributes."""
+    return nn.Parameter(stand_in(parameter), requires_grad=parameter.requires_grad)
+
+
+def stand_ins(
+    blueprint: Blueprint, parameter: Callable[[str, nn.Parameter], torch.Tensor] = _parameter
+) -> dict[str, torch.Tensor]:
+    """Tensors for all parameters and buffers by name. Plain attributes get theirs at once."""
+    fill_attributes(blueprint)
+    model = blueprint.model
+    tensors = {name: parameter(name, p) for name, p in model.named_parameters()}
+    return tensors | {name: stand_in(b) for name, b in model.named_buffers()}
+
+
+def fill_attributes(blueprint: Blueprint) -> None:
+    """Give stand-ins to attributes of modules that are tensors, but neither parameters nor buffers."""
+    set_attributes(blueprint.model, blueprint.attributes, _attribute)
+
+
+def _attribute(slot: Slot) -> torch.Tensor:
+    return stand_in(torch.empty_strided(slot.size, slot.stride, dtype=slot.dtype, device="meta"))
+
+
+def lend(model: nn.Module, tensors: dict[str, torch.Tensor]) -> AbstractContextManager[Any]:
+    """Run a model with other tensors, as `functional_call` does but for longer: recomputing reads them in backward."""
+    return stateless._reparametrize_module(model, tensors, tie_weights=True)

@@ -1,0 +1,39 @@
+"""Number formats that a strategy can compute in: all that is known of each, in one record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberFormat:
+    """What a strategy's precision stands for."""
+
+    word: str
+    """As a strategy says it."""
+    bytes: int
+    torch_name: str
+    """The dtype's name in PyTorch."""
+    rounding: float
+    """The largest relative error of rounding a number to it."""
+    is_low: bool = True
+    """Whether it has fewer bits than fp32, in which master weights and sums of gradients are kept."""
+    scales_loss: bool = False
+    """Whether gradients underflow in it unless the loss is scaled up."""
+    autocasts: bool = False
+    """Whether `torch.autocast` lowers operators to it."""
+    is_built: bool = True
+    """Whether an engine here computes in it."""
+
+
+FULL = NumberFormat(word="fp32", bytes=4, torch_name="float32", rounding=2.0**-24, is_low=False)
+FORMATS = {
+    one.word: one
+    for one in (
+        FULL,
+        NumberFormat(word="bf16", bytes=2, torch_name="bfloat16", rounding=2.0**-8, autocasts=True),
+        NumberFormat(word="fp16", bytes=2, torch_name="float16", rounding=2.0**-11, autocasts=True, scales_loss=True),
+        NumberFormat(word="fp8", bytes=1, torch_name="float8_e4m3fn", rounding=2.0**-4, is_built=False),
+    )
+}
+BUILT = tuple(one.word for one in FORMATS.values() if one.is_built)

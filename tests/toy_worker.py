@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from meshwright.environment import own_rank
 from meshwright.errors import NonFiniteLoss
 from meshwright.runtime.attempt import Attempt, own_attempt, report
-from meshwright.runtime.environment import own_rank
 from meshwright.runtime.preemption import Preemption
 from meshwright.runtime.pulse import own_pulse
 

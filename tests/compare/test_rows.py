@@ -169,17 +169,20 @@ def test_a_device_that_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "status"),
+    ("message", "signal", "status"),
     [
-        ("Rank 1 was ended by SIGKILL; the machine may have run out of memory.", "killed"),
-        ("Rank 0 failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.", "out of memory"),
-        ("Rank 0 failed: RuntimeError: DefaultCPUAllocator: not enough memory: you tried ...", "out of memory"),
-        ("Rank 1 failed: ValueError: bad sample", "failed"),
+        ("Rank 1 was ended by SIGKILL; the machine may have run out of memory.", "SIGKILL", "killed"),
+        ("Rank 0 failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.", None, "out of memory"),
+        ("Rank 0 failed: RuntimeError: DefaultCPUAllocator: not enough memory: you tried ...", None, "out of memory"),
+        ("Rank 1 failed: ValueError: bad sample", None, "failed"),
+        ("Rank 1 failed: ValueError: my loader was ended by SIGTERM", None, "failed"),
     ],
 )
-def test_what_a_failure_is_called(message: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_failure_is_called(
+    message: str, signal: str | None, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: object, **kwargs: object) -> None:
-        raise RankFailed(f"{message}\nand more", rank=0)
+        raise RankFailed(f"{message}\nand more", rank=0, signal=signal)
 
     monkeypatch.setattr(compare_start, "launch", fail)
     assert start({}, 2, timeout=5.0) == Outcome(status=status, reason=message)

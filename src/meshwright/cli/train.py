@@ -73,9 +73,9 @@ def train(
     [bold]torchrun --nproc-per-node 8 -m meshwright train job.py --strategy fsdp,bf16,ac=selective[/]
     """
     with importing():
+        from meshwright.environment import silent_profiler
         from meshwright.report.tables import summary_table
         from meshwright.runtime.command import train_command
-        from meshwright.runtime.profile_step import silent_profiler
         from meshwright.runtime.sinks import check_services
         from meshwright.strategies.deepspeed.written import read_config, strategy_of
 

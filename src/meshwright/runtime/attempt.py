@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshwright.runtime.environment import own_folder, own_rank, restart_count
+from meshwright.environment import own_folder, own_rank, restart_count
 from meshwright.runtime.pulse import Beat
 
 

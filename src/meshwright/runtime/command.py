@@ -12,12 +12,12 @@ from meshwright.build.check import check, check_engine_config
 from meshwright.build.rehearsal import rehearse
 from meshwright.describe.jobfile import load_job
 from meshwright.describe.model import describe
+from meshwright.environment import Launched, launched, restart_count
 from meshwright.errors import BadInput, Refused
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.checkpoints import saved_seed
-from meshwright.runtime.environment import Launched, launched, restart_count
 from meshwright.runtime.launch import launch
 from meshwright.runtime.layout import lay_out_on_paper
 from meshwright.runtime.lock import owned

@@ -19,6 +19,7 @@ from typing import Any
 
 from meshwright.describe.jobfile import load_job
 from meshwright.describe.model import describe
+from meshwright.environment import launched, silent_profiler
 from meshwright.errors import BadInput
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
@@ -26,9 +27,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.runtime.compare_choice import Choice, choose
 from meshwright.runtime.compare_row import Basis, empty_row, make_row, step_seconds
 from meshwright.runtime.compare_start import OK, REFUSED, Outcome, start
-from meshwright.runtime.environment import launched
 from meshwright.runtime.place import choose_device, place_for
-from meshwright.runtime.profile_step import silent_profiler
 from meshwright.runtime.references import reference_of
 
 Tell = Callable[[str], None]

@@ -53,7 +53,7 @@ def start(request: dict[str, Any], ranks: int, *, timeout: float, worker: str = 
 
 
 def _status(failure: RankFailed) -> str:
-    if " was ended by SIG" in str(failure):
+    if failure.signal is not None:
         return KILLED
     return OUT_OF_MEMORY if any(word in str(failure) for word in EXHAUSTED) else FAILED
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from meshwright.environment import FOLDER, environment_for_ranks, environment_without_folder
 from meshwright.runtime.agent import Agent
-from meshwright.runtime.environment import FOLDER, environment_for_ranks
 from meshwright.runtime.interrupts import UNUSED, Interrupts
 from meshwright.runtime.janitor import cleaned_up_after
 from meshwright.runtime.preemption import GRACE
@@ -48,7 +48,8 @@ def launch(
         ExitStack() as outside,
         tempfile.TemporaryDirectory(prefix="meshwright-") as folder,
     ):
-        outside.enter_context(cleaned_up_after(Path(folder), FOLDER))  # left last, when the folder is gone
+        # Left last, when the folder is gone.
+        outside.enter_context(cleaned_up_after(Path(folder), FOLDER, environment_without_folder()))
         saves = request["verb"] == "train"  # anything else has nothing to save, and SIGTERM ends it
         told = {"grace": grace if saves else None, "launcher": os.getpid(), "patience": patience}
         (Path(folder) / "request.json").write_text(json.dumps({**request, **told}))

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from meshwright.build.world import World
+from meshwright.environment import launched
 from meshwright.errors import BadInput, OutputError
 from meshwright.facts.catalogue import MEASURED
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.links import LAUNCH
 from meshwright.runtime.attempt import own_attempt, report
-from meshwright.runtime.environment import launched
 from meshwright.runtime.launch import launch
 from meshwright.runtime.probe_collectives import measure_collectives
 from meshwright.runtime.probe_device import measure_host_copies, measure_launch, measure_matmuls, measure_memory

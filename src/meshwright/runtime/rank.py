@@ -9,9 +9,9 @@ import faulthandler
 import sys
 from importlib import import_module
 
+from meshwright.environment import own_rank
 from meshwright.importing import importing
 from meshwright.runtime.attempt import Attempt, leave, own_attempt
-from meshwright.runtime.environment import own_rank
 from meshwright.runtime.parent_death import end_with
 from meshwright.runtime.preemption import Preemption
 from meshwright.runtime.pulse import Pulse, dump_on_signal

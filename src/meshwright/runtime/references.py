@@ -25,6 +25,7 @@ import torch
 from meshwright.build.batch import micro_steps
 from meshwright.build.world import World
 from meshwright.describe.jobfile import load_job
+from meshwright.environment import environment_without_ranks
 from meshwright.errors import BadInput, JobError, MeshwrightError, one_line
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
@@ -34,7 +35,6 @@ from meshwright.runtime.attempt import leave
 from meshwright.runtime.bounds import LOSS_BOUND
 from meshwright.runtime.causes import find_cause
 from meshwright.runtime.double import NarrowWatch, double_arithmetic, in_double
-from meshwright.runtime.environment import environment_without_ranks
 from meshwright.runtime.evidence import ROUNDING, Reference, Trace
 from meshwright.runtime.plain import Recipe, train_plainly
 from meshwright.runtime.trained import Disturbance, run_steps

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.build.check import check
 from meshwright.build.rehearsal import rehearse
+from meshwright.environment import launched
 from meshwright.errors import BadInput, MeshwrightError, RankFailed, Refused, StrategyError
 from meshwright.facts.data_axis import usual_terms
 from meshwright.facts.job import Job
@@ -19,7 +20,6 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.command import count_ranks, find_place, known_device, look
 from meshwright.runtime.compare_choice import Choice
-from meshwright.runtime.environment import launched
 from meshwright.runtime.launch import launch
 from meshwright.runtime.place import choose_device
 from meshwright.runtime.references import cause_elsewhere, make_elsewhere, own_place, reference_of

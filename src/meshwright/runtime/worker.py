@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.describe.jobfile import load_job
+from meshwright.environment import restart_count
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.runtime.attempt import own_attempt, report
 from meshwright.runtime.checkpoints import Checkpoints, saved_seed
-from meshwright.runtime.environment import restart_count
 from meshwright.runtime.preemption import Preemption
 from meshwright.runtime.profile_train import ProfileWish
 from meshwright.runtime.pulse import tell_of_compiling

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,8 +66,7 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-@contextmanager
-def environment_for_ranks(ranks: int, folder: str, *, ending: Iterable[str]) -> Iterator[None]:
+def environment_for_ranks(ranks: int, folder: str, *, ending: Iterable[str]) -> AbstractContextManager[None]:
     """What the launcher hands on to the ranks: their folder, and an equal share of the CPU's threads.
 
     `ending` are the signals that torch's agent answers by ending the ranks.
@@ -79,20 +78,12 @@ def environment_for_ranks(ranks: int, folder: str, *, ending: Iterable[str]) -> 
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads(ranks))),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(ending),
     }
-    with _set_meanwhile(values):
-        yield
+    return _set_meanwhile(values)
 
 
-@contextmanager
-def silent_profiler() -> Iterator[None]:
+def silent_profiler() -> AbstractContextManager[None]:
     """For starting processes that profile: torch 2.13 would print to stderr when profiling begins and ends."""
-    with _set_meanwhile({"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")}):
-        yield
-
-
-def environment_without_folder() -> dict[str, str]:
-    """For a process that does not belong to the launcher that started this rank."""
-    return {key: value for key, value in os.environ.items() if key != FOLDER}
+    return _set_meanwhile({"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")})
 
 
 def environment_without_ranks() -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from meshwright.environment import FOLDER, environment_for_ranks, environment_without_folder
+from meshwright.environment import FOLDER, environment_for_ranks, environment_without_ranks
 from meshwright.runtime.agent import Agent
 from meshwright.runtime.attempt import Orders
 from meshwright.runtime.interrupts import UNUSED, Interrupts
@@ -50,7 +50,7 @@ def launch(
         tempfile.TemporaryDirectory(prefix="meshwright-") as folder,
     ):
         # Left last, when the folder is gone.
-        outside.enter_context(cleaned_up_after(Path(folder), FOLDER, environment_without_folder()))
+        outside.enter_context(cleaned_up_after(Path(folder), FOLDER, environment_without_ranks()))
         command = (sys.executable, "-u", "-m", "meshwright.runtime.rank", worker)
         for logger in SILENT:
             logging.getLogger(logger).setLevel(logging.CRITICAL)

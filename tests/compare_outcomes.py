@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from meshwright.runtime.compare import Compared, Request, compare
+from meshwright.runtime.compare import Compared, compare
 from meshwright.runtime.compare_start import OK, Outcome
+from meshwright.runtime.request import CompareRequest, CompareTask
 from meshwright.units import MIB
 
 JOB = f"{Path(__file__).with_name('compare_jobs.py')}:sound"
@@ -49,22 +50,23 @@ class Starts:
         self._outcomes = outcomes
         self.losses = {"zero2": [1.0, 0.9 * (1 + 1e-3), 0.8]}
 
-    def __call__(self, request: dict[str, Any], ranks: int, *, timeout: float) -> Outcome:
-        name = request["strategy"].split("=")[0]
-        self.asked.append(request["strategy"])
+    def __call__(self, task: CompareTask, ranks: int, *, timeout: float) -> Outcome:
+        text = str(task.strategy)
+        name = text.split("=")[0]
+        self.asked.append(text)
         if name in self._outcomes:
             return self._outcomes[name]
         stages = ranks if name == "pp" else 0
         seconds = SLOW.get(name, 0.1)
-        told = [rank(number, seconds=seconds, steps=request["steps"], stages=stages) for number in range(ranks)]
+        told = [rank(number, seconds=seconds, steps=task.request.steps, stages=stages) for number in range(ranks)]
         losses = self.losses.get(name, [1.0, 0.9, 0.8])
-        return Outcome(status=OK, measured={"strategy": request["strategy"], "losses": losses, "ranks": told})
+        return Outcome(status=OK, measured={"strategy": text, "losses": losses, "ranks": told})
 
 
 def made_up(
     *strategies: str, starts: Starts | None = None, rounds: int = 2, lines: list[str] | None = None
 ) -> Compared:
     """A comparison of which only the ranks are made up."""
-    request = Request(job=JOB, ranks=2, strategies=strategies, steps=3, rounds=rounds)
+    request = CompareRequest(job=JOB, ranks=2, strategies=strategies, steps=3, rounds=rounds)
     told: list[str] = [] if lines is None else lines
     return compare(request, tell=told.append, start=starts or Starts())

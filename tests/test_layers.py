@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "meshwright"
 
 # Lowest first. Parts of one layer do not import each other, except the single files at the package's root.
 LAYERS = (
-    ("errors", "importing", "reading", "units", "version"),
+    ("environment", "errors", "importing", "reading", "units", "version"),
     ("facts",),
     ("describe", "exchange", "schedules"),
     ("strategies",),
@@ -26,6 +26,7 @@ LAYERS = (
 )
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
 ROOT_FILES = {
+    "environment",
     "errors",
     "importing",
     "reading",

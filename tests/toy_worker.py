@@ -1,4 +1,4 @@
-"""A worker that does as its request says, for tests of the launcher. Imports no torch, so its ranks start at once."""
+"""A worker that does as its task says, for tests of the launcher. Imports no torch, so its ranks start at once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from meshwright.environment import own_rank
 from meshwright.errors import NonFiniteLoss
 from meshwright.runtime.attempt import Attempt, own_attempt, report
-from meshwright.runtime.environment import own_rank
 from meshwright.runtime.preemption import Preemption
 from meshwright.runtime.pulse import own_pulse
 
@@ -22,7 +22,7 @@ LIMIT_SECONDS = 120  # a rank that waits in vain ends here
 def main() -> None:
     attempt = own_attempt()
     assert attempt is not None
-    globals()[attempt.request()["does"]](attempt, own_rank())
+    globals()[attempt.task()["does"]](attempt, own_rank())
 
 
 def is_killed_once(attempt: Attempt, rank: int) -> None:
@@ -41,7 +41,7 @@ def leaves_a_child(attempt: Attempt, rank: int) -> None:
     if rank == 1:
         child = multiprocessing.get_context("fork").Process(target=wait_for_the_end)
         child.start()
-        Path(attempt.request()["seen"]).write_text(str(child.pid))
+        Path(attempt.task()["seen"]).write_text(str(child.pid))
         os.kill(os.getpid(), signal.SIGKILL)
     wait_for_the_end()
 
@@ -50,7 +50,7 @@ def starts_a_child(attempt: Attempt, rank: int) -> None:
     """As a rank with data-loading processes, that waits."""
     child = multiprocessing.get_context("fork").Process(target=wait_for_the_end)
     child.start()
-    part = Path(attempt.request()["seen"]) / f"part-{rank}"
+    part = Path(attempt.task()["seen"]) / f"part-{rank}"
     part.write_text(f"{os.getpid()} {child.pid}")
     part.rename(part.with_name(f"pids-{rank}"))
     wait_for_the_end()
@@ -73,7 +73,7 @@ def meets_on_gloo(attempt: Attempt, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    seen = Path(attempt.request()["seen"])
+    seen = Path(attempt.task()["seen"])
     if attempt.number == 1 and rank == 0:
         seen.touch()
     if attempt.number == 1 and rank == 1:
@@ -93,7 +93,7 @@ def is_asked(attempt: Attempt, rank: int) -> None:
         if rank == 0:
             wait_for(lambda: len(attempt.listeners()) == 2)
             for _ in range(2):
-                os.kill(os.getppid(), signal.Signals[attempt.request()["signal"]])
+                os.kill(os.getppid(), signal.Signals[attempt.task()["signal"]])
         wait_for(lambda: preemption.asked is not None)
         report(preemption.asked)
 
@@ -137,7 +137,7 @@ def wait_for_the_end() -> None:
 def leaves_with_a_code(attempt: Attempt, rank: int) -> None:
     """Rank 1 goes without a word, and rank 0 complains of it before anybody looks."""
     if rank == 1:
-        os._exit(int(attempt.request()["code"]))
+        os._exit(int(attempt.task()["code"]))
     wait_for(lambda: not _is_running(attempt.pids().get(1)))
     raise ConnectionError("Connection closed by peer")
 
@@ -145,10 +145,10 @@ def leaves_with_a_code(attempt: Attempt, rank: int) -> None:
 def hangs(attempt: Attempt, rank: int) -> None:
     """Rank 1 stays in what might be a forward pass, or stops; rank 0 waits for it as in a collective."""
     own_pulse().step(1)
-    if rank == 1 and attempt.request()["how"] == "stopped":
+    if rank == 1 and attempt.task()["how"] == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif rank == 1:
-        forward_that_hangs(attempt.request()["how"])
+        forward_that_hangs(attempt.task()["how"])
     exec(compile("wait()", "/x/torch/distributed/collectives.py", "exec"), {"wait": wait_for_the_end})
 
 

@@ -1,6 +1,6 @@
 """Strategies head to head, with what the planner had foretold of each: runs and forecasts meet here.
 
-document = compare_command(Request(job="examples/gpt.py", ranks=4)).document
+document = compare_command(CompareRequest(job="examples/gpt.py", ranks=4)).document
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from meshwright.facts.strategy import Strategy
 from meshwright.facts.timeline import BACKWARD, FORWARD, INPUT, WEIGHT, Timeline
 from meshwright.planner.search import Setting, consider
 from meshwright.planning import Planner
-from meshwright.runtime.compare import Compared, Request, compare, count_cores, note_on_cores
+from meshwright.runtime.compare import Compared, compare, count_cores, note_on_cores
 from meshwright.runtime.probe_machine import local_cluster
+from meshwright.runtime.request import CompareRequest
 from meshwright.timelines import LARGEST, count_actions, forecast_timeline
 from meshwright.units import mib
 
@@ -31,7 +32,7 @@ class Comparison:
     """By strategy: when each rank computed and communicated in the profiled step."""
 
 
-def compare_command(request: Request, *, on: str = LOCAL) -> Comparison:
+def compare_command(request: CompareRequest, *, on: str = LOCAL) -> Comparison:
     """What `meshwright compare` does; `on` is the cluster that forecasts are made for."""
     named = Cluster.parse(on)
     done = compare(request)
@@ -103,7 +104,7 @@ def _timeline(setting: Setting, strategy: Strategy) -> Timeline | None:
         return None
 
 
-def _document(request: Request, done: Compared, cluster: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _document(request: CompareRequest, done: Compared, cluster: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "job": request.job,
         "ranks": request.ranks,

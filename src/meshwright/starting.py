@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.build.world import World
+from meshwright.environment import launched
 from meshwright.errors import Refused
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.job import Job
@@ -16,7 +17,6 @@ from meshwright.facts.strategy import Strategy
 from meshwright.planner.candidates import Allowed
 from meshwright.planning import Wishes, plan
 from meshwright.runtime import run
-from meshwright.runtime.environment import launched
 from meshwright.runtime.probe_machine import local_cluster
 from meshwright.runtime.run import Run
 

@@ -56,6 +56,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ("ddp,mb=5", 2, "use mb=4 or less"),
         ("dp", 2, "use ddp"),
         ("ddp,offload=params", 2, "needs fsdp or hsdp"),
+        ("zero3,offload=nvme:/autofs", 2, "engine=deepspeed"),
     ],
 )
 def test_strategies(run, strategy: str, ranks: int, says: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
+from meshwright.environment import silent_profiler
 from meshwright.runtime.profile_step import (
     StepProfile,
     coarsened,
@@ -15,7 +16,6 @@ from meshwright.runtime.profile_step import (
     merge,
     overlap,
     profile_step,
-    silent_profiler,
     total,
 )
 

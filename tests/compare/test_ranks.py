@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from meshwright.facts.timeline import Timeline
-from meshwright.runtime.compare import Compared, Request, compare
+from meshwright.runtime.compare import Compared, compare
 from meshwright.runtime.compare_start import Outcome, start
+from meshwright.runtime.request import CompareRequest, CompareTask
 
 CAUSES = ("parameters", "gradients", "optimizer", "rest")
 PASSES = ("forward", "backward")
@@ -20,13 +20,13 @@ JOBS = Path(__file__).parents[1] / "compare_jobs.py"
 @pytest.fixture(scope="module")
 def after_grief() -> Compared:
     strategies = ("ddp,mb=1", "ddp,mb=2", "ddp,mb=3", "tp=5", "pp=2:1f1b,mb=4")
-    request = Request(job=f"{JOBS}:fragile", ranks=2, strategies=strategies, steps=2, rounds=1)
+    request = CompareRequest(job=f"{JOBS}:fragile", ranks=2, strategies=strategies, steps=2, rounds=1)
     return compare(request, tell=lambda line: None, start=impatient_start)
 
 
-def impatient_start(request: dict[str, Any], ranks: int, *, timeout: float) -> Outcome:
+def impatient_start(task: CompareTask, ranks: int, *, timeout: float) -> Outcome:
     """The strategy that never comes back is not waited for as long as the others may take on a busy machine."""
-    return start(request, ranks, timeout=8 if "mb=3" in request["strategy"] else timeout)
+    return start(task, ranks, timeout=8 if task.strategy.micro_batch == 3 else timeout)
 
 
 @pytest.mark.slow

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import tiny_jobs
 from compare_outcomes import Starts, made_up
 from meshwright.describe.model import describe
 from meshwright.errors import BadInput, RankFailed, UnknownTerm
+from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.timeline import Timeline
 from meshwright.runtime import compare_choice, compare_start, verify_command
-from meshwright.runtime.compare import Matrix, Request, compare, note_on_cores
+from meshwright.runtime.compare import Matrix, compare, note_on_cores
 from meshwright.runtime.compare_choice import Choice, plain_strategies
 from meshwright.runtime.compare_start import Outcome, start
 from meshwright.runtime.place import place_for
+from meshwright.runtime.request import CompareRequest, CompareTask
+
+TASK = CompareTask(
+    request=CompareRequest(job="job.py", ranks=2),
+    facts=ModelFacts(parameters=(), blocks=()),
+    device="cpu",
+    strategy=Strategy.parse("ddp"),
+    profile=False,
+)
 
 
 def test_rounds_go_over_all_strategies_and_back() -> None:
@@ -46,10 +54,10 @@ class Interrupted(Starts):
         super().__init__()
         self._at = at
 
-    def __call__(self, request: dict[str, Any], ranks: int, *, timeout: float) -> Outcome:
+    def __call__(self, task: CompareTask, ranks: int, *, timeout: float) -> Outcome:
         if len(self.asked) + 1 == self._at:
             raise KeyboardInterrupt
-        return super().__call__(request, ranks, timeout=timeout)
+        return super().__call__(task, ranks, timeout=timeout)
 
 
 def test_an_interrupt_leaves_what_was_measured() -> None:
@@ -138,7 +146,7 @@ def test_at_four_ranks_there_are_more_than_twelve_to_choose_from() -> None:
 def test_dp_is_one_process_with_a_device_for_each_rank() -> None:
     able = Choice(text="dp", strategy=Strategy.parse("dp=2"))
     matrix = Matrix(job=tiny_jobs.transformer, facts=describe(tiny_jobs.transformer), device="cuda", choices=[able])
-    cells = [(cell.strategy, cell.ranks) for cell in matrix.cells(ranks=2, rounds=1)]
+    cells = [(str(cell.strategy), cell.ranks) for cell in matrix.cells(ranks=2, rounds=1)]
     assert cells == [("single", 1), ("dp=2", 1)]
 
 
@@ -160,29 +168,32 @@ def test_under_a_launcher_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
     with pytest.raises(BadInput, match="without torchrun"):
-        compare(Request(job="job.py", ranks=2))
+        compare(CompareRequest(job="job.py", ranks=2))
 
 
 def test_a_device_that_is_none() -> None:
     with pytest.raises(BadInput, match="must be cpu or cuda, not 'tpu'"):
-        compare(Request(job="job.py", ranks=2, device="tpu"))
+        compare(CompareRequest(job="job.py", ranks=2, device="tpu"))
 
 
 @pytest.mark.parametrize(
-    ("message", "status"),
+    ("message", "signal", "status"),
     [
-        ("Rank 1 was ended by SIGKILL; the machine may have run out of memory.", "killed"),
-        ("Rank 0 failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.", "out of memory"),
-        ("Rank 0 failed: RuntimeError: DefaultCPUAllocator: not enough memory: you tried ...", "out of memory"),
-        ("Rank 1 failed: ValueError: bad sample", "failed"),
+        ("Rank 1 was ended by SIGKILL; the machine may have run out of memory.", "SIGKILL", "killed"),
+        ("Rank 0 failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.", None, "out of memory"),
+        ("Rank 0 failed: RuntimeError: DefaultCPUAllocator: not enough memory: you tried ...", None, "out of memory"),
+        ("Rank 1 failed: ValueError: bad sample", None, "failed"),
+        ("Rank 1 failed: ValueError: my loader was ended by SIGTERM", None, "failed"),
     ],
 )
-def test_what_a_failure_is_called(message: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_failure_is_called(
+    message: str, signal: str | None, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: object, **kwargs: object) -> None:
-        raise RankFailed(f"{message}\nand more", rank=0)
+        raise RankFailed(f"{message}\nand more", rank=0, signal=signal)
 
     monkeypatch.setattr(compare_start, "launch", fail)
-    assert start({}, 2, timeout=5.0) == Outcome(status=status, reason=message)
+    assert start(TASK, 2, timeout=5.0) == Outcome(status=status, reason=message)
 
 
 def test_an_interrupt_of_the_user_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +202,7 @@ def test_an_interrupt_of_the_user_gets_through(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(compare_start, "launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        start({}, 2, timeout=5.0)
+        start(TASK, 2, timeout=5.0)
 
 
 def test_ranks_that_share_cores_are_told() -> None:

@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 import tiny_jobs
 from meshwright.build.check import check_engine_config
 from meshwright.errors import BadInput, Refused
-from meshwright.exchange import Subject, export
+from meshwright.exchange import Subject, export, read_foreign
 from meshwright.facts.model import ModelFacts, ParameterFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.deepspeed.config import config_of
@@ -104,7 +104,7 @@ def test_what_nobody_reads_is_refused(document: dict[str, Any], named: str) -> N
     ("document", "said"),
     [
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16"),
-        ({"zero_optimization": {"stage": 4}}, "stage 4"),
+        ({"zero_optimization": {"stage": 4}}, "stage is 4"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "no term"),
         ({"zero_optimization": 2}, "is no section"),
     ],
@@ -201,3 +201,12 @@ def test_what_export_writes_can_be_run(text: str) -> None:
     said = strategy_of(understood(json.loads(export(subject, "deepspeed").text)))
     asked = [strategy.data, strategy.precision, strategy.offload, "deepspeed"]
     assert [said.data, said.precision, said.offload, said.engine] == asked
+
+
+@pytest.mark.parametrize("text", ["ddp", "zero1,bf16", "zero2,fp16,offload=optimizer,mb=2", "zero3,offload=params"])
+def test_a_file_says_the_same_to_train_and_to_plan(text: str, tmp_path: Path) -> None:
+    strategy = replace(Strategy.parse(text).resolve(2), engine="deepspeed")
+    subject = Subject(strategy=strategy, ranks=2, global_batch=JOB.global_batch, max_norm=JOB.max_norm)
+    path = tmp_path / "ds.json"
+    path.write_text(export(subject, "deepspeed").text)
+    assert strategy_of(read_config(path)) == replace(read_foreign(path).strategy, data_size=None)

@@ -13,6 +13,7 @@ from meshwright.errors import Refused
 from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.command import train_command
+from meshwright.runtime.request import TrainRequest
 from meshwright.strategies import Place
 from meshwright.strategies.deepspeed import package
 
@@ -88,10 +89,8 @@ def test_nvme_without_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_saved_under_nvme() -> None:
     with pytest.raises(Refused, match="No checkpoint is made under"):
-        train_command(
-            **{"job": "job.py", "strategy": "zero3,offload=nvme:/scratch,engine=deepspeed", "ranks": 2},
-            **{"out": Path("runs"), "tensorboard": False, "resume": False, "max_restarts": None, "save_every": 0},
-        )
+        strategy = Strategy.parse("zero3,offload=nvme:/scratch,engine=deepspeed")
+        train_command(TrainRequest(job="job.py", strategy=strategy, ranks=2, out=Path("runs")))
 
 
 def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,8 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def run(does: str, *, max_restarts: int = 0, grace: float = 60.0, patience: float = 0.0, **rest: str) -> list[Any]:
     results: list[Any] = []
-    request = {"verb": "train", "does": does, **rest}
-    launch(request, 2, results=results, max_restarts=max_restarts, grace=grace, worker="toy_worker", patience=patience)
+    task = {"does": does, **rest}
+    launch(task, 2, results=results, max_restarts=max_restarts, grace=grace, worker="toy_worker", patience=patience)
     return results
 
 
@@ -84,8 +84,8 @@ def test_a_killed_launcher_takes_its_ranks_with_it(tmp_path: Path) -> None:
     """And its folder, and what its ranks started."""
     program = (
         "from meshwright.runtime.launch import launch\n"
-        f"request = {{'verb': 'train', 'does': 'starts_a_child', 'seen': {str(tmp_path)!r}}}\n"
-        "launch(request, 2, results=[], worker='toy_worker')"
+        f"task = {{'does': 'starts_a_child', 'seen': {str(tmp_path)!r}}}\n"
+        "launch(task, 2, results=[], worker='toy_worker', grace=30.0)"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     launcher = subprocess.Popen([sys.executable, "-c", program], env=environment)

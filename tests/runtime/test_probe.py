@@ -18,6 +18,7 @@ from meshwright.runtime.probe_collectives import layouts
 from meshwright.runtime.probe_device import measure_launch, measure_matmuls, measure_memory, time_of
 from meshwright.runtime.probe_fit import fit_link
 from meshwright.runtime.probe_machine import local_cluster
+from meshwright.runtime.request import ProbeRequest
 from meshwright.units import GIB
 from rank_pool import RankPool
 
@@ -175,4 +176,4 @@ def measured_collectives(world: World) -> list[dict]:
 )
 def test_bad_input_is_refused_before_anything_is_measured(asked: dict, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        probe_command(**{"ranks": None, "device": "cpu", "out": None, **asked})
+        probe_command(ProbeRequest(**{"device": "cpu", **asked}))

@@ -49,10 +49,10 @@ def compare(
     from meshwright.report.charts import check_plotly
     from meshwright.report.compare import check_folders, comparison_page, write_csv
     from meshwright.report.compare_trace import write_trace
-    from meshwright.runtime.compare import Request
     from meshwright.runtime.compare_start import OK
+    from meshwright.runtime.request import CompareRequest
 
-    asked = Request(
+    asked = CompareRequest(
         job=job,
         ranks=ranks,
         strategies=tuple([*(strategies or []), *(more or [])]),

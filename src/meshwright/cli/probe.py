@@ -28,7 +28,8 @@ def probe(
     """
     from meshwright.report.probe import probe_page
     from meshwright.runtime.probe import probe_command
+    from meshwright.runtime.request import ProbeRequest
 
-    document = probe_command(ranks=ranks, device=device, out=out)
+    document = probe_command(ProbeRequest(ranks=ranks, device=device, out=out))
     if document is not None:
         print_result(document, probe_page(document), as_json=as_json)

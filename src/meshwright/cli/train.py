@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshwright.cli.outcome import print_result
 from meshwright.errors import BadInput, MeshwrightError
 from meshwright.importing import importing
+
+if TYPE_CHECKING:
+    from meshwright.facts.strategy import Strategy
+    from meshwright.runtime.profile_train import ProfileWish
+    from meshwright.runtime.request import TrainRequest
 
 NOTES = """A strategy is comma-separated terms: ddp, zero1, zero2, fsdp, fsdp:grad-op, fsdp:no-shard, hsdp=2x4; bf16,
 fp16; ac=selective, ac=full; offload=optimizer, offload=params; mb=4; compile; engine=deepspeed. Under torchrun, Slurm
@@ -73,67 +79,69 @@ def train(
     [bold]torchrun --nproc-per-node 8 -m meshwright train job.py --strategy fsdp,bf16,ac=selective[/]
     """
     with importing():
+        from meshwright.environment import silent_profiler
+        from meshwright.facts.strategy import Strategy
         from meshwright.report.tables import summary_table
         from meshwright.runtime.command import train_command
-        from meshwright.runtime.profile_step import silent_profiler
+        from meshwright.runtime.request import TrainRequest
         from meshwright.runtime.sinks import check_services
         from meshwright.strategies.deepspeed.written import read_config, strategy_of
 
     config = None if deepspeed_config is None else read_config(deepspeed_config)
-    if strategy is None:
-        strategy = "ddp" if config is None else str(strategy_of(config))
+    if strategy is None and config is not None:
+        wanted = strategy_of(config)
+    else:
+        wanted = Strategy.parse("ddp" if strategy is None else strategy)
     services = log_to or []
     check_services(services, out)
-    wish = _profile(profile, profile_ranks, out)
-    chosen = _chosen(job, strategy, ranks, device)
+    request = TrainRequest(
+        job=job,
+        strategy=wanted,
+        ranks=ranks,
+        steps=steps,
+        out=out,
+        resume=resume,
+        save_every=save_every,
+        keep=keep,
+        keep_every=keep_every,
+        max_restarts=max_restarts,
+        grace=grace,
+        patience=patience,
+        seed=seed,
+        max_norm=max_norm,
+        workers=workers,
+        device=device,
+        tensorboard=tensorboard or "tensorboard" in services,
+        log_to=tuple(name for name in services if name != "tensorboard"),
+        profile=_profile(profile, profile_ranks, out),
+        deepspeed_config=config,
+    )
     with silent_profiler():
-        summary = train_command(
-            job=job,
-            strategy=chosen,
-            ranks=ranks,
-            steps=steps,
-            out=out,
-            resume=resume,
-            save_every=save_every,
-            keep=keep,
-            keep_every=keep_every,
-            max_restarts=max_restarts,
-            grace=grace,
-            patience=patience,
-            seed=seed,
-            max_norm=max_norm,
-            workers=workers,
-            device=device,
-            tensorboard=tensorboard or "tensorboard" in services,
-            log_to=[name for name in services if name != "tensorboard"],
-            profile=wish,
-            deepspeed_config=config,
-        )
+        summary = train_command(replace(request, strategy=_chosen(request)))
     if summary is not None:
         print_result(summary, summary_table(summary), as_json=as_json)
         if summary["failed_saves"] and summary["saved"] != summary["steps"]:
             raise MeshwrightError(f"The run's last state, step {summary['steps']}, could not be saved; see above.")
 
 
-def _profile(steps: str | None, ranks: str, out: Path | None) -> dict[str, Any] | None:
-    """Which steps of which ranks to profile, as the ranks are told."""
+def _profile(steps: str | None, ranks: str, out: Path | None) -> ProfileWish | None:
+    """Which steps of which ranks to profile."""
     from meshwright.runtime.profile_train import ProfileWish
 
     if steps is None:
         return None
     if out is None:
         raise BadInput("--profile writes traces into the run's folder; give --out a folder.")
-    return ProfileWish.parse(steps, ranks).to_json()
+    return ProfileWish.parse(steps, ranks)
 
 
-def _chosen(job: str, strategy: str, ranks: int | None, device: str | None) -> str:
-    """The strategy as it was written; where it says `auto`, the planner's choice, which is told."""
-    if "auto" not in strategy:
-        return strategy
+def _chosen(request: TrainRequest) -> Strategy:
+    """The strategy that was asked for; for `auto`, the planner's choice, which is printed."""
+    if not request.strategy.auto:
+        return request.strategy
     from meshwright.describe.jobfile import load_job
     from meshwright.starting import resolve_auto
 
-    chosen = str(resolve_auto(load_job(job), strategy, ranks=ranks, device=device))
-    if chosen != strategy:
-        print(f"auto: {chosen}", file=sys.stderr)
+    chosen = resolve_auto(load_job(request.job), request.strategy, ranks=request.ranks, device=request.device)
+    print(f"auto: {chosen}", file=sys.stderr)
     return chosen

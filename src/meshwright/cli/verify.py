@@ -37,11 +37,12 @@ def verify(
     """
     with importing():
         from meshwright.report.tables import verdict_table
+        from meshwright.runtime.request import VerifyRequest
         from meshwright.runtime.verify_command import verify_command
 
-    asked = [*(strategies or []), *(more or [])]
+    asked = (*(strategies or ()), *(more or ()))
     document = verify_command(
-        job=job, strategies=asked, ranks=ranks, steps=steps, seed=seed, device=device, timeout=timeout
+        VerifyRequest(job=job, strategies=asked, ranks=ranks, steps=steps, seed=seed, device=device, timeout=timeout)
     )
     if document is None:
         return

@@ -56,6 +56,13 @@ class Fields:
         """A whole number of at least 1, or None where there is none."""
         return self.size(name) if name in self else self.take(name)
 
+    def real(self, name: str) -> float | None:
+        """A number, or None where there is none."""
+        value = self.take(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise self.wrong(name, "a number")
+        return value
+
     def flag(self, name: str, default: bool = False) -> bool:
         """A truth, also as text."""
         text = str(self.take(name, default)).strip().lower()

@@ -9,10 +9,11 @@ from typing import Any
 
 from meshwright.errors import Unreadable
 from meshwright.exchange.axes import axis_fields, read_axes
+from meshwright.exchange.deepspeed_config import Zero
 from meshwright.exchange.errors import ExchangeError
 from meshwright.exchange.fields import Fields
 from meshwright.exchange.imported import Imported
-from meshwright.exchange.read_deepspeed import Zero, offloading, read_deepspeed, zero_axis
+from meshwright.exchange.read_deepspeed import read_deepspeed, zero_terms
 from meshwright.facts.model_axis import AxisTerm
 from meshwright.facts.strategy import Strategy
 from meshwright.reading import read_json
@@ -162,14 +163,11 @@ def _deepspeed(fields: Fields, ranks: int | None) -> Imported:
     named = plugin.take("deepspeed_config_file")
     if named:
         return _with_file(fields, Path(str(named)), ranks)
-    zero = _zero(plugin)
     plugin.skip("gradient_accumulation_steps")  # the micro-batch is the script's, and so this alone says nothing
     norm = plugin.take("gradient_clipping")
     strategy = Strategy(
-        **zero_axis(zero, ranks),
+        **zero_terms(plugin, _zero(plugin), ranks),
         **_precision(fields),
-        offload=zero.offload,  # type: ignore[arg-type]  # one of the grammar's words by construction
-        nvme=zero.nvme,
         compile=_compiled(fields),
         engine="deepspeed",
     )
@@ -193,7 +191,7 @@ def _zero(plugin: Fields) -> Zero:
         raise plugin.wrong("zero_stage", "0, 1, 2 or 3")
     devices = [plugin.word(f"offload_{what}_device", "none").lower() for what in ("optimizer", "param")]
     folders = [plugin.word(f"offload_{what}_nvme_path", "") for what in ("optimizer", "param")]
-    return offloading(plugin, stage, devices, folders)
+    return Zero(stage=stage, optimizer=devices[0], parameters=devices[1], nvme_path=folders[0] or folders[1])
 
 
 def _with_file(fields: Fields, named: Path, ranks: int | None) -> Imported:

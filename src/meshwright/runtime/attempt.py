@@ -1,6 +1,7 @@
 """How ranks and the launcher that started them speak: through files in its folder, apart for each attempt.
 
-    request.json                what to do
+    orders.json                 what every rank is told
+    task                        what its worker does
     asked                       the name of a signal that asked the run to stop
     attempt-0/                  the first start of all ranks, attempt-1 the first restart
         pids.json               of every rank, by the launcher
@@ -19,15 +20,40 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshwright.runtime.environment import own_folder, own_rank, restart_count
+from meshwright.environment import own_folder, own_rank, restart_count
 from meshwright.runtime.pulse import Beat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What every rank is told, whatever its task is."""
+
+    launcher: int
+    """The process that it ends with."""
+    grace: float | None
+    """Seconds to save and end in after a signal; None where there is nothing to save."""
+    patience: float
+    """Seconds of silence after which it counts as failed; 0: any time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastWords:
+    """What a failed rank leaves for the launcher."""
+
+    rank: int
+    time: float
+    kind: str
+    """The name of the error's class."""
+    message: str
+    traceback: str
 
 
 @dataclass(frozen=True)
@@ -42,8 +68,17 @@ class Attempt:
     def path(self) -> Path:
         return self.folder / f"attempt-{self.number}"
 
-    def request(self) -> dict[str, Any]:
-        return json.loads((self.folder / "request.json").read_text())  # type: ignore[no-any-return]
+    def hand_out(self, orders: Orders, task: Any) -> None:
+        """For this attempt and all later ones."""
+        (self.folder / "orders.json").write_text(json.dumps(asdict(orders)))
+        (self.folder / "task").write_bytes(pickle.dumps(task))
+
+    def orders(self) -> Orders:
+        return Orders(**json.loads((self.folder / "orders.json").read_text()))
+
+    def task(self) -> Any:
+        """To be asked for once the worker's modules are imported: a task may need torch."""
+        return pickle.loads((self.folder / "task").read_bytes())
 
     def ask_to_stop(self, signal_name: str) -> None:
         """Also for ranks that listen only later, and for later attempts."""
@@ -108,19 +143,19 @@ class Attempt:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def leave_words(self, rank: int, error: BaseException) -> None:
-        words = {
-            "rank": rank,
-            "time": time.time(),
-            "kind": type(error).__name__,
-            "message": str(error),
-            "traceback": "".join(traceback.format_exception(error)),
-        }
-        _write_whole(self.path / f"failure-{rank}.json", json.dumps(words))
+        words = LastWords(
+            rank=rank,
+            time=time.time(),
+            kind=type(error).__name__,
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+        )
+        _write_whole(self.path / f"failure-{rank}.json", json.dumps(asdict(words)))
 
-    def words(self) -> list[dict[str, Any]]:
+    def words(self) -> list[LastWords]:
         """What failed ranks said, the first one first."""
-        found = [json.loads(path.read_text()) for path in self.path.glob("failure-*.json")]
-        return sorted(found, key=lambda words: float(words["time"]))
+        found = [LastWords(**json.loads(path.read_text())) for path in self.path.glob("failure-*.json")]
+        return sorted(found, key=lambda words: words.time)
 
     def last_lines(self, rank: int, count: int = 20) -> str:
         """The end of what a silent rank wrote to its stderr, where torch's agent put it."""
@@ -132,6 +167,14 @@ def own_attempt() -> Attempt | None:
     """The attempt that this process is a rank of; None where Meshwright did not start it."""
     folder = own_folder()
     return None if folder is None else Attempt(folder, restart_count())
+
+
+def own_task() -> Any:
+    """What this rank was started for. What it prints from now on goes to stderr: stdout holds one document alone."""
+    attempt = own_attempt()
+    assert attempt is not None, "a rank was started by the launcher"
+    os.dup2(2, 1)
+    return attempt.task()
 
 
 def report(document: Any) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from statistics import median
@@ -19,6 +19,7 @@ from typing import Any
 
 from meshwright.describe.jobfile import load_job
 from meshwright.describe.model import describe
+from meshwright.environment import launched, silent_profiler
 from meshwright.errors import BadInput
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
@@ -26,32 +27,14 @@ from meshwright.facts.strategy import Strategy
 from meshwright.runtime.compare_choice import Choice, choose
 from meshwright.runtime.compare_row import Basis, empty_row, make_row, step_seconds
 from meshwright.runtime.compare_start import OK, REFUSED, Outcome, start
-from meshwright.runtime.environment import launched
 from meshwright.runtime.place import choose_device, place_for
-from meshwright.runtime.profile_step import silent_profiler
 from meshwright.runtime.references import reference_of
+from meshwright.runtime.request import CompareRequest, CompareTask
 
 Tell = Callable[[str], None]
 Start = Callable[..., Outcome]
 Outcomes = dict[tuple[str, bool], list[Outcome]]
 """By a strategy's text and whether it is a reference; one for each round."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What a user asks of a comparison."""
-
-    job: str
-    ranks: int
-    strategies: tuple[str, ...] = ()
-    """As they were written; empty: all plain ones that are legal."""
-    steps: int = 10
-    """That are timed in each round."""
-    rounds: int = 2
-    seed: int = 0
-    timeout: float = 300.0
-    """Seconds for one start of a strategy's ranks."""
-    device: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +63,7 @@ class Cell:
     """One start of ranks in the matrix of rounds and strategies."""
 
     text: str
-    strategy: str
+    strategy: Strategy
     ranks: int
     round: int
     """From 1; 0 for a reference."""
@@ -117,26 +100,19 @@ class Matrix:
     def cells(self, *, ranks: int, rounds: int) -> Iterator[Cell]:
         """All starts in their order: references, then rounds, every other one backwards."""
         for text in dict.fromkeys(self.references.values()):
-            yield Cell(text=text, strategy=text, ranks=1, round=0)
+            yield Cell(text=text, strategy=Strategy.parse(text), ranks=1, round=0)
         for number in range(1, rounds + 1):
             for text, strategy in self.able.items() if number % 2 else reversed(self.able.items()):
                 processes = 1 if strategy.traits.one_process else ranks
-                yield Cell(text=text, strategy=str(strategy), ranks=processes, round=number)
+                yield Cell(text=text, strategy=strategy, ranks=processes, round=number)
 
 
-def compare(request: Request, *, tell: Tell | None = None, start: Start = start) -> Compared:
+def compare(request: CompareRequest, *, tell: Tell | None = None, start: Start = start) -> Compared:
     """Run all strategies of a request; whatever goes wrong with one is its row."""
     began = time.perf_counter()
     matrix = look(request)
-    asked = {
-        **{"verb": "compare", "job": request.job, "facts": matrix.facts.to_json(), "device": matrix.device},
-        **{"seed": request.seed, "steps": request.steps, "timeout": request.timeout},
-    }
-    planned = list(matrix.cells(ranks=request.ranks, rounds=request.rounds))
     with silent_profiler():
-        outcomes, interrupted = run_cells(
-            planned, asked, timeout=request.timeout, tell=tell or tell_stderr, start=start
-        )
+        outcomes, interrupted = run_cells(request, matrix, tell=tell or tell_stderr, start=start)
     rows, references = _rows(matrix, outcomes)
     named = bool(request.strategies)
     refused = [choice for choice in matrix.choices if choice.strategy is None]
@@ -154,7 +130,7 @@ def compare(request: Request, *, tell: Tell | None = None, start: Start = start)
     )
 
 
-def look(request: Request) -> Matrix:
+def look(request: CompareRequest) -> Matrix:
     """Refuse what cannot be, before any process starts."""
     if launched() is not None:
         raise BadInput("compare starts ranks itself, many times over; run it without torchrun or srun, with --ranks.")
@@ -168,22 +144,27 @@ def look(request: Request) -> Matrix:
     return Matrix(job=job, facts=facts, device=device, choices=choices)
 
 
-def run_cells(
-    planned: Sequence[Cell], request: dict[str, Any], *, timeout: float, tell: Tell, start: Start
-) -> tuple[Outcomes, bool]:
+def run_cells(request: CompareRequest, matrix: Matrix, *, tell: Tell, start: Start) -> tuple[Outcomes, bool]:
     """What came of each strategy, round after round, and whether the user interrupted it.
 
     What failed once is not run again. An interrupt gets through as long as no strategy has had its turn.
     """
+    planned = list(matrix.cells(ranks=request.ranks, rounds=request.rounds))
     found: Outcomes = {(cell.text, cell.is_reference): [] for cell in planned}
     began = time.perf_counter()
     for done, cell in enumerate(planned, start=1):
         earlier = found[cell.text, cell.is_reference]
         if any(outcome.status != OK for outcome in earlier):
             continue
-        own = {**request, "strategy": cell.strategy, "profile": cell.round == 1}
+        task = CompareTask(
+            request=request,
+            facts=matrix.facts,
+            device=matrix.device,
+            strategy=cell.strategy,
+            profile=cell.round == 1,
+        )
         try:
-            earlier.append(start(own, cell.ranks, timeout=timeout))
+            earlier.append(start(task, cell.ranks, timeout=request.timeout))
         except KeyboardInterrupt:
             if not any(outcomes for (_, is_reference), outcomes in found.items() if not is_reference):
                 raise

@@ -8,7 +8,6 @@ profiled  one step, in the first round only
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,14 +22,13 @@ from meshwright.build.world import World
 from meshwright.describe.dropout_off import without_dropout
 from meshwright.describe.jobfile import load_job
 from meshwright.facts.forecast import Measurement
-from meshwright.facts.model import ModelFacts
-from meshwright.facts.strategy import Strategy
-from meshwright.runtime.attempt import own_attempt, report
+from meshwright.runtime.attempt import own_task, report
 from meshwright.runtime.compare_memory import PeakMeter
 from meshwright.runtime.made_up import seeded_batch
 from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_of
 from meshwright.runtime.profile_step import StepProfile, coarsened, profile_step
+from meshwright.runtime.request import CompareTask
 from meshwright.runtime.run import enter_world
 
 CHECKED, WARMUP = 2, 1
@@ -62,24 +60,20 @@ class Seen:
 
 def main() -> None:
     """What `meshwright.runtime.rank` calls on every rank."""
-    attempt = own_attempt()
-    assert attempt is not None, "a rank was started by the launcher"
-    os.dup2(2, 1)  # a job that prints must not write into the one document on stdout
-    report(measure(attempt.request()))
+    report(measure(own_task()))
 
 
-def measure(request: dict[str, Any]) -> dict[str, Any]:
+def measure(task: CompareTask) -> dict[str, Any]:
     """Run a strategy as asked; what all ranks saw, on every rank."""
-    job, facts = load_job(request["job"]), ModelFacts.from_json(request["facts"])
-    world = enter_world(request["device"], patience=timedelta(seconds=request["timeout"]))
-    asked = Strategy.parse(request["strategy"])
-    strategy = check(job, facts, asked, place_of(world, asked))
+    request, job, facts = task.request, load_job(task.request.job), task.facts
+    world = enter_world(task.device, patience=timedelta(seconds=request.timeout))
+    strategy = check(job, facts, task.strategy, place_of(world, task.strategy))
     meter = PeakMeter(world.device)
-    trainer = Trainer(job, facts, strategy, world, seed=request["seed"])
-    seen = take_steps(trainer, steps=request["steps"])
+    trainer = Trainer(job, facts, strategy, world, seed=request.seed)
+    seen = take_steps(trainer, steps=request.steps)
     memory = meter.by_cause(seen.states)
-    if request["profile"]:
-        batch = seeded_batch(job, request["seed"] + trainer.steps)
+    if task.profile:
+        batch = seeded_batch(job, request.seed + trainer.steps)
         seen.profile = profile_step(lambda: trainer.step(batch).loss, world.device)
     own = {
         "place": place_on_mesh(trainer),

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError, RankFailed, Refused, one_line
 from meshwright.runtime.launch import launch
+from meshwright.runtime.request import CompareTask
 
 OK, REFUSED, FAILED, KILLED, TIMEOUT, OUT_OF_MEMORY = "ok", "refused", "failed", "killed", "timeout", "out of memory"
 WORKER = "meshwright.runtime.compare_rank"
@@ -30,13 +31,13 @@ class Outcome:
     """What the ranks told, if they came that far."""
 
 
-def start(request: dict[str, Any], ranks: int, *, timeout: float, worker: str = WORKER) -> Outcome:
-    """Run a request in ranks of its own. Only an interrupt by the user gets through."""
+def start(task: CompareTask, ranks: int, *, timeout: float, worker: str = WORKER) -> Outcome:
+    """Run a task in ranks of its own. Only an interrupt by the user gets through."""
     results: list[Any] = []
     alarm = _Alarm(timeout)
     try:
         with alarm.set():
-            launch(request, ranks, results=results, worker=worker)
+            launch(task, ranks, results=results, worker=worker)
     except KeyboardInterrupt:
         if not alarm.rang:
             raise
@@ -53,7 +54,7 @@ def start(request: dict[str, Any], ranks: int, *, timeout: float, worker: str = 
 
 
 def _status(failure: RankFailed) -> str:
-    if " was ended by SIG" in str(failure):
+    if failure.signal is not None:
         return KILLED
     return OUT_OF_MEMORY if any(word in str(failure) for word in EXHAUSTED) else FAILED
 

@@ -53,7 +53,7 @@ class Failure:
 def first_failure(attempt: Attempt, exit_codes: Mapping[int, int]) -> Failure:
     """The failure that the others follow from. `exit_codes` are those of failed ranks, in the order they were seen."""
     words = attempt.words()
-    spoken = {found["rank"] for found in words}
+    spoken = {found.rank for found in words}
     # A rank that a signal ended, or that left without a word, is what its peers complain of.
     wordless = [rank for rank, code in exit_codes.items() if rank not in spoken and code not in _STOPPED_BY_US]
     if wordless or not words:
@@ -67,11 +67,11 @@ def first_failure(attempt: Attempt, exit_codes: Mapping[int, int]) -> Failure:
             exit_code=code if code >= 0 else None,
         )
     first = words[0]
-    kind = getattr(errors, first["kind"], None)
+    kind = getattr(errors, first.kind, None)
     if isinstance(kind, type) and issubclass(kind, errors.BadInput):
-        return Failure(rank=first["rank"], message=first["message"], kind=kind)
-    message = f"Rank {first['rank']} failed: {first['kind']}: {first['message']}"
-    return Failure(rank=first["rank"], message=message, traceback=first["traceback"])
+        return Failure(rank=first.rank, message=first.message, kind=kind)
+    message = f"Rank {first.rank} failed: {first.kind}: {first.message}"
+    return Failure(rank=first.rank, message=message, traceback=first.traceback)
 
 
 def _ending(rank: int, code: int) -> str:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,10 +23,9 @@ _LIMIT_S = 10.0
 
 
 @contextmanager
-def cleaned_up_after(folder: Path, variable: str) -> Iterator[None]:
-    """Have a janitor while the block runs. The block's own end must remove the folder."""
+def cleaned_up_after(folder: Path, variable: str, environment: Mapping[str, str]) -> Iterator[None]:
+    """Have a janitor with this environment while the block runs. The block's own end must remove the folder."""
     command = [sys.executable, "-I", "-S", __file__, str(folder), variable]
-    environment = {key: value for key, value in os.environ.items() if key != variable}
     janitor = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

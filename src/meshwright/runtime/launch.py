@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -13,8 +12,9 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from meshwright.environment import FOLDER, environment_for_ranks, environment_without_ranks
 from meshwright.runtime.agent import Agent
-from meshwright.runtime.environment import FOLDER, environment_for_ranks
+from meshwright.runtime.attempt import Orders
 from meshwright.runtime.interrupts import UNUSED, Interrupts
 from meshwright.runtime.janitor import cleaned_up_after
 from meshwright.runtime.preemption import GRACE
@@ -28,48 +28,48 @@ SILENT = ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.a
 
 
 def launch(
-    request: dict[str, Any],
+    task: Any,
     ranks: int,
     *,
     results: list[Any],
     max_restarts: int = 0,
-    grace: float = GRACE,
+    grace: float | None = None,
     worker: str = WORKER,
     patience: float = 0.0,
 ) -> None:
     """Run a worker module's `main()` once per rank and wait. What rank 0 reports goes to `results`, also on failure.
 
     A rank that is killed or crashes makes all ranks start anew, `max_restarts` times at most; a user's mistake does
-    not. The first failure of the last attempt is raised as that rank told it. SIGTERM and SIGUSR1 ask a training to
-    save and end, which it has `grace` seconds for. With `patience`, a rank that is silent for so many seconds beyond
-    its longest step counts as failed. Ranks end with this process, whatever ends it, and leave nothing behind.
+    not. The first failure of the last attempt is raised as that rank told it. With `grace`, SIGTERM and SIGUSR1 ask
+    the ranks to save and end within that many seconds; without it, SIGTERM ends them at once. With `patience`, a rank
+    that is silent for that many seconds beyond its longest step counts as failed. Ranks end with this process,
+    whatever ends it, and leave nothing behind.
     """
     with (
         ExitStack() as outside,
         tempfile.TemporaryDirectory(prefix="meshwright-") as folder,
     ):
-        outside.enter_context(cleaned_up_after(Path(folder), FOLDER))  # left last, when the folder is gone
-        saves = request["verb"] == "train"  # anything else has nothing to save, and SIGTERM ends it
-        told = {"grace": grace if saves else None, "launcher": os.getpid(), "patience": patience}
-        (Path(folder) / "request.json").write_text(json.dumps({**request, **told}))
+        # Left last, when the folder is gone.
+        outside.enter_context(cleaned_up_after(Path(folder), FOLDER, environment_without_ranks()))
         command = (sys.executable, "-u", "-m", "meshwright.runtime.rank", worker)
         for logger in SILENT:
             logging.getLogger(logger).setLevel(logging.CRITICAL)
-        interrupts = Interrupts(ENDING if saves else (*ENDING, "SIGTERM"))
+        interrupts = Interrupts(ENDING if grace else (*ENDING, "SIGTERM"))
         agent = Agent(
             command,
             ranks,
             Path(folder),
             interrupts=interrupts,
             max_restarts=max_restarts,
-            grace=grace,
+            grace=grace or GRACE,
             watch=Watch(patience) if patience else None,
         )
+        agent.attempt.hand_out(Orders(launcher=os.getpid(), grace=grace, patience=patience), task)
         try:
             with (
                 environment_for_ranks(ranks, folder, ending=(UNUSED,)),
                 interrupts,
-                agent.forwarding if saves else nullcontext(),
+                agent.forwarding if grace else nullcontext(),
             ):
                 agent.run()
         except SignalException as signalled:

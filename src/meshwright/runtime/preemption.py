@@ -23,8 +23,8 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
+from meshwright.environment import own_rank
 from meshwright.runtime.attempt import Attempt, leave, own_attempt
-from meshwright.runtime.environment import own_rank
 from meshwright.runtime.parent_death import end_with_parent
 
 GRACE = 30.0

@@ -13,17 +13,18 @@ from typing import Any
 import torch
 
 from meshwright.build.world import World
+from meshwright.environment import launched
 from meshwright.errors import BadInput, OutputError
 from meshwright.facts.catalogue import MEASURED
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.links import LAUNCH
-from meshwright.runtime.attempt import own_attempt, report
-from meshwright.runtime.environment import launched
+from meshwright.runtime.attempt import own_task, report
 from meshwright.runtime.launch import launch
 from meshwright.runtime.probe_collectives import measure_collectives
 from meshwright.runtime.probe_device import measure_host_copies, measure_launch, measure_matmuls, measure_memory
 from meshwright.runtime.probe_fit import RINGS, Fit, fit_link
 from meshwright.runtime.probe_machine import local_cluster, machine_words
+from meshwright.runtime.request import ProbeRequest
 from meshwright.runtime.run import enter_world
 
 WORKER = "meshwright.runtime.probe"
@@ -33,21 +34,21 @@ what kernels that also compute can use."""
 REACH_SOURCE = "an H200's steps (docs/data/plan_gpu.json), by what it reaches in products of 8192 cubed and in copies"
 
 
-def probe_command(*, ranks: int | None, device: str | None, out: Path | None) -> dict[str, Any] | None:
+def probe_command(request: ProbeRequest) -> dict[str, Any] | None:
     """Measure, and write the cluster file; returns the JSON document, or None on a rank that has nothing to print."""
-    _refuse(ranks, device, out)
+    _refuse(request)
     place = launched()
-    if place is None and (ranks or 1) > 1:
+    if place is None and (request.ranks or 1) > 1:
         results: list[Any] = []
-        launch({"verb": "probe", "device": device}, ranks or 1, results=results, worker=WORKER)
+        launch(request, request.ranks or 1, results=results, worker=WORKER)
         document = results[0]
     else:
         with redirect_stdout(sys.stderr):
-            document = run_probe(device)
+            document = run_probe(request.device)
     if place is not None and place.rank != 0:
         return None
-    if out is not None:
-        _write(out, document["cluster"])
+    if request.out is not None:
+        _write(request.out, document["cluster"])
     return document  # type: ignore[no-any-return]
 
 
@@ -135,9 +136,7 @@ def cluster_of(document: dict[str, Any], world: World) -> Cluster:
 
 def main() -> None:
     """What `meshwright.runtime.rank` calls on every rank."""
-    attempt = own_attempt()
-    assert attempt is not None, "a rank was started by the launcher"
-    report(run_probe(attempt.request()["device"]))
+    report(run_probe(own_task().device))
 
 
 def _devices_of_node(world: World) -> int | None:
@@ -164,7 +163,8 @@ def _tell(world: World, what: str) -> None:
         print(f"probe: {what}", file=sys.stderr, flush=True)
 
 
-def _refuse(ranks: int | None, device: str | None, out: Path | None) -> None:
+def _refuse(request: ProbeRequest) -> None:
+    ranks, device, out = request.ranks, request.device, request.out
     if device not in (None, "cpu", "cuda"):
         raise BadInput(f"--device must be cpu or cuda, not {device!r}.")
     place = launched()

@@ -7,10 +7,8 @@ all others. Communication is *exposed* while nothing computes.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import chain, pairwise
 from typing import Any
@@ -110,16 +108,3 @@ def coarsened(spans: tuple[Span, ...], most: int) -> tuple[Span, ...]:
         else:
             kept.append((start, end))
     return tuple(kept)
-
-
-@contextmanager
-def silent_profiler() -> Iterator[None]:
-    """Around the start of processes that will profile: torch 2.13 would tell stderr whenever that begins and ends."""
-    name = "KINETO_LOG_LEVEL"
-    before = os.environ.get(name)
-    os.environ.setdefault(name, "99")
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)

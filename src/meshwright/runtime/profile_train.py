@@ -9,11 +9,10 @@ caches fill.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -42,13 +41,6 @@ class ProfileWish:
         if not 1 <= first <= last < first + MOST:
             raise BadInput(f"--profile {steps!r} names no steps: write 5 or 5-7, from 1 on, {MOST} steps at most.")
         return cls(first=first, last=last, ranks=_read_ranks(ranks))
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ProfileWish:
-        return cls(**{**value, "ranks": None if value["ranks"] is None else tuple(value["ranks"])})
 
 
 def _read_ranks(text: str) -> tuple[int, ...] | None:

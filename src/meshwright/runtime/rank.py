@@ -9,9 +9,9 @@ import faulthandler
 import sys
 from importlib import import_module
 
+from meshwright.environment import own_rank
 from meshwright.importing import importing
 from meshwright.runtime.attempt import Attempt, leave, own_attempt
-from meshwright.runtime.environment import own_rank
 from meshwright.runtime.parent_death import end_with
 from meshwright.runtime.preemption import Preemption
 from meshwright.runtime.pulse import Pulse, dump_on_signal
@@ -21,15 +21,14 @@ def main() -> None:
     attempt = own_attempt()
     if attempt is None:
         raise SystemExit("meshwright.runtime.rank is started by meshwright itself; use `meshwright train`.")
-    request = attempt.request()
-    end_with(request["launcher"])
+    orders = attempt.orders()
+    end_with(orders.launcher)
     stacks = dump_on_signal(attempt.stack_file(own_rank()))
     faulthandler.enable()  # a crash in C leaves its Python stack on stderr
-    if request["patience"]:
+    if orders.patience:
         Pulse.own = Pulse(attempt.pulse(own_rank()))
-    grace = request["grace"]
-    if grace is not None:
-        Preemption(grace=grace).begin()
+    if orders.grace is not None:
+        Preemption(grace=orders.grace).begin()
     with stacks:
         _work(sys.argv[1], attempt)
 

@@ -8,6 +8,7 @@ do something else.
 from __future__ import annotations
 
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from meshwright.build.batch import micro_steps
 from meshwright.build.world import World
 from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.jobfile import load_job
+from meshwright.environment import environment_without_ranks
 from meshwright.errors import BadInput, JobError, MeshwrightError, one_line
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
@@ -35,9 +37,9 @@ from meshwright.runtime.attempt import leave
 from meshwright.runtime.bounds import LOSS_BOUND
 from meshwright.runtime.causes import find_cause
 from meshwright.runtime.double import NarrowWatch, double_arithmetic, in_double
-from meshwright.runtime.environment import environment_without_ranks
 from meshwright.runtime.evidence import ROUNDING, Reference, Trace
 from meshwright.runtime.plain import Recipe, train_plainly
+from meshwright.runtime.request import CauseTask, ReferenceTask
 from meshwright.runtime.trained import Disturbance, run_steps
 from meshwright.runtime.verdict import FAILED, REFUSED, Verdict, judge, judge_loss, without_verdict
 from meshwright.strategies import Place
@@ -110,7 +112,7 @@ class Here:
     def verdict_on_process(self, strategy: Strategy) -> Verdict:
         lowered = strategy.number_format.is_low
         autocast = DTYPES[strategy.precision] if lowered else None
-        plain = train_plainly(self._job, self._recipe(strategy, autocast=autocast)) if lowered else None
+        plain = train_plainly(self._job, replace(self._recipe(strategy), autocast=autocast)) if lowered else None
         reference = None if lowered else self.of(strategy)
         try:
             if plain is not None:
@@ -126,9 +128,9 @@ class Here:
     @cached_property
     def _double(self) -> Double:
         watch = NarrowWatch()
-        recipe = self._recipe(Strategy.parse("single"), double=True, watch=lambda: watch)
+        recipe = replace(self._recipe(Strategy.parse("single"), double=True), watch=lambda: watch, steps=1)
         try:
-            train_plainly(in_double(self._job), replace(recipe, steps=1))
+            train_plainly(in_double(self._job), recipe)
         except MeshwrightError as error:
             why = f"compared in fp32: the model does not run in float64 ({one_line(error.__cause__ or error)})"
             return Double(runs=False, note=why)
@@ -142,12 +144,12 @@ class Here:
         narrow = self._double.narrow if double else None
         precision = "float64" if double else "fp32"
         unit = ROUNDING[narrow or precision]
-        run = partial(self._recipe, key, double=double)
-        exact = train_plainly(job, run())
-        moved = train_plainly(job, run(moved=(1, 2 * unit)))
-        turned = train_plainly(job, run(moved=(2, 2 * unit), backwards=True))
+        recipe = self._recipe(key, double=double)
+        exact = train_plainly(job, recipe)
+        moved = train_plainly(job, replace(recipe, moved=(1, 2 * unit)))
+        turned = train_plainly(job, replace(recipe, moved=(2, 2 * unit), backwards=True))
         if _order_matters(exact, turned, narrow or "fp32"):
-            turned = train_plainly(job, run(moved=(2, 2 * unit)))
+            turned = train_plainly(job, replace(recipe, moved=(2, 2 * unit)))
         return Reference(
             words=f"plain PyTorch in {precision}" + f", mb={key.micro_batch}" * (key.micro_batch is not None),
             precision=precision,
@@ -175,16 +177,13 @@ class Here:
             disturbed=disturbed,
         )
 
-    def _recipe(self, key: Strategy, *, double: bool = False, **rest: Any) -> Recipe:
-        arithmetic = double_arithmetic if double else nullcontext
-        micro_batch = key.micro_batch if self._facts.batch_norms else None
+    def _recipe(self, key: Strategy, *, double: bool = False) -> Recipe:
         return Recipe(
             steps=self._steps,
             seed=self._seed,
             device=self._world.device,
-            micro_batch=micro_batch,
-            arithmetic=arithmetic,
-            **rest,
+            micro_batch=key.micro_batch if self._facts.batch_norms else None,
+            arithmetic=double_arithmetic if double else nullcontext,
         )
 
 
@@ -216,22 +215,22 @@ class Elsewhere:
         return Verdict(**self._index["processes"][str(strategy)])
 
 
-def make_elsewhere(request: dict[str, Any], strategies: Sequence[Strategy], folder: Path) -> None:
+def make_elsewhere(task: ReferenceTask, folder: Path) -> None:
     """Have another process make the references of resolved strategies, and verdicts on those of one process."""
-    _ask(folder, {**request, "ask": "references", "wanted": [str(strategy) for strategy in strategies]})
+    _ask(folder, task)
 
 
-def cause_elsewhere(request: dict[str, Any], folder: Path) -> str | None:
+def cause_elsewhere(task: CauseTask, folder: Path) -> str | None:
     """Have another process look for a cause of differences in the job itself."""
     try:
-        _ask(folder, {**request, "ask": "cause"})
+        _ask(folder, task)
     except MeshwrightError:
         return None  # the verdicts stand without it
     return json.loads((folder / "cause.json").read_text())  # type: ignore[no-any-return]
 
 
-def _ask(folder: Path, request: dict[str, Any]) -> None:
-    (folder / "request.json").write_text(json.dumps(request))
+def _ask(folder: Path, task: ReferenceTask | CauseTask) -> None:
+    (folder / "task").write_bytes(pickle.dumps(task))
     command = [sys.executable, "-m", "meshwright.runtime.references", str(folder)]
     # The child ends when its stdin does, so that it does not outlive this process.
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment_without_ranks())
@@ -250,21 +249,22 @@ def _ask(folder: Path, request: dict[str, Any]) -> None:
 def main(folder: Path) -> None:
     """What the process does: a file for each reference and an index of them, or a cause."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    request = json.loads((folder / "request.json").read_text())
+    task: ReferenceTask | CauseTask = pickle.loads((folder / "task").read_bytes())
+    request = task.request
     try:
-        job, device, seed = load_job(request["job"]), torch.device(request["device"]), request["seed"]
-        if request["ask"] == "cause":
+        job, device, seed = load_job(request.job), torch.device(task.device), request.seed
+        if isinstance(task, CauseTask):
             (folder / "cause.json").write_text(json.dumps(find_cause(job, seed=seed, device=device)))
         else:
-            here = Here(job, ModelFacts.from_json(request["facts"]), device, steps=request["steps"], seed=seed)
-            index = _make_all(here, [Strategy.parse(text) for text in request["wanted"]], folder)
+            here = Here(job, task.facts, device, steps=request.steps, seed=seed)
+            index = _make_all(here, task.wanted, folder)
             (folder / "index.json").write_text(json.dumps(index))
     except BadInput as error:
         (folder / "failure.json").write_text(json.dumps(str(error)))
     leave(0)
 
 
-def _make_all(here: Here, wanted: list[Strategy], folder: Path) -> dict[str, dict[str, Any]]:
+def _make_all(here: Here, wanted: Sequence[Strategy], folder: Path) -> dict[str, dict[str, Any]]:
     index: dict[str, dict[str, Any]] = {"references": {}, "processes": {}}
     names: dict[int, str] = {}
     for number, strategy in enumerate(wanted):

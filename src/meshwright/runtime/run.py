@@ -21,12 +21,12 @@ from meshwright.checkpoint.load import load
 from meshwright.checkpoint.manifest import Little
 from meshwright.checkpoint.save import Saver, save_at
 from meshwright.describe.model import describe
+from meshwright.environment import Launched, announce, launched, restart_count
 from meshwright.errors import Refused
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.data import Loader, Order
-from meshwright.runtime.environment import Launched, announce, launched, restart_count
 from meshwright.runtime.place import choose_device, place_for, place_of
 from meshwright.runtime.same_start import check_start
 from meshwright.strategies.deepspeed.written import understood

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from meshwright.environment import launched, own_rank
 from meshwright.runtime.attempt import Attempt, leave, own_attempt
-from meshwright.runtime.environment import launched, own_rank
 from meshwright.runtime.pulse import DUMP, STARTING, STEPPING, Beat, own_pulse
 
 LOOK_EVERY_S = 1.0

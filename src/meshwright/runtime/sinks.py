@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from meshwright.environment import mlflow_uri, wandb_project
 from meshwright.errors import BadInput, one_line
 
 CSV = "records.csv"
@@ -104,7 +104,7 @@ class WandbRun:
         marker = folder / "wandb-run"
         known = marker.read_text() if marker.exists() else None
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            project=wandb_project(PROJECT),
             dir=str(folder),
             name=folder.name,
             id=known,
@@ -126,7 +126,7 @@ class MlflowRun:
     def __init__(self, folder: Path, about: Record) -> None:
         from mlflow.tracking import MlflowClient
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{(folder / 'mlflow.db').resolve()}")
+        uri = mlflow_uri(f"sqlite:///{(folder / 'mlflow.db').resolve()}")
         self._client = MlflowClient(tracking_uri=uri)
         marker = folder / "mlflow-run"
         if marker.exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,7 @@ from typing import Any
 
 from meshwright.build.check import check
 from meshwright.build.rehearsal import rehearse
+from meshwright.environment import launched
 from meshwright.errors import BadInput, MeshwrightError, RankFailed, Refused, StrategyError
 from meshwright.facts.data_axis import usual_terms
 from meshwright.facts.job import Job
@@ -20,10 +22,10 @@ from meshwright.facts.model_axis import AxisTerm, first_axes
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.command import count_ranks, find_place, known_device, look
 from meshwright.runtime.compare_choice import Choice
-from meshwright.runtime.environment import launched
 from meshwright.runtime.launch import launch
 from meshwright.runtime.place import choose_device
 from meshwright.runtime.references import cause_elsewhere, make_elsewhere, own_place, reference_of
+from meshwright.runtime.request import CauseTask, ReferenceTask, VerifyRequest, VerifyTask
 from meshwright.runtime.verdict import DIFFERS, FAILED, REFUSED, without_verdict
 from meshwright.runtime.worker import run_verify
 from meshwright.strategies import Place
@@ -32,36 +34,31 @@ REFERENCE = "plain PyTorch"
 Row = dict[str, Any]
 
 
-def verify_command(
-    *, job: str, strategies: list[str], ranks: int | None, device: str | None, steps: int, seed: int, timeout: float
-) -> Row | None:
+def verify_command(request: VerifyRequest) -> Row | None:
     """Verify; returns the JSON document, or None on a rank that has nothing to print."""
-    chosen = choose_device(known_device(device))
-    count = count_ranks(ranks, default=2)
-    loaded, facts = look(job)
-    choices = choose(loaded, facts, find_place(chosen, count), strategies)
+    device = choose_device(known_device(request.device))
+    count = count_ranks(request.ranks, default=2)
+    job, facts = look(request.job)
+    choices = choose(job, facts, find_place(device, count), request.strategies)
     able = [choice.strategy for choice in choices if choice.strategy is not None]
-    alone = dict.fromkeys(str(reference_of(strategy, facts, loaded.global_batch)) for strategy in able)
-    request = {
-        **{"verb": "verify", "job": job, "steps": steps, "seed": seed, "device": chosen, "facts": facts.to_json()},
-        **{"timeout": timeout, "references": None},
-    }
+    alone = dict.fromkeys(str(reference_of(strategy, facts, job.global_batch)) for strategy in able)
     place = launched()
     names = [*alone, *(choice.text for choice in choices if choice.strategy is not None and choice.text not in alone)]
     refused = {one.text: without_verdict(one.text, REFUSED, one.reason).to_json() for one in choices if one.reason}
     with TemporaryDirectory(prefix="meshwright-verify-") as folder:
         if able and (place is None or place.rank == 0):
-            make_elsewhere(request, [Strategy.parse(text) for text in alone] + able, Path(folder))
-        request |= {"references": folder, "strategies": names}
+            wanted = (*map(Strategy.parse, alone), *able)
+            make_elsewhere(ReferenceTask(request=request, facts=facts, device=device, wanted=wanted), Path(folder))
+        task = VerifyTask(request=request, facts=facts, device=device, references=Path(folder), strategies=tuple(names))
         if not able:
             rows = []
         elif place is not None:
             with redirect_stdout(sys.stderr):
-                rows = run_verify(request, patience=timedelta(hours=4))  # the others wait for rank 0's references
+                rows = run_verify(task, patience=timedelta(hours=4))  # the others wait for rank 0's references
         else:
-            rows = _verify_all(request, count)
+            rows = _verify_all(task, count)
         if place is None or place.rank == 0:
-            _explain(rows, facts, request, Path(folder))
+            _explain(rows, task)
     if place is not None and place.rank != 0:
         return None
     found = {row["strategy"]: row for row in rows} | refused
@@ -69,14 +66,14 @@ def verify_command(
     return {"reference": REFERENCE, "results": [found[text] for text in order]}
 
 
-def _explain(rows: list[Row], facts: ModelFacts, request: Row, folder: Path) -> None:
+def _explain(rows: list[Row], task: VerifyTask) -> None:
     """Look for the cause of differences, where there are any."""
     different = [row for row in rows if row["status"] == DIFFERS]
     if not different:
         return
-    cause = cause_elsewhere(request, folder)
+    cause = cause_elsewhere(CauseTask(request=task.request, device=task.device), task.references)
     for row in different:
-        row["cause"] = cause or _read_elsewhere(row["first_difference"], facts)
+        row["cause"] = cause or _read_elsewhere(row["first_difference"], task.facts)
 
 
 def _read_elsewhere(difference: str, facts: ModelFacts) -> str | None:
@@ -119,13 +116,13 @@ def _choice(job: Job, facts: ModelFacts, text: str, place: Place) -> Choice:
         return Choice(text=text, reason=str(reason))
 
 
-def _verify_all(request: Row, ranks: int) -> list[Row]:
+def _verify_all(task: VerifyTask, ranks: int) -> list[Row]:
     """All verdicts. A strategy whose ranks fail is a verdict, too, and the rest go on in new ranks."""
     results: list[Row] = []
-    names = request["strategies"]
+    names = task.strategies
     while len(results) < len(names):
         try:
-            launch({**request, "strategies": names[len(results) :]}, ranks, results=results)
+            launch(replace(task, strategies=names[len(results) :]), ranks, results=results)
         except MeshwrightError as failure:
             if isinstance(failure, RankFailed):
                 print(f"{failure.traceback.rstrip()}\n{failure}", file=sys.stderr)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from meshwright.environment import environment_offline
 from meshwright.errors import MeshwrightError
 from meshwright.serve.errors import Busy
 from meshwright.serve.request import PlanRequest
@@ -133,12 +133,10 @@ def error_body(error: MeshwrightError | str) -> bytes:
 
 
 async def _start() -> asyncio.subprocess.Process:
-    # transformers is told to stay away from its hub: a config may name a file there.
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", WORKER),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=LONGEST_LINE,
-        env=environment,
+        env=environment_offline(),  # a config may name a file of the hub
     )

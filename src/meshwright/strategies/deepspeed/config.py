@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.exchange.deepspeed import zero_section
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 
@@ -39,7 +40,7 @@ def _fixed(stage: int, strategy: Strategy, max_norm: float | None) -> dict[str, 
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": lowered == "bf16"},
         "fp16": {"enabled": lowered == "fp16", "loss_scale": 1.0},  # the scale is the trainer's
-        "zero_optimization": {"stage": stage, **_offload(strategy)},
+        "zero_optimization": zero_section(strategy),
     }
     if lowered != "fp32":
         config |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
@@ -56,15 +57,6 @@ def _tuning(stage: int, facts: ModelFacts) -> dict[str, Any]:
         # It would put a function of its own in the place of torch's linear, for all that runs in this process.
         zero["memory_efficient_linear"] = False
     return {"steps_per_print": None, "zero_optimization": zero}
-
-
-def _offload(strategy: Strategy) -> dict[str, Any]:
-    where: dict[str, Any] = {"device": "cpu"}
-    if strategy.offload == "nvme":
-        where = {"device": "nvme", "nvme_path": strategy.nvme}
-    if strategy.offload == "optimizer":
-        return {"offload_optimizer": where}
-    return {"offload_optimizer": where, "offload_param": where} if strategy.offload else {}
 
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

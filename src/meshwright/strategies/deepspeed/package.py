@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import os
 import warnings
 from typing import Any
 
 import torch
+
+from meshwright.environment import announce_local_rank, choose_deepspeed_device
 
 INSTALL = "pip install 'meshwright[deepspeed]'"
 
@@ -31,8 +32,8 @@ def refuse_nvme(folder: str, device: str) -> str | None:
 
 
 def imported(device: str) -> Any:
-    """The package for a kind of device, which it reads from the environment when it is imported."""
-    os.environ.setdefault("DS_ACCELERATOR", device)
+    """The package for a kind of device."""
+    choose_deepspeed_device(device)
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # it announces each of its optional parts that it does not find
     try:
@@ -46,7 +47,7 @@ def imported(device: str) -> Any:
 def joined_to_ranks(device: torch.device) -> Any:
     """The package, ready to make engines on this device among the ranks of `torch.distributed`."""
     deepspeed = imported(device.type)
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # every engine looks there for its device
+    announce_local_rank(device.index or 0)
     warnings.filterwarnings("ignore", r"`torch.distributed.\w+` is deprecated", FutureWarning)
     # Else ranks on CPUs compile an extension for sums in shared memory: a minute, and a compiler that may not be there.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

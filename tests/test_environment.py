@@ -1,10 +1,12 @@
 """Who started this process is read from its environment alone."""
 
+import ast
 import os
+from pathlib import Path
 
 import pytest
 
-from meshwright.runtime.environment import (
+from meshwright.environment import (
     Launched,
     announce,
     environment_for_ranks,
@@ -153,3 +155,34 @@ def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch, threads: s
         assert os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGINT,SIGHUP"
         raise RuntimeError
     assert dict(os.environ) == before
+
+
+PACKAGE = Path(__file__).parents[1] / "src" / "meshwright"
+ACCESS = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+def accesses(source: str) -> list[int]:
+    """The lines that reach for the environment through `os`."""
+    nodes = list(ast.walk(ast.parse(source)))
+    used = [node.lineno for node in nodes if isinstance(node, ast.Attribute) and node.attr in ACCESS]
+    imported = (node for node in nodes if isinstance(node, ast.ImportFrom) and node.module in ("os", "posix"))
+    return used + [node.lineno for node in imported if ACCESS & {alias.name for alias in node.names}]
+
+
+def test_no_other_file_touches_the_environment() -> None:
+    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if accesses(path.read_text())}
+    assert found == {"environment.py"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nos.environ['X'] = '1'",
+        "import os as system\nsystem.getenv('X')",
+        "from os import environ as settings",
+        "from os import path, getenv",
+    ],
+)
+def test_an_access_is_found(source: str) -> None:
+    assert accesses(source)
+    assert not accesses("import os\nfrom os import path\nos.getpid()\nenviron = 1")

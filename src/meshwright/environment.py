@@ -1,4 +1,7 @@
-"""The one place that reads and sets environment variables: who started this process, and which rank it is."""
+"""The only file that reads or sets environment variables.
+
+Most of them say who started this process and which rank it is. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,8 +66,7 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-@contextmanager
-def environment_for_ranks(ranks: int, folder: str, *, ending: Iterable[str]) -> Iterator[None]:
+def environment_for_ranks(ranks: int, folder: str, *, ending: Iterable[str]) -> AbstractContextManager[None]:
     """What the launcher hands on to the ranks: their folder, and an equal share of the CPU's threads.
 
     `ending` are the signals that torch's agent answers by ending the ranks.
@@ -76,13 +78,12 @@ def environment_for_ranks(ranks: int, folder: str, *, ending: Iterable[str]) -> 
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads(ranks))),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(ending),
     }
-    before = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            os.environ.pop(key) if value is None else os.environ.__setitem__(key, value)
+    return _set_meanwhile(values)
+
+
+def silent_profiler() -> AbstractContextManager[None]:
+    """For starting processes that profile: torch 2.13 would print to stderr when profiling begins and ends."""
+    return _set_meanwhile({"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")})
 
 
 def environment_without_ranks() -> dict[str, str]:
@@ -90,6 +91,40 @@ def environment_without_ranks() -> dict[str, str]:
     ours = (FOLDER, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     theirs = ("GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
     return {key: value for key, value in os.environ.items() if key not in ours and not key.startswith(theirs)}
+
+
+def environment_offline() -> dict[str, str]:
+    """For a process in which transformers must not contact its hub."""
+    return os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+def choose_deepspeed_device(kind: str) -> None:
+    """DeepSpeed reads the kind of device from the environment when it is imported."""
+    os.environ.setdefault("DS_ACCELERATOR", kind)
+
+
+def announce_local_rank(index: int) -> None:
+    """Every DeepSpeed engine reads the index of its device from the environment."""
+    os.environ.setdefault("LOCAL_RANK", str(index))
+
+
+def wandb_project(default: str) -> str:
+    return os.environ.get("WANDB_PROJECT", default)
+
+
+def mlflow_uri(default: str) -> str:
+    return os.environ.get("MLFLOW_TRACKING_URI", default)
+
+
+@contextmanager
+def _set_meanwhile(values: Mapping[str, str]) -> Iterator[None]:
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key, None) if value is None else os.environ.__setitem__(key, value)
 
 
 def _threads(ranks: int) -> int:

@@ -206,7 +206,7 @@ def test_recomputed_blocks_compute_the_same(recompute: str) -> None:
 
 
 def test_what_a_model_recomputes_itself_is_computed_the_same() -> None:
-    """Fails when backward no longer goes through `operators.ENGINE`."""
+    """Fails when backward no longer goes through the function that `engine_wrapped` wraps."""
     assert losses("single,bf16", again=True) == losses("single,bf16")
 
 

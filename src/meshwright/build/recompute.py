@@ -12,6 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.strategies.forward import Around, wrap_forward
+from meshwright.torch_private.modules import BatchNorm
+from meshwright.torch_private.operators import (
+    CUDNN_ATTENTION,
+    EFFICIENT_ATTENTION,
+    FLASH_ATTENTION,
+    FLASH_ATTENTION_ON_CPU,
+)
 
 aten = torch.ops.aten
 # Dear to compute and cheap to keep: matrix products, convolutions and attention. All else is computed again.
@@ -21,10 +28,10 @@ _KEPT = {
     aten.addmm.default,
     aten.baddbmm.default,
     aten.convolution.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    FLASH_ATTENTION.default,
+    EFFICIENT_ATTENTION.default,
+    CUDNN_ATTENTION.default,
+    FLASH_ATTENTION_ON_CPU.default,
 }
 
 
@@ -62,7 +69,7 @@ def _with_batch_norms(around: Callable[..., Any]) -> Around:
 
 
 def _batch_norms(block: nn.Module) -> list[Any]:
-    return [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    return [m for m in block.modules() if isinstance(m, BatchNorm)]
 
 
 @contextmanager

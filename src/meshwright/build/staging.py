@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright import schedules
 from meshwright.build.assembly import Assembly, Holders
@@ -33,6 +32,7 @@ from meshwright.strategies.engine import DTYPES
 from meshwright.strategies.operator import plan_operators
 from meshwright.strategies.pipeline import count_micro_batches, count_stages, pipeline_ranks, schedule_name
 from meshwright.strategies.stages import Stages, cut_stages, find_crossings, held_parameters
+from meshwright.torch_private.fake_tensors import FakeTensor
 
 
 def lay_pipeline(

@@ -12,15 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
-from torch.nn.utils import stateless
 from torch.utils.data import default_collate
 
 from meshwright.describe.as_on_cuda import as_on_cpu
@@ -37,6 +28,16 @@ from meshwright.describe.template import watch_calls
 from meshwright.describe.values import following, moved_buffers
 from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
+from meshwright.torch_private.fake_tensors import (
+    FAKE_TENSOR_LOG,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from meshwright.torch_private.modules import lend_tensors
 
 SAMPLES = 2  # enough for BatchNorm to have a variance
 Result = TypeVar("Result")
@@ -214,7 +215,7 @@ def _on_fake_tensors(
     blueprint: Blueprint, batch: Any, run: Callable[[Any, Understudy | None], Result], understudy: Understudy | None
 ) -> tuple[Result | None, str]:
     """What `run` gives on a fake copy of the batch, or on the batch itself, or the reason why neither can be."""
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
+    logging.getLogger(FAKE_TENSOR_LOG).setLevel(logging.CRITICAL)  # it logs what it raises
     if understudy is not None and understudy.casts_shadows:
         with suppress(Exception), as_it_was(blueprint.model), shadows(blueprint.model), as_on_cpu():
             return run(map_tensors(shadow_of, batch), understudy), ""
@@ -247,13 +248,13 @@ def _on_fake_tensors(
 
 def _depends_on_data(error: Exception) -> bool:
     """Whether a step on fake tensors raised it because the model looks at values, which fake tensors do not have."""
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # it brings a computer algebra along
+    from meshwright.torch_private import symbolic_shapes  # it brings a computer algebra along
 
     return isinstance(
         error,
         DataDependentOutputException
         | DynamicOutputShapeException
-        | GuardOnDataDependentSymNode
+        | symbolic_shapes.GuardOnDataDependentSymNode
         | UnsupportedFakeTensorException
         | UnsupportedOperatorException,
     )
@@ -342,7 +343,7 @@ def _stand_ins(blueprint: Blueprint) -> dict[str, torch.Tensor]:
 
 def _given(model: nn.Module, tensors: dict[str, torch.Tensor]) -> AbstractContextManager[Any]:
     """Lend a model its tensors, as `functional_call` does but for longer: recomputing reads them in backward."""
-    return stateless._reparametrize_module(model, tensors, tie_weights=True)
+    return lend_tensors(model, tensors, tie_weights=True)
 
 
 def _forward(job: Job, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:

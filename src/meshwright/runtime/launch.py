@@ -11,14 +11,13 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-
 from meshwright.runtime.agent import Agent
 from meshwright.runtime.environment import FOLDER, environment_for_ranks
 from meshwright.runtime.interrupts import UNUSED, Interrupts
 from meshwright.runtime.janitor import cleaned_up_after
 from meshwright.runtime.preemption import GRACE
 from meshwright.runtime.silence import Watch
+from meshwright.torch_private.elastic import SignalException
 
 WORKER = "meshwright.runtime.worker"
 ENDING = ("SIGINT", "SIGHUP", "SIGQUIT")

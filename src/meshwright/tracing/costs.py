@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.utils import stateless
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.build.precision import apply_precision, loss_under
 from meshwright.build.recompute import recompute_blocks
@@ -27,6 +24,9 @@ from meshwright.facts.costs import Kernel, ModelCosts, Size, UnitCosts
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.strategies.engine import DTYPES
+from meshwright.torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from meshwright.torch_private.modules import lend_tensors
+from meshwright.torch_private.trees import tree_flatten, tree_leaves, tree_unflatten
 from meshwright.tracing.meter import Meter, Ran
 
 SIZES = (2, 4)
@@ -174,7 +174,7 @@ def _step(
     for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
         if tensor.requires_grad:
             tensor.register_post_accumulate_grad_hook(_forget_gradient)
-    with stateless._reparametrize_module(model, tensors, tie_weights=True), ExitStack() as hooks:
+    with lend_tensors(model, tensors, tie_weights=True), ExitStack() as hooks:
         _watch(model, facts, recorder, hooks)
         with recorder.meter:
             total, _ = loss_under(precision, job)(call_model(job, model, batch), batch)

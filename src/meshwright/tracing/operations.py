@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from meshwright.describe.flops import count_flops
 from meshwright.facts.trace import Operation
+from meshwright.torch_private.operators import flop_registry, schema_of
+from meshwright.torch_private.trees import tree_leaves
 
 aten = torch.ops.aten
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -31,8 +31,8 @@ class Operations:
         self, func: Any, args: Any, kwargs: Any, found: Any, given: list[Tensor], made: list[Tensor], phase: str
     ) -> None:
         """Count an operator. Views, bare allocations and questions (where a tensor lies) run no kernel."""
-        packet = func._overloadpacket
-        runs = func._schema.is_mutable or (made and not func.is_view and packet.__name__ not in _ALLOCATIONS)
+        packet = func.overloadpacket
+        runs = schema_of(func).is_mutable or (made and not func.is_view and packet.__name__ not in _ALLOCATIONS)
         if phase not in _PHASES or not runs:
             return
         flops = count_flops(func, args, kwargs, found)
@@ -70,13 +70,13 @@ def _dtype(tensors: list[Tensor]) -> str:
 
 def _moved(func: Any, args: Any, given: list[Tensor], made: list[Tensor]) -> int:
     """Bytes read and written."""
-    written = _changed(func, args) if func._schema.is_mutable else made
+    written = _changed(func, args) if schema_of(func).is_mutable else made
     return sum(map(_size, given)) + sum(map(_size, written))
 
 
 def _changed(func: Any, args: Any) -> list[Tensor]:
     """What an operator changes in place. A fused update may scale its gradients, but is not asked to here."""
-    named = zip(func._schema.arguments, args, strict=False)
+    named = zip(schema_of(func).arguments, args, strict=False)
     changed = [arg for a, arg in named if a.alias_info is not None and a.alias_info.is_write and a.name != "grads"]
     return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
 

@@ -23,7 +23,7 @@ class Workspaces:
         self._lent: set[bool] = set()
 
     def note(self, func: Any, args: Any, made: list[Tensor], phase: str) -> None:
-        packet = func._overloadpacket
+        packet = func.overloadpacket
         thread = phase == "backward"
         if packet in _PRODUCTS and thread not in self._lent:
             self._lent.add(thread)

@@ -94,7 +94,7 @@ def test_nothing_is_done_in_fp32_and_float64() -> None:
 
 def test_regions_nest() -> None:
     with computing_in(BF16), computing_in(BF16):
-        assert len(operators._get_current_function_mode_stack()) == 1
+        assert len(operators.function_modes()) == 1
 
 
 LISTS = {

@@ -26,7 +26,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def storage_id(storage: torch.UntypedStorage) -> int:
     """A number that a storage shares with no other storage that is alive."""
-    return storage._cdata
+    return storage._cdata  # type: ignore[no-any-return]
 
 
 def is_meta(tensor: torch.Tensor) -> bool:

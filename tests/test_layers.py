@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "meshwright"
 LAYERS = (
     ("environment", "errors", "importing", "reading", "units", "version"),
     ("facts",),
+    ("torch_private",),
     ("describe", "exchange", "schedules"),
     ("strategies",),
     ("build",),

@@ -94,7 +94,7 @@ def test_nothing_is_done_in_fp32_and_float64() -> None:
 
 def test_regions_nest() -> None:
     with computing_in(BF16), computing_in(BF16):
-        assert len(operators._get_current_function_mode_stack()) == 1
+        assert len(operators.function_modes()) == 1
 
 
 LISTS = {
@@ -206,7 +206,7 @@ def test_recomputed_blocks_compute_the_same(recompute: str) -> None:
 
 
 def test_what_a_model_recomputes_itself_is_computed_the_same() -> None:
-    """Fails when backward no longer goes through `operators.ENGINE`."""
+    """Fails when backward no longer goes through the function that `engine_wrapped` wraps."""
     assert losses("single,bf16", again=True) == losses("single,bf16")
 
 

@@ -1,6 +1,5 @@
 """What torch.compile would make of a step: what is kept, written, taken over and launched."""
 
-import inspect
 from functools import cache, partial
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import AdamW
 
@@ -233,19 +231,3 @@ def test_matrices_of_an_odd_width_are_padded() -> None:
 def test_long_rows_begin_at_round_addresses() -> None:
     assert aligned_strides((4, 50264), torch.bfloat16) == (50304, 1)
     assert aligned_strides((4, 1000), torch.bfloat16) == (1000, 1)
-
-
-def test_the_compiler_is_still_called_so() -> None:
-    """What is private to PyTorch: if a name changes, this says which."""
-    from torch._functorch.aot_autograd import aot_function
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.decomposition import select_decomp_table
-
-    wanted = {"fw_compiler", "bw_compiler", "partition_fn", "decompositions"}
-    assert wanted <= set(inspect.signature(aot_function).parameters)
-    wanted = {"compiler", "num_fwd_outputs", "static_lifetime_input_indices"}
-    assert wanted <= set(inspect.signature(min_cut_rematerialization_partition).parameters)
-    assert torch.ops.aten.native_layer_norm.default in select_decomp_table()
-    assert torch.ops.aten._fused_rms_norm.default in select_decomp_table()
-    assert isinstance(traceback.current_meta, dict)
-    assert torch.Tag.pointwise in torch.ops.aten.exp.default.tags

@@ -21,23 +21,16 @@ from torch.overrides import TorchFunctionMode
 from meshwright.build.sync_batch_norm import normalise_on_cuda
 from meshwright.errors import JobError
 from meshwright.strategies.forward import Around, wrap_forward
+from meshwright.torch_private.modules import AnyBatchNorm, BatchNorm
 
 Normalise = Callable[..., torch.Tensor]
-
-
-class _AnyBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """What `nn.SyncBatchNorm` is where nothing is synchronised: a BatchNorm of any number of dims."""
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
 def take_over_synchronised(model: nn.Module) -> None:
     """Make plain BatchNorms of `nn.SyncBatchNorm`s, which would talk to ranks of other axes, and not at all on CPUs."""
     for module in model.modules():
         if type(module) is nn.SyncBatchNorm:
-            module.__class__ = _AnyBatchNorm  # type: ignore[assignment]
+            module.__class__ = AnyBatchNorm  # type: ignore[assignment]
 
 
 def synchronise_batch_norms(model: nn.Module, group: dist.ProcessGroup, *, in_plain_operators: bool) -> None:
@@ -47,7 +40,7 @@ def synchronise_batch_norms(model: nn.Module, group: dist.ProcessGroup, *, in_pl
     group, so there the same is computed in plain operators.
     """
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, BatchNorm):
             module._meshwright_name = name  # for an error in its forward
             wrap_forward(module, _over(group, in_plain_operators))
 

@@ -15,6 +15,7 @@ from meshwright.describe.disguise import tensors_in
 from meshwright.describe.structure import tensors_of, to_device
 from meshwright.errors import JobError
 from meshwright.strategies.collectives import all_gather
+from meshwright.torch_private.tensors import make_wrapper
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Unread(torch.Tensor):
     @staticmethod
     def __new__(cls, shape: Sequence[int], like: torch.Tensor, why: str) -> Unread:
         dtype = torch.float32 if like.is_floating_point() else like.dtype
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=like.device)
+        made = make_wrapper(cls, shape, dtype=dtype, device=like.device)
         made.why = why
         return made
 

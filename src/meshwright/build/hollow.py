@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from meshwright.describe.calls import Call, ConstantLeaf, Flow, InputLeaf, TensorLeaf, Value
 from meshwright.errors import JobError
 from meshwright.strategies.forward import Around, wrap_forward
 from meshwright.strategies.stages import Crossings, Stages
+from meshwright.torch_private.trees import tree_leaves, tree_unflatten
 
 
 class Left(BaseException):

@@ -14,14 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode
 
 from meshwright.describe.dtypes import LOW
+from meshwright.torch_private.autograd import engine_wrapped
+from meshwright.torch_private.modes import function_modes, without_innermost_mode
+from meshwright.torch_private.modules import wrap_compiled_call
+from meshwright.torch_private.operators import FUNCTIONS
 
 FP32 = torch.float32
 CASTABLE = (FP32, *LOW)
@@ -59,19 +62,19 @@ class Recomputing(OperatorDtypes):
     @contextmanager
     def _kept_in_backward(self) -> Iterator[None]:
         """A mode rests during the function that it was called for, so it is entered again below backward's Python."""
-        run = getattr(torch.autograd, ENGINE)
 
-        def run_in_mode(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return run(*args, **kwargs)
+        def in_mode(run: Callable[..., Any]) -> Callable[..., Any]:
+            def run_in_mode(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return run(*args, **kwargs)
 
-        with patch.object(torch.autograd, ENGINE, run_in_mode):
+            return run_in_mode
+
+        with engine_wrapped(in_mode):
             yield
 
 
 BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-ENGINE = "_engine_run_backward"
-"""Private to PyTorch: what all of them call to run autograd's engine."""
 
 
 def low(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
@@ -200,7 +203,7 @@ _TABLE: list[tuple[Rule, str]] = [
         "scatter_add_ scatter_reduce scatter_reduce_ masked_scatter masked_scatter_ put_ put",
     ),
 ]
-_PLACES = (torch, Tensor, F, torch.linalg, torch.special, torch.fft, torch._C._nn)
+_PLACES = (torch, Tensor, F, torch.linalg, torch.special, torch.fft, FUNCTIONS)
 
 
 def functions(names: str) -> Iterator[Any]:
@@ -227,7 +230,7 @@ def recomputing(dtype: torch.dtype) -> AbstractContextManager[Any]:
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
     """Region in which functions follow the table. Regions may nest: blocks enter theirs again to be recomputed."""
     mode = _MODES.get(dtype)
-    if mode is None or any(one is mode for one in _get_current_function_mode_stack()):
+    if mode is None or any(one is mode for one in function_modes()):
         yield
         return
     with mode:
@@ -240,16 +243,17 @@ def compile_outside(module: nn.Module) -> None:
     torch.compile traces a mode that the code enters. One that is active already breaks the graph at each checkpoint.
     """
     module.compile()
-    compiled: Any = module._compiled_call_impl
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _resting():
-            return compiled(*args, **kwargs)
+    def with_rest(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _resting():
+                return compiled(*args, **kwargs)
 
-    if compiled is not None:  # it is None where a step is traced and torch.compile imitated
-        module._compiled_call_impl = call
+        return call
+
+    wrap_compiled_call(module, with_rest)  # nothing to wrap where a step is traced and torch.compile imitated
 
 
 def _resting() -> AbstractContextManager[Any]:
-    modes = _get_current_function_mode_stack()
-    return _pop_mode_temporarily() if modes and type(modes[-1]) is OperatorDtypes else nullcontext()
+    modes = function_modes()
+    return without_innermost_mode() if modes and type(modes[-1]) is OperatorDtypes else nullcontext()

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.errors import Refused
 from meshwright.facts.model import ModelFacts
 from meshwright.strategies.forward import Around, wrap_forward
 from meshwright.strategies.in_place import changed_by
 from meshwright.strategies.stages import Stages
+from meshwright.torch_private.tensors import version_of
+from meshwright.torch_private.trees import tree_leaves, tree_map
 
 Devices = Sequence[torch.device]
 
@@ -93,7 +94,7 @@ def _give_back(given: list[Any], moved: list[Any], versions: list[int]) -> None:
 
 
 def _version(leaf: Any) -> int:
-    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
+    return version_of(leaf) if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
 
 
 class Follow(TorchFunctionMode):

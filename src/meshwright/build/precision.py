@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from meshwright.build.autocast import Region, run_within
 from meshwright.build.operators import computing_in
@@ -27,6 +26,8 @@ from meshwright.describe.observe import call_loss
 from meshwright.facts.job import Job
 from meshwright.facts.precision import FORMATS
 from meshwright.strategies.forward import Around, wrap_forward
+from meshwright.torch_private.modules import RNN_READS_ATTRIBUTES, BatchNorm
+from meshwright.torch_private.trees import tree_map
 
 
 def apply_precision(
@@ -83,7 +84,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype, only: Collection[str] 
     chosen = {id(p) for n, p in model.named_parameters() if p.is_floating_point() and (only is None or n in only)}
     for module in model.modules():
         names = tuple(n for n, p in module.named_parameters(recurse=False) if id(p) in chosen)
-        if names and not isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if names and not isinstance(module, BatchNorm):
             module.__class__ = _reading_in(type(module), names, dtype)  # type: ignore[arg-type]  # hashable
 
 
@@ -93,7 +94,7 @@ def batch_norm_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
     Its kernels want both alike. Not by properties: FSDP2 reads parameters off the module and must find its own.
     """
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, BatchNorm):
             wrap_forward(module, _with_fp32_weights(dtype))
 
 
@@ -166,13 +167,9 @@ def _reading_in(cls: Any, names: tuple[str, ...], dtype: torch.dtype) -> type[nn
     members: dict[str, Any] = {name: property(_reader(name, dtype)) for name in names}
     if issubclass(cls, nn.RNNBase):
         # It keeps a list of its parameters beside them; made from the properties instead, and never set.
-        members["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+        members |= RNN_READS_ATTRIBUTES
     members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), members)
-
-
-def _flat_weights(self: Any) -> list[torch.Tensor]:
-    return [getattr(self, name) for name in self._flat_weights_names]
 
 
 def _reader(name: str, dtype: torch.dtype) -> Callable[[nn.Module], torch.Tensor]:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.describe.flops import operator_kind
 from meshwright.strategies.forward import Around, wrap_forward
+from meshwright.torch_private.modules import BatchNorm
 
 
 def recompute_blocks(blocks: list[nn.Module], kind: str) -> None:
@@ -49,7 +50,7 @@ def _with_batch_norms(around: Callable[..., Any]) -> Around:
 
 
 def _batch_norms(block: nn.Module) -> list[Any]:
-    return [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    return [m for m in block.modules() if isinstance(m, BatchNorm)]
 
 
 @contextmanager

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.build.precision import apply_precision, loss_under
 from meshwright.build.staging import check_stages
@@ -21,6 +19,8 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.pipeline import is_pipelined
+from meshwright.torch_private.modes import TorchDispatchMode
+from meshwright.torch_private.trees import tree_leaves
 
 
 class OneDtype(TorchDispatchMode):

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright import schedules
 from meshwright.build.assembly import Assembly, Holders
@@ -32,6 +31,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.strategies.cuts import Cuts
 from meshwright.strategies.pipeline import count_micro_batches, count_stages
 from meshwright.strategies.stages import Stages, cut_stages, find_crossings, held_parameters
+from meshwright.torch_private.fake_tensors import FakeTensor
 
 
 def lay_pipeline(

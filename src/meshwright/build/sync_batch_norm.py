@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules._functions import SyncBatchNorm
+
+from meshwright.torch_private.modules import SyncBatchNormFunction
 
 
 def normalise_on_cuda(
@@ -23,7 +24,7 @@ def normalise_on_cuda(
 ) -> torch.Tensor:
     """`F.batch_norm` with the statistics of all ranks' inputs."""
     ranks = dist.get_world_size(group)
-    output: torch.Tensor = SyncBatchNorm.apply(
+    output: torch.Tensor = SyncBatchNormFunction.apply(
         input, weight, bias, running_mean, running_var, eps, momentum, group, ranks
     )
     return output

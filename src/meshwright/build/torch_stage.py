@@ -1,8 +1,4 @@
-"""PyTorch's pipeline stage, with a clock, and with company made up where other ranks do not exist.
-
-The one place that knows its private methods: stages of torch 2.13 vote with their neighbours before the first step on
-whether shapes are known. In a fake world nobody answers, so there the vote is taken as passed.
-"""
+"""PyTorch's pipeline stage, with a clock, and with company made up where other ranks do not exist."""
 
 from __future__ import annotations
 
@@ -14,9 +10,8 @@ from typing import Any
 
 import torch
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import _backward as split
 
-PRIVATE = ("_warmup_forward_vote", "_warmup_backward_result", "_get_init_p2p_neighbors_ops")
+from meshwright.torch_private.pipelining import NoVotes, Stage, construct_reverse_graph, get_param_groups, graph_node
 
 
 @dataclass(frozen=True)
@@ -28,7 +23,7 @@ class Event:
     end: float
 
 
-class CarefulStage(PipelineStage):
+class CarefulStage(Stage):
     """Splits the backward pass into inputs and weights only where PyTorch does that right.
 
     PyTorch takes a weight's gradient from the place where the weight meets what depends on the stage's inputs. It loses
@@ -58,10 +53,10 @@ class CarefulStage(PipelineStage):
     def _can_split(self, chunk: int, loss: Any) -> bool:
         """Whether each weight meets the inputs' graph in one place; seen on the first micro-batch, as all are alike."""
         if self._splits is None:
-            outputs, inputs = self.fwd_cache[chunk]
-            edges = split.construct_reverse_graph(_nodes([loss] if self.is_last else outputs))
+            outputs, inputs = self.kept_of(chunk)
+            edges = construct_reverse_graph(_nodes([loss] if self.is_last else outputs))
             weights = [node for node in _nodes(self.submod.parameters()) if node in edges]
-            groups = split.get_param_groups(_nodes(inputs), weights, edges)
+            groups = get_param_groups(_nodes(inputs), weights, edges)
             met = sum(len(group["params"]) for group in groups)
             self._splits = met == len(weights) and all(len(group["intermediates"]) == 1 for group in groups)
         return self._splits
@@ -70,7 +65,7 @@ class CarefulStage(PipelineStage):
 def _nodes(tensors: Any) -> list[Any]:
     """Their nodes in autograd's graph."""
     wanted = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
-    return [split._get_grad_fn_or_grad_acc(tensor) for tensor in wanted]
+    return [graph_node(tensor) for tensor in wanted]
 
 
 class TimedStage(CarefulStage):
@@ -99,26 +94,9 @@ class TimedStage(CarefulStage):
         if self.events is not None:
             self.events.append(Event(f"{self.stage_index}{kind}{chunk}", start, time.perf_counter()))
 
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        # Where a schedule turns round, two neighbours lie on one rank. torch 2.11 would have it send to itself.
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
-
-class Passed:
-    """What a vote came to, in the place of a tensor: on fake tensors there would be no value to read."""
-
-    def item(self) -> int:
-        return 1
-
-
-class LonelyStage(TimedStage):
+class LonelyStage(NoVotes, TimedStage):
     """A stage that knows its shapes and asks nobody."""
-
-    def _warmup_forward_vote(self, has_backward: bool, received_acc: Any = None) -> Any:
-        return Passed()
-
-    def _warmup_backward_result(self, received_result: Any = None) -> Any:
-        return Passed()
 
 
 def make_stage(

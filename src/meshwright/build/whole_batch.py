@@ -19,6 +19,7 @@ from meshwright.describe.observe import call_model
 from meshwright.describe.structure import map_leaves
 from meshwright.errors import JobError
 from meshwright.strategies.engine import Engine
+from meshwright.torch_private.tensors import version_of
 
 
 class WholeBatchPasses:
@@ -68,9 +69,9 @@ class WholeBatchPasses:
     def _outputs_at_first(self, pieces: list[MicroBatch], step: int) -> list[Any]:
         """Of a model that runs once more: one that changes its own buffers would do so twice."""
         buffers = dict(self.engine.model.named_buffers())
-        before = {name: buffer._version for name, buffer in buffers.items()}
+        before = {name: version_of(buffer) for name, buffer in buffers.items()}
         outputs = self._outputs(pieces, step)
-        changed = [name for name, buffer in buffers.items() if buffer._version != before[name]]
+        changed = [name for name, buffer in buffers.items() if version_of(buffer) != before[name]]
         if changed:
             raise JobError(
                 f"The model changes its buffer {changed[0]} in forward, and a loss over the whole batch runs "

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
 
-outside_of_modes = _disable_current_modes
+from meshwright.torch_private import modes
+
+outside_of_modes = modes.outside_of_modes
 """Around what is made of real or meta tensors even where a step runs on fake ones: meshes, groups, recordings."""
 PATIENCE = timedelta(minutes=10)
 """How long a collective waits for a rank before it gives up."""
@@ -93,7 +94,7 @@ def alone(device: torch.device) -> World:
 
 def pretend(ranks: int, device: torch.device, *, rank: int = 0) -> World:
     """One rank of a world whose other ranks do not exist: real memory, real compute, no communication."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from meshwright.torch_private.fake_world import FakeStore
 
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -13,13 +13,13 @@ from pathlib import Path
 from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.describe.filling import Blueprint, adopt, as_it_was, draw_up, set_attributes
 from meshwright.describe.memory import has_memory, named_tensors
 from meshwright.describe.recording import recording, seeded
 from meshwright.describe.tape import Tape
 from meshwright.errors import JobError, MeshwrightError, one_line
+from meshwright.torch_private.modes import outside_of_modes
 from meshwright.units import show_bytes
 
 __all__ = ["Blueprint", "adopt", "as_it_was", "build_plainly", "model_to_read", "record", "set_attributes"]
@@ -61,7 +61,7 @@ def model_to_read(build: Build) -> nn.Module:
 def build_plainly(build: Build, seed: int) -> nn.Module:
     """What `torch.manual_seed(seed); build()` gives, with nothing of ours around it."""
     try:
-        with _disable_current_modes(), seeded(seed):
+        with outside_of_modes(), seeded(seed):
             model = build()
     except MeshwrightError:
         raise

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec
+
+from meshwright.torch_private.trees import TreeSpec
 
 NUMBERS = (bool, int, float)
 CONSTANTS = (type(None), *NUMBERS, str, torch.dtype, torch.device)

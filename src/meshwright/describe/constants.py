@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.describe.disguise import META
+from meshwright.torch_private.modes import outside_of_modes
+from meshwright.torch_private.tensors import storage_id, version_of
 
 SMALL = 1 << 16
 """Bytes up to which a constant is copied."""
@@ -49,7 +50,7 @@ class _Guard:
     content: str
 
     def is_stale(self) -> bool:
-        return self.tensor._version != self.version or str(sample(self.tensor)) != self.content
+        return version_of(self.tensor) != self.version or str(sample(self.tensor)) != self.content
 
 
 class Constants:
@@ -65,21 +66,21 @@ class Constants:
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """A meta tensor for a real one, of the same layout."""
         storage = tensor.untyped_storage()
-        with _disable_current_modes(), torch.no_grad():
+        with outside_of_modes(), torch.no_grad():
             if not self._is_known(storage):
                 self._add(tensor.detach(), storage)
-            meta = self._stand_ins[storage._cdata]
+            meta = self._stand_ins[storage_id(storage)]
             empty = torch.empty(0, dtype=tensor.dtype, device=META)
             return empty.set_(meta, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def before_change(self, tensor: torch.Tensor) -> None:
         """An operator is about to change a real tensor in place: what was recorded so far keeps a copy."""
         storage = tensor.untyped_storage()
-        meta = self._stand_ins.pop(storage._cdata, None)
-        if meta is not None and self.storages[meta._cdata]._cdata == storage._cdata:
-            with _disable_current_modes():
-                self.storages[meta._cdata] = storage.clone()
-            self._guards.pop(meta._cdata)
+        meta = self._stand_ins.pop(storage_id(storage), None)
+        if meta is not None and storage_id(self.storages[storage_id(meta)]) == storage_id(storage):
+            with outside_of_modes():
+                self.storages[storage_id(meta)] = storage.clone()
+            self._guards.pop(storage_id(meta))
 
     def stale(self) -> bool:
         """Whether any was changed behind the recording's back."""
@@ -90,17 +91,17 @@ class Constants:
 
     def _is_known(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage has a stand-in. A small one may have been changed since it was copied."""
-        meta = self._stand_ins.get(storage._cdata)
-        if meta is None or meta._cdata in self._guards:
+        meta = self._stand_ins.get(storage_id(storage))
+        if meta is None or storage_id(meta) in self._guards:
             return meta is not None
-        return _bytes(self.storages[meta._cdata]) == _bytes(storage)
+        return _bytes(self.storages[storage_id(meta)]) == _bytes(storage)
 
     def _add(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
         meta = torch.UntypedStorage(storage.nbytes(), device=META)
-        self._stand_ins[storage._cdata] = meta
+        self._stand_ins[storage_id(storage)] = meta
         self._alive += [storage, meta]
         if storage.nbytes() <= SMALL:
-            self.storages[meta._cdata] = storage.clone()
+            self.storages[storage_id(meta)] = storage.clone()
         else:
-            self.storages[meta._cdata] = storage
-            self._guards[meta._cdata] = _Guard(tensor, tensor._version, str(sample(tensor)))
+            self.storages[storage_id(meta)] = storage
+            self._guards[storage_id(meta)] = _Guard(tensor, version_of(tensor), str(sample(tensor)))

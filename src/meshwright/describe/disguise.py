@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from meshwright.torch_private import tensors
+
 META = torch.device("meta")
 _CPU = torch.device("cpu")
-IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
-DEVICE: Any = vars(torch._C.TensorBase)["device"].__get__
+IS_META: Any = vars(tensors.TensorBase)["is_meta"].__get__
+DEVICE: Any = vars(tensors.TensorBase)["device"].__get__
+is_meta = tensors.is_meta
+"""What a tensor is beneath its disguise."""
 
 
 class Disguise(TorchFunctionMode):
@@ -26,11 +30,6 @@ class Disguise(TorchFunctionMode):
     def hides(self, tensor: torch.Tensor) -> bool:
         """Whether a meta tensor passes for one on the CPU."""
         return True
-
-
-def is_meta(tensor: torch.Tensor) -> bool:
-    """What a tensor is beneath its disguise."""
-    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Meta)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

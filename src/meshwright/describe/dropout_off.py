@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from meshwright.torch_private.modules import Dropout
+
 
 class NoDropout(TorchFunctionMode):
     """Dropout functions pass their input through, and attention drops nothing."""
@@ -36,7 +38,7 @@ class NoDropout(TorchFunctionMode):
 
 def dropout_of(module: nn.Module) -> str | None:
     """The attribute that says how much a module drops."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
+    if isinstance(module, Dropout):
         return "p"
     return "dropout" if isinstance(module, nn.MultiheadAttention | nn.RNNBase) else None
 

@@ -22,6 +22,8 @@ from meshwright.describe.places import Place, loose_tensors
 from meshwright.describe.shards import copy_part
 from meshwright.describe.tape import Tape
 from meshwright.errors import JobError, Refused
+from meshwright.torch_private.modes import without_tensor_classes
+from meshwright.torch_private.tensors import make_subclass
 
 Give = Callable[["str | int", torch.Tensor], None]
 """Takes the initial value of a parameter or buffer by its name, or the bytes of a loose storage by its number."""
@@ -233,7 +235,7 @@ class Computed(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_tensor_classes():
             result = func(*args, **(kwargs or {}))
         if torch.is_grad_enabled() and isinstance(result, torch.Tensor) and func not in _READS:
             place = next((arg.place for arg in args if isinstance(arg, Computed)), "a tensor")
@@ -248,7 +250,7 @@ _READS: tuple[Any, ...] = (torch.Tensor.detach, torch.Tensor.data.__get__)  # ty
 
 
 def _computed(tensor: torch.Tensor, place: str) -> torch.Tensor:
-    made = torch.Tensor._make_subclass(Computed, tensor)
+    made = make_subclass(Computed, tensor)
     made.place = place
     return made
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
+
+from meshwright.torch_private.operators import flop_registry
 
 PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "addbmm", "linear"))
 """Products of matrices whose factors have one dtype."""

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.describe.calls import (
@@ -35,6 +33,9 @@ from meshwright.describe.calls import (
     Value,
 )
 from meshwright.describe.flops import count_flops
+from meshwright.torch_private.modes import TorchDispatchMode
+from meshwright.torch_private.operators import PACK_PADDED_SEQUENCE, PAD_PACKED_SEQUENCE, schema_of
+from meshwright.torch_private.trees import tree_flatten, tree_leaves
 
 
 @dataclass
@@ -270,7 +271,7 @@ def _tensor_leaf(tensor: torch.Tensor) -> TensorLeaf:
     return TensorLeaf(tuple(tensor.shape), tensor.dtype)
 
 
-_UNTAGGED = (torch.ops.aten._pack_padded_sequence.default, torch.ops.aten._pad_packed_sequence.default)
+_UNTAGGED = (PACK_PADDED_SEQUENCE.default, PAD_PACKED_SEQUENCE.default)
 """Operators that make shapes of lengths, which PyTorch does not say of them."""
 
 
@@ -287,8 +288,8 @@ def _storage(tensor: torch.Tensor) -> StorageWeakRef:
 
 def _changed_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """What an operator writes to, of its arguments."""
-    if not func._schema.is_mutable:
+    if not schema_of(func).is_mutable:
         return []
-    given = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
-    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    given = {**dict(zip((argument.name for argument in schema_of(func).arguments), args, strict=False)), **kwargs}
+    written = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
     return [leaf for name in written for leaf in tree_leaves(given.get(name)) if isinstance(leaf, torch.Tensor)]

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.torch_private.modules import REGISTERED
+from meshwright.torch_private.tensors import storage_id
+
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, Enum)
 SAME = (FunctionType, BuiltinFunctionType, type, torch.Tensor, nn.Module)
 """What is alike only if it is the very same object."""
-REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 class NotAlike(Exception):
@@ -102,7 +104,7 @@ def surroundings() -> Any:
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor.untyped_storage())
 
 
 def _value(value: Any, seen: dict[int, Any]) -> Any:

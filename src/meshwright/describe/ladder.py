@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.describe.as_on_cuda import as_on_cpu
 from meshwright.describe.blueprint import as_it_was
 from meshwright.describe.shadows import shadow_of, shadows
 from meshwright.describe.structure import map_tensors
+from meshwright.torch_private.fake_tensors import FAKE_TENSOR_LOG, FakeTensorMode
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 Rung = Callable[[nn.Module], AbstractContextManager[Convert]]
@@ -53,7 +53,7 @@ def on_meta(model: nn.Module, *, device: Device = as_on_cpu) -> Iterator[Convert
 
 @contextmanager
 def on_fake(model: nn.Module, *, mode: FakeTensorMode | None = None, device: Device = nullcontext) -> Iterator[Convert]:
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
+    logging.getLogger(FAKE_TENSOR_LOG).setLevel(logging.CRITICAL)  # it logs what it raises
     with as_it_was(model), mode or fake_mode() as active, device():
         yield lambda tensor: active.from_tensor(tensor.cpu())  # type: ignore[no-any-return]
 

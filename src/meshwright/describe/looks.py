@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.describe.blueprint import Blueprint
 from meshwright.describe.observe import SAMPLES, forward_on_real_tensors, make_batch
 from meshwright.facts.job import Job
+from meshwright.torch_private.modes import TorchDispatchMode
+from meshwright.torch_private.operators import schema_of
+from meshwright.torch_private.trees import tree_leaves
 
 PASSES = 6
 _NUMBERS = (bool, int, float)
@@ -99,7 +100,7 @@ class _Looks(TorchDispatchMode):
             self.look((args, kwargs), tuple(leaf.shape for leaf in tree_leaves(result) if torch.is_tensor(leaf)))
         if any(torch.is_tensor(leaf) and leaf in self._of_batch for leaf in tree_leaves((args, kwargs))):
             self._follow(tree_leaves(result))
-            if func._schema.is_mutable:
+            if schema_of(func).is_mutable:
                 self._follow(tree_leaves(args[:1]))
         return result
 

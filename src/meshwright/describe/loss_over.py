@@ -23,6 +23,7 @@ from meshwright.describe.observe import call_loss, call_model, make_batch
 from meshwright.describe.samples import Cutter, own_random_numbers
 from meshwright.describe.structure import map_tensors
 from meshwright.facts.job import Job
+from meshwright.torch_private.modules import BatchNorm
 
 SMALL = 1 << 23  # parameters up to which a model is built and run to try
 WHOLE, RANGES = 5, ((0, 2), (2, 3))
@@ -178,7 +179,7 @@ def _near(one: torch.Tensor, other: torch.Tensor, parts: list[torch.Tensor]) -> 
 
 @contextmanager
 def _without_batch_statistics(model: nn.Module) -> Iterator[None]:
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
     switch_dropout_off(model)
     for norm in norms:
         norm.eval()

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from meshwright.describe.dtensor import is_dtensor
 from meshwright.errors import JobError, Refused, one_line
+from meshwright.torch_private.modules import convert_tensors
+from meshwright.torch_private.tensors import gradient_hooks, is_traceable_wrapper_subclass, set_gradient_hooks
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -41,19 +42,14 @@ class Traits:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Traits:
-        after = getattr(tensor, "_post_accumulate_grad_hooks", None)
-        return Traits(type(tensor), dict(vars(tensor)), tensor._backward_hooks, after)
+        return Traits(type(tensor), dict(vars(tensor)), *gradient_hooks(tensor))
 
     def give_to(self, tensor: torch.Tensor) -> None:
         for name, value in self.attributes.items():
             vars(tensor).setdefault(name, value)
         if type(tensor) is nn.Parameter and issubclass(self.kind, nn.Parameter):
             tensor.__class__ = self.kind
-        # Setting them registers them with autograd again.
-        if self.hooks:
-            tensor._backward_hooks = self.hooks
-        if self.hooks_after:
-            tensor._post_accumulate_grad_hooks = self.hooks_after
+        set_gradient_hooks(tensor, self.hooks, self.hooks_after)
 
     def refuse(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
         """Gradient hooks see a whole gradient, or are refused."""
@@ -107,7 +103,7 @@ def convert(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) ->
         parameter.grad = None
     try:
         with _swapping():
-            model._apply(once)
+            convert_tensors(model, once)
     except RuntimeError as error:
         cause = error.__cause__ or error
         raise JobError(

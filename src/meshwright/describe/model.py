@@ -27,6 +27,7 @@ from meshwright.describe.units import find_units
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.model import CallFacts, ModelFacts, ParameterFacts
+from meshwright.torch_private.modules import BatchNorm
 
 
 def describe(job: Job) -> ModelFacts:
@@ -121,7 +122,7 @@ def _holds(module: nn.Module) -> bool:
 
 
 def batch_norm_names(model: nn.Module) -> tuple[str, ...]:
-    return tuple(n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+    return tuple(n for n, m in model.named_modules() if isinstance(m, BatchNorm))
 
 
 def parameter_facts(model: nn.Module, observed: Observed | None) -> tuple[ParameterFacts, ...]:

@@ -11,12 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 from torch.utils.data import default_collate
 
 from meshwright.describe.blueprint import Blueprint
@@ -32,6 +26,12 @@ from meshwright.describe.template import watch_calls
 from meshwright.describe.values import following, moved_buffers
 from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
+from meshwright.torch_private.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 
 SAMPLES = 2  # enough for BatchNorm to have a variance
 Result = TypeVar("Result")
@@ -204,13 +204,13 @@ def _run(
 
 def _depends_on_data(error: Exception) -> bool:
     """Whether a step on fake tensors raised it because the model looks at values, which fake tensors do not have."""
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # it brings a computer algebra along
+    from meshwright.torch_private import symbolic_shapes  # it brings a computer algebra along
 
     return isinstance(
         error,
         DataDependentOutputException
         | DynamicOutputShapeException
-        | GuardOnDataDependentSymNode
+        | symbolic_shapes.GuardOnDataDependentSymNode
         | UnsupportedFakeTensorException
         | UnsupportedOperatorException,
     )

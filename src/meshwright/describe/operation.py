@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from meshwright.describe.disguise import change_leaves, tensors_in
+from meshwright.torch_private.operators import schema_of
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def changed_by(func: Any, args: Any, kwargs: dict[str, Any], kind: type = torch.
 def _written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     written = [
         (place, argument.name)
-        for place, argument in enumerate(func._schema.arguments)
+        for place, argument in enumerate(schema_of(func).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return tuple(place for place, _ in written), tuple(name for _, name in written)
@@ -118,7 +119,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 def leaves_empty(func: Any, sources_written: list[bool]) -> bool:
     """Whether what an operator makes or changes holds nothing but uninitialised memory after it."""
-    name = func._schema.name.removeprefix("aten::")
+    name = schema_of(func).name.removeprefix("aten::")
     if name in _COPIES:
         return not sources_written[-1]
     return name in _EMPTY
@@ -135,13 +136,14 @@ _COPIES = {"clone", "_to_copy", "copy_"}
 @cache
 def has_own_layout(func: Any) -> bool:
     """Whether an operator's results lie as its library leaves them, which meta kernels do not know for sure."""
-    return "linalg" in func._schema.name or func._schema.name in ("aten::geqrf", "aten::ormqr", "aten::_lu_with_info")
+    name = schema_of(func).name
+    return "linalg" in name or name in ("aten::geqrf", "aten::ormqr", "aten::_lu_with_info")
 
 
 @cache
 def gives_numbers(func: Any) -> bool:
     """Whether an operator's result is no tensor: `item`, `equal`, `allclose`."""
-    returns = func._schema.returns
+    returns = schema_of(func).returns
     return bool(returns) and not any("Tensor" in str(given.type) for given in returns)
 
 
@@ -151,6 +153,6 @@ def only_draws(func: Any) -> bool:
 
     On the meta device it would do nothing at all, slowly: half of the time that it takes to record a model.
     """
-    tensors = [argument for argument in func._schema.arguments if "Tensor" in str(argument.type)]
-    drawn = torch.Tag.nondeterministic_seeded in func.tags and func._schema.name.endswith("_")
+    tensors = [argument for argument in schema_of(func).arguments if "Tensor" in str(argument.type)]
+    drawn = torch.Tag.nondeterministic_seeded in func.tags and schema_of(func).name.endswith("_")
     return drawn and len(tensors) == 1 and tensors[0].name == "self"

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from meshwright.torch_private.modes import TorchDispatchMode, without_torch_function
+from meshwright.torch_private.operators import DEVICE_OF
+from meshwright.torch_private.trees import tree_leaves
 
 
 def pass_on(func: Any, args: Any, kwargs: Any) -> Any:
@@ -21,8 +23,8 @@ def pass_on(func: Any, args: Any, kwargs: Any) -> Any:
     Fake tensors are asked for their device by an operator, too, which a function mode would take for a call of the
     author's.
     """
-    if func is torch.ops.prim.device.default:
-        with torch._C.DisableTorchFunction():
+    if func is DEVICE_OF:
+        with without_torch_function():
             return func(*args, **(kwargs or {}))
     return func(*args, **(kwargs or {}))
 

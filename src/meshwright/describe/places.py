@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.torch_private.modules import REGISTERED
+
 DEPTH = 8
 """How many containers and objects may lie within each other."""
-REGISTERED = ("_parameters", "_buffers", "_modules")
 ALIASES = "_meshwright_aliases"
 """The attribute in which a module keeps what we know of its aliases."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, torch.dtype, torch.device, torch.Size)

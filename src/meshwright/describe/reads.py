@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.describe.repeats import Follower
+from meshwright.torch_private.trees import tree_leaves
 
 _PROPERTIES = (
     "dtype device layout requires_grad ndim grad_fn is_leaf is_cpu is_cuda is_meta is_sparse is_quantized is_nested "

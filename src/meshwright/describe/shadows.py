@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.describe.disguise import META, Disguise, change_leaves, is_meta, tensors_in
+from meshwright.torch_private.modes import TorchDispatchMode
+from meshwright.torch_private.operators import schema_of
 
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
@@ -67,7 +68,7 @@ class _Shadows(TorchDispatchMode):
         elif tensors and not any(map(is_meta, tensors)):
             return func(*args, **kwargs)
         if not all(map(is_meta, tensors)):
-            if func._schema.is_mutable:
+            if schema_of(func).is_mutable:
                 raise NotShadowed(f"{func} would change a tensor that has values.")
             args, kwargs = change_leaves(shadow_of, (args, kwargs))
         if func is _CONVOLUTION and args[0].dim() > 3 and not all(tensor.is_contiguous() for tensor in args[:2]):
@@ -84,4 +85,4 @@ def _from_cpu(leaf: Any) -> Any:
 
 @cache
 def _takes_device(func: Any) -> bool:
-    return any(argument.name == "device" for argument in func._schema.arguments)
+    return any(argument.name == "device" for argument in schema_of(func).arguments)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.utils import stateless
 
 from meshwright.describe.blueprint import Blueprint, set_attributes
 from meshwright.describe.disguise import is_meta
 from meshwright.describe.operation import Slot
+from meshwright.torch_private.fake_tensors import FakeTensor
+from meshwright.torch_private.modules import lend_tensors
 
 
 def stand_in(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -57,4 +57,4 @@ def _attribute(slot: Slot) -> torch.Tensor:
 
 def lend(model: nn.Module, tensors: dict[str, torch.Tensor]) -> AbstractContextManager[Any]:
     """Run a model with other tensors, as `functional_call` does but for longer: recomputing reads them in backward."""
-    return stateless._reparametrize_module(model, tensors, tie_weights=True)
+    return lend_tensors(model, tensors, tie_weights=True)

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.describe.blueprint import record
 from meshwright.describe.observe import SAMPLES, forward_on_real_tensors, forward_passes, make_batch
@@ -23,10 +21,14 @@ from meshwright.describe.outside import pass_on
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.model import MovedFacts
+from meshwright.torch_private.modes import TorchDispatchMode, without_tensor_classes
+from meshwright.torch_private.modules import REGISTERED, BatchNorm
+from meshwright.torch_private.tensors import version_of
+from meshwright.torch_private.trees import tree_leaves
 
 FEW = 1 << 24
 """Parameters up to which it is tried whether a move depends on the samples; beyond, it is taken to."""
-_KEPT_APART = ("_parameters", "_buffers", "_modules", "training")
+_KEPT_APART = (*REGISTERED, "training")
 
 
 class StateWatch(AbstractContextManager["StateWatch"]):
@@ -128,7 +130,7 @@ def _after(job: Job, samples: int) -> dict[str, Any]:
     if sum(parameter.numel() for parameter in blueprint.model.parameters()) > FEW:
         raise MemoryError("a model of that size is not run for this")
     for module in blueprint.model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, BatchNorm):
             module.eval()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(samples)
@@ -146,10 +148,10 @@ def _same(one: Any, other: Any) -> bool:
 
 def _statistics(model: nn.Module, calling: set[str]) -> set[str]:
     """Buffers of BatchNorms that have `F.batch_norm` move them: PyTorch's own, and those seen `calling` it."""
-    own = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
+    own = (BatchNorm.forward, nn.SyncBatchNorm.forward)
     found = set()
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (type(module).forward in own or name in calling):
+        if isinstance(module, BatchNorm) and (type(module).forward in own or name in calling):
             found |= {f"{name}.{buffer}" if name else buffer for buffer in module._buffers}
     return found
 
@@ -183,8 +185,8 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _mark(value: Any) -> int:
-    with torch._C.DisableTorchFunctionSubclass():  # a stand-in may refuse to be looked at
-        return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+    with without_tensor_classes():  # a stand-in may refuse to be looked at
+        return version_of(value) if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 class _Reads(TorchDispatchMode):

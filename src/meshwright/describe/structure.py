@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from meshwright.torch_private.trees import tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from meshwright.describe.constants import Constants
 from meshwright.describe.disguise import META, change_leaves, is_meta, tensors_in
@@ -31,6 +30,9 @@ from meshwright.describe.operation import (
     leaves_empty,
     only_draws,
 )
+from meshwright.torch_private.modes import TorchDispatchMode, outside_of_modes
+from meshwright.torch_private.operators import schema_of
+from meshwright.torch_private.tensors import storage_id
 
 
 class NotRecorded(Exception):
@@ -87,7 +89,7 @@ class Tape(TorchDispatchMode):
                 self.refuse(f"{func} changes a tensor made from data in place")
             return self._record(func, args, kwargs)
         for tensor in changed:
-            if tensor.untyped_storage()._cdata in self._taken:
+            if storage_id(tensor.untyped_storage()) in self._taken:
                 self.refuse(f"{func} changes data that a parameter was given before")
             self.constants.before_change(tensor)
         return func(*args, **kwargs)
@@ -109,7 +111,7 @@ class Tape(TorchDispatchMode):
     def take_over(self, tensor: torch.Tensor) -> torch.Tensor:
         """A recorded tensor in the place of a real one, for `parameter.data = tensor`."""
         recorded = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype).copy_(tensor)
-        self._taken.add(tensor.untyped_storage()._cdata)
+        self._taken.add(storage_id(tensor.untyped_storage()))
         return recorded
 
     def slot(self, tensor: torch.Tensor) -> Slot:
@@ -117,14 +119,14 @@ class Tape(TorchDispatchMode):
         if not is_meta(tensor):
             tensor = self.constants.stand_in(tensor)
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_id(storage)
         self._kept[key] = storage
         return Slot(key, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of the recording's."""
         strided = is_meta(tensor) and tensor.layout == torch.strided
-        return strided and tensor.untyped_storage()._cdata in self._kept
+        return strided and storage_id(tensor.untyped_storage()) in self._kept
 
     def is_written(self, slot: Slot) -> bool:
         """Whether a storage holds what the builder has put there, not uninitialised memory."""
@@ -147,9 +149,9 @@ class Tape(TorchDispatchMode):
         args, kwargs = change_leaves(self._to_meta, (args, kwargs))
         # Slots are taken before the operator runs: it may change a tensor's shape in place.
         slotted_args, slotted_kwargs = change_leaves(self._to_slot, (args, kwargs))
-        if any(argument.name == "device" for argument in func._schema.arguments):
+        if any(argument.name == "device" for argument in schema_of(func).arguments):
             kwargs["device"], slotted_kwargs["device"] = META, torch.device("cpu")
-        certain = torch.Tag.nondeterministic_seeded not in func.tags and not func._schema.is_mutable
+        certain = torch.Tag.nondeterministic_seeded not in func.tags and not schema_of(func).is_mutable
         try:
             if certain and has_own_layout(func):
                 result = self._shapes(func, slotted_args, slotted_kwargs)
@@ -188,13 +190,13 @@ class Tape(TorchDispatchMode):
 
     def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operator gives on the values that its arguments have now."""
-        with torch.no_grad(), _disable_current_modes(), torch.device("cpu"):
+        with torch.no_grad(), outside_of_modes(), torch.device("cpu"):
             return Operation(func, args, kwargs, ()).call(self._real)
 
     def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Meta tensors like those that an operator without a meta kernel gives."""
         result = self._result(func, args, kwargs)
-        with _disable_current_modes():
+        with outside_of_modes():
             return change_leaves(_meta_like, tuple(result) if isinstance(result, tuple) else result)
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -249,7 +251,7 @@ class Tape(TorchDispatchMode):
     def _from_the_seed(self) -> Iterator[None]:
         """Real tensors on the CPU and generators at their start; all is put back afterwards."""
         before = self._get_states()
-        with torch.device("cpu"), _disable_current_modes():
+        with torch.device("cpu"), outside_of_modes():
             try:
                 torch.default_generator.manual_seed(self.seed)
                 for generator, first in self._generators.items():
@@ -280,7 +282,7 @@ def _makes_nothing(func: Any, args: Any) -> bool:
 
 def _makes_alike(func: Any) -> bool:
     """Whether an operator takes a tensor for its shape alone: `empty_like`, `new_zeros`."""
-    name: str = func._schema.name.removeprefix("aten::")
+    name: str = schema_of(func).name.removeprefix("aten::")
     return name.endswith("_like") or name.startswith("new_")
 
 

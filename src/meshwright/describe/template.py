@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.describe.calls import CONSTANTS, NUMBERS, Call, Source
 from meshwright.describe.flow import Watcher
 from meshwright.describe.kinds import NotAlike, state_of
 from meshwright.describe.number import counting
+from meshwright.torch_private.autograd import BackwardCFunction
+from meshwright.torch_private.modes import TorchDispatchMode, without_torch_function
+from meshwright.torch_private.tensors import storage_id, version_of
+from meshwright.torch_private.trees import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class _Guard(TorchDispatchMode):
         super().__init__()
         self._block, self._state = block, state_of(block)
         self._outer = [*inputs, *parameters.values(), *block.buffers()]
-        self._versions = [tensor._version for tensor in self._outer]
+        self._versions = [version_of(tensor) for tensor in self._outer]
         self._names = {id(tensor): name for name, tensor in parameters.items()}
         self._places = {id(tensor): place for place, tensor in reversed(list(enumerate(inputs)))}
         self._known = {id(tensor): tensor for tensor in self._outer}  # alive, so that no identity is used twice
@@ -186,12 +187,12 @@ class _Guard(TorchDispatchMode):
 
     def describe(self, output: Any) -> tuple[Any, list[torch.Tensor]]:
         """The output with `Made` and `Given` in it, and the tensors that stand behind the former."""
-        changed = [tensor._version for tensor in self._outer] != self._versions
+        changed = [version_of(tensor) for tensor in self._outer] != self._versions
         if self._strange or changed or state_of(self._block) != self._state:
             raise NotAlike
         made: list[torch.Tensor] = []
         described = self._part(output, made)
-        storages = [tensor.untyped_storage()._cdata for tensor in (*self._outer, *made)]
+        storages = [storage_id(tensor.untyped_storage()) for tensor in (*self._outer, *made)]
         apart = len(set(storages)) - len(set(storages[: len(self._outer)])) == len(made)
         if not apart or sum(tensor.requires_grad for tensor in made) > 1:
             raise NotAlike
@@ -211,7 +212,7 @@ class _Hang(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, made: Made, mark: Callable[[], None], *tensors: torch.Tensor) -> torch.Tensor:
-        with torch._C.DisableTorchFunction():  # the model itself does not ask for a parameter's shape here
+        with without_torch_function():  # the model itself does not ask for a parameter's shape here
             ctx.mark, ctx.layouts = mark, [(tensor.shape, tensor.dtype) for tensor in tensors]
         return made.empty()
 

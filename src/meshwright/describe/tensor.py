@@ -26,6 +26,7 @@ from meshwright.describe.repeats import Follower
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.tensor import ROLES, SOURCES, TensorPlan, TensorRow
+from meshwright.torch_private.operators import RESHAPE_ALIAS, UNSAFE_VIEW
 
 # Hugging Face's words for the same. Others of its words (experts, packed layers) are passed over.
 _WORDS = {
@@ -44,7 +45,7 @@ _WORDS = {
 NEVER_CALLED = "never called by itself"
 
 aten = torch.ops.aten
-_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default}
+_VIEWS = {aten.view.default, UNSAFE_VIEW.default, aten.reshape.default, RESHAPE_ALIAS.default}
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from meshwright.describe.batch_layout import Layout, pairs_of
 from meshwright.describe.blueprint import record
 from meshwright.describe.disguise import tensors_in
@@ -16,6 +14,7 @@ from meshwright.describe.samples import Source
 from meshwright.describe.structure import tensors_of
 from meshwright.errors import Refused
 from meshwright.facts.job import Job
+from meshwright.torch_private.modes import TorchDispatchMode
 
 SIZES = (2, 3, 5)
 

@@ -1,8 +1,4 @@
-"""Torch's elastic agent for the ranks of one machine, with a meeting point of its own for every attempt.
-
-Torch documents both classes as the ones to extend: `RendezvousHandler`, and the agent with its `_start_workers` and
-`_monitor_workers`.
-"""
+"""Torch's elastic agent for the ranks of one machine, with a meeting point of its own for every attempt."""
 
 from __future__ import annotations
 
@@ -16,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
@@ -26,6 +21,7 @@ from meshwright.runtime.failure import Failure, first_failure
 from meshwright.runtime.interrupts import Interrupts
 from meshwright.runtime.preemption import GRACE, Forwarding
 from meshwright.runtime.silence import LOOK_EVERY_S, Watch
+from meshwright.torch_private.elastic import RankAgent
 
 HOST = "127.0.0.1"
 _TORCH_KILLS_AFTER_S = 29.0  # when ranks do not end by themselves after another failed
@@ -72,7 +68,7 @@ class Meeting(RendezvousHandler):
         return True
 
 
-class Agent(LocalElasticAgent):
+class Agent(RankAgent):
     """Starts ranks, and all of them anew when one fails in a way that this may mend."""
 
     def __init__(
@@ -104,26 +100,26 @@ class Agent(LocalElasticAgent):
         self.failure: Failure | None = None
         """What the last attempt failed of."""
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def start_ranks(self) -> dict[int, Any]:
         # As ranks are told it: torch's TORCHELASTIC_RESTART_COUNT.
-        restarts = worker_group.spec.max_restarts - self._remaining_restarts
+        restarts = self.max_restarts - self.restarts_left
         self.attempt, self.failure = Attempt(self.attempt.folder, restarts), None
         self.attempt.set_up()
         with self._interrupts.after_start():
-            pids: dict[int, Any] = super()._start_workers(worker_group)
+            pids = super().start_ranks()
             self.attempt.started(pids)
         return pids
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def look_at_ranks(self) -> RunResult:
         # What we end ranks for; what else fails, they fail of themselves.
         cause = self._killed(0) if self.forwarding.overdue else self._silent()
         if cause is not None:
-            self._shutdown(signal.SIGKILL)
+            self.kill_ranks()
         begun = time.monotonic()
-        result: RunResult = super()._monitor_workers(worker_group)
+        result = super().look_at_ranks()
         lost = self._lost(result)
         if lost and not result.is_failed():
-            self._shutdown(signal.SIGKILL)
+            self.kill_ranks()
             result = RunResult(state=WorkerState.FAILED)
         if result.is_failed():
             for pid in self.attempt.pids().values():
@@ -149,10 +145,10 @@ class Agent(LocalElasticAgent):
     def _decide(self, failure: Failure) -> None:
         """Whether torch's loop, which called us, restarts all ranks now."""
         if not failure.mendable or self.forwarding.asked is not None:
-            self._remaining_restarts = 0
-        elif self._remaining_restarts:
-            number, limit = self.attempt.number + 1, self._worker_group.spec.max_restarts
-            print(f"{failure.line}; restart {number} of {limit}", file=sys.stderr, flush=True)
+            self.restarts_left = 0
+        elif self.restarts_left:
+            number = self.attempt.number + 1
+            print(f"{failure.line}; restart {number} of {self.max_restarts}", file=sys.stderr, flush=True)
 
     def _killed(self, rank: int) -> Failure:
         forwarding = self.forwarding

@@ -17,8 +17,6 @@ import numpy
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from meshwright.build.batch import Share, part
 from meshwright.describe.dropout_off import NoDropout
@@ -28,6 +26,9 @@ from meshwright.facts.job import Job
 from meshwright.runtime.double import double_arithmetic, in_double
 from meshwright.runtime.evidence import State, state_of
 from meshwright.runtime.plain import Recipe, build_plainly, seed_step, step_batch
+from meshwright.torch_private.modes import TorchDispatchMode
+from meshwright.torch_private.modules import BatchNorm
+from meshwright.torch_private.trees import tree_flatten_with_path, tree_leaves
 
 APART = {torch.float64: 1e-9, torch.float32: 1e-4}
 """From which relative difference on two results are taken to depend on something else than rounding."""
@@ -74,7 +75,7 @@ class Experiment:
         """With BatchNorm taking its running statistics, because strategies keep what it has of a batch."""
         model = build_plainly(self.job, self.recipe)
         for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if isinstance(module, BatchNorm):
                 module.eval()
         return model
 

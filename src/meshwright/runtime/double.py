@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
 from meshwright.describe.dtypes import WORDS
@@ -24,6 +22,9 @@ from meshwright.describe.structure import map_tensors
 from meshwright.facts.job import Job
 from meshwright.runtime.evidence import ROUNDING
 from meshwright.strategies.forward import wrap_forward
+from meshwright.torch_private.modes import TorchDispatchMode
+from meshwright.torch_private.modules import REGISTERED
+from meshwright.torch_private.trees import tree_leaves, tree_map
 
 
 def in_double(job: Job) -> Job:
@@ -65,7 +66,7 @@ def _doubled(model: nn.Module) -> nn.Module:
     model.double()
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if name not in ("_parameters", "_buffers", "_modules") and _holds_narrow(value):
+            if name not in REGISTERED and _holds_narrow(value):
                 setattr(module, name, tree_map(_double_unless_parameter, value))
     wrap_forward(model, _in_double)
     return model

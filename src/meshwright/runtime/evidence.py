@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from meshwright.facts.precision import BUILT, FORMATS
+from meshwright.torch_private.modules import REGISTERED
+from meshwright.torch_private.trees import tree_leaves
 
 State = dict[str, torch.Tensor]
 ROUNDING = {"float64": 2.0**-53, **{word: FORMATS[word].rounding for word in BUILT}}
@@ -83,7 +84,7 @@ def kept_of(model: nn.Module) -> State:
     found = {f"{name} (not saved)": b for name, b in model.named_buffers() if id(b) not in saved}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute in ("_parameters", "_buffers", "_modules"):
+            if attribute in REGISTERED:
                 continue
             for index, leaf in enumerate(_tensors_in(value)):
                 if id(leaf) not in saved and not isinstance(leaf, nn.Parameter):

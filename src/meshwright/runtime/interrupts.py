@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from meshwright.torch_private.elastic import SignalException
 
 UNUSED = "SIGURG"
 """What torch's agent is told to take instead: one that nobody sends."""

@@ -10,8 +10,6 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-
 from meshwright.environment import FOLDER, environment_for_ranks, environment_without_ranks
 from meshwright.runtime.agent import Agent
 from meshwright.runtime.attempt import Orders
@@ -19,6 +17,7 @@ from meshwright.runtime.interrupts import UNUSED, Interrupts
 from meshwright.runtime.janitor import cleaned_up_after
 from meshwright.runtime.preemption import GRACE
 from meshwright.runtime.silence import Watch
+from meshwright.torch_private.elastic import SignalException
 
 WORKER = "meshwright.runtime.worker"
 ENDING = ("SIGINT", "SIGHUP", "SIGQUIT")

@@ -14,8 +14,9 @@ from itertools import chain, pairwise
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+
+from meshwright.torch_private.autograd import DeviceType
 
 Span = tuple[float, float]
 """Start and end, in seconds from the step's beginning."""

@@ -107,7 +107,7 @@ def own_pulse() -> Pulse:
 
 def tell_of_compiling() -> None:
     """Have beats say when the model is compiled, also where a later step compiles it anew."""
-    from torch._dynamo import on_compile_end, on_compile_start
+    from meshwright.torch_private.dynamo import on_compile_end, on_compile_start
 
     pulse = own_pulse()
     on_compile_start(lambda *arguments: pulse.begin(COMPILING))

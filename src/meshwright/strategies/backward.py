@@ -1,7 +1,6 @@
 """A backward pass that no mode over torch functions handles, so that a mode can be on while it runs.
 
-The one place that knows autograd's engine by its private name: `Tensor.backward` and `torch.autograd.backward` hand
-themselves to the mode, which is off then.
+`Tensor.backward` and `torch.autograd.backward` hand themselves to the mode, which is off then; the engine does not.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.variable import Variable
+
+from meshwright.torch_private.autograd import run_engine
 
 
 def backward_pass(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
@@ -32,8 +32,7 @@ def backward_pass(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None
     )
     create = asked["create_graph"]
     retain = create if asked["retain_graph"] is None else asked["retain_graph"]
-    run: Any = Variable._execution_engine.run_backward
-    return partial(run, roots, whole, retain, create, inputs, allow_unreachable=True, accumulate_grad=True)
+    return partial(run_engine, roots, whole, retain, create, inputs, allow_unreachable=True, accumulate_grad=True)
 
 
 def _listed(value: Any) -> tuple[Any, ...]:

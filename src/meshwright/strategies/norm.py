@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import get_total_norm
 
 from meshwright.describe.dtensor import is_dtensor
+from meshwright.torch_private.foreach import foreach_mul_, foreach_norm
 
 PART = 1 << 16
 """Elements whose squares a CPU may add one after another."""
@@ -47,7 +48,7 @@ def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
     parts = [p for t in tensors if t.numel() > PART for p in _wide(t).reshape(-1).split(PART)]
     squares = [torch.dot(part, part) for part in parts]
     if small:
-        squares.append(torch.stack(torch._foreach_norm(small)).square().sum())
+        squares.append(torch.stack(foreach_norm(small)).square().sum())
     return torch.stack(squares).sum()
 
 
@@ -63,7 +64,7 @@ def scale_(gradients: Iterable[torch.Tensor], factor: torch.Tensor | float) -> N
     for gradient in gradients:
         alike.setdefault((gradient.device, gradient.dtype), []).append(local(gradient))
     for (device, dtype), tensors in alike.items():
-        torch._foreach_mul_(tensors, factor.to(device, dtype) if torch.is_tensor(factor) else factor)
+        foreach_mul_(tensors, factor.to(device, dtype) if torch.is_tensor(factor) else factor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.strategies.collectives import add_up, copy_in, gather, slice_in
+from meshwright.torch_private.fake_tensors import FakeTensor
+from meshwright.torch_private.modules import (
+    extra_padding,
+    overrides_convolution,
+    padding_of_both_sides,
+    projects_together,
+)
 
 Forward = Callable[..., Any]
 """What a divided module computes: a function of (module, mesh) and what the module is called with. It reads parameters
@@ -99,7 +105,7 @@ def _convolution_objection(module: Any) -> str:
     if module.transposed:
         return ""
     base = next(cls for cls in _CONVOLUTIONS if isinstance(module, cls))
-    own = type(module)._conv_forward is not base._conv_forward
+    own = overrides_convolution(module, base)
     return f"its _conv_forward is not nn.{base.__name__}'s" if own else ""
 
 
@@ -116,17 +122,18 @@ def _convolve(module: Any, mesh: DeviceMesh, input: torch.Tensor, *args: Any, **
 def _plain(module: Any, x: torch.Tensor, groups: int) -> torch.Tensor:
     padding = module.padding
     if module.padding_mode != "zeros":
-        x, padding = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode), 0
+        x, padding = F.pad(x, padding_of_both_sides(module), mode=module.padding_mode), 0
     convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[len(module.kernel_size) - 1]
     out: torch.Tensor = convolve(x, module.weight, module.bias, module.stride, padding, module.dilation, groups)
     return out
 
 
 def _transposed(module: Any, x: torch.Tensor, groups: int, output_size: list[int] | None = None) -> torch.Tensor:
-    space, stride, padding, dilation = len(module.kernel_size), module.stride, module.padding, module.dilation
-    extra = module._output_padding(x, output_size, stride, padding, module.kernel_size, space, dilation)
-    convolve: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[space - 1]
-    out: torch.Tensor = convolve(x, module.weight, module.bias, stride, padding, extra, groups, dilation)
+    extra = extra_padding(module, x, output_size)
+    convolve: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(module.kernel_size) - 1]
+    out: torch.Tensor = convolve(
+        x, module.weight, module.bias, module.stride, module.padding, extra, groups, module.dilation
+    )
     return out
 
 
@@ -221,7 +228,7 @@ def _attend(
 def _heads(module: Any, mesh: DeviceMesh, *inputs: torch.Tensor) -> Iterator[torch.Tensor]:
     """Queries, keys and values of this rank's heads, as (batch, heads, length, features)."""
     weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-    if module._qkv_same_embed_dim:
+    if projects_together(module):
         weights = module.in_proj_weight.chunk(3)
     biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     # Self-attention gives the same tensor three times; copied in once, its gradient is sent once.

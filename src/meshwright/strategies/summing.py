@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.errors import JobError
+from meshwright.torch_private.fake_tensors import FakeTensor
 
 BUCKET = 1 << 24
 """Elements that travel together: the copy of one bucket is all that is held twice."""

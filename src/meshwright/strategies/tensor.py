@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map
 
 from meshwright.describe.tensor import output_dim
 from meshwright.facts.tensor import TensorPlan, TensorRow
@@ -24,6 +23,7 @@ from meshwright.strategies.forward import wrap_forward
 from meshwright.strategies.tensor_layout import SEQUENCE, along_sequence, divided, part, whole
 from meshwright.strategies.tensor_memory import as_parameter
 from meshwright.strategies.tensor_mode import mode_of, tensor_region
+from meshwright.torch_private.trees import tree_map
 
 __all__ = [
     "as_sequence_shard",

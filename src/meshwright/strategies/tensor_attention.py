@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.describe.dtensor import is_dtensor
 from meshwright.strategies.tensor_layout import dim_of, divided, is_divided, local, part, shared, whole
 from meshwright.strategies.tensor_rules import Rule
+from meshwright.torch_private.dtensor import local_tensor
+from meshwright.torch_private.fake_tensors import FakeTensor
 
 HEADS = -3  # the dim of the heads in (batch, heads, sequence, width)
 
@@ -88,7 +90,7 @@ def own_randomness(x: Tensor, mesh: DeviceMesh) -> Iterator[None]:
 
     They follow from the CPU's generator, which is in step, so a block that is recomputed draws the same again.
     """
-    if isinstance(x, FakeTensor) or isinstance(getattr(x, "_local_tensor", None), FakeTensor):
+    if isinstance(local_tensor(x) if is_dtensor(x) else x, FakeTensor):
         yield  # made-up tensors have no values to draw from
         return
     seed = int(torch.randint(2**31, ()))

@@ -25,6 +25,7 @@ from meshwright.strategies.tensor_layout import (
     whole,
 )
 from meshwright.strategies.tensor_rules import Rule
+from meshwright.torch_private.tensors import version_of
 
 
 def linear(func: Rule, mesh: DeviceMesh, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -55,7 +56,7 @@ _latest: ContextVar[_Input | None] = ContextVar("latest_input", default=None)
 
 def shared_input(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Query, key and value read the same input: one copy serves all, so that their shares are summed once."""
-    state = (mesh, torch.is_grad_enabled(), x._version if not x.is_inference() else 0)
+    state = (mesh, torch.is_grad_enabled(), version_of(x) if not x.is_inference() else 0)
     latest = _latest.get()
     if latest is None or latest.source() is not x or latest.state != state:
         latest = _Input(weakref.ref(x), state, shared(x, mesh))

@@ -15,6 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import Refused
+from meshwright.torch_private.dtensor import local_tensor, set_local_tensor
+from meshwright.torch_private.tensors import version_of
 
 _MEMORY, _SEEN, _OUTDATED = "_meshwright_memory", "_meshwright_seen", "_meshwright_outdated"
 
@@ -70,7 +72,7 @@ def change(x: DTensor, value: DTensor) -> None:
     for tensor in (copy.tensor() for copy in memory.copies):
         if tensor is not None:
             tensor.__dict__[_OUTDATED] = True
-    x._local_tensor = torch.empty_like(x._local_tensor)
+    set_local_tensor(x, torch.empty_like(local_tensor(x)))
     x.copy_(value)
 
 
@@ -114,4 +116,4 @@ def _memory(x: DTensor) -> _Memory:
 
 
 def _version(x: torch.Tensor) -> int:
-    return 0 if x.is_inference() else x._version
+    return 0 if x.is_inference() else version_of(x)

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
 from meshwright.strategies import tensor_rules as rules
@@ -38,6 +37,8 @@ from meshwright.strategies.tensor_loss import cross_entropy
 from meshwright.strategies.tensor_matrix import add_product, embedding, forget_input, linear, matmul
 from meshwright.strategies.tensor_memory import change, check_current, note_views, refuse_other_shape
 from meshwright.strategies.tensor_rules import Rule, functions
+from meshwright.torch_private.modes import function_modes
+from meshwright.torch_private.trees import tree_leaves, tree_map
 
 _TABLE: list[tuple[Rule, str]] = [
     (
@@ -229,7 +230,7 @@ def mode_of(mesh: DeviceMesh) -> DividedFunctions:
 @contextmanager
 def tensor_region(mesh: DeviceMesh) -> Iterator[None]:
     """In which functions understand divided tensors. Regions may lie in each other, and threads enter on their own."""
-    modes = _get_current_function_mode_stack()
+    modes = function_modes()
     if any(isinstance(mode, DividedFunctions) and mode.mesh == mesh for mode in modes):
         yield
         return

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.strategies.tensor_layout import (
     add_up,
@@ -29,6 +28,7 @@ from meshwright.strategies.tensor_layout import (
     shared,
     whole,
 )
+from meshwright.torch_private.trees import tree_leaves, tree_map
 
 Rule = Callable[..., Any]
 """(function, mesh, *args, **kwargs) -> the function's result, or NotImplemented."""

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.strategies.forward import wrap_forward
+from meshwright.torch_private.trees import tree_flatten, tree_leaves, tree_unflatten
 
 
 class UsedParameters:

@@ -21,13 +21,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx, nn
 from torch.fx import traceback
-from torch.nn.utils import stateless
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from meshwright.build import recompute
 from meshwright.describe.as_on_cuda import as_compiled
 from meshwright.errors import one_line
+from meshwright.torch_private.modules import lend_tensors
+from meshwright.torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
 from meshwright.tracing.fusion import Program, fuse
 from meshwright.tracing.nodes import is_choice
 from meshwright.tracing.recorder import Recorder
@@ -166,7 +166,7 @@ class Compiled:
     def _call(self, state: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
         if self._module is None:
             return self._function(*args, **kwargs)
-        with stateless._reparametrize_module(self._module, state, tie_weights=True):
+        with lend_tensors(self._module, state, tie_weights=True):
             return self._function(*args, **kwargs)
 
 
@@ -182,9 +182,7 @@ def _stand_in(tensor: Tensor) -> Tensor:
 
 def _compile(run: Function, names: list[str], compiler: Compiler) -> Callable[[list[Tensor]], list[Tensor]]:
     """A function of tensors, the first of which have `names`; it is drawn when it is called first."""
-    from torch._functorch.aot_autograd import aot_function  # takes seconds, so not before it is needed
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.decomposition import select_decomp_table
+    from meshwright.torch_private import aot  # takes seconds, so not before it is needed
 
     drawn: list[Program] = []
     returned = 0
@@ -194,7 +192,7 @@ def _compile(run: Function, names: list[str], compiler: Compiler) -> Callable[[l
         returned = num_fwd_outputs
         compiler.keep_the_dear(graph.graph)
         options["static_lifetime_input_indices"] = list(range(len(names)))
-        return min_cut_rematerialization_partition(
+        return aot.min_cut_rematerialization_partition(
             graph, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
         )
 
@@ -204,12 +202,12 @@ def _compile(run: Function, names: list[str], compiler: Compiler) -> Callable[[l
         moments = {key: compiler.moments(name) for key, name in zip(keys, names, strict=False)}
         return Runner(drawn[-1], compiler.recorder, moments)
 
-    return aot_function(
+    return aot.aot_function(
         run,
         fw_compiler=make_kernels,
         bw_compiler=make_kernels,
         partition_fn=cut,
-        decompositions=select_decomp_table(),
+        decompositions=aot.select_decomp_table(),
     )
 
 

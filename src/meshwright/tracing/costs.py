@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from meshwright.build.precision import apply_precision, loss_under
 from meshwright.build.recompute import recompute_blocks
@@ -28,6 +27,7 @@ from meshwright.errors import JobError, one_line
 from meshwright.facts.costs import Kernel, ModelCosts, Size, UnitCosts
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
+from meshwright.torch_private.trees import tree_flatten, tree_leaves, tree_map_only
 from meshwright.tracing.meter import Meter, Ran
 
 SIZES = (2, 4)

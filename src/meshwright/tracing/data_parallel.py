@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.torch_private.collectives import FIRST_BUCKET_BYTES, assign_buckets
+from meshwright.torch_private.tensors import storage_id
+
 MIB = 1 << 20
 
 
@@ -25,9 +28,8 @@ class Buckets(nn.Module):
         super().__init__()
         self.module, self._group, self._synced = module, process_group, True
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]  # as backward comes by them
-        first = dist._DEFAULT_FIRST_BUCKET_BYTES
         metas = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parameters]
-        groups, _ = dist._compute_bucket_assignment_by_size(metas, [first, bucket_cap_mb * MIB])
+        groups, _ = assign_buckets(metas, [FIRST_BUCKET_BYTES, bucket_cap_mb * MIB])
         for indices in groups:
             self._fill([parameters[index] for index in indices])
 
@@ -57,10 +59,7 @@ class Buckets(nn.Module):
     def _hook(self, buffer: torch.Tensor, view: torch.Tensor, index: int, waiting: set[int], count: int) -> Any:
         @torch.no_grad()
         def gradient_is_there(parameter: torch.Tensor) -> None:
-            if (
-                parameter.grad is not None
-                and parameter.grad.untyped_storage()._cdata != buffer.untyped_storage()._cdata
-            ):
+            if parameter.grad is not None and _storage(parameter.grad) != _storage(buffer):
                 view.copy_(parameter.grad)
                 parameter.grad = view
             waiting.discard(index)
@@ -71,3 +70,7 @@ class Buckets(nn.Module):
                 waiting.update(range(count))
 
         return gradient_is_there
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return storage_id(tensor.untyped_storage())

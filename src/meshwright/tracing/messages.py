@@ -9,9 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from meshwright.facts.trace import Message
+from meshwright.torch_private.collectives import COLLECTIVES, group_given_as
+from meshwright.torch_private.trees import tree_leaves
 
 _KINDS = (  # by a part of the operator's name; the first that fits
     ("reduce_scatter", "reduce_scatter"),
@@ -33,7 +34,7 @@ SHARDED = ("data", "shard")
 
 
 def is_collective(func: Any) -> bool:
-    return func.namespace in ("c10d", "_c10d_functional")
+    return func.namespace in COLLECTIVES
 
 
 @dataclass
@@ -63,12 +64,5 @@ class Messages:
 
 
 def _group_of(args: Any) -> dist.ProcessGroup | None:
-    for leaf in tree_leaves(args):
-        if isinstance(leaf, str):
-            return dist.distributed_c10d._resolve_process_group(leaf)  # type: ignore[arg-type]  # a str at run time
-        if not isinstance(leaf, Tensor) and type(leaf).__name__ in ("ScriptObject", "FakeScriptObject"):
-            try:
-                return dist.ProcessGroup.unbox(getattr(leaf, "real_obj", leaf))
-            except Exception:  # another object: the operator of a reduction
-                continue
-    return None
+    groups = map(group_given_as, tree_leaves(args))
+    return next((group for group in groups if group is not None), None)

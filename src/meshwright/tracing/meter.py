@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.describe.dtypes import WORDS
 from meshwright.describe.flops import ALLOCATIONS, count_flops, operator_kind, product_shape
+from meshwright.torch_private.modes import TorchDispatchMode
+from meshwright.torch_private.operators import schema_of
+from meshwright.torch_private.tensors import storage_id
+from meshwright.torch_private.trees import tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Meter(TorchDispatchMode):
 
     def _hold(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata in self._storages:
+        if storage_id(storage) in self._storages:
             return
         # The caching allocator hands out multiples of 512 bytes.
         size = -(-storage.nbytes() // 512) * 512
@@ -67,7 +69,7 @@ class Meter(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     def _note(self, storage: torch.UntypedStorage, size: int) -> None:
-        key = storage._cdata
+        key = storage_id(storage)
         self._storages[key] = weakref.ref(storage, lambda ref: self._forget(key, size))
 
     def _forget(self, key: int, size: int) -> None:
@@ -79,10 +81,10 @@ def _is_view(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> 
     """Whether an operator does no work: it gives its input's memory back, and does not write to it."""
     if func is torch.ops.aten.lift_fresh.default:
         return True  # a tensor made of numbers comes in; its memory changes where that of fake tensors is another
-    if not made or func._schema.is_mutable:
-        return not func._schema.is_mutable
-    inputs = {leaf.untyped_storage()._cdata for leaf in given}
-    return bool(inputs) and all(leaf.untyped_storage()._cdata in inputs for leaf in made)
+    if not made or schema_of(func).is_mutable:
+        return not schema_of(func).is_mutable
+    inputs = {storage_id(leaf.untyped_storage()) for leaf in given}
+    return bool(inputs) and all(storage_id(leaf.untyped_storage()) in inputs for leaf in made)
 
 
 def _work(func: Any, args: Any, kwargs: Any, result: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> Ran:
@@ -103,7 +105,7 @@ def _work(func: Any, args: Any, kwargs: Any, result: Any, given: list[torch.Tens
 
 
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema_of(func).arguments]
     if "is_causal" not in names:
         return False
     place = names.index("is_causal")

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from meshwright.torch_private.operators import OpOverload
+
 REDUCTIONS = {
     *("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "var_mean", "std", "std_mean", "prod"),
     *("any", "all", "cumsum", "cumprod", "logcumsumexp", "logsumexp", "xor_sum", "prepare_softmax_online"),
@@ -45,7 +47,7 @@ Key = tuple[fx.Node, int]
 
 
 def name_of(node: fx.Node) -> str:
-    packet = getattr(node.target, "_overloadpacket", node.target)
+    packet = getattr(node.target, "overloadpacket", node.target)
     return str(getattr(packet, "__name__", packet))
 
 
@@ -95,7 +97,7 @@ def matrices_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def operator_of(node: fx.Node) -> tuple[Any, Any]:
     """The operator that runs, and its arguments; some are wrapped in another that keeps the state of a generator."""
     args: Any = node.args
-    place = next((index for index, arg in enumerate(args) if isinstance(arg, torch._ops.OpOverload)), None)
+    place = next((index for index, arg in enumerate(args) if isinstance(arg, OpOverload)), None)
     return (node.target, args) if place is None else (args[place], args[place + 1 :])
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from meshwright.describe.dtypes import WORDS
 from meshwright.describe.flops import ALLOCATIONS, count_flops, operator_kind, product_shape
 from meshwright.facts.trace import Operation
+from meshwright.torch_private.operators import schema_of
+from meshwright.torch_private.trees import tree_leaves
 
 _NO_KERNEL = {*ALLOCATIONS, "detach", "alias", "set_"}
 _PHASES = ("forward", "backward", "update")
@@ -30,7 +31,7 @@ class Operations:
     ) -> None:
         """Count an operator. Views, bare allocations and questions (where a tensor lies) run no kernel."""
         name = func.overloadpacket.__name__
-        runs = func._schema.is_mutable or (made and not func.is_view and name not in _NO_KERNEL)
+        runs = schema_of(func).is_mutable or (made and not func.is_view and name not in _NO_KERNEL)
         if phase not in _PHASES or not runs:
             return
         operation = Operation(
@@ -59,13 +60,13 @@ def _dtype(tensors: list[Tensor]) -> str:
 
 def _moved(func: Any, args: Any, given: list[Tensor], made: list[Tensor]) -> int:
     """Bytes read and written."""
-    written = _changed(func, args) if func._schema.is_mutable else made
+    written = _changed(func, args) if schema_of(func).is_mutable else made
     return sum(map(_size, given)) + sum(map(_size, written))
 
 
 def _changed(func: Any, args: Any) -> list[Tensor]:
     """What an operator changes in place. A fused update may scale its gradients, but is not asked to here."""
-    named = zip(func._schema.arguments, args, strict=False)
+    named = zip(schema_of(func).arguments, args, strict=False)
     changed = [arg for a, arg in named if a.alias_info is not None and a.alias_info.is_write and a.name != "grads"]
     return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
 

@@ -13,10 +13,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import debug as tensor_debug
-from torch.nn.utils import clip_grad
-from torch.utils._pytree import tree_leaves
 
 from meshwright.build.assembly import Assembly
 from meshwright.build.axes import Axes
@@ -34,6 +30,10 @@ from meshwright.facts.trace import Message, Operation
 from meshwright.strategies import ddp_engine
 from meshwright.strategies.engine import Engine
 from meshwright.strategies.norm import local
+from meshwright.torch_private.dtensor import forget_layouts
+from meshwright.torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from meshwright.torch_private.foreach import clipping_by_lists
+from meshwright.torch_private.trees import tree_leaves
 from meshwright.tracing.compiled import Compiler
 from meshwright.tracing.data_parallel import Buckets
 from meshwright.tracing.messages import Messages
@@ -197,9 +197,7 @@ def _fake_world(ranks: int, rank: int) -> Iterator[World]:
         yield replace(world, weightless=True)
     finally:
         world.leave()
-        # DTensor takes meshes of the same sizes for one and the same, and would find groups that are no more.
-        getattr(tensor_debug, "_clear_sharding_prop_cache", lambda: None)()
-        getattr(tensor_debug, "_clear_fast_path_sharding_prop_cache", lambda: None)()
+        forget_layouts()
 
 
 @contextmanager
@@ -210,7 +208,7 @@ def _fake_tensors() -> Iterator[None]:
         for name, lie in lies.items():
             stack.enter_context(patch.object(FakeTensor, name, lie, create=True))
         stack.enter_context(patch.object(torch.cuda, "current_stream", NoStream))
-        stack.enter_context(patch.object(clip_grad, "_has_foreach_support", lambda tensors, device: True))
+        stack.enter_context(clipping_by_lists())
         stack.enter_context(patch.object(ddp_engine, "DistributedDataParallel", Buckets))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(as_on_cuda())

@@ -11,20 +11,21 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from meshwright.torch_private.autograd import backward_id
+from meshwright.torch_private.dtensor import local_tensor, shape_search_wrapped
+from meshwright.torch_private.fake_tensors import FakeTensor, inside_kernel
+from meshwright.torch_private.modes import TorchDispatchMode, without_torch_function
+from meshwright.torch_private.operators import DEVICE_OF
+from meshwright.torch_private.tensors import storage_id
+from meshwright.torch_private.trees import tree_leaves, tree_map_only
 from meshwright.tracing.memory import Block, Ledger
 from meshwright.tracing.messages import Messages, is_collective
 from meshwright.tracing.operations import Operations
 from meshwright.tracing.workspaces import Workspaces
 
-_FIND_SHAPE = "_propagate_tensor_meta_non_cached"
 aten = torch.ops.aten
-_DEVICE = torch.ops.prim.device.default
 _VIEWS = {
     *(aten.alias.default, aten.as_strided.default, aten.detach.default, aten.expand.default, aten.permute.default),
     *(aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.t.default),
@@ -65,11 +66,9 @@ class Recorder(TorchDispatchMode):
             recorder._resized(storage)
             return found
 
-        find_shape = getattr(ShardingPropagator, _FIND_SHAPE, None)
         with ExitStack() as stack:
             stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize))
-            if find_shape is not None:
-                stack.enter_context(patch.object(ShardingPropagator, _FIND_SHAPE, self._unrecorded(find_shape)))
+            stack.enter_context(shape_search_wrapped(self._unrecorded))
             stack.enter_context(self)
             yield
 
@@ -90,7 +89,7 @@ class Recorder(TorchDispatchMode):
         return call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+        if func is DEVICE_OF and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # two of three questions under a tensor axis: answered without a detour
         if func in _VIEWS and type(args[0]) is FakeTensor and not self.paused:
             return _view(func, args, kwargs)
@@ -127,11 +126,11 @@ class Recorder(TorchDispatchMode):
     def step_phase(self) -> str:
         if self.phase != "forward_backward":
             return self.phase
-        return "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        return "forward" if backward_id() == -1 else "backward"
 
     def tell(self, tensor: Tensor, cause: str, only: set[str] | None = None) -> None:
         """Say what a tensor's memory is spent on, where the operator that made it did not show it."""
-        block = self._blocks.get(_local(tensor).untyped_storage()._cdata)
+        block = self._blocks.get(storage_id(_local(tensor).untyped_storage()))
         if block is not None and (only is None or block.cause in only):
             block.cause = cause
 
@@ -142,7 +141,7 @@ class Recorder(TorchDispatchMode):
             self.drawn_losses += 1
             yield
             return
-        with torch._C.DisableTorchFunction():  # under a tensor axis, asking would gather what is divided
+        with without_torch_function():  # under a tensor axis, asking would gather what is divided
             for tensor in tree_leaves(outputs):
                 if isinstance(tensor, Tensor):
                     self._outputs.add(_local(tensor).numel())
@@ -170,7 +169,7 @@ class Recorder(TorchDispatchMode):
     def _follow(self, tensors: list[Tensor], on_host: bool) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            key = storage._cdata
+            key = storage_id(storage)
             if key in self._watched:
                 if (block := self._blocks[key]) is not None and storage.nbytes() > block.bytes:
                     self._resized(storage)
@@ -191,7 +190,7 @@ class Recorder(TorchDispatchMode):
         return "temporary"
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage_id(storage)
         if key not in self._watched or key in self._hosts:
             return
         self.ledger.free(self._blocks[key])
@@ -206,7 +205,9 @@ class Recorder(TorchDispatchMode):
         self.ledger.free(block)
 
     def _all_on_host(self, tensors: list[Tensor]) -> bool:
-        return bool(self._hosts) and bool(tensors) and all(t.untyped_storage()._cdata in self._hosts for t in tensors)
+        if not self._hosts or not tensors:
+            return False
+        return all(storage_id(tensor.untyped_storage()) in self._hosts for tensor in tensors)
 
     def _stream(self) -> int:
         """FSDP2 computes and allocates on streams of its own; those of a CPU do nothing, but can be told apart."""
@@ -220,7 +221,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     As a fake mode would make them, without looking among results of the past, which takes ten times as long.
     """
     mode = args[0].fake_mode
-    with in_kernel_invocation_manager(mode):
+    with inside_kernel(mode):
         found = func(*args, **(kwargs or {}))
     return tree_map_only(Tensor, lambda view: FakeTensor(mode, view, args[0].fake_device), found)
 
@@ -234,4 +235,4 @@ def _is_meta(tensor: Tensor) -> bool:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,31 @@
+"""Process groups as operators name them, and DDP's buckets (PyTorch 2.11 to 2.13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+COLLECTIVES = ("c10d", "_c10d_functional")
+"""The namespaces of operators that are collectives."""
+
+FIRST_BUCKET_BYTES: int = dist._DEFAULT_FIRST_BUCKET_BYTES
+"""How much the first of DDP's buckets holds."""
+
+assign_buckets: Callable[[list[Tensor], list[int]], tuple[list[list[int]], list[int]]]
+assign_buckets = dist._compute_bucket_assignment_by_size
+"""Which tensors DDP puts together, given a limit for the first bucket and one for the others."""
+
+
+def group_given_as(argument: Any) -> dist.ProcessGroup | None:
+    """The process group that an argument of a collective names or wraps; None for another argument."""
+    if isinstance(argument, str):
+        return dist.distributed_c10d._resolve_process_group(argument)  # type: ignore[arg-type]  # a str at run time
+    if isinstance(argument, Tensor) or type(argument).__name__ not in ("ScriptObject", "FakeScriptObject"):
+        return None
+    try:
+        return dist.ProcessGroup.unbox(getattr(argument, "real_obj", argument))
+    except Exception:  # another object: the operator of a reduction
+        return None

@@ -1,0 +1,50 @@
+"""Torch's elastic agent, with its steps under names of their own (PyTorch 2.11 to 2.13).
+
+Torch documents `_start_workers`, `_monitor_workers` and `_shutdown` as what to extend, but not what they need to know.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+__all__ = ["RankAgent", "SignalException"]
+
+
+class RankAgent(LocalElasticAgent):
+    """Starts the ranks of one machine and looks after them; a subclass extends the steps."""
+
+    def start_ranks(self) -> dict[int, Any]:
+        """Start all ranks; gives their process ids."""
+        started: dict[int, Any] = super()._start_workers(self._worker_group)
+        return started
+
+    def look_at_ranks(self) -> RunResult:
+        """Find out whether ranks run, have ended or have failed."""
+        result: RunResult = super()._monitor_workers(self._worker_group)
+        return result
+
+    def kill_ranks(self) -> None:
+        self._shutdown(signal.SIGKILL)
+
+    @property
+    def max_restarts(self) -> int:
+        return self._worker_group.spec.max_restarts
+
+    @property
+    def restarts_left(self) -> int:
+        return self._remaining_restarts
+
+    @restarts_left.setter
+    def restarts_left(self, count: int) -> None:
+        self._remaining_restarts = count
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        return self.start_ranks()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        return self.look_at_ranks()

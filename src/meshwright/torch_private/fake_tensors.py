@@ -1,0 +1,24 @@
+"""Tensors with a shape and no values (PyTorch 2.11 to 2.13)."""
+
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager as inside_kernel
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "UnsupportedFakeTensorException",
+    "UnsupportedOperatorException",
+    "inside_kernel",
+]
+
+FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
+"""The logger to which fake tensors write what they raise."""

@@ -1,0 +1,21 @@
+"""Operators on lists of tensors (PyTorch 2.11 to 2.13)."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.nn.utils import clip_grad
+
+foreach_mul_ = torch._foreach_mul_
+"""Multiply tensors in place by a number or a tensor of one element."""
+
+foreach_norm = torch._foreach_norm
+"""The 2-norm of each tensor."""
+
+
+def clipping_by_lists() -> AbstractContextManager[Any]:
+    """While active, clipping by norm takes any tensors together, as it does on GPUs."""
+    return patch.object(clip_grad, "_has_foreach_support", lambda tensors, device: True)

@@ -1,0 +1,47 @@
+"""Operators, what is known of them, and those that PyTorch keeps to itself (PyTorch 2.11 to 2.13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+__all__ = ["OpOverload", "flop_registry"]
+
+_aten = torch.ops.aten
+
+FUNCTIONS = torch._C._nn
+"""Where PyTorch keeps what `torch.nn.functional` is made of."""
+
+unregister: Callable[[torch.library.Library], None] = torch.library.Library._destroy
+"""Take back what a library registered."""
+
+choose_attention: Callable[..., int] = torch._fused_sdp_choice
+"""The number of the `SDPBackend` that attention takes on these tensors."""
+
+DEVICE_OF = torch.ops.prim.device.default
+"""By which a fake tensor is asked for its device."""
+MATH_ATTENTION = _aten._scaled_dot_product_attention_math
+FLASH_ATTENTION = _aten._scaled_dot_product_flash_attention
+EFFICIENT_ATTENTION = _aten._scaled_dot_product_efficient_attention
+CUDNN_ATTENTION = _aten._scaled_dot_product_cudnn_attention
+FLASH_ATTENTION_ON_CPU = _aten._scaled_dot_product_flash_attention_for_cpu
+FUSED_RMS_NORM = _aten._fused_rms_norm
+PACK_PADDED_SEQUENCE = _aten._pack_padded_sequence
+PAD_PACKED_SEQUENCE = _aten._pad_packed_sequence
+RESHAPE_ALIAS = _aten._reshape_alias
+UNSAFE_VIEW = _aten._unsafe_view
+
+
+def schema_of(operator: Any) -> torch.FunctionSchema:
+    """An operator's name, arguments and results."""
+    schema: torch.FunctionSchema = operator._schema
+    return schema
+
+
+def take_apart(operator: OpOverload, *args: Any) -> Any:
+    """Run a composite operator as the operators that it is made of."""
+    return operator.decompose(*args)

@@ -1,0 +1,44 @@
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch.fx import traceback
+
+from meshwright.torch_private.aot import aot_function, min_cut_rematerialization_partition, select_decomp_table
+
+
+def test_a_function_is_compiled_ahead_of_time() -> None:
+    drawn = []
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        drawn.append(graph)
+        return make_boxed_func(graph)
+
+    x = torch.ones(3, requires_grad=True)
+    run = aot_function(
+        lambda x: (x * 2).sin(),
+        fw_compiler=compile_graph,
+        bw_compiler=compile_graph,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    run(x).sum().backward()
+    assert len(drawn) == 2
+    torch.testing.assert_close(x.grad, 2 * (2 * torch.ones(3)).cos())
+
+
+def test_its_parts_take_what_we_give_them() -> None:
+    wanted = {"fw_compiler", "bw_compiler", "partition_fn", "decompositions"}
+    assert wanted <= set(inspect.signature(aot_function).parameters)
+    wanted = {"compiler", "num_fwd_outputs", "static_lifetime_input_indices"}
+    assert wanted <= set(inspect.signature(min_cut_rematerialization_partition).parameters)
+    assert isinstance(traceback.current_meta, dict)
+    assert torch.Tag.pointwise in torch.ops.aten.exp.default.tags
+
+
+@pytest.mark.parametrize("operator", ["native_layer_norm", "_fused_rms_norm"])
+def test_norms_are_taken_apart(operator: str) -> None:
+    assert getattr(torch.ops.aten, operator).default in select_decomp_table()

@@ -1,0 +1,65 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.torch_private.autograd import BackwardCFunction, DeviceType, backward_id, engine_wrapped, run_engine
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 2
+
+
+def test_the_engine_runs() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = (x * 3).sum()
+    run_engine((y,), (torch.ones(()),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    assert x.grad is not None and x.grad.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [lambda y, x: y.backward(), lambda y, x: torch.autograd.backward(y), lambda y, x: torch.autograd.grad(y, x)],
+)
+def test_the_engine_is_wrapped(backward: Callable[..., Any]) -> None:
+    calls = []
+
+    def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (calls.append(1), run(*args, **kwargs))[1]
+
+    x = torch.ones(2, requires_grad=True)
+    with engine_wrapped(wrap), engine_wrapped(wrap):
+        backward((x * 3).sum(), x)
+    assert len(calls) == 2
+    backward((x * 3).sum(), x)
+    assert len(calls) == 2
+
+
+def test_a_backward_pass_has_a_number() -> None:
+    x = torch.ones(2, requires_grad=True)
+    seen = []
+    x.register_hook(lambda gradient: seen.append(backward_id()))
+    x.sum().backward()
+    assert seen[0] != -1 and backward_id() == -1
+
+
+def test_an_author_s_function_is_told_apart() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert isinstance(Double.apply(x).grad_fn, BackwardCFunction)
+    assert not isinstance((x * 2).grad_fn, BackwardCFunction)
+
+
+def test_a_profile_says_where_a_kernel_ran() -> None:
+    with torch.profiler.profile() as profile:
+        torch.ones(2) * 2
+    assert {event.device_type() for event in profile.profiler.kineto_results.events()} <= {
+        DeviceType.CPU,
+        DeviceType.CUDA,
+    }

@@ -1,0 +1,43 @@
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from meshwright.build.world import pretend
+from meshwright.torch_private.dtensor import forget_layouts, local_tensor, set_local_tensor, shape_search_wrapped
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    world = pretend(2, torch.device("cpu"))
+    yield init_device_mesh("cpu", (2,))
+    world.leave()
+    forget_layouts()
+
+
+def test_the_local_tensor_is_read_and_replaced(mesh: DeviceMesh) -> None:
+    tensor = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+    assert torch.equal(local_tensor(tensor), torch.ones(2, 3))
+    set_local_tensor(tensor, torch.zeros(2, 3))
+    assert torch.equal(tensor.to_local(), torch.zeros(2, 3))
+
+
+def test_the_search_for_a_shape_is_seen_until_it_is_remembered(mesh: DeviceMesh) -> None:
+    searches = []
+
+    def wrap(search: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (searches.append(1), search(*args, **kwargs))[1]
+
+    tensor = DTensor.from_local(torch.ones(2, 7), mesh, [Shard(0)])
+    forget_layouts()
+    with shape_search_wrapped(wrap):
+        tensor.sin()
+        assert len(searches) == 1
+        tensor.sin()
+        assert len(searches) == 1
+        forget_layouts()
+        tensor.sin()
+        assert len(searches) == 2

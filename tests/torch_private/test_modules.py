@@ -1,0 +1,145 @@
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.torch_private.modules import (
+    REGISTERED,
+    RNN_READS_ATTRIBUTES,
+    AnyBatchNorm,
+    BatchNorm,
+    Dropout,
+    SyncBatchNormFunction,
+    convert_tensors,
+    extra_padding,
+    lend_tensors,
+    overrides_convolution,
+    padding_of_both_sides,
+    projects_together,
+    wrap_compiled_call,
+)
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_batch_norms_are_of_one_class(kind: Any) -> None:
+    assert isinstance(kind(2), BatchNorm)
+
+
+def test_a_batch_norm_takes_any_number_of_dims() -> None:
+    module: Any = nn.SyncBatchNorm(2)
+    module.__class__ = AnyBatchNorm
+    for dims in range(2, 7):
+        assert module(torch.ones(3, 2, *[1] * (dims - 2))).dim() == dims
+    with pytest.raises(ValueError, match="at least 2D"):
+        module(torch.ones(2))
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout])
+def test_dropouts_are_of_one_class(kind: Any) -> None:
+    assert isinstance(kind(0.3), Dropout) and kind(0.3).p == 0.3
+
+
+def test_the_synchronised_kernels_are_called_as_they_want() -> None:
+    assert list(inspect.signature(SyncBatchNormFunction.forward).parameters)[1:] == [
+        *("input", "weight", "bias", "running_mean", "running_var", "eps", "momentum", "process_group", "world_size")
+    ]
+
+
+def test_a_module_keeps_its_tensors_and_children_there() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    assert set(REGISTERED) <= set(vars(module))
+    assert [list(vars(module[0])[name]) for name in REGISTERED] == [
+        ["weight", "bias"],
+        ["running_mean", "running_var", "num_batches_tracked"],
+        [],
+    ]
+
+
+def test_tensors_are_lent() -> None:
+    module = nn.Linear(2, 2, bias=False)
+    module.tied = module.weight
+    own = module.weight
+    with lend_tensors(module, {"weight": torch.zeros(2, 2)}, tie_weights=True):
+        assert module(torch.ones(2)).tolist() == [0, 0] and module.tied is module.weight
+    assert module.weight is module.tied is own
+
+
+def test_tensors_are_converted_as_a_module_wants() -> None:
+    class Own(nn.Linear):
+        converted = False
+
+        def _apply(self, *args: Any, **kwargs: Any) -> Any:
+            self.converted = True
+            return super()._apply(*args, **kwargs)
+
+    module = Own(2, 2)
+    convert_tensors(module, lambda tensor: tensor.double())
+    assert module.converted and module.weight.dtype == torch.float64
+
+
+def test_a_compiled_call_is_wrapped() -> None:
+    calls = []
+
+    def wrap(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (calls.append(1), compiled(*args))[1]
+
+    module = nn.Linear(2, 2)
+    wrap_compiled_call(module, wrap)
+    module(torch.ones(2))
+    assert calls == []
+    module.compile(backend="eager")
+    wrap_compiled_call(module, wrap)
+    module(torch.ones(2))
+    assert calls == [1]
+
+
+def test_a_convolution_of_one_s_own_is_told_apart() -> None:
+    class Own(nn.Conv1d):
+        def _conv_forward(self, *args: Any) -> Any:
+            return super()._conv_forward(*args)
+
+    class Plain(nn.Conv1d):
+        pass
+
+    assert overrides_convolution(Own(2, 2, 1), nn.Conv1d)
+    assert not overrides_convolution(Plain(2, 2, 1), nn.Conv1d)
+
+
+@pytest.mark.parametrize("padding", [(1, 2), "same"])
+def test_padding_is_as_the_convolution_pads(padding: Any) -> None:
+    module = nn.Conv2d(2, 2, 3, padding=padding, padding_mode="circular")
+    x = torch.randn(1, 2, 5, 6)
+    padded = F.pad(x, padding_of_both_sides(module), mode="circular")
+    torch.testing.assert_close(F.conv2d(padded, module.weight, module.bias), module(x))
+
+
+@pytest.mark.parametrize("size", [None, [9, 12]])
+def test_extra_padding_is_that_of_the_convolution(size: list[int] | None) -> None:
+    module = nn.ConvTranspose2d(2, 2, 3, stride=2, padding=1, output_padding=0)
+    x = torch.randn(1, 2, 5, 6)
+    extra = extra_padding(module, x, size)
+    found = F.conv_transpose2d(x, module.weight, module.bias, module.stride, module.padding, extra)
+    torch.testing.assert_close(found, module(x, size))
+
+
+def test_attention_says_how_it_keeps_its_weights() -> None:
+    assert projects_together(nn.MultiheadAttention(4, 2))
+    assert not projects_together(nn.MultiheadAttention(4, 2, kdim=3, vdim=5))
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_a_recurrent_module_reads_its_attributes(kind: Any) -> None:
+    reads = []
+
+    def weight(self: Any) -> torch.Tensor:
+        reads.append(1)
+        return self._parameters["weight_ih_l0"] * 0
+
+    module, x = kind(2, 2), torch.randn(3, 1, 2)
+    cls = type(kind.__name__, (kind,), {"weight_ih_l0": property(weight), **RNN_READS_ATTRIBUTES})
+    module.__class__ = cls
+    assert torch.equal(module(x)[0], module(x + 1)[0]) and reads

@@ -1,0 +1,148 @@
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+
+from meshwright.torch_private.fake_tensors import FakeTensorMode
+from meshwright.torch_private.modes import TorchDispatchMode
+from meshwright.torch_private.operators import (
+    CUDNN_ATTENTION,
+    DEVICE_OF,
+    EFFICIENT_ATTENTION,
+    FLASH_ATTENTION,
+    FLASH_ATTENTION_ON_CPU,
+    FUNCTIONS,
+    FUSED_RMS_NORM,
+    MATH_ATTENTION,
+    PACK_PADDED_SEQUENCE,
+    PAD_PACKED_SEQUENCE,
+    RESHAPE_ALIAS,
+    UNSAFE_VIEW,
+    OpOverload,
+    choose_attention,
+    flop_registry,
+    schema_of,
+    take_apart,
+    unregister,
+)
+from meshwright.torch_private.tensors import TensorBase
+
+aten = torch.ops.aten
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_schema_says_what_is_written() -> None:
+    schema = schema_of(aten.add_.Tensor)
+    assert schema.name == "aten::add_" and schema.is_mutable
+    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
+    assert schema.arguments[0].alias_info.is_write and schema.arguments[1].alias_info is None
+    assert str(schema.returns[0].type) == "Tensor"
+
+
+def test_an_operator_belongs_to_a_packet() -> None:
+    assert isinstance(aten.mm.default, OpOverload) and aten.mm.default.overloadpacket is aten.mm
+
+
+def test_products_and_attention_have_a_formula() -> None:
+    assert {aten.mm, aten.addmm, aten.bmm, aten.convolution, FLASH_ATTENTION, EFFICIENT_ATTENTION} <= set(flop_registry)
+    assert flop_registry[aten.mm](torch.ones(2, 3), torch.ones(3, 5), out_val=torch.ones(2, 5)) == 60
+
+
+@pytest.mark.parametrize("name", ["linear", "gelu", "nll_loss_nd", "scaled_dot_product_attention"])
+def test_functions_are_kept_there(name: str) -> None:
+    assert callable(getattr(FUNCTIONS, name))
+
+
+def test_a_registration_is_taken_back() -> None:
+    x, library = torch.ones(2), torch.library.Library("aten", "IMPL")
+    library.impl("dropout", lambda input, p, train: input * 0, "AutogradCPU")
+    assert torch.dropout(x, 0.5, False).tolist() == [0, 0]
+    unregister(library)
+    assert torch.dropout(x, 0.5, False).tolist() == [1, 1]
+
+
+def test_a_composite_operator_is_taken_apart() -> None:
+    x = torch.ones(2, 4)
+    with Operators() as mode:
+        found = take_apart(aten.rms_norm.default, x, [4], None, 1e-6)
+    assert aten.rms_norm.default not in mode.seen and len(mode.seen) > 1
+    torch.testing.assert_close(found, F.rms_norm(x, [4]))
+    assert torch.equal(take_apart(aten.dropout.default, x, 0.5, False), x)
+
+
+def test_fake_tensors_are_asked_for_their_device_by_an_operator() -> None:
+    with FakeTensorMode():
+        x = torch.ones(2)
+    with Operators() as mode:
+        assert vars(TensorBase)["device"].__get__(x).type == "cpu"
+    assert mode.seen == [DEVICE_OF]
+
+
+def test_attention_says_which_kernel_it_takes() -> None:
+    q = torch.randn(1, 2, 8, 16)
+    arguments: dict[str, Any] = {"scale": None, "enable_gqa": False}
+    assert choose_attention(q, q, q, None, 0.0, True, **arguments) == SDPBackend.FLASH_ATTENTION.value
+    assert choose_attention(q, q, q, None, 0.5, True, **arguments) == SDPBackend.MATH.value
+
+
+def test_attention_gives_the_same_by_each_kernel_of_a_cpu() -> None:
+    q = torch.randn(1, 2, 8, 16)
+    expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    flash = FLASH_ATTENTION_ON_CPU(q, q, q, 0.0, True, attn_mask=None, scale=None)[0]
+    plain = MATH_ATTENTION(q, q, q, None, 0.0, True, scale=None, enable_gqa=False)[0]
+    torch.testing.assert_close(flash, expected)
+    torch.testing.assert_close(plain, expected)
+
+
+def test_attention_of_a_gpu_keeps_one_number_a_row() -> None:
+    q = torch.empty(1, 2, 64, 16, device="meta")
+    output, lse, *_ = FLASH_ATTENTION(q, q, q, 0.0, True, False, scale=None)
+    assert output.shape == q.shape and lse.shape == (1, 2, 64)
+    output, lse, *_ = EFFICIENT_ATTENTION(q, q, q, None, True, 0.0, True, scale=None)
+    assert output.shape == q.shape and lse.shape == (1, 2, 64)
+    names = [argument.name for argument in schema_of(CUDNN_ATTENTION.default).arguments]
+    assert names[:4] == ["query", "key", "value", "attn_bias"]
+
+
+def test_a_fused_norm_keeps_one_number_a_row() -> None:
+    output, rstd = FUSED_RMS_NORM(torch.ones(2, 4, device="meta"), [4], None, 1e-6)
+    assert output.shape == (2, 4) and rstd.shape == (2, 1)
+
+
+def test_sequences_are_packed_by_these() -> None:
+    x, lengths = torch.randn(3, 2, 4), torch.tensor([3, 2])
+    data, sizes = PACK_PADDED_SEQUENCE(x, lengths, False)
+    assert sizes.tolist() == [2, 2, 1]
+    padded, found = PAD_PACKED_SEQUENCE(data, sizes, False, 0.0, 3)
+    assert padded.shape == x.shape and torch.equal(found, lengths)
+
+
+def test_these_only_look_otherwise_at_a_tensor() -> None:
+    x = torch.arange(6)
+    assert torch.equal(UNSAFE_VIEW.default(x, [2, 3]), x.view(2, 3))
+    assert torch.equal(RESHAPE_ALIAS.default(x, [2, 3], [3, 1]), x.view(2, 3))
+
+
+@pytest.mark.parametrize(
+    "name", ["_to_copy", "_unsafe_index", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "_lu_with_info"]
+)
+def test_operators_that_are_compared_as_text_are_there(name: str) -> None:
+    assert hasattr(aten, name)
+
+
+@pytest.mark.parametrize("name", ["_low_memory_max_pool_with_offsets", "_low_memory_max_pool_offsets_to_indices"])
+def test_operators_of_the_compiler_are_there(name: str) -> None:
+    import torch._inductor.inductor_prims  # registers them
+
+    assert hasattr(torch.ops.prims, name)

@@ -90,7 +90,7 @@ def strategy_of(config: Mapping[str, Any]) -> Strategy:
         )
     return Strategy(
         data=word_of_stage(stage),
-        precision=_precision(config),  # type: ignore[arg-type]
+        precision=_precision(config),
         offload=offload,  # type: ignore[arg-type]
         nvme=_nvme_path(config) if offload == "nvme" else "",
         micro_batch=config.get("train_micro_batch_size_per_gpu"),

@@ -55,7 +55,7 @@ def on_meta(model: nn.Module, *, device: Device = as_on_cpu) -> Iterator[Convert
 def on_fake(model: nn.Module, *, mode: FakeTensorMode | None = None, device: Device = nullcontext) -> Iterator[Convert]:
     logging.getLogger(FAKE_TENSOR_LOG).setLevel(logging.CRITICAL)  # it logs what it raises
     with as_it_was(model), mode or fake_mode() as active, device():
-        yield lambda tensor: active.from_tensor(tensor.cpu())  # type: ignore[no-any-return]
+        yield lambda tensor: active.from_tensor(tensor.cpu())
 
 
 @contextmanager

@@ -38,7 +38,7 @@ class Made:
 
     def hanging_on(self, tensors: Sequence[torch.Tensor], mark: Callable[[], None] = lambda: None) -> torch.Tensor:
         """One like it that hands gradients on to `tensors`, with nothing computed. `mark` is called if one comes."""
-        return _Hang.apply(self, mark, *tensors) if self.differentiable else self.empty()  # type: ignore[no-any-return]
+        return _Hang.apply(self, mark, *tensors) if self.differentiable else self.empty()
 
 
 @dataclass(frozen=True)

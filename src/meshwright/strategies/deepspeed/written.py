@@ -91,7 +91,7 @@ def _strategy_of(config: DeepSpeedConfig) -> Strategy:
     offload = _offload(config.zero)
     return Strategy(
         data=word_of_stage(config.zero.stage),
-        precision=config.precision,  # type: ignore[arg-type]
+        precision=config.precision,
         offload=offload,  # type: ignore[arg-type]
         nvme=config.zero.nvme_path if offload == "nvme" else "",
         micro_batch=config.micro_batch,

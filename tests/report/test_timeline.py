@@ -214,4 +214,4 @@ def test_plan_writes_both(tmp_path: Path) -> None:
     assert "Timeline of <code>pp=4:1f1b,bf16,mb=2</code>" in page.read_text()
     assert json.loads(trace.read_text())["timeline"]["micro_batches"] == 8
     failed = CliRunner().invoke(app, [*words[:-1], "--timeline", str(trace)])
-    assert isinstance(failed.exception, Refused) and "none of the 1 plans has a pipeline" in str(failed.exception)
+    assert isinstance(failed.exception, Refused) and "none of the 1 plans has one" in str(failed.exception)

@@ -186,8 +186,8 @@ def test_nothing_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ([torch.ones(1)], "holds a list, not a state_dict"),
-        ({}, "holds a dict, not a state_dict"),
+        ([torch.ones(1)], "it holds a list"),
+        ({}, "it holds a dict"),
         ({"a": torch.ones(1), "lr": 0.1}, "holds 'lr', which is not a plain tensor"),
         ({0: torch.ones(1)}, "holds 0, which is not a plain tensor"),
         ({"a": torch.ones(2, 2).to_sparse()}, "holds 'a', which is not a plain tensor"),

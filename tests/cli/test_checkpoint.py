@@ -86,7 +86,7 @@ def test_show_reads_no_data(run: Call) -> None:
 def test_check(run: Call) -> None:
     code, out, err = run("check", "run", "--job", JOB)
     assert (code, err) == (0, "")
-    assert "is sound" in out and "fits the job" in " ".join(out.split())
+    assert "is intact" in out and "fits the job" in " ".join(out.split())
     document = json.loads(run("check", "run", "--json")[1])
     assert document == {
         "path": "run/checkpoints/step-00000001",

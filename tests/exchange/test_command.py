@@ -168,9 +168,9 @@ def test_a_choice_is_marked_in_the_table(tmp_path: Path) -> None:
         "2",
     ]
     found = RUNNER.invoke(app, arguments, env={"COLUMNS": "200"})
-    number = re.search(r"ddp=8,mb=\d <- theirs, number (\d+)", " ".join(found.stdout.split()))
+    number = re.search(r"ddp=8,mb=\d <- yours, number (\d+)", " ".join(found.stdout.split()))
     assert number is not None, found.stdout
-    assert f"<mark>theirs, number {number[1]}</mark>" in page.read_text()
+    assert f"<mark>yours, number {number[1]}</mark>" in page.read_text()
 
 
 def test_a_config_that_cannot_be_read_is_exit_2(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def _tensors_of(path: Path, content: Any) -> dict[str, torch.Tensor]:
         nested = [content[key] for key in NESTED if isinstance(content.get(key), dict)]
         content = nested[0] if len(nested) == 1 else content
     if not isinstance(content, dict) or not content:
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a state_dict.")
+        raise CheckpointError(f"{path} has no state_dict of tensors: it holds a {type(content).__name__}.")
     for name, value in content.items():
         if not isinstance(name, str) or not _is_plain(value):
             raise CheckpointError(f"{path} holds {name!r}, which is not a plain tensor; save only a state_dict.")

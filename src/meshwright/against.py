@@ -107,7 +107,7 @@ def _rank(planner: Planner, cluster: Cluster, plan: Plan, plans: list[Plan]) -> 
 def _first(plans: list[Plan]) -> str:
     if not plans:
         return "no plan fits either"
-    return f"the first plan, {plans[0].strategy}, takes {show_seconds(plans[0].forecast.step)} a step"
+    return f"the first plan, {plans[0].strategy}, takes {show_seconds(plans[0].forecast.step)} per step"
 
 
 def _gain(plan: Plan, plans: list[Plan]) -> str:

@@ -1,6 +1,6 @@
 """Precomputed descriptions of the presets, so that planning one starts without importing PyTorch's compiler.
 
-Describing a model builds its optimizer, and optimizers import PyTorch's compiler. That import takes longer than
+Why precomputed: describing a model builds its optimizer, which imports PyTorch's compiler, and that takes longer than
 searching all strategies. Each file records the PyTorch release and the code that made it. If either has changed, or if
 the preset has options, the model is described again. After changing that code, run `python -m meshwright.described`.
 """

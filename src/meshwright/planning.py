@@ -207,7 +207,7 @@ class Planner:
         tightest = min(found.unfit, key=lambda plan: plan.forecast.peak, default=None)
         offloaded = {"recompute": ("full",), "offload": ("optimizer",)}
         tries: list[tuple[str, Callable[[], Plan | None]]] = [
-            ("Recomputing all activations (--ac full)", partial(self._first, cluster, wishes, recompute=("full",))),
+            ("Full activation checkpointing (--ac full)", partial(self._first, cluster, wishes, recompute=("full",))),
             ("Offloading the optimizer (--offload optimizer)", partial(self._first, cluster, wishes, **offloaded)),
         ]
         for times in (2, 4, 8):

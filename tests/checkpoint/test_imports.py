@@ -224,8 +224,8 @@ def index(folder: Path, where: Any) -> Path:
 @pytest.mark.parametrize(
     ("where", "says"),
     [
-        ({"weight_map": {"a": "gone.safetensors"}}, "names the file 'gone.safetensors', which is not beside it"),
-        ({"weight_map": {"a": "../outside.safetensors"}}, "'../outside.safetensors', which is not beside it"),
+        ({"weight_map": {"a": "gone.safetensors"}}, "names the file 'gone.safetensors', which is not next to it"),
+        ({"weight_map": {"a": "../outside.safetensors"}}, "'../outside.safetensors', which is not next to it"),
         ({"weight_map": {"b": "shard.safetensors"}}, "says that b is in shard.safetensors, where it is not"),
         ({"weight_map": ["a"]}, "has no weight_map"),
         ({"weight_map": {}}, "has no weight_map"),

@@ -1,8 +1,8 @@
 """What a rank holds of a tensor, as boxes in global coordinates.
 
-Whatever strategies did to a parameter (FSDP2 and ZeRO shard dim 0, tensor parallelism shards any dim, a fused weight in
-several pieces, DeepSpeed splits wherever a rank's share ends), what a rank holds is a few boxes of the unsplit tensor.
-Checkpoints know only boxes.
+Why boxes: whatever strategies did to a parameter, a rank holds a few boxes of the unsplit tensor. FSDP2 and ZeRO shard
+dim 0, tensor parallelism shards any dim and a fused weight in several pieces, DeepSpeed splits wherever a rank's share
+ends. A checkpoint that knows only boxes is independent of all of them.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _read_indexed(index: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for file in dict.fromkeys(where.values()):
         if Path(file).name != file or not (index.parent / file).is_file():
-            raise CheckpointError(f"{index} names the file {file!r}, which is not beside it.")
+            raise CheckpointError(f"{index} names the file {file!r}, which is not next to it.")
         found |= _read_file(index.parent / file)
     if lost := next((name for name in where if name not in found), None):
         raise CheckpointError(f"{index} says that {lost} is in {where[lost]}, where it is not.")
@@ -92,7 +92,7 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
 def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a valid safetensors file: {one_line(error)}") from None
     if not found:

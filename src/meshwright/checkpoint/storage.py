@@ -1,6 +1,6 @@
 """Storage for `torch.distributed.checkpoint`: one safetensors file per rank, and our manifest.
 
-PyTorch's own file storage pickles its metadata and unpickles it on load; here nothing is pickled. The files are
+Why not PyTorch's file storage: it pickles its metadata and unpickles it on load; here nothing is pickled. Files are
 written by hand so that bytes are hashed once, while they are written; the `safetensors` package can open them.
 """
 

@@ -11,7 +11,7 @@ from meshwright.cli.outcome import main_with_exit_codes
 
 app = typer.Typer(
     name="meshwright",
-    help="One job, one loop, every parallel strategy: plan, inspect the layout, verify equal training, then train.",
+    help="One job, one loop, every parallel strategy: plan, inspect the layout, verify, then train.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",

@@ -11,7 +11,7 @@ from meshwright.schedules.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class InFlight:
-    """The largest number of micro-batches at one time that are past the start of F and not past the end of backward."""
+    """The largest number of micro-batches at one time that have started forward and not finished backward."""
 
     stages: tuple[int, ...]
     """For each stage."""

@@ -23,7 +23,7 @@ from meshwright.serve.request import DEFAULTS, LIMITS, WORDS
 
 FIRST_PRESET, FIRST_DEVICE = "llama3-8b", "H100-80GB"
 SCRIPT = Path(__file__).parent / "page.js"
-POLICIES = {"precision": "Precision", "ac": "Recompute", "offload": "Offload"}
+POLICIES = {"precision": "Precision", "ac": "Activation checkpointing", "offload": "Offload"}
 FLAGS = {"tensor": ("Tensor axis", True), "pipeline": ("Pipeline", True), "compile": ("torch.compile", False)}
 
 

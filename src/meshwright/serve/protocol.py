@@ -1,7 +1,7 @@
 """Close connections that only wait: those that send no request head, and the oldest of too many idle ones.
 
-uvicorn counts idle connections like busy ones, and waits for a head forever, so a few hundred silent connections would
-lock everyone out.
+Why: uvicorn counts idle connections like busy ones, and waits for a head forever, so a few hundred silent connections
+would lock everyone out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The planning process: reads one request per line, writes one answer per line.
 
-It is a separate process so that a request can be stopped, and so that the server stays responsive meanwhile. Each model
-is described only once.
+Why a process: a request that takes too long can be stopped, and the server stays responsive meanwhile. Each model is
+described only once.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Card:
 
 
 _DGX_1 = Node("DGX-1 data sheet: four 100 Gbit/s InfiniBand ports, 512 GB", 400, "infiniband", 512)
-_V100_SERVER = Node("usual server: one 100 Gbit/s InfiniBand port, 384 GB", 100, "infiniband", 384)
+_V100_SERVER = Node("typical server: one 100 Gbit/s InfiniBand port, 384 GB", 100, "infiniband", 384)
 _G4 = Node("AWS g4dn.12xlarge: 50 Gbit/s, 192 GiB", 50, "ethernet", 192)
 _G5 = Node("AWS g5.48xlarge: 100 Gbit/s, 768 GiB", 100, "ethernet", 768)
 _G2 = Node("Google g2-standard-96: 100 Gbit/s, 384 GB", 100, "ethernet", 384)
@@ -52,8 +52,8 @@ _G6E = Node("AWS g6e.48xlarge: 400 Gbit/s, 1536 GiB", 400, "ethernet", 1536)
 _DESK = Node("assumed workstation: 10 Gbit/s Ethernet, 128 GB", 10, "ethernet", 128)
 _DGX_A100_40 = Node("DGX A100 data sheet: eight 200 Gbit/s InfiniBand ports, 1 TB", 1600, "infiniband", 1024)
 _DGX_A100_80 = Node("DGX A100 data sheet: eight 200 Gbit/s InfiniBand ports, 2 TB", 1600, "infiniband", 2048)
-_PCIE_SERVER = Node("usual server: two 100 Gbit/s InfiniBand ports, 512 GB", 200, "infiniband", 512)
-_H100_SERVER = Node("usual server: one 400 Gbit/s InfiniBand port, 1 TB", 400, "infiniband", 1024)
+_PCIE_SERVER = Node("typical server: two 100 Gbit/s InfiniBand ports, 512 GB", 200, "infiniband", 512)
+_H100_SERVER = Node("typical server: one 400 Gbit/s InfiniBand port, 1 TB", 400, "infiniband", 1024)
 _DGX_H100 = Node("DGX H100 data sheet: eight 400 Gbit/s InfiniBand ports, 2 TB", 3200, "infiniband", 2048)
 _H100_HALF = Node("nodes of 4 H100-96GB: four 200 Gbit/s InfiniBand ports, 768 GB", 800, "infiniband", 768)
 _DGX_H200 = Node("DGX H200 data sheet: eight 400 Gbit/s InfiniBand ports, 2 TB", 3200, "infiniband", 2048)
@@ -100,8 +100,8 @@ CARDS: Mapping[str, Card] = {
     "A10G": _pcie("NVIDIA A10G data sheet", 22.1, _A10G, 600, _PCIE_4, _G5),
     "L4": _pcie("NVIDIA L4 data sheet", 22.0, _L4, 300, _PCIE_4, _G2),
     "L40S": _pcie("NVIDIA L40S data sheet", 44.4, _L40S, 864, _PCIE_4, _G6E),
-    "RTX-3090": _pcie("NVIDIA GA102 white paper, sums in fp32", 23.69, _RTX_3090, 936, _PCIE_4, _DESK),
-    "RTX-4090": _pcie("NVIDIA Ada white paper, sums in fp32", 23.64, _RTX_4090, 1008, _PCIE_4, _DESK),
+    "RTX-3090": _pcie("NVIDIA GA102 white paper, fp32 accumulation", 23.69, _RTX_3090, 936, _PCIE_4, _DESK),
+    "RTX-4090": _pcie("NVIDIA Ada white paper, fp32 accumulation", 23.64, _RTX_4090, 1008, _PCIE_4, _DESK),
     "A100-40GB": Card("NVIDIA A100 data sheet, SXM4", 39.4, _A100, 1555, _NVLINK_3, _PCIE_4, _DGX_A100_40),
     "A100-80GB": Card("NVIDIA A100 data sheet, SXM4", 79.2, _A100, 2039, _NVLINK_3, _PCIE_4, _DGX_A100_80),
     "A100-40GB-PCIe": _pcie("NVIDIA A100 data sheet, PCIe", 39.4, _A100, 1555, _PCIE_4, _PCIE_SERVER),
@@ -114,7 +114,7 @@ CARDS: Mapping[str, Card] = {
         {"matmul": 0.84, "attention": 0.44, "stream": 0.55},
         "kernels of the steps of docs/data/plan_gpu.json, on one H200 with torch 2.11",
     ),
-    "B200-180GB": Card("NVIDIA HGX B200 data sheet, by 8", 178.3, _B200, 7700, _NVLINK_5, _PCIE_5, _DGX_B200),
+    "B200-180GB": Card("NVIDIA HGX B200 data sheet, divided by 8", 178.3, _B200, 7700, _NVLINK_5, _PCIE_5, _DGX_B200),
     "MI300X-192GB": Card("AMD Instinct MI300X data sheet", 191.7, _MI300X, 5300, _FABRIC, _PCIE_5, _MI300X_NODE),
     "cpu": Card(_CPU_SHEET, 8.0, _CPU, 10, ("shared-memory", 1.0), 10, _ANY),
 }
@@ -126,6 +126,6 @@ OTHER_NAMES: Mapping[str, str] = {
     **{"H100": "H100-80GB", "H100-PCIe": "H100-80GB-PCIe", "H200": "H200-141GB", "B200": "B200-180GB"},
     **{"B200-192GB": "B200-180GB", "MI300X": "MI300X-192GB"},
 }
-"""Aliases of one device of the catalogue. `A100` and `V100` would match two each, so they are no aliases."""
+"""Aliases of one device of the catalogue. `A100` and `V100` would match two each, so they are not aliases."""
 
 UNKNOWN_GPU = _pcie("assumed like an A10, for a GPU that is not in the catalogue", 22.0, _A10, 600, _PCIE_4, _ANY)

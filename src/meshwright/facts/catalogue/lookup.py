@@ -72,7 +72,7 @@ def name_of_gpu(name: str, memory: int) -> str | None:
     fitting = [
         known for known, card in CARDS.items() if _model(known) <= words and abs(memory / GIB / card.gib - 1) < 0.05
     ]
-    if "nvl" in words:  # two H100 on one board, with more memory than any entry
+    if "nvl" in words:  # two H100 on one board, which the catalogue does not have
         return None
     by_form = [known for known in fitting if known.endswith("-PCIe") == ("pcie" in words)]
     return next(iter(by_form or fitting), None)

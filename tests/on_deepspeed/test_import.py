@@ -86,7 +86,7 @@ def test_another_optimizer_is_named(written: tuple[Path, Truth], tmp_path: Path)
 def test_a_missing_rank_is_named(written: tuple[Path, Truth], tmp_path: Path) -> None:
     copy = shutil.copytree(written[0], tmp_path / "copy")
     next(copy.glob("*/zero_pp_rank_1_*optim*")).unlink()
-    with pytest.raises(CheckpointError, match="by 2 ranks, but has optimizer states of 1"):
+    with pytest.raises(CheckpointError, match="by 2 ranks, but has optimizer states of only 1"):
         import_weights(copy, tmp_path / "run")
 
 

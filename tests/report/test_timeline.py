@@ -171,7 +171,7 @@ def test_of_a_long_step_the_middle_is_left_out() -> None:
     first, last = (drawing.plot.layout[name] for name in ("xaxis", "xaxis2"))
     assert first["range"][0] == 0 and last["range"][1] == pytest.approx(1e3 * found.total)
     missing = last["range"][0] - first["range"][1]
-    assert missing > 0 and f"In the middle, {show_seconds(missing / 1e3)} of the same are left out." in drawing.note
+    assert missing > 0 and f"The middle, {show_seconds(missing / 1e3)} of the same, is left out." in drawing.note
     assert first["domain"][1] < 0.5 < last["domain"][0]
     for trace in drawing.plot.data:
         start, end = (last if trace["xaxis"] == "x2" else first)["range"]

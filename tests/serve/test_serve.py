@@ -100,7 +100,7 @@ def answer_within(limit: float, program: str, monkeypatch: pytest.MonkeyPatch, t
 
 def test_a_question_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     (said,) = answer_within(0.2, "import time; time.sleep(60)", monkeypatch)
-    assert "took longer than 0 s and was ended" in said
+    assert "took longer than 0 s and was stopped" in said
 
 
 def test_a_process_that_dies_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

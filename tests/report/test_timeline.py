@@ -202,7 +202,7 @@ def test_the_ending_of_the_file_decides(tmp_path: Path) -> None:
         write_timeline(found, tmp_path / name)
     assert (tmp_path / "a.html").read_text().startswith("<!DOCTYPE html>")
     assert Timeline.from_json(json.loads((tmp_path / "a.json").read_text())["timeline"]) == found
-    with pytest.raises(BadInput, match=r"end it in \.html"):
+    with pytest.raises(BadInput, match=r"must end in \.html"):
         write_timeline(found, tmp_path / "a.png")
 
 

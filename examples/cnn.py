@@ -1,4 +1,4 @@
-"""The two-convolution network of every DDP tutorial.
+"""The two-convolution network of the DDP tutorials.
 
 meshwright train examples/cnn.py --strategy ddp --ranks 2 --steps 60
 FASHION_MNIST=folder meshwright train examples/cnn.py --strategy ddp --ranks 2 --steps 200

@@ -1,4 +1,4 @@
-"""A small GPT-2 of Hugging Face transformers, made from its config: nothing is downloaded.
+"""A small Hugging Face GPT-2, built from its config: nothing is downloaded.
 
 meshwright train examples/hf_gpt2.py --strategy fsdp --ranks 2 --steps 60
 """
@@ -33,7 +33,7 @@ def build() -> GPT2LMHeadModel:
 
 
 def next_byte_loss(output: CausalLMOutputWithCrossAttentions, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    # The data set has shifted y already, so the model's own loss, which shifts labels itself, is not used.
+    # The data set already shifts y. The model's own loss would shift the labels again, so it is not used.
     y = batch["y"]
     return F.cross_entropy(output.logits.flatten(0, 1), y.flatten(), reduction="sum"), y.numel()
 

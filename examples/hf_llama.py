@@ -1,4 +1,4 @@
-"""A small Llama of Hugging Face transformers, made from its config: rotary positions, fewer key-value heads than heads.
+"""A small Hugging Face Llama, built from its config: rotary positions, grouped-query attention.
 
 meshwright train examples/hf_llama.py --strategy pp=2:1f1b --ranks 2 --steps 30
 meshwright train examples/hf_llama.py --strategy tp=2 --ranks 2 --steps 30

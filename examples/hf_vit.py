@@ -1,4 +1,4 @@
-"""A small vision transformer of Hugging Face transformers, made from its config, on images of 16 patches.
+"""A small Hugging Face vision transformer, built from its config, on images of 16 patches.
 
 meshwright train examples/hf_vit.py --strategy pp=2:1f1b --ranks 2 --steps 60
 meshwright train examples/hf_vit.py --strategy tp=2 --ranks 2 --steps 60

@@ -1,6 +1,6 @@
-"""Grey images of ten classes, 28 x 28.
+"""Greyscale images of ten classes, 28 x 28.
 
-Fashion-MNIST where the variable FASHION_MNIST names a folder with its idx files; scikit-learn's digits otherwise.
+Fashion-MNIST if the variable FASHION_MNIST names a folder with its idx files; otherwise scikit-learn's digits.
 """
 
 import gzip
@@ -18,7 +18,7 @@ CLASSES = 10
 
 
 def read_idx(folder: Path, name: str) -> Tensor:
-    """An idx file, packed or not: two zeros, the type, the number of dims, the size of each dim, the data."""
+    """Read an idx file, gzipped or not: two zeros, the type, the number of dims, the size of each dim, the data."""
     plain, packed = folder / name, folder / f"{name}.gz"
     if plain.exists():
         content = plain.read_bytes()
@@ -47,7 +47,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 class Images(Dataset[dict[str, Tensor]]):
-    """Images of mean 0 and deviation 1 (x) with their classes (y)."""
+    """Images (x), normalized to mean 0 and standard deviation 1, with their classes (y)."""
 
     def __init__(self) -> None:
         folder = os.environ.get("FASHION_MNIST")

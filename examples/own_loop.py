@@ -1,4 +1,4 @@
-"""A hand-written loop around a model that Meshwright has laid over the ranks.
+"""A hand-written training loop around a model that Meshwright has parallelized.
 
 torchrun --nproc-per-node 2 examples/own_loop.py
 """
@@ -25,7 +25,7 @@ def main() -> None:
     batches = DataLoader(data, BATCH // parallel.data_ranks // MICRO_BATCHES, sampler=sampler, drop_last=True)
 
     for number, batch in enumerate(batches, start=1):
-        last = number % MICRO_BATCHES == 0  # gradients cross the ranks once a step
+        last = number % MICRO_BATCHES == 0  # gradients are reduced once per step
         with parallel.micro_batch(last=last):
             logits = parallel(batch["x"].to(parallel.device))
             loss = F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten().to(parallel.device))

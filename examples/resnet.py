@@ -1,4 +1,4 @@
-"""A small ResNet with BatchNorm, whose statistics must be those of the whole batch under every strategy.
+"""A small ResNet with BatchNorm, whose statistics must cover the whole batch under every strategy.
 
 meshwright train examples/resnet.py --strategy ddp --ranks 2 --steps 60
 """

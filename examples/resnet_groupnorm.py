@@ -1,4 +1,4 @@
-"""The ResNet of resnet.py with GroupNorm in BatchNorm's place: no sample sees another, so a pipeline may cut the batch.
+"""The ResNet of resnet.py with GroupNorm instead of BatchNorm: samples are independent, so pipelines work.
 
 meshwright train examples/resnet_groupnorm.py --strategy pp=2:1f1b --ranks 2 --steps 60
 meshwright train examples/resnet_groupnorm.py --strategy fsdp --ranks 2 --steps 60

@@ -1,4 +1,4 @@
-"""Text that every machine with Python has: the source of its standard library, byte by byte."""
+"""Text that every machine with Python has: the source of its standard library, as bytes."""
 
 import sysconfig
 from pathlib import Path
@@ -11,7 +11,7 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 
 def read_stdlib(limit: int) -> Tensor:
-    """The first `limit` bytes of the library's files in the order of their names."""
+    """The first `limit` bytes of the library's files, sorted by name."""
     root = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(root.rglob("*.py")):
@@ -33,7 +33,7 @@ class StdlibText(Dataset[dict[str, Tensor]]):
         return (len(self.text) - 1) // self.length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        # A sequence ends at IndexError, and a slice past the end would only be short.
+        # Iteration stops at IndexError; without it, a slice past the end would only be shorter.
         if not 0 <= index < len(self):
             raise IndexError(index)
         start = index * self.length

@@ -57,7 +57,7 @@ def test_spoiled_files_are_taken_or_refused_in_a_sentence(sound: dict[str, Kind]
 def test_pipes_and_devices_do_not_hang(sound: dict[str, Kind], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
-        with pytest.raises(Unreadable, match="no plain file"):
+        with pytest.raises(Unreadable, match="not a regular file"):
             read_bytes(path)
 
 
@@ -75,7 +75,7 @@ def test_limits_on_json() -> None:
         "[" * 70 + "]" * 70: "deeper than 64",
         "[1, 2, 3, 4, 5]": "more than 4 values",
         "9" * 200: "more than 100 digits",
-        "NaN": "only finite",
+        "NaN": "must be finite",
         "[1": "line 1, column",
     }.items():
         with pytest.raises(ValueError, match=why):
@@ -84,7 +84,7 @@ def test_limits_on_json() -> None:
 
 def test_limits_on_yaml() -> None:
     assert parse_yaml("a: &x [1, 2]\nb: *x") == {"a": [1, 2], "b": [1, 2]}
-    with pytest.raises(ValueError, match="aliases counted"):
+    with pytest.raises(ValueError, match="aliases expanded"):
         parse_yaml("a: &x [1, 2]\nb: [*x, *x, *x]", Limits(values=8))
 
 

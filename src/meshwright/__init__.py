@@ -1,8 +1,8 @@
-"""One job, one loop and one checkpoint for every way to train a PyTorch model on more than one device.
+"""Distributed PyTorch training: one job, one training loop and one checkpoint format for every parallel strategy.
 
 run = mw.setup(job, "fsdp,bf16")
 for batch in run.batches(steps=1000):
-    result = run.step(batch)
+        result = run.step(batch)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch.distributed is imported when it is first asked for; a job's file needs only `Job`."""
+    """Import what needs torch.distributed on first use, because a job file needs only `Job`."""
     if name not in _LATER:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
     import importlib

@@ -1,4 +1,4 @@
-"""Somebody's own choice held against the plans: where it falls, and what the first plan gains over it."""
+"""Compare a user's existing config with the plans: its rank, and what the first plan would gain over it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 def weigh(planner: Planner, cluster: Cluster, theirs: Imported, plans: list[Plan], *, traced: bool) -> Against:
-    """Where a choice falls among the plans, which are in their order."""
+    """Forecast the user's strategy and find its rank among `plans`, which are already sorted."""
     notes = _notes(theirs, planner.global_batch)
     engine = theirs.strategy.engine
     try:
         plan = _forecast(planner, cluster, replace(theirs.strategy, engine="torch"), plans, traced=traced)
     except MeshwrightError as error:
-        gain = f"Theirs cannot run here, and {_first(plans)}."
+        gain = f"Your strategy cannot run here; {_first(plans)}."
         return _against(theirs, str(theirs.strategy), gain=gain, reason=str(error), notes=notes)
     plan = plan if engine == "torch" else replace(plan, strategy=replace(plan.strategy, engine=engine))
     strategy = str(plan.strategy)
     if theirs.strategy.micro_batch is None and plan.strategy.micro_batch is not None:
-        notes = (*notes, f"The file leaves the micro-batch open; mb={plan.strategy.micro_batch} is best for it here.")
+        notes = (*notes, f"The file sets no micro-batch size; mb={plan.strategy.micro_batch} is the fastest here.")
     if not plan.fits:
-        gain = f"Theirs does not fit, and {_first(plans)}."
+        gain = f"Your strategy does not fit; {_first(plans)}."
         return _against(theirs, strategy, gain=gain, plan=plan, reason=plan.why[0], notes=notes)
     rank = _rank(planner, cluster, plan, plans)
     first = plans[0] if plans else plan
@@ -63,16 +63,16 @@ def _against(
 
 
 def _notes(theirs: Imported, global_batch: int) -> tuple[str, ...]:
-    notes = [f"Not compared, since it has no equal here: {name}." for name in theirs.ignored]
+    notes = [f"Not compared, because Meshwright has no equivalent: {name}." for name in theirs.ignored]
     if theirs.strategy.engine == "deepspeed":
-        notes.append("DeepSpeed's engine is accounted for as ours under the same stage.")
+        notes.append("DeepSpeed is forecast as Meshwright's own engine at the same ZeRO stage.")
     if theirs.global_batch not in (None, global_batch):
-        notes.append(f"The file's global batch is {theirs.global_batch}; the job's, {global_batch}, is planned for.")
+        notes.append(f"The file's global batch is {theirs.global_batch}; the plan uses the job's, {global_batch}.")
     return tuple(notes)
 
 
 def _forecast(planner: Planner, cluster: Cluster, strategy: Strategy, plans: list[Plan], *, traced: bool) -> Plan:
-    """Their plan, whether it fits or not; raises where it cannot be."""
+    """Forecast the user's strategy, even if it does not fit; raise `Refused` if it cannot run."""
     resolved = strategy.resolve(cluster.devices)
     if reason := refuse(planner.setting(cluster), resolved):
         raise Refused(reason)
@@ -84,11 +84,11 @@ def _forecast(planner: Planner, cluster: Cluster, strategy: Strategy, plans: lis
     if same is not None or not traced or not best.fits:
         return same or best
     checked = planner.trace_first(cluster, [best], 1)
-    return checked[0] if checked else replace(best, fits=False, why=("its step does not fit when it is traced",))
+    return checked[0] if checked else replace(best, fits=False, why=("the traced step does not fit",))
 
 
 def _sizes(strategy: Strategy, global_batch: int) -> list[Strategy]:
-    """The strategy with its micro-batch; with all that may be where it names none, smallest first."""
+    """The strategy with its micro-batch size, or with every possible size, smallest first, if it names none."""
     if strategy.micro_batch is not None:
         return [strategy]
     samples = max(1, global_batch // strategy.data_ranks)
@@ -97,7 +97,7 @@ def _sizes(strategy: Strategy, global_batch: int) -> list[Strategy]:
 
 
 def _rank(planner: Planner, cluster: Cluster, plan: Plan, plans: list[Plan]) -> int:
-    """Its place, from 1, by the rule that ranks the others."""
+    """The plan's rank, starting at 1, by the same rule that ranks the others."""
     if not any(other is plan for other in plans):
         together = sorted([*plans, plan], key=lambda other: other.forecast.step)
         plans = choose(planner.setting(cluster), together)
@@ -106,21 +106,21 @@ def _rank(planner: Planner, cluster: Cluster, plan: Plan, plans: list[Plan]) -> 
 
 def _first(plans: list[Plan]) -> str:
     if not plans:
-        return "neither does any plan of ours"
-    return f"the first plan, {plans[0].strategy}, takes {show_seconds(plans[0].forecast.step)} a step"
+        return "no plan fits either"
+    return f"the first plan, {plans[0].strategy}, takes {show_seconds(plans[0].forecast.step)} per step"
 
 
 def _gain(plan: Plan, plans: list[Plan]) -> str:
-    """What the first plan gains over one that fits."""
+    """Describe what the first plan gains over a plan that fits."""
     if not plans:
-        return "No plan of ours fits, and theirs does."
+        return "Your strategy fits, and no plan does."
     first = plans[0]
     if first.strategy == plan.strategy:
-        return "The first plan is theirs: there is nothing to gain."
+        return "The first plan is your strategy: there is nothing to gain."
     ratio, more = 1 - first.forecast.step / plan.forecast.step, (first.peak - plan.peak) / GIB
     times = f"{show_seconds(first.forecast.step)} instead of {show_seconds(plan.forecast.step)}"
-    memory = "as much memory" if abs(more) < 0.05 else f"{abs(more):.1f} GiB {'more' if more > 0 else 'less'} memory"
+    memory = "the same memory" if abs(more) < 0.05 else f"{abs(more):.1f} GiB {'more' if more > 0 else 'less'} memory"
     if abs(ratio) <= TIE:
-        return f"The first plan is as fast as theirs, {times} a step, with {memory}."
+        return f"The first plan is as fast as yours ({times} per step) and takes {memory}."
     speed = f"{ratio:.0%} less time" if ratio > 0 else f"{-ratio:.0%} more time"
-    return f"The first plan takes {speed} a step than theirs, {times}, with {memory}."
+    return f"The first plan takes {speed} per step than yours ({times}) and takes {memory}."

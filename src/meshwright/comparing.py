@@ -1,4 +1,4 @@
-"""Strategies head to head, with what the planner had foretold of each: runs and forecasts meet here.
+"""Run strategies head to head, and put each measurement next to the planner's forecast.
 
 document = compare_command(CompareRequest(job="examples/gpt.py", ranks=4)).document
 """
@@ -25,15 +25,15 @@ from meshwright.units import mib
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The document that `compare --json` prints, and what is only for a trace file."""
+    """The document that `compare --json` prints, and the profiles that go only into a trace file."""
 
     document: dict[str, Any]
     profiles: dict[str, list[dict[str, Any]]]
-    """By strategy: when each rank computed and communicated in the profiled step."""
+    """By strategy: when each rank computed and communicated during the profiled step."""
 
 
 def compare_command(request: CompareRequest, *, on: str = LOCAL) -> Comparison:
-    """What `meshwright compare` does; `on` is the cluster that forecasts are made for."""
+    """Run `meshwright compare`; `on` is the cluster that forecasts are made for."""
     named = Cluster.parse(on)
     done = compare(request)
     cluster = this_machine(done.device, request.ranks) if named.device == LOCAL else named
@@ -43,7 +43,7 @@ def compare_command(request: CompareRequest, *, on: str = LOCAL) -> Comparison:
 
 
 def this_machine(device: str, ranks: int) -> Cluster:
-    """A device a rank; CPU ranks that share cores have a part of one each."""
+    """This machine as a cluster with one device per rank; CPU ranks that share cores get a fraction of the speed."""
     cluster = local_cluster(device, devices=ranks)
     share = count_cores() / ranks
     if device != "cpu" or share >= 1:
@@ -54,14 +54,14 @@ def this_machine(device: str, ranks: int) -> Cluster:
 
 
 def with_forecast(row: dict[str, Any], planner: Planner, cluster: Cluster, strategy: Strategy | None) -> dict[str, Any]:
-    """The row with what was foretold, also where the run failed; a forecast that cannot be made says why."""
+    """Add the forecast to a row, even if its run failed; a forecast that cannot be made gives its reason."""
     if strategy is None:
         return row
     try:
         planner.search_named(cluster, [strategy])  # measures the job's costs under the strategy's policies
         setting = planner.setting(cluster)
         plan = consider(setting, strategy)
-    except Exception as error:  # minutes were spent on what is measured: it is told, whatever becomes of its forecast
+    except Exception as error:  # report the measurement, which took minutes, even if its forecast fails
         return {**row, "forecast": {"reason": str(error) if isinstance(error, MeshwrightError) else one_line(error)}}
     timeline = _timeline(setting, strategy) if row["timeline"] is not None else None
     forecast = forecast_of(plan, row)
@@ -71,7 +71,7 @@ def with_forecast(row: dict[str, Any], planner: Planner, cluster: Cluster, strat
 
 
 def forecast_of(plan: Plan, row: dict[str, Any]) -> dict[str, Any]:
-    """A plan's figures under the row's names, and how far they are off, as shares of what was measured."""
+    """A plan's figures under the row's field names, and their errors relative to the measurement."""
     step, peak = 1e3 * plan.forecast.step, mib(plan.peak)
     return {
         "step_ms": step,
@@ -89,7 +89,7 @@ def _off(forecast: float, measured: float | None) -> float | None:
 
 
 def bubble_of(timeline: Timeline) -> float:
-    """As it is measured: what ranks do not spend computing between the first start and the last end."""
+    """Idle share of the ranks' time between the first start and the last end, as `compare` measures it."""
     passes = [piece for piece in timeline.pieces if piece.kind in (FORWARD, BACKWARD, INPUT, WEIGHT)]
     length = max(piece.end for piece in passes) - min(piece.start for piece in passes)
     return 1 - sum(piece.seconds for piece in passes) / (length * timeline.ranks)

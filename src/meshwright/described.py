@@ -1,8 +1,8 @@
-"""Presets come described: what a plan asks of one was found when this package was made.
+"""Precomputed descriptions of the presets, so that planning one starts without importing PyTorch's compiler.
 
-Describing a model needs PyTorch's compiler, because its optimizers do, and that takes longer to import than it takes to
-search all strategies. Each file says with which PyTorch and which code it was made. Where that is another, and for
-presets with options, the model is described anew. Who changes that code runs `python -m meshwright.described`.
+Why precomputed: describing a model builds its optimizer, which imports PyTorch's compiler, and that takes longer than
+searching all strategies. Each file records the PyTorch release and the code that made it. If either has changed, or if
+the preset has options, the model is described again. After changing that code, run `python -m meshwright.described`.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from meshwright.tracing.costs import measure_costs
 PACKAGE = Path(__file__).parent
 FOLDER = PACKAGE / "presets"
 PRECISION = "bf16"
-"""The one in which costs are kept; those of others are traced when somebody asks for them."""
+"""The precision whose costs are stored; other precisions are traced on demand."""
 CODE = (
     *("describe", "facts/costs.py", "facts/job.py", "facts/model.py", "facts/tensor.py", "tracing/costs.py"),
     *("tracing/meter.py", "build/precision.py", "strategies/forward.py"),
 )
-"""What a description depends on, of this package."""
+"""The files of this package that a description depends on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """A job with what is known of its model."""
+    """A job and what is known about its model."""
 
     job: Job
     facts: ModelFacts
     costs: dict[tuple[str, str], ModelCosts]
-    """By precision and recomputing; those that are known already."""
+    """Costs known so far, by precision and activation checkpointing."""
 
 
 def described(text: str) -> Described:
-    """A job as it is written on the command line; its model's description is looked up, or made."""
+    """Load a job as written on the command line, and look up or compute its model's description."""
     job = load_job(text)
     kept = _kept(text.removeprefix("preset:")) if text.startswith("preset:") else None
     if kept is None:
@@ -58,7 +58,7 @@ def described(text: str) -> Described:
 
 
 def keep(name: str) -> Path:
-    """Describe a preset, and write down what was found."""
+    """Describe a preset and store the result."""
     job = load_job(f"preset:{name}")
     facts = describe(job)
     costs = measure_costs(job, facts, PRECISION)
@@ -70,7 +70,7 @@ def keep(name: str) -> Path:
 
 @cache
 def made_with() -> str:
-    """Which PyTorch and which code."""
+    """The PyTorch release and a digest of the code that makes descriptions."""
     digest = hashlib.sha256()
     for part in CODE:
         for path in sorted((PACKAGE / part).rglob("*.py")) or [PACKAGE / part]:
@@ -80,14 +80,14 @@ def made_with() -> str:
 
 
 def written(name: str) -> dict[str, Any] | None:
-    """What was written down of a preset, with whatever."""
+    """The stored description of a preset, whichever PyTorch and code made it."""
     path = FOLDER / f"{name}.json.gz"
     document: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes())) if path.is_file() else {}
     return document or None
 
 
 def _kept(name: str) -> dict[str, Any] | None:
-    """The same if it holds here and now."""
+    """The stored description, if the current PyTorch and code made it."""
     document = written(name) if name in PRESETS else None
     return document if document and document["made_with"] == made_with() else None
 

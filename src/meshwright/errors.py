@@ -1,21 +1,21 @@
 """Every error that Meshwright raises on purpose.
 
-    MeshwrightError
-    ├── BadInput                 what was asked cannot be; exit 2, one sentence
-    │   ├── StrategyError        the strategy's text is wrong
-    │   │   ├── UnknownTerm          a term that is not in the grammar
-    │   │   ├── ContradictoryTerms   terms that exclude each other
-    │   │   └── NotBuiltYet          a term that parses, and whose engine is not there yet
-    │   ├── Refused              a sound strategy that this job or these ranks cannot take
-    │   ├── ClusterError         the cluster's text or file is wrong
-    │   ├── JobError             the job's file, model, sample or loss is wrong
-    │   ├── OutputError          a folder cannot be written
-    │   ├── Unreadable           a file of somebody else's is no plain file, too large, or not what it should be
-    │   ├── CheckpointError      a checkpoint is not there, or cannot be made or taken
-    │   │   ├── DamagedCheckpoint    its files are not what was written
-    │   │   └── WrongCheckpoint      a sound one of another model or optimizer
-    │   └── NonFiniteLoss        the loss stopped being a number
-    └── RankFailed               a rank ended with a traceback or a signal; exit 1
+        MeshwrightError
+        ├── BadInput                 the request cannot be met as written; exit 2, one sentence
+        │   ├── StrategyError        the strategy's text is wrong
+        │   │   ├── UnknownTerm          a term that is not in the grammar
+        │   │   ├── ContradictoryTerms   terms that exclude each other
+        │   │   └── NotBuiltYet          a valid term that no engine can run yet
+        │   ├── Refused              a valid strategy that this job or these ranks cannot run
+        │   ├── ClusterError         the cluster's text or file is wrong
+        │   ├── JobError             the job's file, model, sample or loss is wrong
+        │   ├── OutputError          a folder cannot be written
+        │   ├── Unreadable           an input file is not a regular file, too large, or malformed
+        │   ├── CheckpointError      a checkpoint is missing, or cannot be written or loaded
+        │   │   ├── DamagedCheckpoint    its files differ from what was written
+        │   │   └── WrongCheckpoint      an intact checkpoint of another model or optimizer
+        │   └── NonFiniteLoss        the loss became infinite or NaN
+        └── RankFailed               a rank ended with a traceback or a signal; exit 1
 
 Each message says what was asked, what was found and what to do.
 """
@@ -33,7 +33,7 @@ class MeshwrightError(Exception):
 
 
 class BadInput(MeshwrightError):
-    """The user can mend this by changing what was asked."""
+    """The user can fix this by changing the request."""
 
     exit_code = 2
 
@@ -51,11 +51,11 @@ class ContradictoryTerms(StrategyError):
 
 
 class NotBuiltYet(StrategyError):
-    """The term is part of the grammar, but no engine here runs it."""
+    """The term is part of the grammar, but no engine can run it yet."""
 
 
 class Refused(BadInput):
-    """A sound strategy that this job, these ranks or this device cannot take."""
+    """A valid strategy that this job, these ranks or this device cannot run."""
 
 
 class ClusterError(BadInput):
@@ -67,11 +67,11 @@ class JobError(BadInput):
 
 
 class OutputError(BadInput):
-    """A folder or file that was asked for cannot be written."""
+    """A requested folder or file cannot be written."""
 
 
 class Unreadable(BadInput):
-    """A file that was given cannot be read. `why` is the reason alone, for an error that says more."""
+    """An input file cannot be read. `why` is the bare reason, for errors that add to it."""
 
     def __init__(self, path: object, why: str, *, missing: bool = False) -> None:
         super().__init__(f"{path} cannot be read: {why}.")
@@ -79,25 +79,25 @@ class Unreadable(BadInput):
 
 
 class CheckpointError(BadInput):
-    """A checkpoint is not there, or cannot be made or taken."""
+    """A checkpoint is missing, or cannot be written or loaded."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """Files of a checkpoint are missing, foreign or not what was written; the message names file and parameter."""
+    """Files of a checkpoint are missing, unknown or changed; the message names the file and the parameter."""
 
 
 class WrongCheckpoint(CheckpointError):
-    """A sound checkpoint that does not fit the job: another model, another optimizer."""
+    """An intact checkpoint that does not fit the job: another model or another optimizer."""
 
 
 class NonFiniteLoss(BadInput):
-    """The loss became infinite or not a number; the message names step and rank."""
+    """The loss became infinite or NaN; the message names the step and the rank."""
 
 
 class RankFailed(MeshwrightError):
-    """A rank ended early, or hung. `traceback` is that rank's own, empty where a signal ended it.
+    """A rank ended early or hung. `traceback` is that rank's own, empty if a signal ended it.
 
-    `signal` names the one that ended it, and `ended_with` is the exit code of a rank that left without a word.
+    `signal` names the signal that ended it; `ended_with` is the exit code of a rank that left no message.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class RankFailed(MeshwrightError):
 
 
 def named(path: Path) -> str:
-    """A path as a user would write it: relative where it lies below the working folder."""
+    """A path as a user would write it: relative if it is inside the working folder."""
     return os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
 
 
 def one_line(error: BaseException) -> str:
-    """Somebody else's error as part of our sentence: its kind and first line, closed by one full stop."""
+    """Another library's error as part of our sentence: its class and first line, ending in one full stop."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}{': ' * bool(first)}{first}".rstrip(".") + "."

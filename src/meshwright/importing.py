@@ -1,4 +1,4 @@
-"""Imports without a search for garbage, of which they make none: PyTorch is a million objects, and they stay."""
+"""Import with the garbage collector off: PyTorch creates a million objects, and they live as long as the process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 RARELY = 50_000
-"""Objects after which the collector looks for garbage in a process that is gone soon; Python's own number is 700."""
+"""Allocations between garbage collections in a short-lived process; Python's default is 700."""
 
 
 @contextmanager
 def importing(*, briefly: bool = False) -> Iterator[None]:
-    """What is imported in here is not looked through, now or later. `briefly` is for a process that ends soon."""
+    """Exempt everything imported in this block from garbage collection. `briefly` is for short-lived processes."""
     gc.disable()
     try:
         yield

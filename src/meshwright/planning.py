@@ -1,4 +1,4 @@
-"""The planner put together: jobs are described and traced here, and the planner is handed what was found."""
+"""The planner's front door: describes and traces a job, and hands the results to the pure planner."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from meshwright.runtime.probe_machine import local_cluster
 from meshwright.tracing.costs import measure_costs
 
 PATIENCE = 10.0
-"""Seconds for tracing finalists: as many as fit in, going by the one before, and the first in any case."""
+"""Time budget in seconds for tracing finalists; the first one is always traced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +42,17 @@ class Wishes:
 
     allowed: Allowed = field(default_factory=Allowed)
     strategies: tuple[str, ...] = ()
-    """Only these, instead of all that are allowed."""
+    """Consider only these, instead of everything that is allowed."""
     fast: bool = False
-    """Whether to leave the finalists untraced."""
+    """Whether to skip tracing the finalists."""
     finalists: int = 3
     listed: int = 10
     global_batch: int | None = None
-    """Instead of the job's own."""
+    """Overrides the job's global batch."""
     calibration: Calibration | None = None
-    """Factors that were fitted to the user's own runs."""
+    """Correction factors fitted to the user's own runs."""
     against: Imported | None = None
-    """A choice that was not ours, to be held against the plans."""
+    """A config that the user already has, to be ranked against the plans."""
 
     @property
     def fitted(self) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ class Wishes:
 
 
 def plan(job: Job, cluster: Cluster, wishes: Wishes | None = None, *, name: str = "job") -> Ranking:
-    """All strategies for a job on a cluster, ranked; the finalists traced unless that is not wished."""
+    """Rank all strategies for a job on a cluster, and trace the finalists unless `fast` is set."""
     wishes, started = wishes or Wishes(), time.perf_counter()
     planner = Planner(job, describe(job), wishes.global_batch or job.global_batch, wishes.calibration)
     return rank(planner, cluster, wishes, name=name, started=started)
@@ -69,7 +69,7 @@ def plan(job: Job, cluster: Cluster, wishes: Wishes | None = None, *, name: str 
 def rank(
     planner: Planner, cluster: Cluster, wishes: Wishes, *, name: str = "job", started: float | None = None
 ) -> Ranking:
-    """The same by a planner that is kept, for who asks again and again. Its clock runs from `started`, if told."""
+    """Rank with a planner that the caller keeps for further requests. The clock starts at `started` if given."""
     started, known = started or time.perf_counter(), len(planner.notes)
     found = planner.search(cluster, wishes)
     plans = choose(planner.setting(cluster), best_of_each_kind(found.plans))
@@ -89,14 +89,14 @@ def rank(
 
 
 def open_planner(job: str, wishes: Wishes) -> Planner:
-    """A planner for a job as it is written on the command line."""
+    """Make a planner for a job as written on the command line."""
     known = described(job)
     batch = wishes.global_batch or known.job.global_batch
     return Planner(known.job, known.facts, batch, wishes.calibration, known.costs)
 
 
 def read_cluster(text: str) -> Cluster:
-    """The cluster that a text names, this machine looked at where it says `local`."""
+    """The cluster that a text names; `local` describes this machine."""
     cluster = Cluster.parse(text)
     return local_cluster() if cluster.device == LOCAL else cluster
 
@@ -104,7 +104,7 @@ def read_cluster(text: str) -> Cluster:
 def read_allowed(
     *, precision: str, recompute: str, offload: str, compile: bool, tensor: bool, pipeline: bool
 ) -> Allowed:
-    """What the command line's words allow; an unknown one is an error that names the known ones."""
+    """Parse the command line's choices; an unknown word is an error that lists the valid ones."""
     left = _words("offload", offload, ("none", "optimizer", "params"))
     return Allowed(
         precisions=_words("precision", precision, BUILT),
@@ -125,7 +125,7 @@ def _words(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Planner:
-    """One described job, planned for as many clusters and wishes as one likes."""
+    """Plans one described job for any number of clusters and requests."""
 
     def __init__(
         self,
@@ -135,11 +135,11 @@ class Planner:
         calibration: Calibration | None = None,
         costs: dict[tuple[str, str], ModelCosts] | None = None,
     ) -> None:
-        """`costs` are those that were traced before, by precision and recomputing; what is traced now is added."""
+        """`costs` are traced costs by precision and activation checkpointing; new ones are added to it."""
         self.job, self.facts, self.global_batch = job, facts, global_batch
         self._calibration = calibration or Calibration()
         self.notes: list[str] = []
-        """What a user should know of how plans were made."""
+        """What a user should know about how the plans were made."""
         self._costs = {} if costs is None else costs
         self._settings: dict[Cluster, Setting] = {}
 
@@ -157,7 +157,7 @@ class Planner:
         return self._settings[cluster]
 
     def search(self, cluster: Cluster, wishes: Wishes) -> Found:
-        """Think through all that is allowed, or just what is named."""
+        """Evaluate every allowed strategy, or only the named ones."""
         if wishes.strategies:
             return self.search_named(cluster, [Strategy.parse(text) for text in wishes.strategies])
         for precision, recompute in product(wishes.allowed.precisions, wishes.allowed.recompute):
@@ -165,20 +165,20 @@ class Planner:
         return search(self.setting(cluster), candidates(self.facts, cluster, self.global_batch, wishes.allowed))
 
     def search_named(self, cluster: Cluster, strategies: Sequence[Strategy]) -> Found:
-        """Think through these and no others."""
+        """Evaluate exactly these strategies."""
         for strategy in strategies:
             self._measure(strategy.precision, strategy.recompute)
         return search(self.setting(cluster), strategies, time_all=True)
 
     def _measure(self, precision: str, recompute: str) -> None:
-        """Costs under a policy; each precision is traced once."""
+        """Make sure that costs are known under a policy; each precision is traced once."""
         if (precision, "none") not in self._costs:
             self._costs[precision, "none"] = measure_costs(self.job, self.facts, precision)
         self._costs.setdefault((precision, recompute), self._costs[precision, "none"].recomputed(recompute))
 
     def trace_first(self, cluster: Cluster, plans: list[Plan], count: int) -> list[Plan]:
-        """The first plans with their memory traced; one that turns out not to fit gives way to the next."""
-        from meshwright.tracing import trace_roles  # a plan without traces need not wait for all that it imports
+        """Trace the memory of the first plans; a plan that turns out not to fit is replaced by the next."""
+        from meshwright.tracing import trace_roles  # slow import that plans without traces do not need
 
         setting, rest = self.setting(cluster), list(plans)
         traced: list[Plan] = []
@@ -188,7 +188,7 @@ class Planner:
             try:
                 traces = trace_roles(self._short(plan.strategy), self.facts, plan.strategy, cluster.devices)
             except MeshwrightError as error:
-                self.notes.append(f"{plan.strategy} could not be traced, and stays an account: {error}")
+                self.notes.append(f"{plan.strategy} could not be traced; its closed-form forecast is kept: {error}")
                 traced.append(plan)
                 continue
             checked = with_traces(setting, plan, traces)
@@ -197,17 +197,17 @@ class Planner:
         return [*traced, *rest]
 
     def _short(self, strategy: Strategy) -> Job:
-        """The job with a batch that is just enough to fill the strategy: more of the same takes no more memory."""
+        """The job with the smallest batch that fills the strategy: a larger one needs no more memory."""
         size, count = cut_batch(strategy, self.global_batch)
         enough = min(count, strategy.stage_ranks + 1)
         return replace(self.job, global_batch=size * enough * strategy.data_ranks)
 
     def advise(self, cluster: Cluster, wishes: Wishes, found: Found) -> tuple[str, ...]:
-        """What would make it fit."""
+        """Suggest changes that would make the job fit."""
         tightest = min(found.unfit, key=lambda plan: plan.forecast.peak, default=None)
         offloaded = {"recompute": ("full",), "offload": ("optimizer",)}
         tries: list[tuple[str, Callable[[], Plan | None]]] = [
-            ("Recomputing all activations (--ac full)", partial(self._first, cluster, wishes, recompute=("full",))),
+            ("Full activation checkpointing (--ac full)", partial(self._first, cluster, wishes, recompute=("full",))),
             ("Offloading the optimizer (--offload optimizer)", partial(self._first, cluster, wishes, **offloaded)),
         ]
         for times in (2, 4, 8):
@@ -222,5 +222,5 @@ class Planner:
 
 
 def named_strategies(words: Sequence[str]) -> tuple[str, ...]:
-    """Strategies as they were written, each checked."""
+    """Parse and reprint each strategy, so that mistakes are reported early."""
     return tuple(str(Strategy.parse(word)) for word in words)

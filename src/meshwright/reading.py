@@ -1,7 +1,7 @@
-"""Files that others wrote, read within limits: a config, a plan, a table of runs, a checkpoint's manifest.
+"""Read untrusted files within limits: configs, plans, tables of runs, checkpoint manifests.
 
-Only plain files are opened, so a pipe or a device cannot hang the reader. Size, values, depth, aliases and the length
-of numbers are bounded, so a small file cannot become a large one in memory. All that is wrong is an `Unreadable`.
+Only regular files are opened, so a pipe or a device cannot hang the reader. Size, number of values, depth, aliases and
+length of numbers are bounded, so a small file cannot grow large in memory. Every problem raises `Unreadable`.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from meshwright.units import KIB, MIB, show_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much of a file is taken before it is refused."""
+    """How large a file and its content may be."""
 
     bytes: int = 8 * MIB
     values: int = 250_000
-    """Of lists and tables together, every alias counted as what it stands for."""
+    """Values in all lists and tables together; an alias counts as what it refers to."""
     depth: int = 64
-    """Lists and tables within each other."""
+    """Nesting depth of lists and tables."""
     digits: int = 100
-    """Of a whole number: a hundred still fit a float."""
+    """Digits of an integer: a hundred still fit a float."""
     finite: bool = True
-    """Whether infinities, what is no number and longer numbers are refused."""
+    """Whether infinities, NaN and longer integers are refused."""
     infinite: bool = False
-    """Whether infinities are taken all the same."""
+    """Whether infinities are accepted even so."""
 
 
 SETTINGS = Limits()
 YAML = Limits(bytes=256 * KIB, values=20_000)
-"""YAML is read at a hundredth of JSON's speed."""
+"""YAML is parsed about a hundred times slower than JSON."""
 TOML = Limits(infinite=True)
-"""TOML has a word for infinity, and torchtitan's `max_norm = inf` does not clip."""
+"""TOML can express infinity, and torchtitan's `max_norm = inf` means no clipping."""
 _TOO_DEEP = "it nests lists and tables deeper than {}"
 _DOTS = 1000
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -50,24 +50,24 @@ _NUMBER = re.compile(r"[-+.]?\d")
 
 
 def refuse_special(path: Path) -> None:
-    """For files that a library opens itself: a pipe would hang it."""
+    """Refuse pipes and devices, which would hang a library that opens the path itself."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise Unreadable(path, "it is no plain file")
+            raise Unreadable(path, "it is not a regular file")
     except (OSError, ValueError) as error:
         raise Unreadable(path, getattr(error, "strerror", None) or str(error)) from None
 
 
 def read_bytes(path: Path, limit: int = SETTINGS.bytes) -> bytes:
-    """All bytes of a plain file that is not larger than `limit`."""
+    """All bytes of a regular file of at most `limit` bytes."""
     try:
-        # A pipe without a writer would hang an open that blocks.
+        # A blocking open would hang on a pipe that has no writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
-                raise Unreadable(path, "it is no plain file")
-            # Files of /proc have no size before they are read.
+                raise Unreadable(path, "it is not a regular file")
+            # Files under /proc report no size before they are read.
             with os.fdopen(descriptor, "rb", closefd=False) as file:
                 content = file.read(limit + 1) if found.st_size <= limit else b""
         finally:
@@ -81,15 +81,15 @@ def read_bytes(path: Path, limit: int = SETTINGS.bytes) -> bytes:
 
 
 def read_text(path: Path, limit: int = SETTINGS.bytes) -> str:
-    """A plain file's UTF-8 text."""
+    """The UTF-8 text of a regular file."""
     try:
         return read_bytes(path, limit).decode("utf-8")
     except UnicodeDecodeError:
-        raise Unreadable(path, "it is not text in UTF-8") from None
+        raise Unreadable(path, "it is not UTF-8 text") from None
 
 
 def read_json(path: Path, limits: Limits = SETTINGS) -> Any:
-    """A plain file's JSON."""
+    """The parsed JSON of a regular file."""
     text = read_text(path, limits.bytes)
     try:
         return parse_json(text, limits)
@@ -98,8 +98,8 @@ def read_json(path: Path, limits: Limits = SETTINGS) -> Any:
 
 
 def parse_json(text: str, limits: Limits = SETTINGS, **hooks: Any) -> Any:
-    """JSON within limits; ValueError says what is wrong. `hooks` go to the parser."""
-    # Before anything is made: each of these characters outside a string is one more value.
+    """Parse JSON within limits; ValueError says what is wrong. `hooks` go to the parser."""
+    # Checked before parsing: outside of strings, each of these characters adds one value.
     if _commas(text) > limits.values and _commas(_STRING.sub("", text)) > limits.values:
         raise ValueError(f"it holds more than {limits.values} values")
     try:
@@ -112,8 +112,8 @@ def parse_json(text: str, limits: Limits = SETTINGS, **hooks: Any) -> Any:
 
 
 def parse_toml(text: str, limits: Limits = TOML) -> dict[str, Any]:
-    """TOML within limits; ValueError says what is wrong."""
-    # The parser copies a dotted key for each of its levels.
+    """Parse TOML within limits; ValueError says what is wrong."""
+    # The parser copies a dotted key once for each of its levels.
     if any(line.count(".") > _DOTS for line in text.splitlines()):
         raise ValueError(f"one of its lines has more than {_DOTS} dots")
     try:
@@ -125,12 +125,12 @@ def parse_toml(text: str, limits: Limits = TOML) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, limits: Limits = YAML) -> Any:
-    """YAML's plain types within limits; ValueError says what is wrong."""
+    """Parse YAML's plain types within limits; ValueError says what is wrong."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     if len(text) > limits.bytes:
-        raise ValueError(f"it is larger than {show_bytes(limits.bytes)}, the most that is read of YAML")
+        raise ValueError(f"it is larger than {show_bytes(limits.bytes)}, the limit for YAML")
     try:
         _refuse_bomb(yaml.parse(text, loader), limits)
         return _checked(yaml.load(text, loader), limits)  # both are safe loaders
@@ -140,7 +140,7 @@ def parse_yaml(text: str, limits: Limits = YAML) -> Any:
 
 
 def shown(value: Any, length: int = 60) -> str:
-    """A value of somebody else's as part of our sentence."""
+    """A foreign value as part of our sentence, shortened."""
     text = repr(value)
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
@@ -150,7 +150,7 @@ def _commas(text: str) -> int:
 
 
 def _checked(value: Any, limits: Limits) -> Any:
-    """The value itself; ValueError where it is too deep, or holds a number that is too long or none."""
+    """Return the value; ValueError if it is nested too deeply or holds a number that is too long or not finite."""
     level, depth = [value], 0
     while level:
         depth += 1
@@ -172,13 +172,13 @@ def _refuse_numbers(values: list[Any], limits: Limits) -> None:
     largest = 10**limits.digits
     for number in values:
         if isinstance(number, float) and (math.isnan(number) or (math.isinf(number) and not limits.infinite)):
-            raise ValueError(f"it holds {number}, and only finite numbers are read")
+            raise ValueError(f"it holds {number}, but numbers must be finite")
         if isinstance(number, int) and abs(number) >= largest:
-            raise ValueError(f"it holds a whole number of more than {limits.digits} digits")
+            raise ValueError(f"it holds an integer of more than {limits.digits} digits")
 
 
 def _refuse_bomb(events: Iterator[Any], limits: Limits) -> None:
-    """Count what YAML would make before it makes it: aliases of aliases grow without end, and so do merged tables."""
+    """Count what YAML would create before creating it: nested aliases and merged tables grow exponentially."""
     sizes: dict[str, int] = {}
     open_nodes: list[list[Any]] = [["", 0]]  # anchor and values so far
     for event in events:
@@ -196,9 +196,9 @@ def _refuse_bomb(events: Iterator[Any], limits: Limits) -> None:
                 raise ValueError(f"it holds a number of {len(event.value)} characters")
         elif kind == "AliasEvent":
             if event.anchor not in sizes:
-                raise ValueError(f"its alias *{event.anchor} stands for nothing before it, or for what it is in")
+                raise ValueError(f"its alias *{event.anchor} refers to no earlier anchor, or to its own parent")
             open_nodes[-1][1] += sizes[event.anchor]
         if len(open_nodes) - 1 > limits.depth:
             raise ValueError(_TOO_DEEP.format(limits.depth))
         if open_nodes[-1][1] > limits.values:
-            raise ValueError(f"it holds more than {limits.values} values, aliases counted as what they stand for")
+            raise ValueError(f"it holds more than {limits.values} values with aliases expanded")

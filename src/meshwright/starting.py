@@ -1,4 +1,4 @@
-"""A job laid out over ranks, under the strategy that was named or the one that the planner chooses for `auto`."""
+"""Set up a job under the named strategy, or under the one that the planner chooses for `auto`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshwright.runtime.run import Run
 
 
 def choose_strategy(job: Job, wanted: Strategy, cluster: Cluster) -> Plan:
-    """The plan for `auto`: axes are the planner's to choose, and policies as far as `wanted` leaves them open."""
+    """The plan for `auto`: the planner chooses the axes, and any policy that `wanted` leaves open."""
     allowed = Allowed(
         precisions=(wanted.precision,),
         recompute=(wanted.recompute,) if wanted.recompute != "none" else ("none", "selective", "full"),
@@ -38,9 +38,9 @@ def choose_strategy(job: Job, wanted: Strategy, cluster: Cluster) -> Plan:
 def resolve_auto(
     job: Job, strategy: Strategy | str, *, ranks: int | None = None, device: str | None = None
 ) -> Strategy:
-    """The strategy as it was written, or what the planner chose where it says `auto`.
+    """The strategy as written, or the planner's choice if it says `auto`.
 
-    It is chosen for so many ranks of this machine, or for those that a launcher gave; every rank chooses the same.
+    The choice is made for `ranks` ranks of this machine, or for the launcher's; every rank makes the same choice.
     """
     wanted = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     if not wanted.auto:
@@ -62,10 +62,11 @@ def setup(
     world: World | None = None,
     deepspeed_config: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Lay a job out under a strategy over the ranks that this process was launched among; alone if it was not.
+    """Set up a job under a strategy on the ranks that this process was launched with, or on this process alone.
 
-    `auto` asks the planner for the strategy that is fastest here. `deepspeed_config` is what DeepSpeed's own JSON file
-    holds, for `engine=deepspeed`.
+    `auto` asks the planner for the fastest strategy here. `deepspeed_config` is the content of DeepSpeed's own JSON
+    file,
+    for `engine=deepspeed`.
     """
     chosen = resolve_auto(job, strategy, ranks=1, device=device)
     return run.setup(

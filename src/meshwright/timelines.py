@@ -1,8 +1,8 @@
-"""Timelines of pipelines that nobody ran: the schedule's actions, played through with forecast times of the stages.
+"""Forecast timelines of pipelines: simulate a schedule with the stages' forecast times.
 
     forecast_timeline(planner.setting(cluster), strategy)
 
-Beside the ranking's closed form this is the other way to the same step: every wait falls out of who waits for whom.
+The ranking uses a closed form; this simulation reaches the same step time, with every wait traced to a dependency.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.planner.time import Pass, Site, forecast_time, stage_passes
 from meshwright.schedules import Action, Kind, Schedule, Span, make, simulate
 
 LARGEST = 20_000
-"""Actions of a schedule that is still played through."""
+"""The largest schedule, in actions, that is still simulated."""
 KINDS = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.BACKWARD_INPUT: INPUT, Kind.BACKWARD_WEIGHT: WEIGHT}
 
 Parts = Mapping[str, float]
@@ -30,22 +30,23 @@ Parts = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """Seconds by cause of one micro-batch on one stage."""
+    """Seconds by cause for one micro-batch on one stage."""
 
     forward: Parts
     backward: Parts
 
     @property
     def weight_share(self) -> float:
-        """Of backward, what the weights' part takes: a product's weight gradient costs what its forward does.
+        """Share of backward spent on weight gradients: a matmul's weight gradient costs as much as its forward pass.
 
-        What is recomputed comes before the inputs' part, so with recomputing this is a third rather than a half.
+        Recomputation comes before the input gradients, so with activation checkpointing this is a third rather than a
+        half.
         """
         backward = sum(self.backward.values())
         return min(0.5, sum(self.forward.values()) / backward) if backward else 0.5
 
     def parts(self, kind: Kind) -> Parts:
-        """Causes that take no time are left out."""
+        """Seconds by cause for one action; causes that take no time are left out."""
         share = {Kind.BACKWARD_INPUT: 1 - self.weight_share, Kind.BACKWARD_WEIGHT: self.weight_share}.get(kind, 1.0)
         whole = self.forward if kind is Kind.FORWARD else self.backward
         return {cause: seconds * share for cause, seconds in whole.items() if seconds}
@@ -56,16 +57,16 @@ class _Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class _Around:
-    """What a step has beside the schedule."""
+    """What a step spends outside the schedule."""
 
     send: float
-    """Seconds that a result is under way to the next stage."""
+    """Seconds for sending an activation or gradient to the next stage."""
     data: Parts
     update: Parts
 
 
 def first_timeline(setting: Setting, plans: Iterable[Plan], *, largest: int = LARGEST) -> Timeline | None:
-    """Of the first plan that has a pipeline of at most so many actions; None where no plan has."""
+    """Timeline of the first pipelined plan with at most `largest` actions, or None."""
     for plan in plans:
         if plan.strategy.stage_axis and count_actions(setting, plan.strategy) <= largest:
             return forecast_timeline(setting, plan.strategy)
@@ -79,9 +80,9 @@ def count_actions(setting: Setting, strategy: Strategy) -> int:
 
 
 def forecast_timeline(setting: Setting, strategy: Strategy) -> Timeline:
-    """One step of a resolved strategy; `Refused` where it has no pipeline."""
+    """Timeline of one step under a resolved strategy; `Refused` if it has no pipeline."""
     if not strategy.stage_axis:
-        raise Refused(f"{strategy} has no pipeline, so there is no timeline of one; name a strategy with pp=N.")
+        raise Refused(f"{strategy} has no pipeline, so it has no timeline; choose a strategy with pp=N.")
     arrangement = arrange(strategy, setting.facts, setting.global_batch)
     stages, around = _seconds(setting, arrangement)
     schedule = make(arrangement.schedule, arrangement.stage_ranks, arrangement.micro_batches)
@@ -133,7 +134,7 @@ def _stage(calibration: Calibration, forward: Pass, backward: Pass) -> _Stage:
 def _passes(
     schedule: Schedule, spans: tuple[tuple[Span, ...], ...], stages: list[_Stage], send: float
 ) -> Iterator[Piece]:
-    """Every action, and what it sends on."""
+    """Every action, and the message that it sends."""
     for span in (span for row in spans for span in row):
         action = span.action
         yield Piece(
@@ -159,7 +160,7 @@ def _passes(
 
 
 def _receiver(schedule: Schedule, action: Action) -> int | None:
-    """The rank that waits for an action's result, if one does."""
+    """The rank that waits for an action's result, if any."""
     if action.kind is Kind.BACKWARD_WEIGHT:
         return None
     stage = action.stage + (1 if action.kind is Kind.FORWARD else -1)
@@ -167,7 +168,7 @@ def _receiver(schedule: Schedule, action: Action) -> int | None:
 
 
 def _ending(spans: tuple[tuple[Span, ...], ...], around: _Around) -> Iterator[Piece]:
-    """Gradients are summed once a rank is through; all meet before the update, which the clipped norm waits for."""
+    """A rank reduces its gradients when it is done; the update waits for all ranks, because clipping does."""
     sums, updates = sum(around.data.values()), sum(around.update.values())
     meet = max(row[-1].end for row in spans) + sums
     for rank, row in enumerate(spans):

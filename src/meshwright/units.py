@@ -1,4 +1,4 @@
-"""Bytes, seconds and counts as people write them: `39.4 GiB`, `312 ms`, `70B`."""
+"""Format and parse bytes, seconds and counts: `39.4 GiB`, `312 ms`, `70B`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
-# Largest first: the first unit that the amount fills is the one shown.
+# Largest first: the first unit that the amount reaches is shown.
 _BYTES = {"TiB": float(TIB), "GiB": float(GIB), "MiB": float(MIB), "KiB": float(KIB), "B": 1.0}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _COUNTS = {"T": 1e12, "B": 1e9, "M": 1e6, "K": 1e3, "": 1.0}
 
-# Vendors' decimal units are read, never written.
+# Decimal units are parsed, because vendors use them, but never printed.
 _READ_BYTES = _BYTES | {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3}
 
 
@@ -78,5 +78,5 @@ def _parse(text: str, units: dict[str, float], *, example: str) -> float:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if found is None or found[2].lower() not in by_name:
         known = ", ".join(unit for unit in units if unit)
-        raise ValueError(f"Cannot read {text!r}: write a number and a unit, as in {example} (units: {known}).")
+        raise ValueError(f"Cannot read {text!r}: write a number and a unit, such as {example} (units: {known}).")
     return float(found[1]) * by_name[found[2].lower()]

@@ -1,4 +1,4 @@
-"""The planner held against measured runs: every row's decoder is built, described and traced, and its run forecast."""
+"""Score the planner against measured runs: build, describe and trace each row's decoder, and forecast its run."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from meshwright.planner.stagewise import Loads
 from meshwright.tracing.costs import measure_costs
 
 Progress = Callable[[int, int], None]
-"""Told how many of how many are done."""
+"""Called with the number of finished rows and the total."""
 
 
 def validate_rows(path: Path, progress: Progress = lambda done, total: None) -> list[Outcome]:
-    """What the planner says of every measured run in a CSV file."""
+    """Forecast every measured run in a CSV file."""
     rows = read_rows(path)
     shapes = _Shapes()
     outcomes = []
@@ -48,7 +48,7 @@ def _outcome(row: Row, shapes: _Shapes) -> Outcome:
 
 
 class _Shapes:
-    """Decoders by shape, each described and traced once."""
+    """Describes and traces each decoder shape once."""
 
     def __init__(self) -> None:
         self._facts: dict[tuple[Shape, str], tuple[Job, ModelFacts, dict[tuple[str, str], ModelCosts]]] = {}
@@ -83,5 +83,5 @@ _JOBS: dict[str, Callable[[Shape], Job]] = {
 
 
 def unexplained(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Runs that failed though by our account they fit: not for memory, or we are wrong."""
+    """Runs that failed although the forecast fits: they failed for another reason, or the forecast is wrong."""
     return [outcome for outcome in outcomes if not outcome.row.fits and outcome.fits]

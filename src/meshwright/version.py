@@ -1,3 +1,3 @@
-"""Which Meshwright this is; checkpoints say which one wrote them."""
+"""Meshwright's version, which checkpoints record."""
 
 VERSION = "0.1.0"

@@ -1,6 +1,7 @@
 """A save that fails says why on all ranks, leaves nothing behind and nothing changed, and the next one works."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def run() -> Run:
 def test_one_process(run: Run, tmp_path: Path, limit: int, background: bool) -> None:
     """From the first bytes on, and in the middle of the data."""
     said = programs.limited(run.world, setting("single"), str(tmp_path), [limit], background)
-    assert said == ["The checkpoint could not be written by rank 0: File too large."] * 2
+    assert said == ["Rank 0 could not write the checkpoint: File too large."] * 2
 
 
 @pytest.mark.parametrize("name", [MANIFEST, DIGESTS])
@@ -63,7 +64,7 @@ def test_what_is_written_last(run: Run, tmp_path: Path, name: str, background: b
         path.write_text(text)
 
     said = programs.survive(run.world, setting("single"), tmp_path, full, background)
-    assert said == ["The checkpoint could not be written by rank 0: No space left on device."] * 2
+    assert said == ["Rank 0 could not write the checkpoint: No space left on device."] * 2
 
 
 @pytest.mark.slow
@@ -72,7 +73,7 @@ def test_what_is_written_last(run: Run, tmp_path: Path, name: str, background: b
 def test_one_of_two_ranks(two_ranks: RankPool, tmp_path: Path, rank: int, background: bool) -> None:
     limits = [None if other != rank else 1000 for other in range(2)]
     for said in two_ranks(programs.limited, setting("zero1"), str(tmp_path), limits, background):
-        assert said == [f"The checkpoint could not be written by rank {rank}: File too large."] * 2
+        assert said == [f"Rank {rank} could not write the checkpoint: File too large."] * 2
 
 
 @pytest.mark.slow
@@ -88,7 +89,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 2 * 2 * (1 + 2)
-    assert all(line.startswith("The checkpoint could not be written by rank ") for line in lines)
+    assert all(re.match(r"Rank \d+ could not write the checkpoint: ", line) for line in lines)
     assert all(line.endswith(": No space left on device.") for line in lines)
 
 
@@ -116,7 +117,7 @@ def test_something_in_the_way(run: Run, tmp_path: Path) -> None:
     (tmp_path / "taken" / "mine").touch()
     (tmp_path / "file").write_text("mine")
     for name in ("taken", "file"):
-        with pytest.raises(OutputError, match=f"{name} is there already and not empty"):
+        with pytest.raises(OutputError, match=f"{name} already exists and is not empty"):
             run.save(tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken"]
     (tmp_path / "empty").mkdir()
@@ -136,7 +137,7 @@ def test_relative_paths(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_ranks_that_cannot_write(two_ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for said in two_ranks(programs.try_to_save, setting("zero1"), str(tmp_path / "file" / "checkpoint")):
-        assert said == "The checkpoint could not be written by rank 0: Not a directory."
+        assert said == "Rank 0 could not write the checkpoint: Not a directory."
 
 
 def test_waiting_tells_what_the_background_did(run: Run, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_no_checkpoint(run: Path, there: list[str]) -> None:
     run.mkdir()
     for name in there:
         (run / name).mkdir()
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         find_checkpoint(run)
 
 
@@ -105,7 +105,7 @@ def test_no_folder(run: Path) -> None:
 
 def test_a_file_is_no_run(run: Path) -> None:
     run.write_text("a file")
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         find_checkpoint(run)
 
 
@@ -209,7 +209,7 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     refuse_existing(tmp_path / "empty")
     (tmp_path / "full" / "inner").mkdir(parents=True)
-    with pytest.raises(OutputError, match="full is there already and not empty"):
+    with pytest.raises(OutputError, match="full already exists and is not empty"):
         refuse_existing(tmp_path / "full")
 
 

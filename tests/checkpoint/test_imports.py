@@ -154,7 +154,7 @@ def test_any_name_of_a_tied_parameter_will_do(weights: dict[str, torch.Tensor], 
         ({"blocks.0.up.bias": None}, "lacks blocks.0.up.bias, which the job's model has"),
         ({f"blocks.{at}.up.bias": None for at in range(3)} | {"blocks.0.down.bias": None}, "and 1 more, which the job"),
         ({"new": torch.ones(1)}, "has new, which the job's model does not have"),
-        ({"blocks.0.up.bias": torch.ones(3)}, "blocks.0.up.bias in the shape (3,), and in the job's model it is (48,)"),
+        ({"blocks.0.up.bias": torch.ones(3)}, "blocks.0.up.bias of shape (3,), but in the job's model it is (48,)"),
         ({"module.blocks.0.up.bias": torch.ones(3)}, "has module.blocks.0.up.bias, which the job's model does not"),
     ],
 )
@@ -178,7 +178,7 @@ def test_nothing_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     for zipped in (True, False):
         write(Path("w.pt"), {"a": torch.ones(1), "b": Evil()}, _use_new_zipfile_serialization=zipped)
-        with pytest.raises(CheckpointError, match=r"holds a posix\.system, and only tensors are read"):
+        with pytest.raises(CheckpointError, match=r"holds a posix\.system, but only tensors can be read"):
             import_weights(Path("w.pt"), Path("run"))
     assert everything_below(tmp_path) == ["w.pt"]
 
@@ -186,13 +186,13 @@ def test_nothing_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ([torch.ones(1)], "holds no state_dict, but list"),
-        ({}, "holds no state_dict"),
-        ({"a": torch.ones(1), "lr": 0.1}, "holds 'lr', which is no plain tensor"),
-        ({0: torch.ones(1)}, "holds 0, which is no plain tensor"),
-        ({"a": torch.ones(2, 2).to_sparse()}, "holds 'a', which is no plain tensor"),
-        ({"a": torch.ones(2, device="meta")}, "holds 'a', which is no plain tensor"),
-        ({"a": torch.ones(2, dtype=torch.complex128)}, "has a in torch.complex128, which a checkpoint cannot hold"),
+        ([torch.ones(1)], "it holds a list"),
+        ({}, "it holds a dict"),
+        ({"a": torch.ones(1), "lr": 0.1}, "holds 'lr', which is not a plain tensor"),
+        ({0: torch.ones(1)}, "holds 0, which is not a plain tensor"),
+        ({"a": torch.ones(2, 2).to_sparse()}, "holds 'a', which is not a plain tensor"),
+        ({"a": torch.ones(2, device="meta")}, "holds 'a', which is not a plain tensor"),
+        ({"a": torch.ones(2, dtype=torch.complex128)}, "has a in torch.complex128, which a checkpoint cannot store"),
     ],
 )
 def test_files_that_hold_something_else(tmp_path: Path, content: Any, says: str) -> None:
@@ -208,7 +208,7 @@ def test_half_a_file(tmp_path: Path, name: str, kept: int) -> None:
     tensors = {"a": torch.randn(50, 50)}
     save_file(tensors, tmp_path / name) if name.endswith("safetensors") else write(tmp_path / name, tensors)
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:kept])
-    with pytest.raises(CheckpointError, match="is no sound file of"):
+    with pytest.raises(CheckpointError, match="is not a valid"):
         import_weights(tmp_path / name, tmp_path / "run")
     assert everything_below(tmp_path) == [name]
 
@@ -224,12 +224,12 @@ def index(folder: Path, where: Any) -> Path:
 @pytest.mark.parametrize(
     ("where", "says"),
     [
-        ({"weight_map": {"a": "gone.safetensors"}}, "names the file 'gone.safetensors', which is not beside it"),
-        ({"weight_map": {"a": "../outside.safetensors"}}, "'../outside.safetensors', which is not beside it"),
+        ({"weight_map": {"a": "gone.safetensors"}}, "names the file 'gone.safetensors', which is not next to it"),
+        ({"weight_map": {"a": "../outside.safetensors"}}, "'../outside.safetensors', which is not next to it"),
         ({"weight_map": {"b": "shard.safetensors"}}, "says that b is in shard.safetensors, where it is not"),
         ({"weight_map": ["a"]}, "has no weight_map"),
         ({"weight_map": {}}, "has no weight_map"),
-        ([], "holds no JSON object"),
+        ([], "is not a JSON object"),
     ],
 )
 def test_a_wrong_index(tmp_path: Path, where: Any, says: str) -> None:
@@ -246,8 +246,8 @@ def test_places_that_cannot_be(saved: Path, weights: dict[str, torch.Tensor], tm
     for source, says in [
         (tmp_path / "nowhere", "does not exist"),
         (tmp_path / "empty", "holds no weights"),
-        (tmp_path / "notes.txt", "is no file of weights"),
-        (saved, "of Meshwright's own making"),
+        (tmp_path / "notes.txt", "is not a weights file"),
+        (saved, "is a Meshwright checkpoint"),
     ]:
         with pytest.raises(CheckpointError, match=says):
             import_weights(source, tmp_path / "run")
@@ -264,7 +264,7 @@ def test_a_run_that_has_checkpoints_is_refused(weights: dict[str, torch.Tensor],
     path = write(tmp_path / "w.pt", weights)
     import_weights(path, tmp_path / "run")
     before = everything_below(tmp_path)
-    with pytest.raises(OutputError, match="has checkpoints already"):
+    with pytest.raises(OutputError, match="already has checkpoints"):
         import_weights(path, tmp_path / "run")
     assert everything_below(tmp_path) == before
 

@@ -30,7 +30,7 @@ def test_a_sound_one(manifest: Manifest, tmp_path: Path) -> None:
 def test_a_missing_box(manifest: Manifest) -> None:
     first, _ = manifest.tensors["model/a"].chunks
     (damage,) = find_gaps(with_chunks(manifest, first))
-    assert str(damage) == "checkpoint.json lists boxes that do not make up the whole: model/a"
+    assert str(damage) == "checkpoint.json lists boxes that do not cover the tensor: model/a"
 
 
 def test_boxes_that_overlap(manifest: Manifest) -> None:

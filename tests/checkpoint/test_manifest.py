@@ -79,7 +79,7 @@ def test_as_it_was_written(saved: Path) -> None:
 @pytest.mark.parametrize("version", [VERSION + 1, 99, 10**30])
 def test_a_newer_version_says_which_to_use(saved: Path, folder: Path, version: int) -> None:
     write(folder, json.dumps(document(saved) | {"version": version, "a new field": 1}))
-    with pytest.raises(WrongCheckpoint, match=f"format version {version}; .* use the newer one"):
+    with pytest.raises(WrongCheckpoint, match=f"format version {version}; .* use a newer"):
         read_manifest(folder)
 
 
@@ -119,7 +119,7 @@ def test_foreign_text(folder: Path, text: str) -> None:
 def test_bytes_that_are_no_text(folder: Path, content: bytes) -> None:
     (folder / DIGESTS).touch()
     (folder / MANIFEST).write_bytes(content)
-    with pytest.raises(DamagedCheckpoint, match=f"{MANIFEST} is damaged: it is not text"):
+    with pytest.raises(DamagedCheckpoint, match=f"{MANIFEST} is damaged: it is not UTF-8 text"):
         read_manifest(folder)
 
 

@@ -167,7 +167,7 @@ def test_floats_are_exact() -> None:
     ],
 )
 def test_what_cannot_be_kept_is_named(value: Any, kind: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"The schedule\.base_lrs\.inner holds a {kind}, .* cannot keep"):
+    with pytest.raises(CheckpointError, match=rf"The schedule\.base_lrs\.inner holds a {kind}, .* cannot store"):
         encode({"base_lrs": {"inner": [1, (value,)]}}, "The schedule")
 
 

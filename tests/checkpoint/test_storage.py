@@ -108,7 +108,7 @@ def test_views_of_any_stride(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_safetensors_does_not_know_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"model/a has the dtype torch\.complex128"):
+    with pytest.raises(CheckpointError, match=r"model/a has dtype torch\.complex128"):
         header_of([("model/a", torch.complex128, (2,))])
 
 

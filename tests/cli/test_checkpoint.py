@@ -86,7 +86,7 @@ def test_show_reads_no_data(run: Call) -> None:
 def test_check(run: Call) -> None:
     code, out, err = run("check", "run", "--job", JOB)
     assert (code, err) == (0, "")
-    assert "is sound" in out and "fits the job" in " ".join(out.split())
+    assert "is intact" in out and "fits the job" in " ".join(out.split())
     document = json.loads(run("check", "run", "--json")[1])
     assert document == {
         "path": "run/checkpoints/step-00000001",
@@ -175,21 +175,21 @@ def test_export_and_import_for_people(run: Call) -> None:
     ("words", "says"),
     [
         ("show nowhere", "nowhere does not exist; give a checkpoint's folder or a run's."),
-        ("show file", "file holds no checkpoint"),
+        ("show file", "file is not a checkpoint"),
         ("check nowhere --json", "nowhere does not exist"),
         ("check run --job nowhere.py", "There is no job file nowhere.py"),
         ("export nowhere --to torch --out new", "nowhere does not exist"),
         ("export run --to tourch --out new", "did you mean 'torch'"),
-        ("export run --to hf --out new", "not of a model of transformers"),
+        ("export run --to hf --out new", "not of a transformers model"),
         ("export run --to torch --out new --shard-size 5", "--shard-size: Cannot read '5'"),
         ("export run --to torch --out new --dtype fp8", "--dtype must be one of bf16, fp16, fp32"),
         ("export run --to torch --out run", "not empty"),
         ("export run --to torch --out file", "is a file"),
         ("export run --to torch --out file/new", "cannot be written: Not a directory."),
-        ("import nowhere --out new", "nowhere does not exist; give a file of weights"),
-        ("import file --out new", "file is no file of weights"),
-        ("import run --out new", "of Meshwright's own making"),
-        ("import good.pt --out run", "has checkpoints already"),
+        ("import nowhere --out new", "nowhere does not exist; give a weights file"),
+        ("import file --out new", "file is not a weights file"),
+        ("import run --out new", "is a Meshwright checkpoint"),
+        ("import good.pt --out run", "already has checkpoints"),
         ("import good.pt --out file", "is a file"),
         (f"import good.pt --out new --job {JOB}", "good.pt has a, which the job's model does not have"),
     ],

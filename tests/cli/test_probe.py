@@ -44,7 +44,7 @@ def test_the_file_is_a_cluster(folder: Path, monkeypatch: pytest.MonkeyPatch, ca
 def test_the_table(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     assert run(monkeypatch) == 0
     page = capsys.readouterr().out
-    for words in ("memory bandwidth", "launching a kernel", "TFLOP/s", "32 x 32 x 32"):
+    for words in ("memory bandwidth", "kernel launch", "TFLOP/s", "32 x 32 x 32"):
         assert words in page
     assert list(folder.iterdir()) == []
 

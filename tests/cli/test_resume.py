@@ -85,9 +85,9 @@ def test_a_run_that_has_all_its_steps(call: Call, run: Path) -> None:
     ("words", "job", "says"),
     [
         (("--seed", 3), "", ["--seed 3 was asked for", "has seed 0"]),
-        ((), "\nWIDTH = 24\n", ["0.weight has the shape (16, 4) in the checkpoint and (24, 4) in the job's model"]),
-        ((), "\nold = build\nbuild = lambda: old().append(nn.Linear(2, 2))\n", ["The checkpoint has no 4.weight"]),
-        ((), SGD, ["is of a run with AdamW, and the job's optimizer is SGD"]),
+        ((), "\nWIDTH = 24\n", ["0.weight has shape (16, 4) in the checkpoint and (24, 4) in the job's model"]),
+        ((), "\nold = build\nbuild = lambda: old().append(nn.Linear(2, 2))\n", ["The checkpoint lacks 4.weight"]),
+        ((), SGD, ["The checkpoint's optimizer is AdamW, but the job's is SGD"]),
     ],
     ids=["seed", "shape", "layer", "optimizer"],
 )
@@ -107,7 +107,7 @@ def test_two_ranks_refuse_another_job_together(call: Call, run: Path) -> None:
     before = contents(run)
     done = call(*RESUME, "--strategy", "ddp", "--ranks", 2)
     assert done.code == 2
-    assert "0.weight has the shape (16, 4) in the checkpoint" in done.err.splitlines()[-1]
+    assert "0.weight has shape (16, 4) in the checkpoint" in done.err.splitlines()[-1]
     assert "restart" not in done.err and "Traceback" not in done.err
     assert contents(run) == before
 

@@ -55,7 +55,7 @@ def test_names_as_users_write_them(written: str, known: str) -> None:
     [
         ("H100-94GB", "did you mean 'H100-96GB'?"),
         ("RTX-4080", "did you mean 'RTX-4090'?"),
-        ("A100", "it comes as A100-40GB, A100-80GB, A100-40GB-PCIe, A100-80GB-PCIe: say which"),
+        ("A100", "it comes as A100-40GB, A100-80GB, A100-40GB-PCIe, A100-80GB-PCIe: choose one"),
         ("V100", "V100-16GB, V100-32GB"),
         ("Abacus", "meshwright probe --out"),
         ("local", "local_cluster()"),

@@ -103,7 +103,7 @@ def test_the_answer_stands_before_everything_else() -> None:
     for figure in ("ddp=8,bf16", "600 ms", "15.0 GiB", "12,346", "43.2%", "Of a step of 600 ms, computing 83%"):
         assert figure in answer
     assert "fsdp=4,pp=2:1f1b,bf16 would save 2.0 GiB but cost 67%" in rest
-    assert "Its stages hold 3.0, 3.0 GiB" in rest
+    assert "Its stages use 3.0, 3.0 GiB" in rest
 
 
 def lengths(figure: dict[str, Any]) -> dict[float, float]:
@@ -243,5 +243,5 @@ def test_the_file_is_written(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "plan.html"
-    with pytest.raises(OutputError, match=r"gone/plan\.html.*Name a file in a folder"):
+    with pytest.raises(OutputError, match=r"gone/plan\.html.*Give a path in an existing"):
         write_page(make_document(), path)

@@ -171,7 +171,7 @@ def test_of_a_long_step_the_middle_is_left_out() -> None:
     first, last = (drawing.plot.layout[name] for name in ("xaxis", "xaxis2"))
     assert first["range"][0] == 0 and last["range"][1] == pytest.approx(1e3 * found.total)
     missing = last["range"][0] - first["range"][1]
-    assert missing > 0 and f"In the middle, {show_seconds(missing / 1e3)} of the same are left out." in drawing.note
+    assert missing > 0 and f"The middle, {show_seconds(missing / 1e3)} of the same, is left out." in drawing.note
     assert first["domain"][1] < 0.5 < last["domain"][0]
     for trace in drawing.plot.data:
         start, end = (last if trace["xaxis"] == "x2" else first)["range"]
@@ -202,7 +202,7 @@ def test_the_ending_of_the_file_decides(tmp_path: Path) -> None:
         write_timeline(found, tmp_path / name)
     assert (tmp_path / "a.html").read_text().startswith("<!DOCTYPE html>")
     assert Timeline.from_json(json.loads((tmp_path / "a.json").read_text())["timeline"]) == found
-    with pytest.raises(BadInput, match=r"end it in \.html"):
+    with pytest.raises(BadInput, match=r"must end in \.html"):
         write_timeline(found, tmp_path / "a.png")
 
 
@@ -214,4 +214,4 @@ def test_plan_writes_both(tmp_path: Path) -> None:
     assert "Timeline of <code>pp=4:1f1b,bf16,mb=2</code>" in page.read_text()
     assert json.loads(trace.read_text())["timeline"]["micro_batches"] == 8
     failed = CliRunner().invoke(app, [*words[:-1], "--timeline", str(trace)])
-    assert isinstance(failed.exception, Refused) and "none of the 1 plans has a pipeline" in str(failed.exception)
+    assert isinstance(failed.exception, Refused) and "none of the 1 plans has one" in str(failed.exception)

@@ -95,7 +95,7 @@ def test_a_save_that_fails(run: mw.Run, out: Path, capsys: pytest.CaptureFixture
         " step 1 was not saved (nothing is saved yet)",
         " step 2 was not saved (nothing is saved yet)",
     ]
-    assert all("could not be written" in line for line in told)
+    assert all("could not write the checkpoint" in line for line in told)
 
     (out / "checkpoints").unlink()
     take_steps(run)

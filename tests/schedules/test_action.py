@@ -12,7 +12,7 @@ def test_text_round_trip(kind: Kind) -> None:
 
 @pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2F0 ", "-1F0", "2f0", "2F0;1B0"])
 def test_bad_text(text: str) -> None:
-    with pytest.raises(ScheduleError, match=r"as 2F0\.$"):
+    with pytest.raises(ScheduleError, match=r"like 2F0\.$"):
         Action.parse(text)
 
 

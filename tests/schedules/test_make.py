@@ -48,21 +48,21 @@ def test_an_unknown_name_gets_a_guess() -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "micro_batches", "message"),
     [
-        ("gpipe", 4, 0, "gpipe on 4 ranks cannot run 0 micro-batches: it needs at least 1; 1 would do."),
-        ("1f1b", 4, 3, "1f1b on 4 ranks cannot run 3 micro-batches: it needs at least as many as ranks; 4 would do."),
+        ("gpipe", 4, 0, "gpipe on 4 ranks cannot run 0 micro-batches: it needs at least 1; use 1."),
+        ("1f1b", 4, 3, "1f1b on 4 ranks cannot run 3 micro-batches: it needs at least as many as ranks; use 4."),
         (
             "interleaved",
             4,
             9,
-            "interleaved on 4 ranks cannot run 9 micro-batches: it needs a multiple of its rounds, which are the "
-            "micro-batches // ranks; 8 or 10 would do.",
+            "interleaved on 4 ranks cannot run 9 micro-batches: it needs a multiple of its number of rounds "
+            "(micro-batches // ranks); use 8 or 10.",
         ),
         (
             "dualpipev",
             2,
             3,
-            "dualpipev on 2 ranks cannot run 3 micro-batches: it needs at least as many as stages, which are two on "
-            "each rank; 4 would do.",
+            "dualpipev on 2 ranks cannot run 3 micro-batches: it needs at least as many as stages (two on "
+            "each rank); use 4.",
         ),
     ],
 )
@@ -99,5 +99,5 @@ def test_stages_on_each_rank() -> None:
     made = {name: make(name, 2, 4).virtual for name in FAMILIES}
     assert made == {"layers": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2, "dualpipev": 2}
     assert make("interleaved", 2, 4, virtual=3).stages == 6
-    with pytest.raises(Refused, match="gpipe was asked for virtual=2, but has always 1"):
+    with pytest.raises(Refused, match="gpipe got virtual=2, but it always has 1"):
         make("gpipe", 2, 4, virtual=2)

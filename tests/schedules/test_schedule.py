@@ -38,12 +38,12 @@ def test_parse_takes_indented_text_and_any_name() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (TEXT, "", "starts with a line such as '1f1b ranks=4"),
-        (" virtual=1", "", "starts with a line such as '1f1b ranks=4"),
-        ("ranks=2", "ranks=3", "has 3 ranks, but 2 rows"),
+        (TEXT, "", "must start with a line like '1f1b ranks=4"),
+        (" virtual=1", "", "must start with a line like '1f1b ranks=4"),
+        ("ranks=2", "ranks=3", "has 3 ranks but 2 rows"),
         ("ranks=2", "ranks=0", "ranks is 0"),
-        ("loop", "ring", "is loop or v, and not 'ring'"),
-        ("rank 1", "rank 7", "next row starts with 'rank 1'"),
+        ("loop", "ring", "must be loop or v, not 'ring'"),
+        ("rank 1", "rank 7", "next row must start with 'rank 1'"),
         ("0B1", "", "rows of 5, 6 steps"),
         ("0B0", "0Q0", "Cannot read the action '0Q0'"),
     ],

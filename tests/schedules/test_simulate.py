@@ -103,7 +103,7 @@ def test_a_deadlock_names_what_each_rank_waits_for() -> None:
     with pytest.raises(ScheduleError) as caught:
         simulate(tiny("0B0 0F0", "1F0 1B0"))
     assert str(caught.value).startswith(
-        "The schedule can never end: rank 0 is stuck at 0B0, which waits for 0F0; "
+        "The schedule deadlocks: rank 0 is stuck at 0B0, which waits for 0F0; "
         "rank 1 is stuck at 1F0, which waits for 0F0."
     )
 
@@ -123,11 +123,11 @@ def test_weights_before_inputs_is_a_deadlock() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        ("0F0 0B0", "1F0 .", r"lacks work .*: 1I0, 1W0\."),
-        ("0F0 0I0", "1F0 1B0", r"lacks work .*: 0W0\."),
+        ("0F0 0B0", "1F0 .", r"misses work .*: 1I0, 1W0\."),
+        ("0F0 0I0", "1F0 1B0", r"misses work .*: 0W0\."),
         ("0F0 0B0 0W0", "1F0 1B0 .", r"does work twice .*: 0W0\."),
         ("0F0 0F0 0B0", "1F0 1B0 .", r"does work twice .*: 0F0\."),
-        ("0F0 1F0 0B0", "1B0 . .", r"a rank where their stage does not lie: 1F0\."),
+        ("0F0 1F0 0B0", "1B0 . .", r"a rank that does not hold their stage: 1F0\."),
         ("0F0 0B0 0F1", "1F0 1B0 .", r"outside its 2 stages and 1 micro-batches: 0F1\."),
         ("0F0 0B0 .", "1F0 1B0 2F0", r"outside its 2 stages and 1 micro-batches: 2F0\."),
     ],

@@ -49,8 +49,8 @@ def test_what_the_planning_process_is_told_reads_back() -> None:
     ("change", "error", "words"),
     [
         ({"model": "preset:llama3-9b"}, JobError, "did you mean preset:llama3-8b"),
-        ({"model": "examples/gpt.py"}, BadInput, "only if it was named when the server was started"),
-        ({"model": "job"}, BadInput, "none that this page may plan"),
+        ({"model": "examples/gpt.py"}, BadInput, "must be named when the server starts"),
+        ({"model": "job"}, BadInput, "This page cannot plan the model 'job'"),
         ({"model": "hf:../config.json"}, Forbidden, "inside the served folder"),
         ({"device": "H100-80G"}, BadInput, "did you mean H100-80GB"),
         ({"device": "cluster.json"}, BadInput, "not in the catalogue"),
@@ -59,9 +59,9 @@ def test_what_the_planning_process_is_told_reads_back() -> None:
         ({"gbps": 5, "link": "string"}, ClusterError, "kind 'string'"),
         ({"nodes": 2048, "devices": 64}, BadInput, "up to 16384 devices"),
         ({"ac": []}, RequestError, "one or more of none, selective, full"),
-        ({"batch": True}, RequestError, "whole number from 1"),
-        ({"batch": 1.0}, RequestError, "whole number from 1"),
-        ({"model": "preset:resnet-50", "seq": 8}, BadInput, "whose samples are its own"),
+        ({"batch": True}, RequestError, "integer from 1"),
+        ({"batch": 1.0}, RequestError, "integer from 1"),
+        ({"model": "preset:resnet-50", "seq": 8}, BadInput, "which defines its own samples"),
         ({"stratgy": "x"}, RequestError, "no key 'stratgy'"),
     ],
 )

@@ -93,7 +93,7 @@ def test_the_schedule_can_run_what_is_chosen(name: str, ranks: int) -> None:
         ("pp=4:1f1b,ddp", 8, 6, "use a global batch of 8 or more, or pp:gpipe"),
         ("pp=2:dualpipev", 2, 3, "use a global batch of 4 or more"),
         ("pp=4:1f1b,mb=8", 4, 16, "mb=8 cuts a data rank's 16 samples into 2 micro-batches: 1f1b on 4 ranks"),
-        ("pp=4:1f1b,mb=8", 4, 16, "4 would do"),
+        ("pp=4:1f1b,mb=8", 4, 16, "use 4"),
         ("pp=2:dualpipev,mb=4", 2, 8, "mb=4 cuts a data rank's 8 samples into 2"),
     ],
 )

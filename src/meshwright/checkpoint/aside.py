@@ -1,4 +1,4 @@
-"""Folders that are written aside and renamed, so that half of one never looks whole; and errors as sentences."""
+"""Write folders atomically: into a temporary folder that is renamed when complete. And file errors as sentences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.errors import CheckpointError, OutputError
 
 @contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """A folder to write into that becomes `target` if all goes well, and leaves nothing behind if not."""
+    """A folder to write into; it becomes `target` on success and disappears on failure."""
     refuse_taken(target)
     wanted, target = target, target.resolve()
     aside = target.with_name(f".{target.name}.part")
@@ -26,11 +26,11 @@ def written_aside(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(path: Path, *, wanted: Path) -> Iterator[None]:
-    """Make a folder and those above it; if the block fails, remove what was made. Errors name the place `wanted`."""
+    """Make a folder and its parents; remove what was made if the block fails. Errors name the path `wanted`."""
     missing = [folder for folder in path.parents if not folder.exists()]
     done = False
     try:
-        shutil.rmtree(path, ignore_errors=True)  # what a killed process left
+        shutil.rmtree(path, ignore_errors=True)  # left by a killed process
         path.mkdir(parents=True)
         yield
         done = True
@@ -42,16 +42,16 @@ def new_folder(path: Path, *, wanted: Path) -> Iterator[None]:
 
 
 def refuse_taken(target: Path) -> None:
-    """Only what is not there yet, or an empty folder, is written to."""
+    """Refuse to write to anything but a new path or an empty folder."""
     if target.exists() and not target.is_dir():
         raise OutputError(f"{target} is a file; give the path of a new folder.")
     if target.exists() and any(target.iterdir()):
-        raise OutputError(f"{target} is there already and not empty; give the path of a new folder.")
+        raise OutputError(f"{target} already exists and is not empty; give the path of a new folder.")
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """What the system refuses to read, as an error that says so."""
+    """Turn an OSError into a CheckpointError that names the file."""
     try:
         yield
     except OSError as error:
@@ -61,5 +61,5 @@ def reading(path: Path) -> Iterator[None]:
 def _remove(path: Path, above: list[Path]) -> None:
     shutil.rmtree(path, ignore_errors=True)
     for folder in above:
-        with suppress(OSError):  # somebody else may have put something there
+        with suppress(OSError):  # another process may have put something there
             folder.rmdir()

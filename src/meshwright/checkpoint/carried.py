@@ -1,4 +1,4 @@
-"""What a run of DeepSpeed's knew beside its weights, as a job's own optimizer and schedule would know it."""
+"""Import a DeepSpeed run's optimizer, schedule and progress into the form that the job's own would have."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
 
 TELLING = frozenset({"betas", "momentum", "alpha", "rho"})
-"""Numbers of a group that tell one family of optimizers from another."""
-OTHERWISE = "without --job only the weights are taken"
+"""Hyperparameters that tell one family of optimizers from another."""
+OTHERWISE = "omit --job to import only the weights"
 
 
 @dataclass(frozen=True)
 class Carried:
-    """What is added to the weights."""
+    """What an import adds to the weights."""
 
     state: State
     little: dict[str, Any]
     """Fields of the manifest."""
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Better weights than those of the model, where it was in less than fp32."""
+    """fp32 master weights, which replace the model's weights if those were in lower precision."""
 
 
 def carry(training: TrainingState, match: Match, expected: Expected) -> Carried:
-    """The optimizer's state by the job's names; an error where the job has another optimizer or schedule."""
+    """The optimizer's state under the job's names; an error if the job has another optimizer or schedule."""
     model = expected.model
     parameters = NamedParameters((n, p) for n, p in model.named_parameters() if p.requires_grad)
     optimizer = expected.job.optimizer(parameters)
@@ -61,11 +61,11 @@ def carry(training: TrainingState, match: Match, expected: Expected) -> Carried:
 def _by_order(
     training: TrainingState, groups: list[list[str]], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[State, dict[str, torch.Tensor]]:
-    """Of a folder that numbers parameters: the job's own order, and shapes that must agree."""
+    """Match a folder that numbers its parameters: by the job's order, with matching shapes."""
     names = [name for group in groups for name in group]
     if len(names) != len(training.unnamed):
         raise WrongCheckpoint(
-            f"The folder's optimizer has {len(training.unnamed)} parameters, and the job's {len(names)}; {OTHERWISE}."
+            f"The folder's optimizer has {len(training.unnamed)} parameters, the job's {len(names)}; {OTHERWISE}."
         )
     state: State = {}
     masters: dict[str, torch.Tensor] = {}
@@ -73,8 +73,8 @@ def _by_order(
         for key, value in kept.items():
             if torch.is_tensor(value) and value.dim() and tuple(value.shape) != shapes[name]:
                 raise WrongCheckpoint(
-                    f"The folder's optimizer has {key} in the shape {tuple(value.shape)} where the job's has {name} of "
-                    f"{shapes[name]}: their orders differ; {OTHERWISE}."
+                    f"The folder's optimizer has {key} of shape {tuple(value.shape)} where the job has {name} of shape "
+                    f"{shapes[name]}, so their orders differ; {OTHERWISE}."
                 )
             if torch.is_tensor(value):
                 state[f"{OPTIMIZER}{name}/{key}"] = lay(value)
@@ -88,12 +88,12 @@ def _refuse_other_optimizer(training: TrainingState, optimizer: Optimizer) -> No
     found = TELLING & training.groups[0].keys()
     if own != found:
         raise WrongCheckpoint(
-            f"The folder's optimizer has {' and '.join(sorted(found)) or 'no momentum'}, and the job's is "
+            f"The folder's optimizer has {' and '.join(sorted(found)) or 'no momentum'}, but the job's is "
             f"{type(optimizer).__name__}; {OTHERWISE}."
         )
     if len(training.groups) != len(optimizer.param_groups):
         raise WrongCheckpoint(
-            f"The folder's optimizer has {len(training.groups)} groups of parameters, and the job's "
+            f"The folder's optimizer has {len(training.groups)} parameter groups, the job's "
             f"{len(optimizer.param_groups)}; {OTHERWISE}."
         )
 
@@ -130,7 +130,7 @@ def _little(
 
 
 def _schedule(training: TrainingState, optimizer: Optimizer, expected: Expected) -> dict[str, Any] | None:
-    """The job's own schedule where the folder's state is one of it."""
+    """The job's schedule, if the folder's state has the same fields."""
     schedule = expected.job.schedule(optimizer) if expected.job.schedule else None
     found = dict(training.schedule or {})
     if schedule is None and not found:
@@ -138,7 +138,8 @@ def _schedule(training: TrainingState, optimizer: Optimizer, expected: Expected)
     own = schedule.state_dict().keys() if schedule is not None else set()
     if set(own) != set(found):
         raise WrongCheckpoint(
-            f"The folder's schedule keeps {', '.join(sorted(found)) or 'nothing'}, and the job's "
-            f"{type(schedule).__name__ if schedule else 'schedule is none'} {', '.join(sorted(own))}; {OTHERWISE}."
+            f"The folder's schedule keeps {', '.join(sorted(found)) or 'nothing'}, but the job's "
+            f"{type(schedule).__name__ if schedule else 'schedule'} keeps {', '.join(sorted(own)) or 'nothing'}; "
+            f"{OTHERWISE}."
         )
     return {"class": type(schedule).__name__, "state": encode(found, "The schedule")}

@@ -1,7 +1,7 @@
-"""A checkpoint folder that DeepSpeed itself wrote: weights, masters and the optimizer, put together from ZeRO's parts.
+"""Read a checkpoint folder that DeepSpeed wrote: weights, fp32 masters and optimizer, joined from ZeRO's shards.
 
-DeepSpeed is not needed for it. Its files are pickles, of which only tensors and plain containers are taken: what is an
-object of DeepSpeed's own (an enumeration, an address) becomes a stand-in that does nothing, and any other is refused.
+DeepSpeed need not be installed. Its files are pickles, of which only tensors and plain containers are loaded: an object
+of DeepSpeed's own (an enum, an address) becomes an inert stand-in, and any other object is refused.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ _OPTIMIZER = re.compile(r"(bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """All that a run needs to go on, beside weights."""
+    """Everything a run needs to continue, other than weights."""
 
     step: int
     samples: int
     ranks: int
     stage: int
     groups: list[dict[str, Any]]
-    """The optimizer's numbers, by group."""
+    """The optimizer's hyperparameters, by group."""
     names: list[list[str]] | None
-    """Parameters of each group; None where the folder does not say: then they are in the job's order."""
+    """Parameters of each group; None if the folder does not name them: then they are in the job's order."""
     slots: dict[str, dict[str, Laid]] = field(default_factory=dict)
-    """By parameter and key; empty where names are not known."""
+    """By parameter and key; empty if names are not known."""
     unnamed: list[tuple[torch.Tensor | None, dict[str, Any]]] = field(default_factory=list)
-    """In the place of slots where names are not known: masters and state, group after group."""
+    """Replaces `slots` if names are not known: masters and state, group by group."""
     schedule: Mapping[str, Any] | None = None
     loss_scale: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
 class DeepSpeedFolder:
-    """What a folder holds."""
+    """The content of a folder."""
 
     tensors: dict[str, torch.Tensor]
-    """Parameters (fp32 masters where there are) and buffers."""
+    """Parameters (fp32 masters if there are any) and buffers."""
     training: TrainingState
 
 
 def find_deepspeed(folder: Path) -> Path | None:
-    """A folder of one step: this one, or the one that its `latest` names; None where DeepSpeed wrote neither."""
+    """The folder of one step: this one, or the one that its `latest` names; None if DeepSpeed wrote neither."""
     if (folder / LATEST).is_file():
         tag = read_text(folder / LATEST, limit=4096).strip()
         folder = folder / tag if Path(tag).name == tag else folder
@@ -64,13 +64,13 @@ def find_deepspeed(folder: Path) -> Path | None:
 
 
 def open_deepspeed(folder: Path) -> DeepSpeedFolder:
-    """Read what `save_checkpoint` wrote of one step."""
+    """Read one step that `save_checkpoint` wrote."""
     models, optimizers = _files(folder, _MODEL), _files(folder, _OPTIMIZER)
     parts = {part for part, _ in (*models, *optimizers)}
     if parts != {0} or any(folder.glob("layer_*")) or any(folder.glob("*expert*")):
         raise CheckpointError(
-            f"{folder} is of a model that was divided by tensors, layers or experts, which is not read; "
-            "make one file of it with DeepSpeed's zero_to_fp32.py, and import that."
+            f"{folder} holds a model split by tensor, pipeline or expert parallelism, which cannot be read; "
+            "convert it to one file with DeepSpeed's zero_to_fp32.py and import that."
         )
     model = [_load(path) for path in models.values()]
     states = [_load(path)["optimizer_state_dict"] for path in optimizers.values()]
@@ -80,11 +80,11 @@ def open_deepspeed(folder: Path) -> DeepSpeedFolder:
             return _whole(model[0])
         return _of_stage_3(model, states) if "fp32_flat_groups" in states[0] else _of_stage_1_or_2(model[0], states)
     except (KeyError, IndexError, AttributeError, TypeError, RuntimeError) as error:
-        raise CheckpointError(f"{folder} is not as DeepSpeed 0.19 writes it: {one_line(error)}") from None
+        raise CheckpointError(f"{folder} does not have the layout of DeepSpeed 0.19: {one_line(error)}") from None
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
-    """Files of a kind by the part of the model and the rank, in that order."""
+    """Files of one kind, sorted by model part and rank."""
     found = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         if match := pattern.fullmatch(path.name):
@@ -93,7 +93,7 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path
 
 
 class _StandIn:
-    """In the place of an object of DeepSpeed's: it keeps what it was made of, and does nothing."""
+    """Inert stand-in for an object of DeepSpeed's; it only keeps its constructor arguments."""
 
     def __init__(self, *made_of: Any) -> None:
         self.made_of = made_of
@@ -104,28 +104,28 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         strange = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         if foreign := [name for name in strange if not name.startswith("deepspeed.")]:
-            raise CheckpointError(f"{path} holds a {foreign[0]}, and only tensors, numbers and text are read.")
+            raise CheckpointError(f"{path} holds a {foreign[0]}, but only tensors, numbers and text can be read.")
         with torch.serialization.safe_globals([(_StandIn, name) for name in strange]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (CheckpointError, OSError):
         raise
     except Exception as error:
-        raise CheckpointError(f"{path} is no sound file of torch ({type(error).__name__}).") from None
+        raise CheckpointError(f"{path} is not a valid torch file ({type(error).__name__}).") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is no file of DeepSpeed's: it holds {type(content).__name__}.")
+        raise CheckpointError(f"{path} is not a DeepSpeed file: it holds a {type(content).__name__}.")
     return content
 
 
 def _refuse_incomplete(folder: Path, model: Mapping[str, Any], files: int) -> None:
     ranks = int(model.get("dp_world_size", 1))
     if files not in (0, ranks):
-        raise CheckpointError(f"{folder} was written by {ranks} ranks, but has optimizer states of {files}.")
+        raise CheckpointError(f"{folder} was written by {ranks} ranks, but has optimizer states of only {files}.")
     if files == 0 and model.get("param_shapes"):
-        raise CheckpointError(f"{folder} has no optimizer states, in which ZeRO keeps the weights.")
+        raise CheckpointError(f"{folder} has no optimizer states, where ZeRO keeps the weights.")
 
 
 def _whole(model: Mapping[str, Any]) -> DeepSpeedFolder:
-    """Stage 0: everything is whole in one file, and the optimizer knows parameters by their number."""
+    """Stage 0: everything is unsharded in one file, and the optimizer numbers its parameters."""
     found = model.get("optimizer") or {}
     document = found.get("optimizer_state_dict", found)
     masters = [tensor for group in found.get("fp32_groups", ()) for tensor in group]
@@ -139,9 +139,9 @@ def _whole(model: Mapping[str, Any]) -> DeepSpeedFolder:
 
 
 def _of_stage_1_or_2(model: Mapping[str, Any], states: list[dict[str, Any]]) -> DeepSpeedFolder:
-    """A group's parameters one after another, and each rank has an equal part: addresses say where each lies."""
+    """Stages 1 and 2: each group is flattened and split evenly over the ranks; addresses locate each parameter."""
     if any(padding for group in states[0].get("param_alignment_paddings") or () for padding in group):
-        raise CheckpointError("The folder was written with parameter_alignment, whose gaps are not read.")
+        raise CheckpointError("The folder was written with parameter_alignment, whose padding cannot be read.")
     shapes = [dict(group) for group in model["param_shapes"]]
     slots: dict[str, dict[str, Laid]] = {}
     pieces: dict[str, list[torch.Tensor]] = {}
@@ -166,7 +166,7 @@ def _of_stage_1_or_2(model: Mapping[str, Any], states: list[dict[str, Any]]) -> 
 
 
 def _of_stage_3(models: list[dict[str, Any]], states: list[dict[str, Any]]) -> DeepSpeedFolder:
-    """Every parameter in equal parts, which lie one after another in each rank's flat groups."""
+    """Stage 3: every parameter is split evenly, and the pieces follow each other in each rank's flat groups."""
     ranks, model = len(states), models[0]
     shapes = [dict(group) for group in model["param_shapes"]]
     slots: dict[str, dict[str, Laid]] = {}
@@ -196,14 +196,14 @@ def _of_stage_3(models: list[dict[str, Any]], states: list[dict[str, Any]]) -> D
 
 
 class _Flats:
-    """One rank's flat groups, read from front to back."""
+    """Reads one rank's flat groups from front to back."""
 
     def __init__(self, groups: list[torch.Tensor], states: dict[int, dict[str, Any]]) -> None:
         self.groups, self.states = groups, states
         self._number = self._at = 0
 
     def take(self, room: int) -> tuple[int, int]:
-        """The group and the place of the next so many elements."""
+        """The group and offset of the next `room` elements."""
         if self._at + room > self.groups[self._number].numel():
             self._number, self._at = self._number + 1, 0
         self._at += room
@@ -211,7 +211,7 @@ class _Flats:
 
 
 def _add(slots: dict[str, Laid], kept: Mapping[str, Any], whole: int, own: slice, stretch: Stretch) -> None:
-    """A rank's piece of everything that the optimizer keeps; a counter is taken once."""
+    """Add a rank's piece of all optimizer state; a scalar counter is taken once."""
     for key, value in kept.items():
         if not torch.is_tensor(value):
             continue
@@ -223,7 +223,7 @@ def _add(slots: dict[str, Laid], kept: Mapping[str, Any], whole: int, own: slice
 
 
 def _parameters(module: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """As masters are: in fp32. What has no elements is somewhere else."""
+    """Parameters in fp32, as masters are. Empty tensors are stored elsewhere."""
     return {n: t.float() if t.dtype in LOW else t for n, t in module.items() if torch.is_tensor(t) and t.numel()}
 
 
@@ -237,13 +237,13 @@ def _values(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stage(state: Mapping[str, Any]) -> int:
-    """DeepSpeed's optimizer for bf16 does not tell: it is of stage 1."""
+    """The ZeRO stage; DeepSpeed's bf16 optimizer does not record it, and is stage 1."""
     found = state.get("zero_stage")
     return int(found.made_of[0]) if isinstance(found, _StandIn) and found.made_of else 1
 
 
 def _loss_scale(state: Mapping[str, Any]) -> dict[str, float] | None:
-    """fp16's, in our words."""
+    """The fp16 loss scale, under our field names."""
     scaler = vars(state["loss_scaler"]) if isinstance(state.get("loss_scaler"), _StandIn) else {}
     if not state.get("dynamic_loss_scale") or "cur_scale" not in scaler:
         return None

@@ -1,4 +1,4 @@
-"""What a job's model would want of a checkpoint: names, shapes and ties, from the model on the meta device."""
+"""What a job's model expects of a checkpoint: names, shapes and ties, from the model on the meta device."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class Expected:
     job: Job
     model: nn.Module
     facts: ModelFacts
-    """Its parameters, and nothing else: no step was looked at."""
+    """Only its parameters: no step was traced."""
     buffers: dict[str, tuple[int, ...]]
-    """Shapes of the persistent ones."""
+    """Shapes of the persistent buffers."""
 
     @property
     def names(self) -> set[str]:
-        """Everything in its `state_dict`, tied parameters under each name."""
+        """Every name in its `state_dict`; tied parameters have several."""
         return {name for p in self.facts.parameters for name in p.names} | self.buffers.keys()
 
     @property
     def tied(self) -> dict[str, str]:
-        """Further names of parameters, each with the first."""
+        """Further names of tied parameters, each mapped to the first."""
         return {alias: p.name for p in self.facts.parameters for alias in p.names[1:]}
 
 
 def expected_by(job: str) -> Expected:
-    """From a job as it is written on the command line. Nothing is computed, so no sample is needed."""
-    with redirect_stdout(sys.stderr):  # a job may print, and stdout is for the one document
+    """Load a job as written on the command line. Nothing is computed, so no sample is needed."""
+    with redirect_stdout(sys.stderr):  # a job may print, and stdout is reserved for the JSON document
         loaded = load_job(job)
         model = record(loaded.model, seed=0, values=False).model
     parameters = parameter_facts(model, None)

@@ -1,4 +1,4 @@
-"""A checkpoint's weights as files that others read: safetensors, torch, or a folder of Hugging Face."""
+"""Export a checkpoint's weights to files for other tools: safetensors, torch, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def export(
     dtype: str | None = None,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Write the model's weights into the new folder `out`. Everything is checked before anything is written."""
+    """Write the model's weights into the new folder `out`, after checking everything."""
     kind, limit = _choose("--to", to, _KINDS), _size(shard_size)
     cast = None if dtype is None else _choose("--dtype", dtype, dict(sorted(DTYPES.items())))
     with reading(path):
@@ -64,20 +64,20 @@ def export(
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What is written."""
+    """What an export writes."""
 
     items: list[Item]
     config: Mapping[str, Any] | None = None
-    """Of a model of transformers, or of an adapter of peft."""
+    """The config of a transformers model or of a peft adapter."""
     config_file: str = "config.json"
     alone: str = ""
-    """The one file that everything goes into, if there may be no more."""
+    """The name of the single file, if everything must go into one."""
     left_out: tuple[str, ...] = ()
-    """Names of tensors that do not belong to it."""
+    """Names of tensors that are not exported."""
 
 
 def all_names(manifest: Manifest, *, shared: bool) -> Content:
-    """Every name of the model's `state_dict`, tied ones too: `load_state_dict` takes it as it is."""
+    """Every name of the model's `state_dict`, tied ones too, so that `load_state_dict` accepts it."""
     items: list[Item] = []
     for key, names in _named(manifest):
         together = [names] if shared else [(name,) for name in names]
@@ -86,11 +86,11 @@ def all_names(manifest: Manifest, *, shared: bool) -> Content:
 
 
 def of_hugging_face(manifest: Manifest) -> Content:
-    """Each parameter once, as transformers names it."""
+    """Each parameter once, under its transformers name."""
     found = manifest.little.hugging_face
     if found is None:
         raise CheckpointError(
-            "This checkpoint is not of a model of transformers, so it cannot be exported to hf; "
+            "This checkpoint is not of a transformers model, so it cannot be exported to hf; "
             "export it to safetensors or torch."
         )
     if found.get("adapter") is not None:
@@ -108,11 +108,11 @@ def of_hugging_face(manifest: Manifest) -> Content:
 
 
 def _of_adapter(manifest: Manifest, adapter: Mapping[str, Any]) -> Content:
-    """As `save_pretrained` of peft writes it: the adapter alone, which goes onto the model that it was made for."""
+    """What peft's `save_pretrained` writes: only the adapter, without its base model."""
     if not adapter["names"]:
         raise CheckpointError(
-            f"This checkpoint is of a model of peft with the adapters {', '.join(adapter['adapters']) or 'none'}, of "
-            "which hf takes one that peft can save; export it to safetensors or torch."
+            f"This checkpoint has the peft adapters {', '.join(adapter['adapters']) or 'none'}, "
+            "but hf takes exactly one that peft can save; export it to safetensors or torch."
         )
     keys = {name: key for key, names in _named(manifest) for name in names}
     items = [_item(manifest, keys[ours], (theirs,)) for theirs, ours in adapter["names"].items()]
@@ -131,14 +131,14 @@ def _refuse_other_names(config: Mapping[str, Any], names: list[str]) -> None:
     if extra or missing:
         which = f"has {extra[0]}, which it does not know" if extra else f"lacks {missing[0]}"
         raise CheckpointError(
-            f"{config['architectures'][0]}.from_pretrained would not open this model as it is: it {which} "
-            f"({len(extra)} names too many, {len(missing)} missing); export it to safetensors or torch."
+            f"{config['architectures'][0]}.from_pretrained cannot load this model as it is: it {which} "
+            f"({len(extra)} extra names, {len(missing)} missing); export it to safetensors or torch."
         )
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """A word of `--to`."""
+    """One choice of `--to`."""
 
     format: Format
     lay: Callable[[Manifest], Content]
@@ -171,11 +171,11 @@ def _size(text: str) -> int:
 
 def _refuse_inside(out: Path, folder: Path) -> None:
     if out.resolve().is_relative_to(folder.resolve()):
-        raise OutputError(f"{out} lies in the checkpoint {folder}, where nothing foreign may be; give another place.")
+        raise OutputError(f"{out} is inside the checkpoint {folder}; give a path outside it.")
 
 
 def _named(manifest: Manifest) -> list[tuple[str, tuple[str, ...]]]:
-    """The model's tensors by key, each with all its names."""
+    """The model's tensors by key, each with all of its names."""
     aliases: dict[str, list[str]] = {}
     for alias, first in manifest.little.tied.items():
         aliases.setdefault(first, []).append(alias)
@@ -189,7 +189,7 @@ def _item(manifest: Manifest, key: str, names: tuple[str, ...]) -> Item:
 
 
 def _as_dtype(item: Item, dtype: torch.dtype | None) -> Item:
-    """Whole numbers and truth values stay what they are."""
+    """Cast floating-point items; integers and booleans keep their dtype."""
     return item if dtype is None or not item.dtype.is_floating_point else replace(item, dtype=dtype)
 
 
@@ -205,7 +205,7 @@ def _write(
     tensors: WholeTensors,
     progress: Progress,
 ) -> list[tuple[str, int]]:
-    """Returns the files with their sizes."""
+    """Write all files; return their names and sizes."""
     total = sum(item.bytes for items in shards.values() for item in items)
     with written_aside(out) as aside, progress(f"writing {out.name}", total) as advance:
         for name, items in shards.items():
@@ -223,12 +223,12 @@ def _read(tensors: WholeTensors, item: Item) -> torch.Tensor:
         return found
     cast = found.to(item.dtype)
     if torch.finfo(item.dtype).max < torch.finfo(found.dtype).max and cast.isfinite().sum() != found.isfinite().sum():
-        raise CheckpointError(f"{item.names[0]} has values too large for {item.dtype}; export it in another dtype.")
+        raise CheckpointError(f"{item.names[0]} has values too large for {item.dtype}; choose another dtype.")
     return cast
 
 
 def _config(config: Mapping[str, Any], shards: dict[str, list[Item]], *, of_adapter: bool) -> str:
-    """With the dtype of what was written: transformers opens the weights in the one that it finds here."""
+    """The config with the dtype that was written: transformers loads the weights in that dtype."""
     if of_adapter:
         return json.dumps(config, indent=2, sort_keys=True) + "\n"
     dtypes = [item.dtype for items in shards.values() for item in items if item.dtype.is_floating_point]

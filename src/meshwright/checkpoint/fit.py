@@ -1,4 +1,4 @@
-"""Whether a checkpoint belongs to a job: every parameter and buffer with its shape, the same optimizer."""
+"""Check that a checkpoint belongs to a job: same parameters, buffers and shapes, same optimizer."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Fit:
     """Where each tensor of the checkpoint goes."""
 
     state: State
-    """This rank's parameters and buffers, by the names that the checkpoint has for them."""
+    """This rank's parameters and buffers, under the checkpoint's names."""
 
 
 def fit_to(trainer: Trainer, manifest: Manifest, own: State) -> Fit:
-    """`own` is what this rank holds of parameters and buffers."""
+    """Match a checkpoint to a run; `own` is what this rank holds of parameters and buffers."""
     shapes = {MODEL + p.name: p.shape for p in trainer.facts.parameters}
     shapes.update({name: laid.shape for name, laid in own.items() if name not in shapes})
     aliases = {MODEL + alias: MODEL + p.name for p in trainer.facts.parameters for alias in p.names[1:]}
@@ -41,27 +41,27 @@ def fit_to(trainer: Trainer, manifest: Manifest, own: State) -> Fit:
 
 
 def job_shapes(facts: ModelFacts, buffers: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """What a checkpoint must hold for a model."""
+    """Names and shapes that a checkpoint must hold for a model."""
     return {MODEL + p.name: p.shape for p in facts.parameters} | {MODEL + n: shape for n, shape in buffers.items()}
 
 
 def match_names(
     shapes: dict[str, tuple[int, ...]], manifest: Manifest, aliases: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, str]:
-    """For each tensor of the model, the checkpoint's name for it; an error that names the first that does not fit.
+    """The checkpoint's name for each tensor of the model; the error names the first tensor that does not fit.
 
-    `aliases` are further names of the model's tied parameters, with the first of each.
+    `aliases` maps further names of the model's tied parameters to the first name.
     """
     tied = {MODEL + alias: MODEL + first for alias, first in manifest.little.tied.items()}
     sources = {name: name if name in manifest.tensors else tied.get(name, name) for name in shapes}
     for name, source in sources.items():
         shown = name.removeprefix(MODEL)
         if source not in manifest.tensors:
-            raise WrongCheckpoint(f"The checkpoint has no {shown}, which the job's model has; {_advice(manifest)}")
+            raise WrongCheckpoint(f"The checkpoint lacks {shown}, which the job's model has; {_advice(manifest)}")
         found = manifest.tensors[source].shape
         if found != tuple(shapes[name]):
             raise WrongCheckpoint(
-                f"{shown} has the shape {found} in the checkpoint and {tuple(shapes[name])} in the job's model; "
+                f"{shown} has shape {found} in the checkpoint and {tuple(shapes[name])} in the job's model; "
                 f"{_advice(manifest)}"
             )
     extra = [name for name in manifest.tensors if name.startswith(MODEL) and name not in set(sources.values())]
@@ -70,10 +70,10 @@ def match_names(
         if extra[0] in aliases:
             first = aliases[extra[0]].removeprefix(MODEL)
             raise WrongCheckpoint(
-                f"The checkpoint has {shown} apart from {first}, which are one parameter in the job's model; "
-                "`checkpoint import --job` makes them one."
+                f"The checkpoint stores {shown} and {first} separately, but in the job's model they are one parameter; "
+                "`checkpoint import --job` merges them."
             )
-        raise WrongCheckpoint(f"The checkpoint has {shown}, which the job's model does not have; {_advice(manifest)}")
+        raise WrongCheckpoint(f"The checkpoint has {shown}, but the job's model does not; {_advice(manifest)}")
     return sources
 
 
@@ -81,11 +81,11 @@ def _match_optimizer(trainer: Trainer, manifest: Manifest) -> None:
     saved: Any = manifest.little.optimizer
     own, found = type(trainer.optimizer).__name__, saved["class"]
     if own != found:
-        raise WrongCheckpoint(f"The checkpoint is of a run with {found}, and the job's optimizer is {own}.")
+        raise WrongCheckpoint(f"The checkpoint's optimizer is {found}, but the job's is {own}.")
     groups = trainer.remembered.param_groups
     if len(saved["groups"]) != len(groups):
         raise WrongCheckpoint(
-            f"The checkpoint's optimizer has {len(saved['groups'])} groups of parameters, the job's {len(groups)}."
+            f"The checkpoint's optimizer has {len(saved['groups'])} parameter groups, the job's {len(groups)}."
         )
     names = {id(parameter): name for name, parameter in trainer.optimized.named()}
     for number, group in enumerate(groups):
@@ -100,13 +100,13 @@ def _match_schedule(trainer: Trainer, manifest: Manifest) -> None:
         own = type(trainer.schedule).__name__
     if own != found:
         raise WrongCheckpoint(
-            f"The checkpoint is of a run with {found}, and the job has {own}; to begin another schedule with these "
+            f"The checkpoint has {found}, but the job has {own}; to start another schedule with these "
             "weights, export and import them."
         )
 
 
 def group_of(own: list[str], number: int, saved: list[dict[str, Any]]) -> int:
-    """Which of the saved groups has the numbers for these parameters."""
+    """The saved group that holds these parameters."""
     found = {index for index, group in enumerate(saved) for name in own if name in set(group["names"])}
     if len(found) > 1:
         raise WrongCheckpoint(f"Group {number} of the optimizer mixes parameters of several groups of the checkpoint.")
@@ -114,7 +114,7 @@ def group_of(own: list[str], number: int, saved: list[dict[str, Any]]) -> int:
 
 
 def _refuse_odd_state(trainer: Trainer, manifest: Manifest) -> None:
-    """State of another shape than its parameter's cannot be divided as the parameter is."""
+    """Refuse optimizer state that has another shape than its sharded parameter: it cannot be sharded the same way."""
     shapes = {p.name: p.shape for p in trainer.facts.parameters}
     divided = {
         name
@@ -128,9 +128,9 @@ def _refuse_odd_state(trainer: Trainer, manifest: Manifest) -> None:
         name, _, slot = key[len(OPTIMIZER) :].rpartition("/")
         if name in divided and entry.shape != tuple(shapes[name]) and entry.shape not in ((), (1,)):
             raise WrongCheckpoint(
-                f"The optimizer keeps {slot} of {name} in the shape {entry.shape}, the parameter's being "
-                f"{tuple(shapes[name])}, so it cannot be divided as {trainer.strategy} divides the parameter; "
-                "load it under a strategy that keeps parameters whole (single, ddp)."
+                f"The optimizer's {slot} of {name} has shape {entry.shape}, but the parameter has shape "
+                f"{tuple(shapes[name])}, so {trainer.strategy} cannot shard it like the parameter; "
+                "load it under a strategy with unsharded parameters (single, ddp)."
             )
 
 

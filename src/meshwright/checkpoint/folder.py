@@ -1,6 +1,6 @@
-"""Checkpoints in a run's folder: named by step, published by rename, the newest named by `latest`.
+"""Checkpoints in a run's folder: named by step, published by rename; `latest` names the newest.
 
-RUN/checkpoints/step-00000120/   a complete checkpoint; what is incomplete begins with a dot
+RUN/checkpoints/step-00000120/   a complete checkpoint; incomplete ones start with a dot
 RUN/checkpoints/latest           the name of the newest
 """
 
@@ -21,7 +21,7 @@ _STEP = re.compile(r"step-([0-9]{8,18})")
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path names: itself, or the latest of a run's folder."""
+    """The checkpoint that a path names: the path itself, or the latest of a run's folder."""
     if (path / MANIFEST).is_file() or (_STEP.fullmatch(path.name) and path.is_dir()):
         return path
     for folder in (path / CHECKPOINTS, path):
@@ -32,11 +32,11 @@ def find_checkpoint(path: Path) -> Path:
             return checkpoints[-1]
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a checkpoint's folder or a run's.")
-    raise CheckpointError(f"{path} holds no checkpoint: it has neither {MANIFEST} nor {CHECKPOINTS}/.")
+    raise CheckpointError(f"{path} is not a checkpoint: it has neither {MANIFEST} nor {CHECKPOINTS}/.")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """All in a run's `checkpoints`, oldest first. They were complete once; damage is found when they are read."""
+    """All checkpoints of a run, oldest first. They were complete when published; damage is found on reading."""
     return sorted((path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)), key=step_of)
 
 
@@ -55,26 +55,26 @@ def read_latest(folder: Path) -> Path | None:
 
 
 class RunFolder:
-    """The `checkpoints` of one run. Only one process, the coordinator, changes it."""
+    """The `checkpoints` folder of one run. Only one process, the coordinator, changes it."""
 
     def __init__(self, folder: Path, *, keep: int = 0, keep_every: int = 0) -> None:
-        """Keep the newest `keep` (0: all), and besides those whose step is a multiple of `keep_every`."""
+        """Keep the newest `keep` (0: all), and also those whose step is a multiple of `keep_every`."""
         self.folder, self._keep, self._keep_every = folder, keep, keep_every
 
     def aside(self, step: int) -> Path:
-        """Where the checkpoint of a step is written before it is one."""
+        """Where the checkpoint of a step is written before it is published."""
         return self.folder / f".{self._name(step)}.part"
 
     def clear(self) -> None:
-        """Remove what a run that was killed left behind."""
+        """Remove incomplete checkpoints of a killed run."""
         for path in self.folder.glob(".step-*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def publish(self, aside: Path) -> None:
-        """Make a checkpoint of what lies complete and flushed at `aside`; then let go of what is not to be kept."""
+        """Publish the complete and flushed folder `aside` as a checkpoint, then delete those no longer kept."""
         target = self.folder / aside.name.removeprefix(".").removesuffix(".part")
         sync_folder(aside)
-        if target.exists():  # a run that went back to an older checkpoint comes by this step again
+        if target.exists():  # a run that resumed from an older checkpoint reaches this step again
             self._point_elsewhere(target)
             self._remove(target)
         aside.rename(target)
@@ -96,7 +96,7 @@ class RunFolder:
             (self.folder / LATEST).unlink(missing_ok=True)
 
     def _retire(self, newest: Path) -> None:
-        """Those of later steps than the newest are the oldest: the run went back behind them."""
+        """Delete old checkpoints. Those of later steps than the newest count as oldest: the run went back."""
         if self._keep == 0:
             return
         last = step_of(newest)
@@ -106,7 +106,7 @@ class RunFolder:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """By a rename first: what is half removed must not look like a checkpoint."""
+        """Rename before deleting, so that a half-deleted folder never looks like a checkpoint."""
         away = self.folder / f".{path.name}.old"
         shutil.rmtree(away, ignore_errors=True)
         path.rename(away)
@@ -118,7 +118,7 @@ class RunFolder:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the disk remember names, too."""
+    """Flush a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -128,4 +128,4 @@ def sync_folder(folder: Path) -> None:
 
 def refuse_existing(target: Path) -> None:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise OutputError(f"{target} is there already and not empty; choose another place for the checkpoint.")
+        raise OutputError(f"{target} already exists and is not empty; choose another path for the checkpoint.")

@@ -1,4 +1,4 @@
-"""Files of weights as others read them: safetensors and torch, one file or several with an index."""
+"""Weight files for other tools: safetensors and torch, one file or several with an index."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.checkpoint.storage import BLOCK, header_of, tensor_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A tensor to be written, under one name, or under several that share its memory."""
+    """A tensor to write, under one name, or under several that share its memory."""
 
     names: tuple[str, ...]
     source: str
@@ -36,10 +36,10 @@ Read = Callable[[Item], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How the files of a format are called and written."""
+    """How a format names and writes its files."""
 
     alone: str
-    """The name of a file that holds everything."""
+    """File name if there is only one."""
     numbered: str
     index: str
     shares: bool
@@ -51,8 +51,8 @@ class Format:
 
 
 def write_safetensors(path: Path, items: list[Item], read: Read, advance: Advance) -> None:
-    """Tensor by tensor: only one is ever put together in memory."""
-    ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # so every tensor begins at a multiple of its own
+    """Write tensor by tensor: only one is in memory at a time."""
+    ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # aligns every tensor to its element size
     with path.open("wb") as file:
         file.write(header_of([(item.names[0], item.dtype, item.shape) for item in ordered]))
         for item in ordered:
@@ -61,7 +61,7 @@ def write_safetensors(path: Path, items: list[Item], read: Read, advance: Advanc
 
 
 def write_torch(path: Path, items: list[Item], read: Read, advance: Advance) -> None:
-    """One dict, which `torch.load(weights_only=True)` reads; all of it is in memory once."""
+    """Write one dict, which `torch.load(weights_only=True)` reads; all of it is in memory at once."""
     tensors = {}
     for item in items:
         tensors.update(dict.fromkeys(item.names, read(item)))
@@ -88,7 +88,7 @@ TORCH = Format(
 
 
 def pack(items: Iterable[Item], limit: int) -> list[list[Item]]:
-    """Into shards of at most `limit` bytes, in order; what is larger by itself is a shard by itself."""
+    """Split into shards of at most `limit` bytes, in order; a larger tensor gets its own shard."""
     shards: list[list[Item]] = []
     room = 0
     for item in items:
@@ -101,7 +101,7 @@ def pack(items: Iterable[Item], limit: int) -> list[list[Item]]:
 
 
 def index_of(shards: dict[str, list[Item]]) -> str:
-    """The text of an index: which file holds which name."""
+    """The text of an index file, which maps each name to its file."""
     where = {name: file for file, items in shards.items() for item in items for name in item.names}
     size = sum(item.bytes for items in shards.values() for item in items)
     return json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2, sort_keys=True) + "\n"

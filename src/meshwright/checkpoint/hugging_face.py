@@ -1,4 +1,4 @@
-"""What a model of transformers tells of itself. The package need not be there: its modules are known by name."""
+"""What a transformers model says about itself. The package need not be installed: classes are found by name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import nn
 
 
 def hugging_face_of(model: nn.Module, names: Collection[str]) -> dict[str, Any] | None:
-    """Prefix and configuration of the model of transformers that a model is, or holds; and its adapter of peft.
+    """Prefix and config of the transformers model that a model is or contains, and its peft adapter.
 
-    `names` are those of the model's parameters, which a stage of a pipeline does not all hold.
+    `names` are those of all of the model's parameters, because a pipeline stage holds only some of them.
     """
     found = _find(model)
     if found is None:
@@ -29,7 +29,7 @@ def hugging_face_of(model: nn.Module, names: Collection[str]) -> dict[str, Any] 
 
 
 def _adapter(prefix: str, module: Any, names: Collection[str]) -> dict[str, Any]:
-    """What `save_pretrained` of peft would write: the adapter's configuration, and its names for our parameters."""
+    """What peft's `save_pretrained` would write: the adapter's config, and its names for our parameters."""
     adapters = list(module.peft_config)
     if len(adapters) != 1:
         return {"adapters": adapters, "config": {}, "names": {}}
@@ -52,8 +52,8 @@ def _as_json(value: Any) -> Any:
 
 
 def differing_names(config: Mapping[str, Any], written: Collection[str]) -> tuple[list[str], list[str]]:
-    """Names that `from_pretrained` would not know, and those that it would miss; none where it cannot be asked."""
-    # An architecture that transformers does not have, or that cannot be built without weights, cannot be asked.
+    """Names that `from_pretrained` would not know, and names that it would miss; empty if it cannot be tried."""
+    # Fails for an architecture that transformers lacks, or that cannot be built without weights.
     with suppress(Exception):
         kind = getattr(importlib.import_module("transformers"), config["architectures"][0])
         with torch.device("meta"):
@@ -68,17 +68,17 @@ def differing_names(config: Mapping[str, Any], written: Collection[str]) -> tupl
 
 
 def is_obsolete(model: nn.Module, name: str) -> bool:
-    """Whether transformers itself passes over a tensor of this name, as over the masks that old files hold."""
+    """Whether transformers itself ignores a tensor of this name, such as the masks in old files."""
     found = _find(model)
     patterns = getattr(found[1], "_keys_to_ignore_on_load_unexpected", None) if found else None
     return any(re.search(pattern, name) for pattern in patterns or ())
 
 
 def _find(model: nn.Module) -> tuple[str, nn.Module] | None:
-    # Single layers of transformers have a configuration, too; only a whole model can be saved and opened.
+    # Single transformers layers have a config too, but only a whole model can be saved and loaded.
     return next((found for found in model.named_modules() if "PreTrainedModel" in _kinds(found[1])), None)
 
 
 def _kinds(module: nn.Module, package: str = "transformers.") -> list[str]:
-    """The classes of transformers that a module is of; the first is its architecture, whatever it was wrapped in."""
+    """The transformers classes in a module's bases; the first is its architecture, even if it was subclassed."""
     return [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith(package)]

@@ -1,4 +1,4 @@
-"""Somebody else's weights as a checkpoint to begin a run with: weights only, but of DeepSpeed's folders all."""
+"""Import foreign weights as the first checkpoint of a run; from DeepSpeed folders, also the training state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshwright.errors import CheckpointError, OutputError
 def import_weights(path: Path, run: Path, *, job: str | None = None, progress: Progress = silent) -> dict[str, Any]:
     """Write a run's first checkpoint from a file or folder of weights; with a job, only if they fit it.
 
-    It is one of step 0, but for a folder of DeepSpeed's with a job, whose optimizer and step are taken over.
+    It gets step 0, except for a DeepSpeed folder with a job, whose optimizer and step are imported.
     """
     with reading(run):
         _refuse_used(run)
@@ -60,7 +60,7 @@ def import_weights(path: Path, run: Path, *, job: str | None = None, progress: P
 
 
 class _TellingPlanner(PartsSavePlanner):
-    """Tells how far the writing is, by the tensors that were asked for."""
+    """Reports progress as tensors are requested for writing."""
 
     def __init__(self, state: State, advance: Advance) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class _TellingPlanner(PartsSavePlanner):
 
 
 def _write(run: Path, state: State, little: Little, progress: Progress) -> Path:
-    """Through the same writer as a run's; tensors are copied from file to file, one after another."""
+    """Write with the same writer as a run; tensors are copied from file to file, one after another."""
     total = sum(prod(laid.shape) * laid.dtype.itemsize for laid in state.values())
     folder = RunFolder(run / CHECKPOINTS)
     aside = folder.aside(little.step)
@@ -91,13 +91,13 @@ def _refuse_used(run: Path) -> None:
     if run.exists() and not run.is_dir():
         raise OutputError(f"{run} is a file; give the folder of a new run.")
     if list_checkpoints(run / CHECKPOINTS):
-        raise OutputError(f"{run} has checkpoints already; give the folder of a new run.")
+        raise OutputError(f"{run} already has checkpoints; give the folder of a new run.")
 
 
 def _refuse_strange(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
-            raise CheckpointError(f"{path} has {name} in {tensor.dtype}, which a checkpoint cannot hold.")
+            raise CheckpointError(f"{path} has {name} in {tensor.dtype}, which a checkpoint cannot store.")
 
 
 def _of_folder(source: Source) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""All of a checkpoint looked at by one process: every file's bytes, and whether its boxes make up whole tensors."""
+"""Check a whole checkpoint in one process: every file's bytes, and whether its boxes cover whole tensors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from meshwright.checkpoint.manifest import MANIFEST, Chunk, Entry, Manifest
 from meshwright.checkpoint.progress import Progress, silent
 from meshwright.checkpoint.soundness import Damage, damage_in, find_strangers
 
-MOST_CORNERS = 1 << 24  # of a tensor's boxes; no strategy cuts along more than three dimensions
-READERS = 4  # files that are hashed at a time: one thread does not keep up with a fast disk
+MOST_CORNERS = 1 << 24  # limit per tensor; no strategy shards more than three dims
+READERS = 4  # files hashed at a time: one thread cannot keep up with a fast disk
 
 
 def inspect(folder: Path, manifest: Manifest, progress: Progress = silent) -> list[Damage]:
-    """All that is wrong with a checkpoint."""
+    """Everything that is wrong with a checkpoint."""
     found = [*find_gaps(manifest), *find_strangers(folder, manifest)]
     with progress(f"checking {folder.name}", manifest.bytes) as advance, ThreadPoolExecutor(READERS) as pool:
         for damage in pool.map(lambda name: list(damage_in(folder, name, manifest, saw=advance)), manifest.files):
@@ -27,16 +27,16 @@ def inspect(folder: Path, manifest: Manifest, progress: Progress = silent) -> li
 
 
 def find_gaps(manifest: Manifest) -> Iterator[Damage]:
-    """Tensors that are not whole, however sound the files are; from the manifest alone."""
+    """Tensors that the manifest's boxes do not cover exactly; the files are not read."""
     for name, entry in manifest.tensors.items():
         if outside := next((chunk for chunk in entry.chunks if not _within(entry, chunk, manifest)), None):
-            yield Damage(outside.file, "is said to hold a box that it cannot hold", (name,))
+            yield Damage(outside.file, "is listed with a box that it cannot hold", (name,))
         elif not _is_covered(entry):
-            yield Damage(MANIFEST, "lists boxes that do not make up the whole", (name,))
+            yield Damage(MANIFEST, "lists boxes that do not cover the tensor", (name,))
 
 
 def _within(entry: Entry, chunk: Chunk, manifest: Manifest) -> bool:
-    """The box lies in the tensor, and its bytes in the file."""
+    """Whether the box is inside the tensor, and its bytes inside the file."""
     sides = len(chunk.offsets) == len(chunk.sizes) == len(entry.shape)
     boxed = sides and all(
         min(offset, size) >= 0 and offset + size <= whole
@@ -46,18 +46,17 @@ def _within(entry: Entry, chunk: Chunk, manifest: Manifest) -> bool:
 
 
 def _is_covered(entry: Entry) -> bool:
-    """Whether the boxes make up the tensor, every element in exactly one of them.
+    """Whether every element of the tensor is in exactly one box.
 
-    The indicator of a box is known from its corners alone, taken with alternating signs, so the sum over boxes is the
-    whole tensor if and only if the signed corners are the tensor's. That takes as many steps as there are corners,
-    where a comparison of each box with each other takes their square.
+    A box's indicator function is given by its corners with alternating signs, so the boxes add up to the tensor if and
+    only if their signed corners do. That is linear in the number of boxes; comparing them pairwise is quadratic.
     """
     boxes = [chunk for chunk in entry.chunks if prod(chunk.sizes)]
     if not prod(entry.shape):
         return True
     split = [
         dim for dim, whole in enumerate(entry.shape) if any(chunk.sizes[dim] != whole for chunk in boxes)
-    ]  # along the others all boxes are alike
+    ]  # all boxes span the other dims
     if len(boxes) << len(split) > MOST_CORNERS:
         return False
     signs: Counter[tuple[int, ...]] = Counter()

@@ -1,4 +1,4 @@
-"""Load a checkpoint into a run of any strategy: looked at, checked byte for byte, and only then taken."""
+"""Load a checkpoint into a run of any strategy: check that it fits, verify every byte, and only then load."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from meshwright.checkpoint.storage import MappedFiles, Reader
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.strategies.cuts import Cut, Stretch
 
-# How an optimizer computes, not what: taken from the job as it is now.
+# Settings of how an optimizer computes, not what: these come from the current job.
 _OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
 
 T = TypeVar("T")
 
 
 def load(trainer: Trainer, folder: Path) -> Little:
-    """Put a run where a checkpoint left off. All ranks call it. Nothing is touched if it does not fit or is damaged."""
+    """Load a checkpoint into a run. All ranks call it. Nothing changes if it does not fit or is damaged."""
     world = trainer.world
     manifest = agreed(world, lambda: read_manifest(folder))
     fit = agreed(world, lambda: fit_to(trainer, manifest, model_state(trainer)))
@@ -44,7 +44,7 @@ def load(trainer: Trainer, folder: Path) -> Little:
 
 
 def agreed(world: World, look: Callable[[], T]) -> T:
-    """What `look` gives; if it raises on any rank, all ranks raise what the first of them does."""
+    """The result of `look`; if it raises on any rank, all ranks raise the first rank's error."""
     found: list[T] = []
     said: tuple[str, str] | None = None
     try:
@@ -60,7 +60,7 @@ def agreed(world: World, look: Callable[[], T]) -> T:
 
 
 def _damage_of_own_share(folder: Path, manifest: Manifest, world: World) -> list[Damage]:
-    """Every file is read by one rank, and the manifest looked through by the first."""
+    """Each file is read by one rank; rank 0 also checks the manifest."""
     gaps = list(find_gaps(manifest)) if world.is_main else []
     return gaps + find_damage(folder, manifest, sorted(manifest.files)[world.rank :: world.ranks])
 
@@ -88,14 +88,14 @@ def _take(trainer: Trainer, manifest: Manifest, fit: Fit, mapped: MappedFiles) -
 
 
 def _read(state: State, reader: Reader) -> None:
-    """Each rank plans and reads for itself: boxes need no talk among ranks."""
+    """Each rank plans and reads on its own: boxes need no communication."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(state, storage_reader=reader, planner=PartsLoadPlanner(), no_dist=True)
 
 
 class _Slots:
-    """Memory for what the optimizer keeps of each parameter, to be loaded into."""
+    """Memory to load the optimizer state of each parameter into."""
 
     def __init__(self, trainer: Trainer, manifest: Manifest) -> None:
         self.state: State = {}
@@ -119,9 +119,9 @@ class _Slots:
         cut: Cut | Stretch | None,
         whole: tuple[int, ...],
     ) -> None:
-        """`whole` is the unsplit parameter's shape, which is the one that the checkpoint knows."""
+        """`whole` is the unsharded parameter's shape, which the checkpoint uses."""
         slot = key.rpartition("/")[2]
-        # Beside a parameter without dims, only the name tells a counter from a moment, as in torch.optim.
+        # For a parameter without dims, only the name tells a counter from a moment, as in torch.optim.
         if entry.shape == whole and (entry.shape or (slot != "step" and ":" not in slot)):
             dtype = parameter.dtype if entry.torch_dtype.is_floating_point else entry.torch_dtype
             there = self._there.get(parameter, {}).get(slot)
@@ -135,7 +135,7 @@ class _Slots:
         self._values.setdefault(id(parameter), {})[slot] = value
 
     def of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """As the optimizer had it: numbers are numbers again."""
+        """State in the optimizer's own types: numbers are numbers again."""
         found: dict[str, Any] = {}
         for key, value in self._values.get(id(parameter), {}).items():
             name, _, kind = key.partition(":")
@@ -144,7 +144,7 @@ class _Slots:
 
 
 def _load_optimizer(trainer: Trainer, saved: list[dict[str, Any]], slots: _Slots) -> None:
-    """Through the optimizer's own `load_state_dict`, which puts every value on the right device."""
+    """Use the optimizer's own `load_state_dict`, which puts every value on the right device."""
     optimizer = trainer.remembered
     document = optimizer.state_dict()
     names = {id(parameter): name for name, parameter in trainer.optimized.named()}
@@ -158,7 +158,7 @@ def _load_optimizer(trainer: Trainer, saved: list[dict[str, Any]], slots: _Slots
 
 
 def _generators(trainer: Trainer, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Memory for this rank's generators; none if the checkpoint is of another number of ranks, who drew otherwise."""
+    """Memory for this rank's RNG states; none if the number of ranks changed, since they drew differently."""
     if manifest.little.ranks != trainer.world.ranks:
         return {}
     own = f"{RNG}{trainer.world.rank}/"

@@ -1,4 +1,4 @@
-"""Look into a checkpoint: what it holds, whether it is sound, whether it fits a job."""
+"""Show and check a checkpoint: its content, its integrity, and whether it fits a job."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from meshwright.errors import DamagedCheckpoint, WrongCheckpoint
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of a checkpoint."""
+    """The result of a check."""
 
     path: Path
     damage: tuple[Damage, ...]
     fits: bool | None = None
-    """Whether it fits the job; None where no job was given, or too little of the checkpoint can be read."""
+    """Whether it fits the job; None if no job was given, or too little of the checkpoint is readable."""
     misfit: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -36,7 +36,7 @@ class Verdict:
         return found | {"fits": self.fits, "misfit": self.misfit or None}
 
     def raise_problem(self) -> None:
-        """DamagedCheckpoint or WrongCheckpoint, if there is reason to."""
+        """Raise DamagedCheckpoint or WrongCheckpoint if there is a problem."""
         raise_damage(self.path, list(self.damage))
         if self.misfit:
             raise WrongCheckpoint(self.misfit)
@@ -59,7 +59,7 @@ def check(path: Path, job: str | None = None, progress: Progress = silent) -> Ve
 
 
 def show(path: Path, *, tensors: bool = False) -> dict[str, Any]:
-    """What a checkpoint holds, from its manifest alone; with `tensors`, each one of them."""
+    """What a checkpoint holds, from its manifest alone; with `tensors`, list each tensor."""
     with reading(path):
         folder = find_checkpoint(path)
         manifest = read_manifest(folder)
@@ -87,7 +87,7 @@ def _lost_its_manifest(path: Path) -> bool:
 
 
 def _damage_of_manifest(folder: Path, said: str) -> Damage:
-    """The sentence that a manifest was refused with, taken apart."""
+    """Split the message about a refused manifest into file and problem."""
     file = DIGESTS if said.startswith(str(folder / DIGESTS)) else MANIFEST
     return Damage(file, said.removeprefix(f"{folder / file} ").removesuffix("."))
 
@@ -101,7 +101,7 @@ def _misfit(expected: Expected, manifest: Manifest) -> str:
 
 
 def _count(manifest: Manifest) -> dict[str, int | None]:
-    """Elements of parameters and persistent buffers, which a checkpoint does not tell apart, and of those trained."""
+    """Elements of parameters and persistent buffers, which a checkpoint does not distinguish, and of trained ones."""
     model = {key.removeprefix(MODEL): entry for key, entry in manifest.tensors.items() if key.startswith(MODEL)}
     elements = {name: prod(entry.shape) for name, entry in model.items()}
     groups = manifest.little.optimizer["groups"] if manifest.little.optimizer else None
@@ -124,7 +124,7 @@ def _optimizer(little: Little) -> dict[str, Any] | None:
 
 
 def _number(value: Any) -> float | None:
-    """A learning rate may be a tensor."""
+    """The learning rate as a float; it may be a tensor."""
     return None if value is None else float(value)
 
 

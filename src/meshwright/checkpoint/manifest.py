@@ -1,8 +1,8 @@
-"""`checkpoint.json`: what a checkpoint holds, in global coordinates, and what its files must be.
+"""`checkpoint.json`: what a checkpoint holds, in global coordinates, and the digests of its files.
 
-Tensors go by `model/NAME`, `optimizer/NAME/KEY` and `rng/RANK/KIND`, NAME being the unsplit model's. Every chunk has a
-digest of its own, so that damage is told by the tensor; a file's is over its header's and its chunks'. Beside it,
-`checkpoint.sha256` has the digest of `checkpoint.json` itself, as `sha256sum -c` reads it.
+Tensors are keyed `model/NAME`, `optimizer/NAME/KEY` and `rng/RANK/KIND`, where NAME is the unsplit model's. Each chunk
+has its own digest, so damage is reported by tensor; a file's digest covers those of its header and chunks. Next to it,
+`checkpoint.sha256` holds the digest of `checkpoint.json` itself, in the format of `sha256sum -c`.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ FORMAT, VERSION = "meshwright checkpoint", 1
 MANIFEST, DIGESTS = "checkpoint.json", "checkpoint.sha256"
 MODEL, OPTIMIZER, RNG = "model/", "optimizer/", "rng/"
 LIMITS = Limits(bytes=GIB, values=50_000_000, finite=False)
-"""A thousand ranks write a million chunks; what a field may be is checked one by one."""
+"""A thousand ranks write a million chunks; each field's type is checked separately."""
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A box of a tensor: where it lies in the whole, and where its bytes lie."""
+    """A box of a tensor: its position in the tensor, and the position of its bytes in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
     at: int
-    """Bytes from the file's beginning."""
+    """Bytes from the start of the file."""
     sha256: str
-    """Of its bytes."""
+    """Digest of its bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One whole tensor and the chunks that make it up."""
+    """One whole tensor and its chunks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -71,38 +71,38 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """What a data file must be."""
+    """Expected size and digest of a data file."""
 
     bytes: int
     sha256: str
-    """As `digest_of_file` makes it."""
+    """Made by `digest_of_file`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Little:
-    """All that is no tensor."""
+    """The run's state other than tensors."""
 
     step: int
     samples: int
-    """The global sample index at which the run goes on."""
+    """The global sample index at which the run continues."""
     seed: int
     strategy: str
     ranks: int
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Further names of tied parameters, each with the first, under which it is kept."""
+    """Further names of tied parameters, each mapped to the first, under which the tensor is stored."""
     hugging_face: Mapping[str, Any] | None = None
-    """The configuration of a model of transformers, and the prefix of its names in the job's model."""
+    """The config of a transformers model, and its prefix in the job's model."""
     optimizer: Mapping[str, Any] | None = None
-    """Class and groups; None where only weights are kept."""
+    """Class and groups; None if only weights are stored."""
     schedule: Mapping[str, Any] | None = None
     loss_scale: Mapping[str, float] | None = None
     made: Mapping[str, str] = field(default_factory=lambda: made_now())
-    """By which versions, and when."""
+    """Versions and time of writing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A checkpoint, without its bytes."""
+    """A checkpoint without its tensor data."""
 
     little: Little
     tensors: Mapping[str, Entry]
@@ -119,13 +119,13 @@ class Manifest:
         return json.dumps(document, indent=1) + "\n"
 
     def chunks_in(self, file: str) -> list[tuple[str, Entry, Chunk]]:
-        """Tensors and their chunks, in the order in which they lie in a file."""
-        # One without elements begins where the next one does.
+        """Tensors and their chunks, in file order."""
+        # An empty chunk starts where the next one does.
         return sorted(self._chunks_by_file.get(file, ()), key=lambda one: (one[2].at, prod(one[2].sizes)))
 
     @cached_property
     def _chunks_by_file(self) -> dict[str, list[tuple[str, Entry, Chunk]]]:
-        """Made once: to look through all chunks for each file takes a day where a thousand ranks wrote."""
+        """Cached: searching all chunks for each file would take a day for a thousand ranks."""
         found: dict[str, list[tuple[str, Entry, Chunk]]] = {}
         for name, entry in self.tensors.items():
             for chunk in entry.chunks:
@@ -134,44 +134,44 @@ class Manifest:
 
 
 def digest_of_file(header: str, chunks: Iterable[str]) -> str:
-    """From the digests of a file's header and of its chunks in order: so every byte is hashed once."""
+    """Digest of a file from those of its header and chunks in order, so that every byte is hashed once."""
     return hashlib.sha256("".join((header, *chunks)).encode()).hexdigest()
 
 
 def digest_line(text: str) -> str:
-    """The text of `checkpoint.sha256` for that of `checkpoint.json`."""
+    """The text of `checkpoint.sha256` for this `checkpoint.json`."""
     return f"{hashlib.sha256(text.encode()).hexdigest()}  {MANIFEST}\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check `checkpoint.json`; its data files are not looked at."""
+    """Read and check `checkpoint.json`; its data files are not read."""
     text = _read(folder / MANIFEST)
     digests = _read(folder / DIGESTS)
     try:
         document = parse_json(text, LIMITS)
         kind, number = document.pop("format"), document.pop("version")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise _damaged(folder, f"it is no manifest ({one_line(error).rstrip('.')})") from None
+        raise _damaged(folder, f"it is not a manifest ({one_line(error).rstrip('.')})") from None
     if kind != FORMAT:
         raise _damaged(folder, f"its format is {shown(kind)}")
     if type(number) is int and number > VERSION:
         raise WrongCheckpoint(
-            f"{folder / MANIFEST} has format version {number}; this Meshwright ({version.VERSION}) reads up "
-            f"to {VERSION}; use the newer one that wrote it."
+            f"{folder / MANIFEST} has format version {number}; this Meshwright ({version.VERSION}) reads versions up "
+            f"to {VERSION}; use a newer Meshwright."
         )
     if type(number) is not int or number != VERSION:
         raise _damaged(folder, f"its format version is {shown(number)}")
     try:
         manifest = _from_document(document)
     except (ValueError, KeyError, AttributeError, TypeError, RuntimeError, OverflowError, IndexError) as error:
-        raise _damaged(folder, f"a field is missing or not what it should be ({error})") from None
+        raise _damaged(folder, f"a field is missing or invalid ({error})") from None
     if digests != digest_line(text):
-        raise _damaged(folder, f"it does not match {DIGESTS} beside it (one of the two was changed)")
+        raise _damaged(folder, f"it does not match {DIGESTS} next to it (one of the two was changed)")
     return manifest
 
 
 def made_now() -> dict[str, str]:
-    """Which versions make a checkpoint now."""
+    """The versions and time to record in a checkpoint."""
     return {
         "meshwright": version.VERSION,
         "torch": torch.__version__,
@@ -185,11 +185,11 @@ def _from_document(document: dict[str, Any]) -> Manifest:
     files = {name: typed(File, file) for name, file in document.pop("files").items()}
     for name in files:
         if Path(name).name != name:
-            raise ValueError(f"{name!r} is no plain file name")
+            raise ValueError(f"{name!r} is not a plain file name")
     chunks = [chunk for entry in tensors.values() for chunk in entry.chunks]
     for digest in (*(file.sha256 for file in files.values()), *(chunk.sha256 for chunk in chunks)):
         if not _DIGEST.fullmatch(digest):
-            raise ValueError(f"{digest!r} is no SHA-256")
+            raise ValueError(f"{digest!r} is not a SHA-256 digest")
     strays = [chunk.file for chunk in chunks if chunk.file not in files]
     if strays:
         raise ValueError(f"{strays[0]!r} is not among its files")
@@ -202,13 +202,13 @@ def _entry(entry: dict[str, Any]) -> Entry:
     chunks = [typed(Chunk, chunk) for chunk in entry["chunks"]]
     made = typed(Entry, {**entry, "chunks": chunks})
     if not isinstance(getattr(torch, made.dtype, None), torch.dtype):
-        raise ValueError(f"{made.dtype!r} is no dtype")
+        raise ValueError(f"{made.dtype!r} is not a dtype")
     return made
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Group:
-    """One of the optimizer's."""
+    """One parameter group of the optimizer."""
 
     names: tuple[str, ...]
     values: Mapping[str, Any]
@@ -216,18 +216,18 @@ class _Group:
 
 @dataclass(frozen=True, kw_only=True)
 class _HuggingFace:
-    """Where a model of transformers came from."""
+    """A transformers model's description of itself."""
 
     config: Mapping[str, Any]
     prefix: str
     adapter: Mapping[str, Any] | None = None
-    """Of a model of peft: its adapters, and the configuration and names of the one that it has."""
+    """For a peft model: its adapters, and the config and names of the adapter if there is just one."""
 
 
 def _refuse_odd(little: Little) -> None:
-    """What the fields' types do not tell."""
+    """Check what the field types cannot express."""
     if little.step < 0 or little.samples < 0 or little.ranks < 1:
-        raise ValueError(f"it is of step {little.step}, {little.samples} samples and {little.ranks} ranks")
+        raise ValueError(f"it has step {little.step}, {little.samples} samples and {little.ranks} ranks")
     if little.optimizer is not None:
         groups = [typed(_Group, group) for group in little.optimizer["groups"]]
         _refuse_unkept(little.optimizer["class"], *(group.values for group in groups))
@@ -246,9 +246,9 @@ def _refuse_odd_rate(rate: Any) -> None:
 
 
 def _refuse_unkept(name: Any, *states: Any) -> None:
-    """Whatever is not a class's name and state that `encode` made."""
+    """Refuse anything but a class name and states that `encode` made."""
     if not isinstance(name, str) or not all(isinstance(decode(state), dict) for state in states):
-        raise ValueError(f"the state of {name!r} is not one")
+        raise ValueError(f"the state of {name!r} is malformed")
 
 
 def _read(path: Path) -> str:
@@ -256,7 +256,7 @@ def _read(path: Path) -> str:
         return read_text(path, LIMITS.bytes)
     except Unreadable as error:
         if error.missing and path.name != DIGESTS and not any(path.parent.glob("*.safetensors")):
-            raise CheckpointError(f"{path.parent} is no checkpoint: it has no {path.name}.") from None
+            raise CheckpointError(f"{path.parent} is not a checkpoint: it has no {path.name}.") from None
         raise DamagedCheckpoint(
             f"{path} is missing." if error.missing else f"{path} is damaged: {error.why}."
         ) from None

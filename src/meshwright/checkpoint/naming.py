@@ -1,4 +1,4 @@
-"""Which of somebody else's tensors is which of a job's: prefixes put on or taken off, ties, names left over."""
+"""Match foreign tensor names to a job's: add or remove a prefix, resolve ties, report leftovers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.errors import WrongCheckpoint
 
 @dataclass(frozen=True)
 class Prefix:
-    """What a name begins with at the source, and in the job's model instead."""
+    """The prefix to remove from the source's names, and the one to add instead."""
 
     off: str = ""
     on: str = ""
@@ -28,16 +28,16 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Match:
-    """A job's tensors at the source, by the names that a checkpoint has for them."""
+    """The source's tensors for a job, under the checkpoint's names."""
 
     tensors: dict[str, torch.Tensor]
     prefix: Prefix
     left_out: tuple[str, ...]
-    """What transformers, too, passes over."""
+    """Tensors that transformers ignores, too."""
 
 
 def match_to(source: Source, expected: Expected) -> Match:
-    """Every tensor of the job once; an error that names what is missing, left over or of another shape."""
+    """Match every tensor of the job; the error names what is missing, left over or has another shape."""
     prefix = find_prefix(source.tensors, expected.names)
     found: dict[str, torch.Tensor] = {}
     for name, tensor in source.tensors.items():
@@ -56,7 +56,7 @@ def match_to(source: Source, expected: Expected) -> Match:
 
 
 def find_prefix(found: Collection[str], wanted: Collection[str]) -> Prefix:
-    """The one that makes most names fit: a wrapper adds one, and a model within another has one less."""
+    """The prefix that makes most names match: a wrapper adds one, and a submodel lacks one."""
     tails: dict[str, list[str]] = {}
     for name in wanted:
         for head, tail in _splits(name):
@@ -71,7 +71,7 @@ def find_prefix(found: Collection[str], wanted: Collection[str]) -> Prefix:
 
 
 def _splits(name: str) -> Iterator[tuple[str, str]]:
-    """All ways to part a name at a dot, the empty head first."""
+    """All ways to split a name at a dot, the empty head first."""
     parts = name.split(".")
     for at in range(len(parts)):
         yield "".join(f"{part}." for part in parts[:at]), ".".join(parts[at:])
@@ -80,16 +80,16 @@ def _splits(name: str) -> Iterator[tuple[str, str]]:
 def _one_of(
     path: Path, names: tuple[str, ...], found: Mapping[str, torch.Tensor], shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """The tensor that goes by any of these names; tied ones must be equal."""
+    """The tensor with any of these names; tied ones must be equal."""
     there = [name for name in names if name in found]
     for name in there:
         if tuple(found[name].shape) != tuple(shape):
             raise WrongCheckpoint(
-                f"{path} has {name} in the shape {tuple(found[name].shape)}, and in the job's model it is {shape}."
+                f"{path} has {name} of shape {tuple(found[name].shape)}, but in the job's model it is {shape}."
             )
         if not _same(found[there[0]], found[name]):
             raise WrongCheckpoint(
-                f"{path} has {there[0]} and {name} with different values, and in the job's model they are one."
+                f"{path} has {there[0]} and {name} with different values, but in the job's model they are tied."
             )
     return found[there[0]]
 

@@ -1,8 +1,8 @@
-"""What a rank holds of a tensor, as boxes in the coordinates of the whole.
+"""What a rank holds of a tensor, as boxes in global coordinates.
 
-Whatever strategies did to a parameter (FSDP2 and ZeRO shard dim 0, tensor parallelism cuts any dim, a fused weight in
-several pieces, DeepSpeed cuts wherever a rank's share ends), what a rank holds is a few boxes of the unsplit tensor.
-Checkpoints know only boxes.
+Why boxes: whatever strategies did to a parameter, a rank holds a few boxes of the unsplit tensor. FSDP2 and ZeRO shard
+dim 0, tensor parallelism shards any dim and a fused weight in several pieces, DeepSpeed splits wherever a rank's share
+ends. A checkpoint that knows only boxes is independent of all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright.strategies.cuts import Cut, Stretch
 
 @dataclass(frozen=True)
 class Part:
-    """A box of the whole and the memory behind it: a view, so what is written into it is loaded."""
+    """A box of the tensor and the memory behind it: a view, so writing into it loads it."""
 
     offsets: tuple[int, ...]
     tensor: torch.Tensor
@@ -27,20 +27,20 @@ class Part:
 
 @dataclass(frozen=True)
 class Laid:
-    """All that this rank holds of one tensor; no parts where it holds none of it."""
+    """All that this rank holds of one tensor; without parts if it holds nothing of it."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Global shape."""
     dtype: torch.dtype
     parts: tuple[Part, ...]
 
     def __add__(self, other: Laid) -> Laid:
-        """Two copies that one rank holds of the same tensor, as two stages of a pipeline do."""
+        """Join two copies that one rank holds of the same tensor, as two pipeline stages do."""
         return Laid(self.shape, self.dtype, self.parts + other.parts)
 
 
 def lay(tensor: torch.Tensor, cut: Cut | Stretch | None = None) -> Laid:
-    """Where a rank's tensor lies in the whole: a DTensor over the data axis, of a parameter that may be cut."""
+    """The boxes of a rank's tensor: a DTensor on the data axis, whose parameter `cut` may also divide."""
     if isinstance(cut, Stretch):
         return Laid(cut.shape, tensor.dtype, tuple(_along(tensor.detach(), cut)))
     local, offsets = _own_box(tensor)
@@ -53,7 +53,7 @@ def lay(tensor: torch.Tensor, cut: Cut | Stretch | None = None) -> Laid:
 
 
 def _along(flat: torch.Tensor, stretch: Stretch) -> Iterator[Part]:
-    """Boxes of the whole, from consecutive elements of it."""
+    """Boxes of the tensor that cover consecutive elements."""
     at = 0
     for offsets, sizes in stretch.boxes(flat.numel()):
         yield Part(offsets, flat.narrow(0, at, prod(sizes)).view(sizes))
@@ -61,7 +61,7 @@ def _along(flat: torch.Tensor, stretch: Stretch) -> Iterator[Part]:
 
 
 def _own_box(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """This rank's memory of a DTensor and its offsets; of a plain tensor, all of it."""
+    """This rank's local tensor of a DTensor and its offsets; a plain tensor is returned whole."""
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
     if not isinstance(tensor, DTensor):
         return tensor.detach(), tuple(offsets)
@@ -74,23 +74,23 @@ def _own_box(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
             offsets[dim] += start
         else:
             assert isinstance(placement, Replicate), f"{placement} has no box"
-    with torch.no_grad():  # then it is the memory itself; to detach a DTensor costs more than all of the rest
+    with torch.no_grad():  # gives the memory itself; detaching a DTensor costs more than all the rest
         local = tensor.to_local()
     assert list(local.shape) == sizes, f"a part of {tuple(local.shape)} where {sizes} was expected"
     return local, tuple(offsets)
 
 
 def chunk(length: int, count: int, at: int) -> tuple[int, int]:
-    """Start and length of one of `count` chunks, as `torch.chunk` and FSDP2 make them: the last may be short."""
+    """Start and length of one of `count` chunks, as `torch.chunk` and FSDP2 make them: the last may be shorter."""
     size = -(-length // count)
     start = min(at * size, length)
     return start, min(size, length - start)
 
 
 def _in_the_whole(local: torch.Tensor, offsets: tuple[int, ...], cut: Cut, shape: tuple[int, ...]) -> Iterator[Part]:
-    """Boxes of the whole parameter, from one box of what is left of it on this rank of the axis."""
+    """Map a box of this rank's shard on a model axis to boxes of the whole parameter."""
     dim, ranks, at = cut.dim, cut.ranks, cut.mesh.get_local_rank()
-    own = shape[dim] // cut.pieces  # what a piece leaves on each rank: cuts are even
+    own = shape[dim] // cut.pieces  # size of a piece on each rank: shards are even
     first, last = offsets[dim], offsets[dim] + local.shape[dim]
     for piece in range(cut.pieces):
         start, stop = max(first, piece * own), min(last, (piece + 1) * own)
@@ -101,5 +101,5 @@ def _in_the_whole(local: torch.Tensor, offsets: tuple[int, ...], cut: Cut, shape
 
 
 def _without_empty(parts: tuple[Part, ...], shape: tuple[int, ...]) -> tuple[Part, ...]:
-    """Uneven shards leave the last ranks nothing; but a tensor without elements is held by whoever has it."""
+    """Drop empty parts, which uneven shards leave on the last ranks; but keep parts of a tensor without elements."""
     return parts if prod(shape) == 0 else tuple(part for part in parts if part.tensor.numel())

@@ -1,4 +1,4 @@
-"""Small state (a schedule's, a group's numbers) as JSON and back, exactly. Nothing runs when it is read."""
+"""Encode small state (a schedule's, a group's hyperparameters) as JSON and back, exactly. Decoding runs no code."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from meshwright.errors import CheckpointError
 
 
 def encode(value: Any, where: str) -> Any:
-    """What JSON can hold; `where` names the value if it cannot."""
+    """The value as JSON; `where` names it in an error."""
     if isinstance(value, float) and not isfinite(value):
-        return {"float": str(value)}  # which JSON has no number for
+        return {"float": str(value)}  # JSON has no such number
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.generic):
@@ -31,13 +31,13 @@ def encode(value: Any, where: str) -> Any:
         kind = "counter" if isinstance(value, Counter) else "dict"
         return {kind: [[encode(key, where), encode(item, f"{where}.{key}")] for key, item in value.items()]}
     raise CheckpointError(
-        f"{where} holds a {type(value).__name__}, which a checkpoint cannot keep; "
-        "numbers, strings, lists, tuples and dicts can be."
+        f"{where} holds a {type(value).__name__}, which a checkpoint cannot store; "
+        "numbers, strings, lists, tuples and dicts can be stored."
     )
 
 
 def decode(value: Any) -> Any:
-    """What was given to `encode`."""
+    """The inverse of `encode`."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

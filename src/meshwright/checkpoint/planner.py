@@ -1,4 +1,4 @@
-"""How `torch.distributed.checkpoint` plans over what ranks hold: a state is a dict of names to `Laid`."""
+"""Planners for `torch.distributed.checkpoint`, whose state is a dict from names to `Laid`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ State = dict[str, Laid]
 
 
 class PartsSavePlanner(DefaultSavePlanner):
-    """Offers every part that a rank holds; PyTorch's plan leaves each box to one of the ranks that hold it."""
+    """Offers every part that a rank holds; PyTorch's global plan assigns each box to one of its holders."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -53,7 +53,7 @@ class PartsSavePlanner(DefaultSavePlanner):
 
 
 class PartsLoadPlanner(LoadPlanner):
-    """Asks for the overlap of every part with the chunks of the checkpoint."""
+    """Requests the overlap of every part with the checkpoint's chunks."""
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         assert metadata is not None
@@ -87,7 +87,7 @@ class PartsLoadPlanner(LoadPlanner):
 
 
 def share_out(plans: list[SavePlan]) -> list[SavePlan]:
-    """Which rank writes what, from what all ranks offered: each box once, bytes spread evenly. Pure."""
+    """Decide which rank writes what, given what all ranks offer: each box once, bytes spread evenly. Pure."""
     return PartsSavePlanner().create_global_plan(plans)[0]
 
 

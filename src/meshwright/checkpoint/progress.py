@@ -1,4 +1,4 @@
-"""How long work on a checkpoint tells how far it is: whoever asks for it says where that is shown."""
+"""Progress of long work on a checkpoint; the caller decides how to show it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 Advance = Callable[[int], None]
-"""Told of bytes that are done."""
+"""Called with the number of bytes just finished."""
 
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
-"""Given what is done and how many bytes that takes, around the work."""
+"""Called with a description and the total in bytes; wraps the work."""
 
 
 @contextmanager
 def silent(what: str, total: int) -> Iterator[Advance]:
-    """Shown nowhere."""
+    """Show nothing."""
     yield lambda size: None

@@ -1,4 +1,4 @@
-"""Save a run's state: every rank writes its own share, in the background if asked, and it counts only once complete."""
+"""Save a run's state: every rank writes its share, optionally in the background; only complete saves are published."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from meshwright.checkpoint.storage import Writer
 from meshwright.errors import CheckpointError, MeshwrightError, OutputError, one_line
 
 Box = tuple[str, tuple[int, ...]]
-"""A tensor's name and where a part of it begins."""
+"""A tensor's name and the offsets of a part of it."""
 
 
 class Saver:
-    """Saves one run, again and again. At most one save is under way: the next waits for it.
+    """Saves one run repeatedly. At most one save is in progress: the next one waits for it.
 
-    In the background a save holds one copy, in host memory, of the bytes that this rank writes; the copy's memory is
-    kept for the next. In the foreground it holds three tensors at most, and none that lies whole in host memory anyway.
+    A background save holds one copy, in host memory, of the bytes that this rank writes, and reuses that memory for the
+    next save. A foreground save holds at most three tensors, and none that is already contiguous in host memory.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """All ranks must make one, together."""
+        """All ranks must create one together."""
         self._trainer = trainer
         self._group = host_group(trainer.world)
         self._groups = group_names(trainer)
@@ -48,7 +48,7 @@ class Saver:
     def save(self, samples: int, aside: Path, publish: Callable[[Path], None], *, background: bool) -> None:
         """Write to the folder `aside` and have rank 0 call `publish` on it. All ranks call it between the same steps.
 
-        Raises OutputError if it fails, on all ranks; in the background, the next `wait` does.
+        Raises OutputError on all ranks if it fails; a background failure is raised by the next `wait`.
         """
         self.wait()
         taken = self._take(samples)
@@ -58,7 +58,7 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Until no save is under way."""
+        """Wait until no save is in progress."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
@@ -71,7 +71,7 @@ class Saver:
         self._thread.shutdown(wait=False)
 
     def _take(self, samples: int) -> Snapshot:
-        """This rank's share of the state; an error that any rank has, all ranks raise."""
+        """This rank's share of the state; an error on any rank is raised on all."""
         taken: Snapshot | None = None
         problem = ""
         try:
@@ -92,7 +92,7 @@ class Saver:
         return Snapshot(_only(taken.state, self._share), taken.little)
 
     def _agree(self, plan: SavePlan) -> frozenset[Box]:
-        """Which of the boxes that this rank holds it shall write."""
+        """Agree which of this rank's boxes it writes."""
         world = self._trainer.world
         if world.ranks == 1:
             own = share_out([plan])[0]
@@ -114,7 +114,7 @@ class Saver:
         return values  # type: ignore[return-value]
 
     def _copied(self, state: State) -> State:
-        """The same in memory that training does not touch."""
+        """Copy the state to memory that training does not touch."""
         copied = {
             name: Laid(laid.shape, laid.dtype, tuple(self._copy(name, part) for part in laid.parts))
             for name, laid in state.items()
@@ -141,7 +141,7 @@ class Saver:
 
 
 def save_at(saver: Saver, samples: int, target: Path) -> None:
-    """Save to a place of the user's choice, now."""
+    """Save to a path of the user's choice, now."""
     target = target.resolve()  # "." has no name
     aside = target.with_name(f".{target.name}.part")
 
@@ -169,10 +169,10 @@ def _only(state: State, share: frozenset[Box]) -> State:
 
 
 def _said(failure: CheckpointException) -> str:
-    """The first rank's own reason in one sentence."""
+    """The first failed rank's reason in one sentence."""
     rank, (error, _) = min(failure.failures.items())
     if isinstance(error, MeshwrightError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        return f"The checkpoint could not be written by rank {rank}: {error.strerror}."
-    return f"The checkpoint could not be written by rank {rank}: {one_line(error)}"
+        return f"Rank {rank} could not write the checkpoint: {error.strerror}."
+    return f"Rank {rank} could not write the checkpoint: {one_line(error)}"

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's files are what was written: complete, nothing foreign among them, every byte the same."""
+"""Check that a checkpoint's files are what was written: complete, no unknown files, every byte the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.errors import DamagedCheckpoint
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that is wrong with a file, and the tensors that it hurts."""
+    """One problem with a file, and the tensors that it affects."""
 
     file: str
     what: str
@@ -35,7 +35,7 @@ def find_damage(
     *,
     saw: Callable[[int], None] = lambda size: None,
 ) -> list[Damage]:
-    """All that is wrong; with `files`, only those are read (but all must be there). `saw` is told of bytes read."""
+    """Every problem; with `files`, only those are read, but all must exist. `saw` gets the number of bytes read."""
     found = list(find_strangers(folder, manifest))
     for name in manifest.files if files is None else files:
         found += damage_in(folder, name, manifest, saw=saw)
@@ -49,20 +49,20 @@ def raise_damage(folder: Path, damage: list[Damage]) -> None:
 
 
 def find_strangers(folder: Path, manifest: Manifest) -> Iterator[Damage]:
-    """Files that are missing, that do not belong to it, or that are no plain files."""
+    """Files that are missing, unknown, or not regular files."""
     there = {path.name for path in folder.iterdir()}
     expected = {*manifest.files, MANIFEST, DIGESTS}
     for name in sorted(expected - there):
-        yield Damage(name, "is missing, with it", _tensors_in(name, manifest))
+        yield Damage(name, "is missing, and with it", _tensors_in(name, manifest))
     for name in sorted(there - expected):
         yield Damage(name, "does not belong to it")
     for name in sorted(expected & there):
         if not (folder / name).is_file() or (folder / name).is_symlink():
-            yield Damage(name, "is no plain file")
+            yield Damage(name, "is not a regular file")
 
 
 def damage_in(folder: Path, name: str, manifest: Manifest, *, saw: Callable[[int], None]) -> Iterator[Damage]:
-    """What is wrong with a file that is there."""
+    """Problems with a file that exists."""
     if not (folder / name).is_file():
         return
     expected, chunks = manifest.files[name], manifest.chunks_in(name)
@@ -72,7 +72,7 @@ def damage_in(folder: Path, name: str, manifest: Manifest, *, saw: Callable[[int
         yield Damage(name, f"has {size} bytes instead of {expected.bytes}", _once(hurt))
         return
     buffer = bytearray(BLOCK)
-    # Read and not mapped: a sector that the disk cannot read is then an error, and not the end of the process.
+    # Read instead of mapped: an unreadable disk sector then raises an error instead of killing the process.
     with (folder / name).open("rb", buffering=0) as file:
         header = _sha256(file, chunks[0][2].at if chunks else size, buffer)
         hurt = []
@@ -87,7 +87,7 @@ def damage_in(folder: Path, name: str, manifest: Manifest, *, saw: Callable[[int
 
 
 def _sha256(file: FileIO, length: int, buffer: bytearray) -> str:
-    """Of the next so many bytes."""
+    """Digest of the next `length` bytes."""
     digest, view = hashlib.sha256(), memoryview(buffer)
     while length and (count := file.readinto(view[: min(length, len(view))])):
         digest.update(view[:count])

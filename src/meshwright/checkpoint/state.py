@@ -1,4 +1,4 @@
-"""A run's state as boxes and small values: what is written, free of any strategy."""
+"""A run's state as boxes and small values: what is written, independent of the strategy."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from meshwright.errors import CheckpointError
 from meshwright.strategies.cuts import Cut, Stretch
 
 GroupNames = list[list[str]]
-"""By group of the optimizer: the names of its parameters, of all stages of a pipeline."""
+"""For each optimizer group, the names of its parameters on all pipeline stages."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that is to be written: this rank's boxes, and what is the same on all ranks."""
+    """Everything to write: this rank's boxes, and what is the same on all ranks."""
 
     state: State
     little: Little
 
 
 def snapshot(trainer: Trainer, samples: int, groups: GroupNames) -> Snapshot:
-    """The state between two steps. Tensors are not copied: it is good until the next step."""
+    """The state between two steps. Tensors are not copied, so it is valid only until the next step."""
     state = model_state(trainer, current_only=True) | _optimizer_state(trainer) | rng_state(trainer)
     return Snapshot(state, _little(trainer, samples, groups))
 
 
 def model_state(trainer: Trainer, *, current_only: bool = False) -> State:
-    """Every parameter under the first of its names, and every persistent buffer."""
+    """Every parameter under its first name, and every persistent buffer."""
     first = {name: p.name for p in trainer.facts.parameters for name in p.names}
     state: State = {}
     for held in trainer.engine.held():
@@ -51,7 +51,7 @@ def model_state(trainer: Trainer, *, current_only: bool = False) -> State:
 
 
 def group_names(trainer: Trainer) -> GroupNames:
-    """All ranks must call it: a rank of a pipeline knows only its own stages' parameters."""
+    """Collective: a pipeline rank knows only the parameters of its own stages."""
     names = {id(parameter): name for name, parameter in trainer.optimized.named()}
     own = [[names[id(p)] for p in group["params"] if id(p) in names] for group in trainer.remembered.param_groups]
     everyone = trainer.world.gather(own)
@@ -59,7 +59,7 @@ def group_names(trainer: Trainer) -> GroupNames:
 
 
 def rng_state(trainer: Trainer) -> State:
-    """This rank's generators: torch's on host and device, Python's and numpy's."""
+    """This rank's RNG states: torch on host and device, Python and numpy."""
     tensors = {"torch": torch.get_rng_state(), "python": _python_generator(), "numpy": _numpy_generator()}
     if trainer.world.device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(trainer.world.device)
@@ -67,7 +67,7 @@ def rng_state(trainer: Trainer) -> State:
 
 
 def set_rng(kind: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Put a generator where `rng_state` found it."""
+    """Restore an RNG from `rng_state`."""
     if kind == "torch":
         torch.set_rng_state(tensor)
     elif kind == "cuda":
@@ -97,26 +97,26 @@ def _optimizer_state(trainer: Trainer) -> State:
 def _boxed(
     name: str, key: str, value: Any, parameter: nn.Parameter, cut: Cut | Stretch | None
 ) -> Iterator[tuple[str, torch.Tensor, Cut | Stretch | None]]:
-    """What an optimizer keeps of a parameter, as a tensor in the whole's coordinates; numbers get a suffix."""
+    """Optimizer state of a parameter as a tensor in global coordinates; plain numbers get a suffix."""
     if value is None:
         return
     if isinstance(value, bool | int | float):
         yield f":{type(value).__name__}", torch.tensor(value, dtype=NUMBERS[type(value).__name__]), None
     elif not torch.is_tensor(value):
-        raise CheckpointError(f"The optimizer keeps a {type(value).__name__} as {key} of {name}; tensors can be saved.")
+        raise CheckpointError(f"The optimizer's {key} of {name} is a {type(value).__name__}, not a tensor.")
     elif value.shape == parameter.shape:
         yield "", value, cut
     elif _stands_alone(value, parameter, cut):
         yield "", value, None
     else:
         raise CheckpointError(
-            f"The optimizer keeps {key} of {name} in the shape {tuple(value.shape)}, the parameter's being "
-            f"{tuple(parameter.shape)}; where a parameter is divided over ranks, only state of its own shape can move."
+            f"The optimizer's {key} of {name} has shape {tuple(value.shape)}, but the parameter has shape "
+            f"{tuple(parameter.shape)}; state of a sharded parameter can be saved only if it has the parameter's shape."
         )
 
 
 def _stands_alone(value: torch.Tensor, parameter: nn.Parameter, cut: Cut | Stretch | None) -> bool:
-    """Whether state of another shape than its parameter's is whole, or says itself how it is divided."""
+    """Whether state of another shape than its parameter's is unsharded, or is a DTensor that knows its sharding."""
     if value.numel() == 1 and not isinstance(value, DTensor):
         return True
     return cut is None and isinstance(value, DTensor) == isinstance(parameter.data, DTensor)
@@ -151,7 +151,7 @@ def _little(trainer: Trainer, samples: int, groups: GroupNames) -> Little:
 
 
 def _one_model(trainer: Trainer) -> nn.Module:
-    """The job's model; under a pipeline, a stage of it, which has the same modules."""
+    """The job's model; under a pipeline, one stage of it, which has the same modules."""
     engine = trainer.engine
     return engine.engines[0].model if isinstance(engine, Assembly) else engine.model
 

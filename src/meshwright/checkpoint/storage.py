@@ -1,7 +1,7 @@
-"""Where `torch.distributed.checkpoint` writes to and reads from: a safetensors file of each rank, and our manifest.
+"""Storage for `torch.distributed.checkpoint`: one safetensors file per rank, and our manifest.
 
-PyTorch's own file storage pickles its metadata and unpickles it on load; here nothing is pickled. The files are
-written by hand, because digests are then taken of the bytes as they pass, once; `safetensors` opens them.
+Why not PyTorch's file storage: it pickles its metadata and unpickles it on load; here nothing is pickled. Files are
+written by hand so that bytes are hashed once, while they are written; the `safetensors` package can open them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.errors import CheckpointError
 
-BLOCK = 1 << 22  # bytes that are read or written at a time where they need not be at once
+BLOCK = 1 << 22  # bytes read or written at a time
 
-# The names that safetensors has for dtypes.
+# Safetensors' names for dtypes.
 NAMES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
@@ -56,10 +56,10 @@ NAMES = {
 
 
 class Writer(StorageWriter):
-    """Writes one file a rank into a folder, and the manifest last; `publish` makes the folder a checkpoint."""
+    """Writes one file per rank into a folder, and the manifest last; `publish` makes the folder a checkpoint."""
 
     def __init__(self, folder: Path, rank: int, little: Little, publish: Callable[[Path], None]) -> None:
-        """`publish` and `little` count on the coordinator only."""
+        """`publish` and `little` matter on the coordinator only."""
         self.folder, self._rank, self._little, self._publish = folder, rank, little, publish
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -67,7 +67,7 @@ class Writer(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
-            shutil.rmtree(self.folder, ignore_errors=True)  # what a run that was killed left there
+            shutil.rmtree(self.folder, ignore_errors=True)  # left by a killed run
             self.folder.mkdir(parents=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -81,7 +81,7 @@ class Writer(StorageWriter):
         results: list[WriteResult] = []
         if plan.items:
             name = f"rank-{self._rank:05d}.safetensors"
-            # By size of an element, large ones first: so every tensor begins at a multiple of its own.
+            # Large elements first: this aligns every tensor to its element size.
             items = sorted(plan.items, key=lambda item: -_data(item).properties.dtype.itemsize)
             results = list(_write_file(self.folder / name, items, planner))
         future.set_result(results)
@@ -101,14 +101,14 @@ class Writer(StorageWriter):
 
 @dataclass(frozen=True)
 class Whole:
-    """A rank's finished file, told to the coordinator beside the items in it."""
+    """A rank's finished file, reported to the coordinator along with its items."""
 
     name: str
     file: File
 
 
 class Reader(StorageReader):
-    """Reads what a manifest describes, out of mapped files: only the bytes that a rank asks for are copied."""
+    """Reads a manifest's tensors from mapped files: only the bytes that a rank requests are copied."""
 
     def __init__(self, manifest: Manifest, mapped: MappedFiles) -> None:
         self._manifest, self._bytes = manifest, mapped
@@ -146,14 +146,14 @@ class Reader(StorageReader):
 
 
 class MappedFiles:
-    """Chunks of a checkpoint as tensors over its files' own pages."""
+    """A checkpoint's chunks as tensors backed by its mapped files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._maps: dict[str, mmap.mmap] = {}
 
     def tensor(self, entry: Entry, chunk: Chunk) -> torch.Tensor:
-        """Not to be written to."""
+        """The chunk as a read-only tensor."""
         if prod(chunk.sizes) == 0:
             return torch.empty(chunk.sizes, dtype=entry.torch_dtype)
         flat = torch.frombuffer(
@@ -164,8 +164,8 @@ class MappedFiles:
     def _map(self, name: str) -> mmap.mmap:
         if name not in self._maps:
             with (self._folder / name).open("rb") as file:
-                # A private copy-on-write map, because torch warns of buffers that it must not write to; without
-                # NORESERVE (which Python has no name for) the kernel would set memory aside for all of it.
+                # A private copy-on-write map, because torch warns about read-only buffers. Without NORESERVE, for which
+                # Python has no name, the kernel would reserve memory for all of it.
                 self._maps[name] = mmap.mmap(
                     file.fileno(), 0, flags=mmap.MAP_PRIVATE | 0x4000, prot=mmap.PROT_READ | mmap.PROT_WRITE
                 )
@@ -180,7 +180,7 @@ def narrowed(tensor: torch.Tensor, offsets: Any, lengths: Any) -> torch.Tensor:
 
 
 def to_metadata(manifest: Manifest) -> Metadata:
-    """A manifest in the words of `torch.distributed.checkpoint`."""
+    """Convert a manifest to `torch.distributed.checkpoint` metadata."""
     found = {}
     for name, entry in manifest.tensors.items():
         chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
@@ -190,7 +190,7 @@ def to_metadata(manifest: Manifest) -> Metadata:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """All of it is on the disk, or an error is raised."""
+    """Write text and flush it to disk, or raise an error."""
     with path.open("w") as file:
         file.write(text)
         file.flush()
@@ -198,18 +198,18 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes in row-major order; a copy only where they do not lie so in host memory."""
+    """A tensor's bytes in row-major order; copied only if they are not already so in host memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]  # an array is a buffer
 
 
 def header_of(entries: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """The beginning of a safetensors file with these tensors, one after another."""
+    """The start of a safetensors file with these tensors in this order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, dtype, sizes in entries:
         if dtype not in NAMES:
-            raise CheckpointError(f"{name} has the dtype {dtype}, which safetensors does not know.")
+            raise CheckpointError(f"{name} has dtype {dtype}, which safetensors does not support.")
         end = at + prod(sizes) * dtype.itemsize
         header[name] = {"dtype": NAMES[dtype], "shape": list(sizes), "data_offsets": [at, end]}
         at = end
@@ -219,7 +219,7 @@ def header_of(entries: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
 
 
 def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> Iterator[WriteResult]:
-    """Write, hash and flush; yields a result for each item, and one for the file."""
+    """Write, hash and flush; yield a result for each item, and one for the file."""
     entries = [(_key(item), _data(item).properties.dtype, _sizes(item)) for item in items]
     contents = (tensor_bytes(planner.resolve_data(item)) for item in items)  # type: ignore[arg-type]  # no bytes
     written = write_file(path, header_of(entries), contents)
@@ -233,7 +233,7 @@ def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> Ite
 
 @dataclass(frozen=True)
 class Written:
-    """A file that is on the disk: where each content lies in it, and their digests."""
+    """A file that is on disk: the offset and digest of each content."""
 
     file: File
     places: list[int]
@@ -241,7 +241,7 @@ class Written:
 
 
 def write_file(path: Path, header: bytes, contents: Iterable[memoryview]) -> Written:
-    """Write and flush. A second thread hashes what the first one writes, and no more than two wait for it."""
+    """Write and flush. A second thread hashes what the first writes, at most two contents behind."""
     places, digests = [], []
     with ThreadPoolExecutor(1) as hashing, path.open("wb", buffering=0) as file:
         at = _write_all(file, memoryview(header))
@@ -263,7 +263,7 @@ def _sha256(content: memoryview) -> str:
 
 def _write_all(file: Any, content: memoryview) -> int:
     rest = content
-    while rest:  # an unbuffered write may take less than it was given, as at the end of a disk
+    while rest:  # an unbuffered write may be partial, for example when the disk is full
         rest = rest[file.write(rest) :]
     return len(content)
 
@@ -296,7 +296,7 @@ def _sizes(item: WriteItem) -> tuple[int, ...]:
 
 
 def _key(item: WriteItem) -> str:
-    """The name in the file: the tensor's own, and where it begins if it is not all of it."""
+    """The name in the file: the tensor's name, with its offsets if it is only a part."""
     if _sizes(item) == tuple(_data(item).size):
         return item.index.fqn
     return f"{item.index.fqn}@{','.join(str(offset) for offset in _offsets(item))}"

@@ -1,4 +1,4 @@
-"""From JSON to a frozen dataclass: every field is there, none is unknown, each is of the type that it is said to be."""
+"""Parse JSON into a frozen dataclass: every field present, none unknown, each of its declared type."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Check = Callable[[Any], bool]
 
 
 def typed(kind: type[T], values: Any) -> T:
-    """Raises ValueError or TypeError, which name the field."""
+    """Make a `kind` from a JSON object; ValueError or TypeError names the wrong field."""
     if type(values) is not dict:
-        raise ValueError(f"{_shown(values)} stands for a {kind.__name__.lower()}")
+        raise ValueError(f"{_shown(values)} is not a {kind.__name__.lower()}")
     made = kind(**{name: tuple(value) if type(value) is list else value for name, value in values.items()})
     for name, fits in _checks(kind):  # type: ignore[arg-type]  # a class is hashable
         if not fits(getattr(made, name)):
@@ -24,7 +24,7 @@ def typed(kind: type[T], values: Any) -> T:
 
 @cache
 def _checks(kind: type) -> list[tuple[str, Check]]:
-    """By field. Made once: a manifest of a thousand ranks has a million chunks."""
+    """Checks by field. Cached: a manifest of a thousand ranks has a million chunks."""
     return [(name, _check(hint)) for name, hint in get_type_hints(kind).items()]
 
 
@@ -39,7 +39,7 @@ def _check(hint: Any) -> Check:
     if origin is Mapping:
         return lambda value: type(value) is dict and all(map(inner[1], value.values()))
     if hint is int:
-        return lambda value: type(value) is int and -(2**63) <= value < 2**63  # as sizes of tensors and files are
+        return lambda value: type(value) is int and -(2**63) <= value < 2**63  # the range of tensor and file sizes
     if hint is float:
         return lambda value: type(value) in (int, float)
     return lambda value: isinstance(value, hint)

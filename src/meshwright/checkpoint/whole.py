@@ -1,4 +1,4 @@
-"""Whole tensors out of a checkpoint, one at a time, in one process."""
+"""Read whole tensors from a checkpoint, one at a time, in one process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from meshwright.checkpoint.storage import MappedFiles, narrowed
 
 
 class WholeTensors:
-    """A checkpoint's tensors as one process would hold them. Nothing is kept but the files' own pages."""
+    """A checkpoint's tensors, unsharded. Only the mapped files are kept in memory."""
 
     def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
         self.manifest = manifest or read_manifest(folder)
         self._files = MappedFiles(folder)
 
     def read(self, name: str) -> torch.Tensor:
-        """Put together from its chunks; not to be written to."""
+        """The tensor, joined from its chunks; do not write to it."""
         entry = self.manifest.tensors[name]
         if len(entry.chunks) == 1 and entry.chunks[0].sizes == entry.shape:
             return self._files.tensor(entry, entry.chunks[0])

@@ -10,18 +10,18 @@ import typer
 
 from meshwright.cli.outcome import print_result
 
-NOTES = """A path is a checkpoint's folder, or a run's folder, whose latest is then taken. Nothing is ever unpickled
-from a checkpoint; of the files that are imported, only tensors."""
+NOTES = """A path is a checkpoint's folder, or a run's folder for its latest checkpoint. Checkpoints are never
+unpickled; from imported files, only tensors are."""
 
 app = typer.Typer(
     name="checkpoint",
-    help="Look into checkpoints, check them, export their weights and import others'.",
+    help="Show and check checkpoints, export their weights, and import weights from elsewhere.",
     epilog=NOTES,
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
 
-Checkpoint = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint's folder, or a run's: its latest.")]
+Checkpoint = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint's folder, or a run's folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
 
@@ -53,7 +53,7 @@ def check(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Read every byte of a checkpoint and say whether it is what was written; with a job, whether it fits.
+    """Read every byte of a checkpoint and report damage; with a job, also whether it fits.
 
     [bold]meshwright checkpoint check runs/gpt[/]
 
@@ -76,14 +76,14 @@ def check(
 @app.command("export")
 def export(
     path: Checkpoint,
-    to: Annotated[str, typer.Option(help="safetensors, torch, or hf: a folder that from_pretrained opens.")],
+    to: Annotated[str, typer.Option(help="safetensors, torch, or hf (a folder for from_pretrained).")],
     out: Annotated[Path, typer.Option(help="A new folder.")],
-    shard_size: Annotated[str, typer.Option(help="The largest file, as in 5GB; a larger tensor is one.")] = "5GB",
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; as in the checkpoint if left out.")] = None,
+    shard_size: Annotated[str, typer.Option(help="Maximum file size; a larger tensor gets its own file.")] = "5GB",
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: as in the checkpoint.")] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write a checkpoint's weights as files that others read.
+    """Export a checkpoint's weights to files for other tools.
 
     [bold]meshwright checkpoint export runs/gpt --to safetensors --out gpt-weights[/]
 
@@ -101,14 +101,14 @@ def export(
 def import_(
     source: Annotated[
         Path,
-        typer.Argument(metavar="SRC", help="A .safetensors, .pt, .pth or .bin; a folder of Hugging Face or DeepSpeed."),
+        typer.Argument(metavar="SRC", help="A .safetensors, .pt, .pth or .bin; a Hugging Face or DeepSpeed folder."),
     ],
     out: Annotated[Path, typer.Option(metavar="RUN", help="The folder of a new run.")],
     job: Annotated[str | None, typer.Option(help="A job that the weights must fit: file.py or file.py:name.")] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Make a run's first checkpoint of somebody else's weights; train --resume begins with it.
+    """Make a run's first checkpoint from existing weights; train --resume starts from it.
 
     [bold]meshwright checkpoint import gpt2/ --job examples/hf_gpt2.py --out runs/gpt2[/]
 

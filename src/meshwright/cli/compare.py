@@ -10,34 +10,32 @@ import typer
 
 from meshwright.cli.outcome import print_result
 
-NOTES = """Each strategy runs in ranks of its own; one that fails, is killed, runs out of memory or takes too long is a
-row that says so. Exit 1 where no strategy ran through."""
+NOTES = """Each strategy runs in its own processes. One that fails, is killed, runs out of memory or times out gets a
+row that says so. Exit 1 if every strategy failed."""
 
 
 def compare(
     job: Annotated[str, typer.Argument(help="A Python file with a variable `job`, or file.py:name.")],
     ranks: Annotated[int, typer.Option(min=1, help="Processes to start on this machine for each strategy.")] = 2,
     strategies: Annotated[
-        list[str] | None, typer.Option(help="Strategies to compare, one or more words; all plain ones if left out.")
+        list[str] | None, typer.Option(help="Strategies to compare, separated by spaces; default: all basic ones.")
     ] = None,
     more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed in each round.")] = 10,
-    rounds: Annotated[int, typer.Option(min=1, help="How often all strategies are gone through.")] = 2,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one round of one strategy.")] = 300.0,
-    seed: Annotated[int, typer.Option(help="For weights and batches.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="How many times each strategy is run.")] = 2,
+    timeout: Annotated[float, typer.Option(min=1, help="Time limit in seconds for one round of one strategy.")] = 300.0,
+    seed: Annotated[int, typer.Option(help="Seed for weights and batches.")] = 0,
     on: Annotated[
-        str, typer.Option("--on", help="What to forecast for: local, or a FILE.json that probe wrote.")
+        str, typer.Option("--on", help="Cluster to forecast for: local, or a FILE.json that probe wrote.")
     ] = "local",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU is taken where there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if there is a GPU.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with bars, curves, timelines and meshes.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write measured steps as trace events, which Perfetto opens.")
-    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write measured steps as trace events for Perfetto.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:
-    """Run strategies head to head: speed, memory, communication, bubble, losses, forecast against measured.
+    """Run strategies head to head: speed, memory, communication, bubble, losses, and forecasts next to measurements.
 
     [bold]meshwright compare examples/gpt.py --ranks 4[/]
 
@@ -80,5 +78,5 @@ def compare(
         print("interrupted", file=sys.stderr)
         raise typer.Exit(130)
     if not any(row["status"] == OK for row in document["results"]):
-        print("error: no strategy ran through; the reasons are listed.", file=sys.stderr)
+        print("error: every strategy failed; the table lists the reasons.", file=sys.stderr)
         raise typer.Exit(1)

@@ -8,18 +8,18 @@ import typer
 
 from meshwright.cli.outcome import print_result
 
-NOTES = """Starts no process and needs no device. The JSON's `tensor_plan` can be edited and given to
-Job(tensor_plan=...), the first modules of its stages to Job(stages=...)."""
+NOTES = """Starts no process and needs no device. The JSON's `tensor_plan` can be edited and passed to
+Job(tensor_plan=...), and the first modules of its stages to Job(stages=...)."""
 
 
 def layout(
     job: Annotated[str, typer.Argument(help="A Python file with a variable `job`, or file.py:name.")],
-    strategy: Annotated[str, typer.Option(help="How the job lies over the ranks, as in tp=2,pp=2:1f1b.")],
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks; as few as the strategy needs if left out.")] = None,
+    strategy: Annotated[str, typer.Option(help="The strategy to inspect, such as tp=2,pp=2:1f1b.")],
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks; default: as few as the strategy needs.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:
-    """Show how a strategy divides a job: layers, stages, what crosses the cuts, and the schedule.
+    """Show how a strategy splits a job: layers, stages, what crosses stage boundaries, and the schedule.
 
     [bold]meshwright layout examples/gpt.py --strategy tp=2,pp=2:1f1b[/]
 

@@ -1,4 +1,4 @@
-"""The command line: one file a verb. Parse, call, print."""
+"""The command line: one file per verb. Parse, call, print."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.cli.outcome import main_with_exit_codes
 
 app = typer.Typer(
     name="meshwright",
-    help="One job, one loop, every parallel strategy: see how it lies, verify that it trains alike, then train.",
+    help="One job, one loop, every parallel strategy: plan, inspect the layout, verify, then train.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",

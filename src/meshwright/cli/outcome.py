@@ -1,4 +1,4 @@
-"""How a verb ends: exit 0 done, 1 the check failed or a rank did, 2 bad input. One message, no traceback."""
+"""How a verb ends: exit 0 on success, 1 if a check or a rank failed, 2 for bad input. One message, no traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.errors import MeshwrightError, RankFailed
 
 
 class Ended(BaseException):
-    """SIGTERM came where nobody listens for it; as an exception, so that all is put away on the way out."""
+    """SIGTERM outside a training run, raised as an exception so that cleanup runs."""
 
 
 def _end(number: int, frame: object) -> None:
@@ -25,15 +25,15 @@ def _end(number: int, frame: object) -> None:
 
 def main_with_exit_codes(app: typer.Typer) -> int:
     """Run the application; every error becomes a message on stderr and an exit code."""
-    # Before there are ranks there is nothing to save; `train` takes the signal itself as soon as there is.
-    main = threading.current_thread() is threading.main_thread()  # elsewhere Python takes no handlers
+    # Before ranks start there is nothing to save; `train` handles the signal itself once they run.
+    main = threading.current_thread() is threading.main_thread()  # Python allows handlers only there
     before = signal.signal(signal.SIGTERM, _end) if main else None
     try:
         app()
     except Ended:
         print("ended by SIGTERM", file=sys.stderr)
         return 128 + signal.SIGTERM
-    except SystemExit as done:  # typer's own way to end, also for a wrong option
+    except SystemExit as done:  # how typer exits, also for a wrong option
         return done.code if isinstance(done.code, int) else 1
     except MeshwrightError as error:
         return _tell(error)
@@ -47,7 +47,7 @@ def main_with_exit_codes(app: typer.Typer) -> int:
 
 
 def print_result(document: Any, page: RenderableType, *, as_json: bool) -> None:
-    """The one document on stdout, or a page for people."""
+    """Print the JSON document, or a page for people, to stdout."""
     if as_json:
         print(json.dumps(document, indent=2))
     else:

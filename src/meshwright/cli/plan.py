@@ -17,35 +17,35 @@ if TYPE_CHECKING:
     from meshwright.planner.calibrate import Calibration
     from meshwright.planner.search import Setting
 
-NOTES = """Needs no GPU. Finalists are traced on fake tensors unless --fast. Exit 1 where nothing fits."""
+NOTES = """Needs no GPU. Finalists are traced on fake tensors unless --fast. Exit 1 if nothing fits."""
 
 
 def plan(
-    job: Annotated[str, typer.Argument(help="A Python file with a `job`, preset:NAME, or hf:DIR of a config.")],
+    job: Annotated[str, typer.Argument(help="A Python file with a `job`, preset:NAME, or hf:DIR with a config.")],
     on: Annotated[str, typer.Option("--on", help="The cluster: 8xA100-40GB, 4x8xH100-80GB, local, or FILE.json.")],
-    strategies: Annotated[list[str] | None, typer.Option(help="Only these, one or more words.")] = None,
+    strategies: Annotated[list[str] | None, typer.Option(help="Consider only these, separated by spaces.")] = None,
     more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
-    precision: Annotated[str, typer.Option(help="Precisions to choose between, with commas.")] = "bf16",
-    ac: Annotated[str, typer.Option(help="Recomputing to choose between.")] = "none,selective,full",
-    offload: Annotated[str, typer.Option(help="Offloading to choose between.")] = "none,optimizer",
+    precision: Annotated[str, typer.Option(help="Precisions to consider, comma-separated.")] = "bf16",
+    ac: Annotated[str, typer.Option(help="Activation checkpointing to consider.")] = "none,selective,full",
+    offload: Annotated[str, typer.Option(help="Offloading to consider.")] = "none,optimizer",
     compile: Annotated[bool, typer.Option("--compile", help="Also consider torch.compile.")] = False,
     tensor: Annotated[bool, typer.Option(help="Consider tensor parallelism.")] = True,
     pipeline: Annotated[bool, typer.Option(help="Consider pipelines.")] = True,
-    batch: Annotated[int | None, typer.Option(min=1, help="Global batch, instead of the job's own.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Global batch; default: the job's.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Plans to list.")] = 10,
-    fast: Annotated[bool, typer.Option("--fast", help="Leave the finalists untraced.")] = False,
-    calibrate: Annotated[Path | None, typer.Option(help="Fit efficiencies to runs, as validate takes them.")] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="Do not trace the finalists.")] = False,
+    calibrate: Annotated[Path | None, typer.Option(help="Fit efficiencies to measured runs, as for validate.")] = None,
     against: Annotated[
-        Path | None, typer.Option(help="A config of DeepSpeed, Accelerate or torchtitan: where it falls, and why.")
+        Path | None, typer.Option(help="A DeepSpeed, Accelerate or torchtitan config to rank against the plans.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with bars of memory and time.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with memory and time charts.")] = None,
     timeline: Annotated[
         Path | None, typer.Option(help="Write the first pipeline's timeline: FILE.html, or FILE.json for Perfetto.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:
-    """Rank the strategies that fit, with memory and time by cause, and say why.
+    """Rank the strategies that fit, with memory and time by cause and the reasons.
 
     [bold]meshwright plan examples/gpt.py --on 8xA100-40GB[/]
 
@@ -93,7 +93,7 @@ def plan(
 
 
 def _write(setting: Setting, ranking: Ranking, *, html: Path | None, timeline: Path | None) -> None:
-    """The files that were asked for."""
+    """Write the requested files."""
     from meshwright.errors import Refused
     from meshwright.report.plan_html import write_page
     from meshwright.report.timeline_html import write_timeline
@@ -106,13 +106,13 @@ def _write(setting: Setting, ranking: Ranking, *, html: Path | None, timeline: P
         write_timeline(found, timeline)
     elif timeline is not None and ranking.plans:
         raise Refused(
-            f"--timeline {str(timeline)!r} was asked for, but none of the {len(ranking.plans)} plans has a pipeline "
-            "that can be drawn; name one with --strategies, as in pp=4:1f1b,bf16."
+            f"--timeline {str(timeline)!r} needs a pipeline, but none of the {len(ranking.plans)} plans has one "
+            "that can be drawn; name one with --strategies, such as pp=4:1f1b,bf16."
         )
 
 
 def _read(file: Path, on: str) -> Imported:
-    """Somebody else's config, for the devices of the cluster where it leaves their number open."""
+    """Read another framework's config; the cluster gives the number of devices if the config leaves it open."""
     from meshwright.exchange import read_foreign
     from meshwright.facts.cluster import LOCAL, Cluster
 

@@ -9,18 +9,18 @@ import typer
 
 from meshwright.cli.outcome import print_result
 
-NOTES = """The file's name stands for the cluster wherever one is asked for; its numbers replace the catalogue's.
-Leave the machine to itself meanwhile. Under torchrun on several nodes the link between them is measured, too."""
+NOTES = """Pass the file wherever a cluster is expected; its numbers replace the catalogue's.
+Keep the machine idle meanwhile. Under torchrun on several nodes, the link between them is measured, too."""
 
 
 def probe(
-    ranks: Annotated[int | None, typer.Option(min=1, help="Processes to start; from 2 on, links too.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The cluster file to write, as in cluster.json.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU is taken where there is one.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Processes to start; 2 or more also measure links.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The cluster file to write, such as cluster.json.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if there is a GPU.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:
-    """Measure this machine: matrix products, memory, copies, launches, and collectives by size.
+    """Measure this machine: matrix products, memory, copies, kernel launches, and collectives by size.
 
     [bold]meshwright probe[/]
 

@@ -20,47 +20,45 @@ if TYPE_CHECKING:
 
 NOTES = """A strategy is comma-separated terms: ddp, zero1, zero2, fsdp, fsdp:grad-op, fsdp:no-shard, hsdp=2x4; bf16,
 fp16; ac=selective, ac=full; offload=optimizer, offload=params; mb=4; compile; engine=deepspeed. Under torchrun, Slurm
-or Kubernetes the ranks are those of the launcher."""
+or Kubernetes, the launcher sets the ranks."""
 
 
 def train(
     job: Annotated[str, typer.Argument(help="A Python file with a variable `job`, or file.py:name.")],
-    strategy: Annotated[
-        str | None, typer.Option(help="How the job lies over ranks, as in fsdp,bf16; or auto. ddp if not given.")
-    ] = None,
+    strategy: Annotated[str | None, typer.Option(help="A strategy such as fsdp,bf16, or auto; default: ddp.")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes to start here, one per device.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the whole run, resumed ones included.")] = 100,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the whole run, including resumed ones.")] = 100,
     out: Annotated[Path | None, typer.Option(help="Folder for records and checkpoints.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, under any strategy.")] = False,
-    save_every: Annotated[int, typer.Option(min=0, help="Save every so many steps; 0: only at the end.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, under any strategy.")] = False,
+    save_every: Annotated[int, typer.Option(min=0, help="Save every N steps; 0: only at the end.")] = 0,
     keep: Annotated[int, typer.Option(min=0, help="Checkpoints to keep, the newest ones; 0: all.")] = 3,
-    keep_every: Annotated[int, typer.Option(min=0, help="Besides, keep those of every so many steps.")] = 0,
+    keep_every: Annotated[int, typer.Option(min=0, help="Also keep one checkpoint every N steps.")] = 0,
     max_restarts: Annotated[
-        int | None, typer.Option(min=0, help="Restarts after a killed or crashed rank; 3 where the run has --out.")
+        int | None, typer.Option(min=0, help="Restarts after a killed or crashed rank; default: 3 with --out.")
     ] = None,
-    grace: Annotated[float, typer.Option(min=1, help="Seconds to save and end in after SIGTERM or SIGUSR1.")] = 30.0,
+    grace: Annotated[float, typer.Option(min=1, help="Seconds to save and exit after SIGTERM or SIGUSR1.")] = 30.0,
     patience: Annotated[
         float,
-        typer.Option(min=0, help="Seconds a rank may be silent beyond its longest step before it fails; 0: any time."),
+        typer.Option(min=0, help="Seconds a rank may be silent beyond its longest step; 0: no limit."),
     ] = 120.0,
     seed: Annotated[
-        int | None, typer.Option(help="For initial weights, data order and dropout; 0 if not given.")
+        int | None, typer.Option(help="Seed for initial weights, data order and dropout; default: 0.")
     ] = None,
     max_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm instead of the job's.")] = None,
-    workers: Annotated[int, typer.Option(min=0, help="Data-loading processes of each rank.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU is taken where there is one.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Data-loading processes per rank.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if there is a GPU.")] = None,
     deepspeed_config: Annotated[
-        Path | None, typer.Option(help="A DeepSpeed JSON to run with; it says the strategy where none is given.")
+        Path | None, typer.Option(help="A DeepSpeed JSON config; sets the strategy if --strategy is missing.")
     ] = None,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="As --log-to tensorboard.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Same as --log-to tensorboard.")] = False,
     log_to: Annotated[
         list[str] | None,
-        typer.Option(help="Also send records to tensorboard, wandb or mlflow; give it once for each."),
+        typer.Option(help="Also send records to tensorboard, wandb or mlflow; repeatable."),
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(help="Steps to keep torch.profiler's traces of in --out: 5, or 5-7.")
+        str | None, typer.Option(help="Steps to trace with torch.profiler into --out: 5, or 5-7.")
     ] = None,
-    profile_ranks: Annotated[str, typer.Option(help="Ranks that keep them: 0, or 0,3, or all.")] = "0",
+    profile_ranks: Annotated[str, typer.Option(help="Ranks to trace: 0, or 0,3, or all.")] = "0",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:

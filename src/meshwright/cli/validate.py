@@ -10,18 +10,18 @@ import typer
 
 from meshwright.cli.outcome import print_result
 
-NOTES = """One row a run. Needed columns: arch, n_layers, d_model, n_heads, d_ff, vocab, seq_len, gpu, gpus_per_node,
-n_gpus, dp_replicate, dp_shard, zero_stage, tp, pp, micro_batch, grad_accum, status (`ok` or anything else); measured
-ones are tok_s_gpu and peak_mem_gib."""
+NOTES = """One row per run. Required columns: arch, n_layers, d_model, n_heads, d_ff, vocab, seq_len, gpu,
+gpus_per_node, n_gpus, dp_replicate, dp_shard, zero_stage, tp, pp, micro_batch, grad_accum, status (`ok` or anything
+else); measured values: tok_s_gpu and peak_mem_gib."""
 
 
 def validate(
     rows: Annotated[Path, typer.Argument(help="A CSV file of measured runs of decoders.")],
-    worst: Annotated[int, typer.Option(min=0, help="List so many of the worst forecasts.")] = 5,
+    worst: Annotated[int, typer.Option(min=0, help="Number of worst forecasts to list.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:
-    """Score the planner against measured runs: memory, time, who fits, and what its first choice would cost.
+    """Score the planner against measured runs: memory, time, which runs fit, and the cost of its first choice.
 
     [bold]meshwright validate runs.csv[/]
 

@@ -10,26 +10,26 @@ import typer
 from meshwright.cli.outcome import print_result
 from meshwright.importing import importing
 
-NOTES = """Equal means: no further from plain PyTorch than rounding takes it. The bounds are part of the JSON."""
+NOTES = """Equal means: within rounding error of plain PyTorch. The JSON includes the bounds."""
 
 
 def verify(
     job: Annotated[str, typer.Argument(help="A Python file with a variable `job`, or file.py:name.")],
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes to start on this machine.")] = None,
     strategies: Annotated[
-        list[str] | None, typer.Option(help="Strategies to verify, one or more words; all that fit if left out.")
+        list[str] | None, typer.Option(help="Strategies to verify, separated by spaces; default: all that fit.")
     ] = None,
     more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3,
-    seed: Annotated[int, typer.Option(help="For weights and batches.")] = 0,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a rank waits for another before it fails.")] = 600,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU is taken where there is one.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed for weights and batches.")] = 0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds a rank waits for another before it fails.")] = 600,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if there is a GPU.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:
-    """Prove that strategies train as plain PyTorch does in one process, or name the first thing that differs.
+    """Prove that strategies train like plain PyTorch in one process, or name the first difference.
 
-    They are compared in float64 where the model runs in that, so that rounding hides nothing.
+    They are compared in float64 if the model supports it, so that rounding hides nothing.
 
     [bold]meshwright verify examples/gpt.py --ranks 4[/]
 

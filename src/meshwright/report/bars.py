@@ -1,4 +1,4 @@
-"""Stacked bars by cause on one scale, with every figure as it is shown."""
+"""Stacked bars by cause on one scale, with exact figures."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from meshwright.report.colours import UNKNOWN
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One cause's piece of a bar."""
+    """One cause's segment of a bar."""
 
     cause: str
     colour: str
-    """Its name in the page's style."""
+    """Name of a colour in the page's style."""
     size: float
     amount: str
     """The exact figure."""
     share: str
-    """Of the whole bar."""
+    """Share of the whole bar."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Bar:
     parts: tuple[Part, ...]
 
     def amount(self, cause: str) -> str:
-        """The exact figure of a cause, which the bar may not have."""
+        """The exact figure of a cause, "0" if the bar does not have it."""
         return next((part.amount for part in self.parts if part.cause == cause), "0")
 
 
@@ -38,23 +38,23 @@ class Lane:
 
     strategy: str
     aside: str
-    """What stands at the right of its name: the total."""
+    """Text to the right of its name: the total."""
     bars: Mapping[str, Bar]
-    """By kind: measured and forecast, or one that has no name."""
+    """By kind: measured and forecast, or a single one with an empty name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Lanes on one scale."""
+    """Several strategies on one scale."""
 
     title: str
     note: str
     unit: str
     lanes: tuple[Lane, ...]
     colours: Mapping[str, Mapping[str, str]]
-    """By kind: the causes that occur, in the order in which they are stacked."""
+    """By kind: the causes that occur, in stacking order."""
     limit: float | None = None
-    """Where the device's memory ends."""
+    """The device's memory, drawn as a line."""
 
     @property
     def columns(self) -> list[tuple[str, str]]:
@@ -63,24 +63,24 @@ class Chart:
 
     @property
     def words(self) -> str:
-        """The chart for those who do not see it."""
+        """Description of the chart for screen readers."""
         told = "; ".join(f"{lane.strategy} {lane.aside}" for lane in self.lanes)
         return f"{self.title}, a bar for each of {len(self.lanes)} strategies: {told}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """How one kind of figure is read from a record and written."""
+    """How one kind of figure is read from a record and printed."""
 
     key: str
     unit: str
     colours: Mapping[str, str]
-    """Of the causes, in the order in which they are shown."""
+    """Colours of the causes, in display order."""
     total: Callable[[float], str]
     exact: Callable[[float], str]
 
     def bar(self, amounts: Mapping[str, float], total: float) -> Bar:
-        """What there is of each cause."""
+        """A bar of the amounts by cause; causes without an amount are left out."""
         return Bar(
             total=self.total(total),
             parts=tuple(
@@ -97,7 +97,7 @@ class Quantity:
         )
 
     def colours_of(self, bars: Sequence[Bar]) -> dict[str, str]:
-        """Of the causes that occur in some bars, those that are known first and in their own order."""
+        """Colours of the causes that occur in some bars: known causes first, in display order."""
         order = {cause: place for place, cause in enumerate(self.colours)}
         found = {part.cause: part.colour for bar in bars for part in bar.parts}
         return {cause: found[cause] for cause in sorted(found, key=lambda cause: order.get(cause, len(order)))}

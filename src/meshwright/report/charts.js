@@ -1,21 +1,21 @@
 "use strict";
-// Draws the figures of a page with plotly, in the page's own colours, and lets the keyboard read them.
-// A chart is an element `.chart` with its figure as JSON inside; it is drawn as soon as nothing folds it away.
+// Draws a page's figures with plotly, in the page's colours, and makes them readable by keyboard.
+// A chart is an element `.chart` with its figure as JSON inside; it is drawn once it is visible.
 
 const charts = (() => {
-  const CHARACTER = 7.3; // pixels of a character of a strategy's name
-  const LINE = 15; // pixels of one more line of it
-  const TICK = 66; // pixels that a label of an axis needs
-  const PAUSE = 80; // milliseconds until a tooltip is surely there
+  const CHARACTER = 7.3; // pixels per character of a strategy's name
+  const LINE = 15; // pixels per additional line of it
+  const TICK = 66; // pixels per axis label
+  const PAUSE = 80; // milliseconds until a tooltip is rendered
   const ZOOMS = { "+": 0.5, "=": 0.5, "-": 2, 0: Infinity };
   const MOVES = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const fingers = matchMedia("(pointer: coarse)");
-  const known = new Map(); // chart -> its figure, and where the keyboard is in it
-  // One at a time, so that the first are seen while the others are being drawn.
+  const known = new Map(); // chart -> its figure and keyboard position
+  // One at a time, so that the first are visible while the others are drawn.
   const sizes = new ResizeObserver((entries) => entries.forEach((entry) => setTimeout(resized, 0, entry.target)));
 
-  // A copy in which names of the page's style are the colours that they have now.
+  // A copy with CSS variables replaced by their current colours.
   function painted(value, style) {
     if (Array.isArray(value)) return value.map((one) => painted(one, style));
     if (value && typeof value === "object")
@@ -23,7 +23,7 @@ const charts = (() => {
     return /^var\(--\w+\)$/.test(value) ? style.getPropertyValue(value.slice(4, -1)).trim() : value;
   }
 
-  // A strategy in lines of so many characters, which break between its terms.
+  // Wrap a strategy between its terms, in lines of `most` characters.
   function folded(text, most) {
     const lines = [""];
     for (const term of text.split(/(?<=,)/)) {
@@ -33,7 +33,7 @@ const charts = (() => {
     return lines;
   }
 
-  // The layout for a width: names above bars take as many lines as they need, axes have labels that do not meet.
+  // The layout for a width: wrap names above bars, and keep axis labels apart.
   function fitted(layout, width) {
     const names = (layout.annotations || []).filter((one) => one.name === "strategy");
     const most = Math.max(12, width / CHARACTER - layout.meta?.aside - 1);
@@ -47,7 +47,7 @@ const charts = (() => {
       if (/^xaxis/.test(key) && axis.ticksuffix) axis.nticks = Math.max(2, Math.floor((width * (layout.xaxis2 ? 0.5 : 1)) / TICK));
     }
     const more = LINE * (lines - 1);
-    const margin = { ...layout.margin, t: layout.margin.t + more }; // the first name has no gap above it
+    const margin = { ...layout.margin, t: layout.margin.t + more }; // there is no gap above the first name
     const height = layout.height + more * (names.length + 1);
     return { ...layout, width, height, margin, dragmode: fingers.matches ? false : layout.dragmode };
   }
@@ -55,7 +55,7 @@ const charts = (() => {
   async function draw(chart) {
     const state = known.get(chart);
     const width = chart.clientWidth;
-    if (!state || !window.Plotly || !chart.checkVisibility()) return; // forgotten, too early, or folded away
+    if (!state || !window.Plotly || !chart.checkVisibility()) return; // removed, too early, or hidden
     state.width = width;
     const { data, layout, config } = painted(state.figure, getComputedStyle(chart));
     await Plotly.react(state.plot, data, fitted(layout, width), config);
@@ -66,7 +66,7 @@ const charts = (() => {
     if (known.get(chart)?.width !== chart.clientWidth) draw(chart);
   }
 
-  // What the keyboard walks over: rows from top to bottom, each from left to right.
+  // Keyboard order: rows from top to bottom, each from left to right.
   function rowsOf(figure) {
     const rows = new Map();
     figure.data.forEach((trace, curveNumber) => {
@@ -101,7 +101,7 @@ const charts = (() => {
     return tell(chart);
   }
 
-  // plotly's own tooltip of where the keyboard is, and its words for those who do not see it.
+  // Show plotly's tooltip at the keyboard position, and its text to screen readers.
   async function tell(chart) {
     const { plot, stop } = known.get(chart);
     const { trace, curveNumber, pointNumber } = stop;
@@ -118,7 +118,7 @@ const charts = (() => {
     return trace.base ? trace.base[pointNumber] + x / 2 : x;
   }
 
-  // Around where the keyboard is, so many times as much as is seen now; all of it for infinitely many.
+  // Scale the visible range by `times` around the keyboard position; Infinity shows everything.
   async function zoom(chart, times) {
     const { plot, figure, stop } = known.get(chart);
     const name = axisOf(stop?.trace);
@@ -153,7 +153,7 @@ const charts = (() => {
     return draw(chart);
   }
 
-  // All charts below an element; those that were drawn there before are forgotten by `clear`.
+  // Show all charts below an element; call `clear` before removing them.
   function show(root) {
     for (const chart of root.querySelectorAll(".chart")) {
       const figure = JSON.parse(chart.querySelector("script").textContent);
@@ -185,7 +185,7 @@ const charts = (() => {
     if (button) toggle(button);
   });
   dark.addEventListener("change", () => [...known.keys()].forEach(draw));
-  // A page may ask for its charts before plotly is there.
+  // A page may request its charts before plotly is loaded.
   addEventListener("load", () => known.forEach((_, chart) => setTimeout(resized, 0, chart)));
   show(document);
   return { show, clear };

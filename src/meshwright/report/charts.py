@@ -1,7 +1,7 @@
-"""Charts of a page, drawn by plotly in whatever browser opens it: the figure as data, and the scripts that draw it.
+"""Charts that plotly draws in the browser: a figure as data, and the scripts that draw it.
 
-A figure is written in plotly's own words. Its colours are names of the page's style, `var(--blue)`, which `charts.js`
-looks up when it draws. plotly itself is needed only for its script, where a page is made.
+A figure uses plotly's own schema. Its colours are CSS variables of the page, `var(--blue)`, which `charts.js` resolves
+when it draws. The plotly package is needed only for its script, when a page is written.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ ZOOMABLE: Values = {
 }
 CLEAR = "rgba(0,0,0,0)"
 FOLDED = 34
-"""Characters of a line of a tooltip, which narrow windows have room for."""
+"""Characters per line of a tooltip; fits narrow windows."""
 _IN_SCRIPT = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """An entry of a legend; a click hides what it stands for."""
+    """An entry of a legend; a click hides its traces."""
 
     label: str
     colour: str
     traces: tuple[int, ...]
-    """Of the figure."""
+    """Indices of the figure's traces."""
     line: str = ""
-    """How a curve is dashed; empty for what is no curve."""
+    """Dash pattern of a curve; empty for anything else."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """A figure with all that a page shows around it."""
+    """A figure with everything that a page shows around it."""
 
     words: str
-    """What it shows, for those who do not see it."""
+    """Description for screen readers."""
     data: Sequence[Values]
     layout: Values
     legends: tuple[tuple[str, tuple[Key, ...]], ...]
-    """Each under a word of its own, which may be empty."""
+    """Each with a title, which may be empty."""
     config: Values = field(default_factory=lambda: FIXED)
 
     @property
     def height(self) -> int:
-        """Pixels, unless names need more lines."""
+        """Height in pixels, unless names need more lines."""
         return int(self.layout["height"])
 
     @property
@@ -74,25 +74,25 @@ class Plot:
 
     @property
     def json(self) -> Markup:
-        """The figure as it may stand in a script element, whatever it holds."""
+        """The figure as JSON that is safe inside a script element."""
         text = json.dumps({"data": self.data, "layout": self.layout, "config": self.config}, allow_nan=False)
         return Markup(text.translate(_IN_SCRIPT))
 
 
 def check_plotly(asked: str) -> None:
-    """Before anything is planned or run, not after."""
+    """Raise if plotly is missing, before anything is planned or run."""
     if find_spec("plotly") is None:
         raise BadInput(f"{asked} needs the package plotly, which is not installed: {INSTALL}.")
 
 
 def scripts() -> tuple[Markup, ...]:
-    """What a page that stands alone carries: plotly, and what draws with it."""
+    """The scripts of a self-contained page: plotly, and the code that draws with it."""
     return Markup(plotly_script()), Markup(charts_script())
 
 
 @cache
 def plotly_script() -> str:
-    """plotly's own; nothing in it can end the element that it stands in."""
+    """plotly's own script, escaped so that it cannot end its script element."""
     check_plotly("A page with charts")
     from plotly.offline import get_plotlyjs
 
@@ -105,7 +105,7 @@ def charts_script() -> str:
 
 
 def policy(inline: Iterable[str], *, script: str = "", more: Iterable[str] = ()) -> str:
-    """A Content-Security-Policy: these scripts may run, and nothing is fetched but what `script` and `more` allow."""
+    """A Content-Security-Policy: only these scripts run, and only what `script` and `more` allow is fetched."""
     runs = " ".join([*(f"'sha256-{_digest(one)}'" for one in inline), *filter(None, [script])])
     parts = ["default-src 'none'", *([f"script-src {runs}"] if runs else []), "style-src 'unsafe-inline'", *more]
     return "; ".join([*parts, "img-src data: blob:", "base-uri 'none'", "form-action 'none'"])
@@ -116,17 +116,17 @@ def _digest(script: str) -> str:
 
 
 def plain(text: str) -> str:
-    """A text of somebody else's for a figure, in which plotly would find markup, and values to put in."""
+    """Escape foreign text for a figure, where plotly would interpret markup and placeholders."""
     return html.escape(text, quote=False).replace("%{", "%&#123;")
 
 
 def folded(strategy: str, width: int = FOLDED) -> str:
-    """A strategy for a tooltip, in lines that break between its terms."""
+    """A strategy for a tooltip, with lines broken between its terms."""
     return "<br>".join(plain(line) for line in lines_of(strategy, width))
 
 
 def shared_layout(height: int, **others: Any) -> Values:
-    """What all figures have in common."""
+    """Layout settings that all figures share."""
     return {
         "height": height,
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": variable("quiet")},

@@ -10,14 +10,14 @@ from meshwright.report.charts import MONOSPACE, Key, Plot, Values, axis, folded,
 from meshwright.report.colours import variable
 
 NAME, GAP, BELOW = 19, 12, 30
-"""Pixels of a name's line, between two strategies, and of the axis."""
+"""Pixels of a name's line, of the gap between strategies, and of the axis."""
 THICKNESS = (20, 8)
-"""Pixels of a strategy's first bar, and of one below it."""
+"""Pixels of a strategy's first bar, and of the one below it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """Where bars lie, in pixels from the top."""
+    """Positions of the bars, in pixels from the top."""
 
     kinds: tuple[str, ...]
 
@@ -26,7 +26,7 @@ class _Rows:
         return NAME + GAP + sum(THICKNESS[: len(self.kinds)]) + 2 * (len(self.kinds) - 1)
 
     def top(self, lane: int) -> float:
-        """Of the lane's first bar, below its name."""
+        """Top of the lane's first bar, below its name."""
         return lane * self.pitch + NAME
 
     def middle(self, lane: int, kind: str) -> float:
@@ -46,7 +46,7 @@ def bar_plot(chart: Chart) -> Plot:
 
 
 def _traces(chart: Chart, rows: _Rows) -> Iterator[Values]:
-    """One for each kind and cause, in the order of `Chart.columns`."""
+    """One trace per kind and cause, in the order of `Chart.columns`."""
     for kind, cause in chart.columns:
         held = [
             (number, lane, part)
@@ -93,15 +93,15 @@ def _layout(chart: Chart, rows: _Rows) -> Values:
 
 
 def _scale(chart: Chart) -> float:
-    """As far as the longest bar, or a little beyond the limit."""
+    """The end of the axis: the longest bar, or slightly beyond the limit."""
     sums = [sum(part.size for part in bar.parts) for lane in chart.lanes for bar in lane.bars.values()]
     return max([*sums, 1.01 * (chart.limit or 0.0)], default=0.0) or 1.0
 
 
 def _names(chart: Chart, rows: _Rows) -> Iterator[Values]:
-    """Strategies at the left, which `charts.js` breaks where they are too long, and totals at the right."""
+    """Strategies at the left, which `charts.js` wraps if they are too long, and totals at the right."""
     shared = {"xref": "paper", "yref": "y", "yanchor": "bottom", "showarrow": False, "borderpad": 0}
-    shared["bgcolor"] = variable("page")  # no grid line crosses a figure
+    shared["bgcolor"] = variable("page")  # keeps grid lines behind the numbers
     for number, lane in enumerate(chart.lanes):
         font = {"color": variable("text"), "weight": 400 if number else 700}
         place = {**shared, "y": rows.top(number) - 1}
@@ -114,7 +114,7 @@ def _names(chart: Chart, rows: _Rows) -> Iterator[Values]:
 
 
 def _limit(at: float, rows: _Rows, lane: int) -> Values:
-    """A dashed line across one lane's bars; names and totals stay clear of it."""
+    """A dashed line across one lane's bars, clear of names and totals."""
     line = {"color": variable("limit"), "width": 2, "dash": "4px,3px"}
     above, below = rows.top(lane), rows.top(lane + 1) - NAME - GAP + 4
     return {"type": "line", "xref": "x", "yref": "y", "x0": at, "x1": at, "y0": above, "y1": below, "line": line}

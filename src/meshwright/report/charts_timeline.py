@@ -1,4 +1,4 @@
-"""A timeline as a figure: one row a rank, a box for every piece of work, what is sent as a thin line below it."""
+"""A timeline as a figure: one row per rank, a box for each piece of work, and sends as thin lines below."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from meshwright.report.colours import DARK, WORK, variable
 from meshwright.units import show_seconds
 
 ROW, ABOVE, BELOW = 44, 30, 30
-"""Pixels of a rank, of the buttons above, and of the axis."""
+"""Pixels of a rank's row, of the buttons above, and of the axis."""
 GAP = 0.04
-"""The share of the width that stands for what is left out."""
+"""Share of the width that marks an omitted part."""
 WORTH = 0.4
-"""The least share of a step that is worth leaving out."""
+"""The smallest share of a step that is worth omitting."""
 WORK_WIDTH, SEND_WIDTH, SEND_BELOW = 0.66, 0.12, 0.41
-"""Shares of a rank's row; a message lies below the middle of it."""
+"""Shares of a rank's row; sends are drawn below its middle."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """A stretch of time, and where it lies in the figure."""
+    """A time range, and its position in the figure."""
 
     start: float
     end: float
@@ -34,7 +34,7 @@ class Window:
 
 
 def windows(timeline: Timeline, drawn: int) -> tuple[Window, ...]:
-    """The whole step, or its beginning and its end where it has many more pieces than shall be drawn."""
+    """The whole step, or its start and end if it has many more pieces than `drawn`."""
     share = drawn / max(1, len(timeline.pieces)) / 2
     if 2 * share >= 1 - WORTH:
         return (Window(start=0.0, end=timeline.total or 1.0, domain=(0.0, 1.0)),)
@@ -46,7 +46,7 @@ def windows(timeline: Timeline, drawn: int) -> tuple[Window, ...]:
 
 
 def left_out(timeline: Timeline, drawn: int) -> float:
-    """Seconds between the windows."""
+    """Seconds omitted between the windows."""
     found = windows(timeline, drawn)
     return found[-1].start - found[0].end if len(found) > 1 else 0.0
 
@@ -65,7 +65,7 @@ def timeline_plot(timeline: Timeline, drawn: int) -> Plot:
 
 
 def _words(timeline: Timeline) -> str:
-    """The timeline for those who do not see it."""
+    """Description of the timeline for screen readers."""
     idle = "; ".join(f"rank {rank} idle {_idle(timeline, rank)}" for rank in range(timeline.ranks))
     return f"Timeline of {timeline.strategy}, {timeline.origin}, {show_seconds(timeline.total)}: {idle}"
 
@@ -76,7 +76,7 @@ def _idle(timeline: Timeline, rank: int) -> str:
 
 
 def _trace(timeline: Timeline, kind: str, place: int, window: Window) -> Values:
-    """All pieces of one kind in one window. Neighbours that are alike are told apart by a shade."""
+    """All pieces of one kind in one window. Micro-batches alternate in shade."""
     pieces = [piece for piece in timeline.pieces if piece.kind == kind and window.shows(piece)]
     is_sent, colour = kind == SEND, WORK[kind]
     return {
@@ -148,7 +148,7 @@ def _layout(timeline: Timeline, shown: tuple[Window, ...]) -> Values:
 
 
 def _dots(rank: int) -> Values:
-    """Where something is left out of a row."""
+    """Marks the omitted part of a row."""
     return {"xref": "paper", "x": 0.5, "yref": "y", "y": rank, "text": "⋯", "showarrow": False, "font": {"size": 16}}
 
 

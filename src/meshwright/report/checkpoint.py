@@ -1,4 +1,4 @@
-"""What `checkpoint` shows of one, for the terminal."""
+"""The output of the `checkpoint` verbs, for the terminal."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def show_page(document: dict[str, Any]) -> Group:
 
 
 def check_page(document: dict[str, Any]) -> Text:
-    """The verdict on a sound checkpoint; what is wrong with another is an error."""
+    """The verdict on an intact checkpoint; problems are raised as errors."""
     fits = ", and fits the job" if document["fits"] else ""
-    return Text(f"{document['path']} is sound: complete, nothing foreign in it, every byte as it was written{fits}.")
+    return Text(f"{document['path']} is intact: complete, no unknown files, every byte as written{fits}.")
 
 
 def export_page(document: dict[str, Any]) -> Group:
@@ -41,9 +41,9 @@ def import_page(document: dict[str, Any]) -> Group:
         f"{show_bytes(document['bytes'])}"
     ]
     if document["optimizer"]:
-        lines.append(f"with the optimizer, as it was at step {document['step']:,}")
+        lines.append(f"with the optimizer state of step {document['step']:,}")
     if off or on:
-        lines.append(f"names at the source {f'begin with {off}' if off else f'lack {on}'}")
+        lines.append(f"names at the source {f'have the prefix {off}' if off else f'lack the prefix {on}'}")
     return Group(*(Text(line) for line in lines), *_left_out(document))
 
 
@@ -69,7 +69,7 @@ def _overview(document: dict[str, Any]) -> Table:
 
 
 def _model(document: dict[str, Any]) -> str:
-    trained = "" if document["trained"] is None else f", {show_count(document['trained'])} of them trained"
+    trained = "" if document["trained"] is None else f", {show_count(document['trained'])} trained"
     return f"{show_bytes(document['bytes']['model'])}, {show_count(document['parameters'])} parameters{trained}"
 
 
@@ -103,11 +103,11 @@ def _tensors(tensors: list[dict[str, Any]]) -> Table:
         table.add_column(column, overflow="fold")
     table.add_column("chunks", justify="right")
     for tensor in tensors:
-        shape = " x ".join(map(str, tensor["shape"])) or "one number"
+        shape = " x ".join(map(str, tensor["shape"])) or "scalar"
         table.add_row(Text(tensor["name"]), tensor["dtype"], shape, str(tensor["chunks"]))
     return table
 
 
 def _left_out(document: dict[str, Any]) -> list[Text]:
     names = document["left_out"]
-    return [Text(f"left out, as no part of the model: {', '.join(names)}")] if names else []
+    return [Text(f"left out, not part of the model: {', '.join(names)}")] if names else []

@@ -1,4 +1,4 @@
-"""Which of the page's colours stands for what: the same cause has the same one in every chart of every page."""
+"""Colours by meaning: the same cause has the same colour in every chart of every page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from meshwright.facts.forecast import MEMORY_CAUSES
 from meshwright.facts.timeline import KINDS
 
 UNKNOWN = "text"
-"""For a cause that has no colour of its own."""
+"""For a cause without an assigned colour."""
 MEMORY = dict(
     zip(MEMORY_CAUSES, ("blue", "orange", "green", "pink", "sky", "red", "yellow", "violet", "grey"), strict=True)
 )
@@ -23,9 +23,9 @@ TIME = {
 WORK = dict(zip(KINDS, ("blue", "orange", "red", "green", "sky", "pink", "violet", "track"), strict=True))
 CURVES = ("blue", "orange", "green", "pink", "sky", "red", "violet", "yellow")
 DARK = ("blue", "violet")
-"""Those that light letters stand on."""
+"""Colours that need light text."""
 
 
 def variable(colour: str) -> str:
-    """A colour as styles and figures name it; `charts.js` looks up what it is when the page is dark, or light."""
+    """A colour as a CSS variable, which `charts.js` resolves for the dark or light theme."""
     return f"var(--{colour})"

@@ -1,4 +1,4 @@
-"""Strategies head to head, for the terminal and as CSV. Everything shown was computed before."""
+"""A comparison for the terminal and as CSV. Only formats what was computed before."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NARROW = (
     ("strategy", "status", "step ms", "spread", "speed", "peak MiB", "loss"),
     ("strategy", "comm", "exposed", "bubble", "forecast ms", "forecast MiB"),
 )
-"""The same in two tables, for windows in which one has no room; only what follows from the step is left out."""
+"""The same in two tables, for narrow windows; only the rate, which follows from the step time, is left out."""
 ANY_WIDTH = 10_000
 LEFT = ("strategy", "status", "loss")
 FIELDS = (
@@ -35,18 +35,18 @@ FIELDS = (
     *("tokens_per_s", "against_best", "peak_mib", "process_mib", "comm_share", "comm_exposed", "bubble"),
     *("loss_equal", "loss_max_rel"),
 )
-"""Columns of the CSV that are fields of a row; memory, time and forecast follow by cause."""
+"""Columns of the CSV that are fields of a row; memory, time and forecast by cause follow."""
 
 
 def check_folders(*files: Path | None) -> None:
-    """Said before anything runs, not after."""
+    """Raise if a folder is missing, before anything runs."""
     for file in files:
         if file is not None and not file.parent.is_dir():
-            raise OutputError(f"{str(file)!r} was to be written, but there is no folder {str(file.parent)!r}; make it.")
+            raise OutputError(f"Cannot write {str(file)!r}: there is no folder {str(file.parent)!r}; create it.")
 
 
 def comparison_page(document: Row) -> Group:
-    """The table, and what one has to know to read it."""
+    """The table, and the notes needed to read it."""
     parts: list[RenderableType] = [ComparisonTables(document)]
     wrong = [row for row in document["results"] if row["reason"]]
     parts += [Text(f"{row['strategy']}: {row['status']}: {row['reason']}") for row in wrong]
@@ -57,7 +57,7 @@ def comparison_page(document: Row) -> Group:
 
 
 class ComparisonTables:
-    """One table, or two where that is wider than the window."""
+    """One table, or two if it is wider than the window."""
 
     def __init__(self, document: Row) -> None:
         self._document = document
@@ -72,9 +72,9 @@ class ComparisonTables:
         else:
             yield from (comparison_table(self._document, columns) for columns in NARROW)
         yield Text(
-            "step: median and middle half over all rounds; speed: against the fastest; peak: fullest rank; comm: share "
-            "of a profiled step in which communication is under way, exposed: while nothing computes; bubble: idle "
-            "share of a pipeline; loss: first losses equal to one process",
+            "step: median and middle half over all rounds; speed: relative to the fastest; peak: fullest rank; comm: "
+            "share of a profiled step with communication in flight, exposed: while nothing computes; bubble: idle "
+            "share of a pipeline; loss: whether the first losses equal those of one process",
             style="dim",
         )
 
@@ -92,7 +92,7 @@ def comparison_table(document: Row, columns: Sequence[str] = COLUMNS) -> Table:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row under COLUMNS."""
+    """The cells of a row, for COLUMNS."""
     forecast = row["forecast"] or {}
     per_second = row["tokens_per_s"] or row["samples_per_s"]
     return (
@@ -123,7 +123,7 @@ def equality(row: Row) -> str:
 
 
 def against(forecast: float | None, measured: float | None) -> str:
-    """What was foretold, and how far that is off."""
+    """The forecast, and its relative error."""
     if forecast is None:
         return "-"
     off = f" ({forecast / measured - 1:+.0%})" if measured else ""
@@ -135,7 +135,7 @@ def speed_unit(document: Row) -> str:
 
 
 def write_csv(document: Row, path: Path) -> None:
-    """All rows, also those without figures."""
+    """Write all rows, also those without figures."""
     write_file(csv_text(document), path, what="CSV")
 
 

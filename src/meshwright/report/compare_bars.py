@@ -1,4 +1,4 @@
-"""Bars of a comparison: what each strategy took, and below it what had been foretold."""
+"""Bar charts of a comparison: each strategy's measurement, and below it its forecast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.units import MIB, show_bytes, show_seconds
 Row = dict[str, Any]
 
 MEASURED, FORECAST = "measured", "forecast"
-# What is measured under a name of its own has the colour of the forecast's cause that it is nearest to.
+# Causes that exist only in measurements get the colour of the nearest forecast cause.
 TIME = Quantity(
     key="time",
     unit="ms",
@@ -31,16 +31,16 @@ MEMORY = Quantity(
 
 def time_chart(rows: Sequence[Row]) -> Chart:
     note = (
-        "The median step, its causes by shares of a profiled step: computing, communication while nothing computes, "
-        "and the rest. Below it, thinner, the planner's forecast."
+        "The median step, split like a profiled step into compute, exposed communication "
+        "and the rest. The thinner bar is the planner's forecast."
     )
     return _chart("Time by cause", note, TIME, rows, "step_ms")
 
 
 def memory_chart(rows: Sequence[Row]) -> Chart:
     note = (
-        "At the peak of the fullest rank, without what its process takes anyway. Parameters, gradients and optimizer "
-        "are counted; the rest is activations, buffers and what the allocator keeps. Below it, thinner, the forecast."
+        "Peak of the fullest rank, without the process's baseline. Parameters, gradients and optimizer state "
+        "are counted; the rest is activations, buffers and the allocator's cache. The thinner bar is the forecast."
     )
     return _chart("Memory by cause", note, MEMORY, rows, "peak_mib")
 

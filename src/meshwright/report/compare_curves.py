@@ -1,4 +1,4 @@
-"""Loss curves of a comparison laid over each other, and the figure that shows them."""
+"""Loss curves of a comparison in one figure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.report.colours import CURVES, variable
 
 HEIGHT = 340
 DASHES = ("solid", "dash", "dot", "dashdot")
-"""Curves that lie on each other are told apart by colour and dashes; the next dash once all colours are used."""
+"""Overlapping curves differ in colour and dashes; the next dash pattern is used once all colours are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Curve:
 class Curves:
     curves: tuple[Curve, ...]
     checked: int | None
-    """Steps whose losses were held against one process; None if that is all of them."""
+    """Number of steps whose losses were checked against one process; None if all were."""
 
     @property
     def steps(self) -> int:
@@ -39,13 +39,13 @@ class Curves:
 
     @property
     def words(self) -> str:
-        """The curves for those who do not see them."""
+        """Description of the curves for screen readers."""
         ends = "; ".join(f"{curve.strategy} from {curve.cells[0]} to {curve.cells[-1]}" for curve in self.curves)
         return f"Loss curves of {len(self.curves)} strategies over {self.steps} steps: {ends}"
 
 
 def loss_curves(rows: Sequence[dict[str, Any]], *, checked: int) -> Curves | None:
-    """All rows' losses; None where there are none to draw a line through."""
+    """All rows' losses; None if there are too few to draw."""
     held = [(row["strategy"], tuple(row["losses"])) for row in rows if row["losses"]]
     longest = max((len(losses) for _, losses in held), default=0)
     if longest < 2 or all(loss is None for _, losses in held for loss in losses):
@@ -66,7 +66,7 @@ def _curve(number: int, strategy: str, losses: tuple[float | None, ...]) -> Curv
 
 
 def curves_plot(curves: Curves) -> Plot:
-    """The figure: steps to the right, losses up, a dashed line where the checked steps end."""
+    """The figure: steps to the right, losses up, a dashed line after the checked steps."""
     keys = tuple(
         Key(label=curve.strategy, colour=curve.colour, traces=(number,), line=curve.dash)
         for number, curve in enumerate(curves.curves)

@@ -1,8 +1,8 @@
-"""A comparison as one HTML file that opens anywhere: it carries all that it needs, and asks nothing of a network.
+"""A comparison as one self-contained HTML file that needs no network.
 
-    write_page(comparison.document, Path("compare.html"))
+        write_page(comparison.document, Path("compare.html"))
 
-The page is `compare_page.html`, which escapes whatever it is given and shares its style with the page of `plan`.
+The template `compare_page.html` escapes all input and shares its style with the page of `plan`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 
 def write_page(document: Row, path: Path) -> None:
-    """The page of the document that `compare --json` prints."""
+    """Write the page of the document that `compare --json` prints."""
     write_file(page(document), path)
 
 
@@ -54,11 +54,11 @@ def page(document: Row) -> str:
 
 
 def _figures(best: Row, document: Row) -> list[tuple[str, str, str]]:
-    """The fastest strategy's figures: what, how much, and a word on it."""
+    """The fastest strategy's figures: label, amount and remark."""
     unit = speed_unit(document)
     spread = f"{best['step_ms_low']:,.0f} to {best['step_ms_high']:,.0f} ms"
     figures = [
-        ("step", show_seconds(best["step_ms"] / 1e3), f"half of them {spread}"),
+        ("step", show_seconds(best["step_ms"] / 1e3), f"middle half {spread}"),
         ("speed", f"{best['tokens_per_s'] or best['samples_per_s']:,.0f}", f"{unit}/s"),
         ("memory", show_bytes(best["peak_mib"] * MIB), "on the fullest rank"),
     ]
@@ -69,7 +69,7 @@ def _figures(best: Row, document: Row) -> list[tuple[str, str, str]]:
 
 
 def _sentences(rows: Sequence[Row]) -> list[str]:
-    """What there is to say of the others: the runner-up, the leanest, and whose losses are off."""
+    """Sentences about the runner-up, the strategy with the least memory, and differing losses."""
     if not rows:
         return []
     best, *others = rows
@@ -81,18 +81,18 @@ def _sentences(rows: Sequence[Row]) -> list[str]:
     leanest = min(rows, key=lambda row: float(row["peak_mib"]))
     if leanest is not best:
         held, slower = show_bytes(leanest["peak_mib"] * MIB), leanest["step_ms"] / best["step_ms"] - 1
-        sentences.append(f"{leanest['strategy']} holds least, {held}, and is {slower:.0%} slower.")
+        sentences.append(f"{leanest['strategy']} uses the least memory, {held}, and is {slower:.0%} slower.")
     differing = [row["strategy"] for row in rows if row["loss_equal"] is False]
     equal = sum(row["loss_equal"] is True for row in rows)
     if differing:
-        sentences.append(f"First losses differ from those of one process under {', '.join(differing)}; see verify.")
+        sentences.append(f"The first losses differ from one process under {', '.join(differing)}; run verify.")
     elif equal:
-        sentences.append(f"First losses are those of one process under all {equal} of them.")
+        sentences.append(f"The first losses equal those of one process under all {equal} strategies.")
     return sentences
 
 
 def _timelines(row: Row) -> tuple[Row, list[tuple[str, Drawing]]]:
-    """A pipeline's step as it was measured, and as it had been foretold."""
+    """A pipeline's step as measured, and as forecast."""
     found = [(key, row[key]) for key in ("timeline", "forecast_timeline") if row[key] is not None]
     names = {"timeline": "measured", "forecast_timeline": "forecast"}
     return row, [(names[key], draw(Timeline.from_json(value))) for key, value in found]
@@ -106,7 +106,7 @@ def _columns(document: Row) -> tuple[str, ...]:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    """A row of the table, under the columns."""
+    """The cells of a row of the table."""
     forecast = row["forecast"] or {}
     spread = "-" if row["step_ms"] is None else f"{row['step_ms_low']:,.1f} to {row['step_ms_high']:,.1f}"
     return (

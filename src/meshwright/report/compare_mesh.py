@@ -1,4 +1,4 @@
-"""The mesh of each strategy, drawn: a cell a rank, where it lies, and what it holds."""
+"""Drawings of each strategy's mesh: one cell per rank, its position, and what it holds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class RankCell:
     rank: int
     column: int
     row: int
-    """Its place in the drawing, from 1: stages side by side, and what shares a stage below each other."""
+    """Position in the drawing, from 1: stages side by side, ranks of a stage below each other."""
     stages: str
     fill: float
-    """Per cent of the most that any rank of the comparison holds of the parameters."""
+    """Parameters as a percentage of the fullest rank of the comparison."""
     parameters: str
     place: str
-    """The rank and where it lies on each axis."""
+    """The rank and its coordinate on each axis."""
     amounts: tuple[str, ...]
     """The exact figures, by cause."""
 
@@ -35,7 +35,7 @@ class Mesh:
 
     @property
     def words(self) -> str:
-        """The drawing for those who do not see it."""
+        """Description of the drawing for screen readers."""
         held = "; ".join(f"{cell.place}: {', '.join(cell.amounts)}" for cell in self.cells)
         return f"{self.strategy}, {self.axes}. {held}"
 

@@ -1,7 +1,7 @@
-"""Measured steps of a comparison as Chrome trace events, which Perfetto opens: a process a strategy, a track a rank.
+"""Measured steps of a comparison as Chrome trace events for Perfetto: one process per strategy, one track per rank.
 
-A pipeline is its timeline, as measured and as forecast. Of every strategy there is also the profiled step: when each
-rank computed, and when its communication was under way.
+A pipeline has its timeline, measured and forecast. Every strategy has its profiled step: when each rank computed, and
+when it communicated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def write_trace(document: dict[str, Any], profiles: dict[str, list[dict[str, Any
 
 
 def trace_events(document: dict[str, Any], profiles: dict[str, list[dict[str, Any]]]) -> Iterator[Event]:
-    """All that was measured; every strategy's part begins at zero."""
+    """All measured events; every strategy starts at time zero."""
     processes = count(1)
     for row in document["results"]:
         for key in ("timeline", "forecast_timeline"):

@@ -1,4 +1,4 @@
-"""What pages have in common: templates of this folder, which escape whatever they are given, and files."""
+"""Shared by all pages: templates of this folder, which escape all input, and writing files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from meshwright.report.charts import policy, scripts
 
 
 def render_page(name: str, *, has_charts: bool, **shown: Any) -> str:
-    """A whole page from a template: with charts it carries the scripts that draw them, and its policy names them."""
+    """Render a whole page; with charts it includes the scripts that draw them, and its policy allows those."""
     carried = scripts() if has_charts else ()
     return template(name).render(shown, scripts=carried, policy=policy(carried))
 
 
 def template(name: str) -> Template:
-    """A template beside this file."""
+    """A template in this folder."""
     return _environment().get_template(name)
 
 
@@ -35,12 +35,11 @@ def _environment() -> Environment:
 
 
 def write_file(text: str, path: Path, *, what: str = "page") -> None:
-    """The file, or an error that names it."""
+    """Write a file; the error names it."""
     try:
-        # A job's path may hold bytes that are no text; they become references.
+        # A job's path may hold bytes that are not text; they become character references.
         path.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")
     except OSError as error:
         raise OutputError(
-            f"The {what} was to be written to {str(path)!r}, which failed: {one_line(error)} "
-            "Name a file in a folder that is there and can be written to."
+            f"Cannot write the {what} to {str(path)!r}: {one_line(error)} Give a path in an existing, writable folder."
         ) from error

@@ -1,4 +1,4 @@
-"""How a strategy divides a job, for the terminal."""
+"""How a strategy splits a job, for the terminal."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from meshwright.units import show_bytes
 
 
 def layout_page(document: dict[str, Any]) -> Group:
-    """All that the document of `layout` holds."""
+    """Everything in the document of `layout`."""
     mesh = " x ".join(f"{name} {size}" for name, size in document["mesh"].items()) or "one process"
     parts: list[RenderableType] = [Text(f"{document['strategy']} on {document['ranks']} ranks: {mesh}", style="bold")]
     if "tensor" in document:
         columns = ("module", "role", "divides", "why")
-        parts.append(_table("tensor parallelism: how each layer is divided", columns, document["tensor"]))
+        parts.append(_table("tensor parallelism: how each layer is sharded", columns, document["tensor"]))
     if "operators" in document:
         columns = ("module", "kind", "divides", "why")
-        parts.append(_table("operator-wise: how each operator is divided", columns, document["operators"]))
+        parts.append(_table("operator-wise: how each operator is sharded", columns, document["operators"]))
     if "stages" in document:
         parts += [_stages(document["stages"]), *_schedule(document["schedule"])]
     return Group(*parts)
@@ -47,14 +47,14 @@ def _stages(stages: list[dict[str, Any]]) -> Table:
             *(str(row["stage"]), str(row["rank"]), row["first"], row["last"]),
             *(show_bytes(row["parameter_bytes"]), f"{row['flops_share']:.1%}", received or "the batch"),
         )
-    table.caption = "parameters before tensor and data axes; shapes are those of one micro-batch"
+    table.caption = "parameters before tensor and data sharding; shapes of one micro-batch"
     return table
 
 
 def _schedule(schedule: dict[str, Any]) -> list[RenderableType]:
     words = (
         f"{schedule['name']}, {schedule['micro_batches']} micro-batches: bubble {schedule['bubble']:.1%} "
-        f"({schedule['bubble_if_balanced']:.1%} if all stages took as long), "
+        f"({schedule['bubble_if_balanced']:.1%} if stages were balanced), "
         f"micro-batches in flight per rank: {', '.join(map(str, schedule['in_flight']))}"
     )
     return [Text(words), Text(schedule["grid"], no_wrap=True, overflow="ellipsis")]

@@ -1,4 +1,4 @@
-"""A ranking for the terminal: the table, why the first won, and what was refused."""
+"""A ranking for the terminal: the table, why the first plan won, and what was refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.report.plan_against import in_order, place_of, verdict
 from meshwright.report.terms import Terms
 
 REASONS = 6
-"""Kinds of refusals that are listed."""
+"""How many kinds of refusals to list."""
 
 
 def plan_page(document: dict[str, Any]) -> RenderableType:
@@ -33,15 +33,15 @@ def _table(document: dict[str, Any]) -> Table:
     table = Table(title=f"{document['job']} on {document['cluster']}", title_justify="left")
     by_tokens = all(plan["tokens_per_s_per_device"] for plan in document["plans"])
     table.add_column("strategy")
-    for column in ("step", "tokens/s a device" if by_tokens else "samples/s", "peak GiB", "reserved GiB", "mfu"):
+    for column in ("step", "tokens/s/device" if by_tokens else "samples/s", "peak GiB", "reserved GiB", "mfu"):
         table.add_column(column, justify="right")
-    table.add_column("time goes to")
+    table.add_column("time by cause")
     theirs = place_of(document)
     for place, plan in in_order(document):
         if place > len(document["plans"]):
             table.add_section()
         table.add_row(
-            Terms(f"{plan['strategy']}  <- theirs, number {place}" if place == theirs else plan["strategy"]),
+            Terms(f"{plan['strategy']}  <- yours, number {place}" if place == theirs else plan["strategy"]),
             _milliseconds(plan["step_ms"]),
             f"{plan['tokens_per_s_per_device'] if by_tokens else plan['samples_per_s']:,.0f}",
             f"{plan['peak_gib']:.1f}{'*' if plan['grade'] == 'trace' else ''}",
@@ -51,7 +51,7 @@ def _table(document: dict[str, Any]) -> Table:
         )
     traced = any(plan["grade"] == "trace" for plan in document["plans"])
     bars = document["plans"][0]["error_bar"]
-    notes = [f"memory within {bars['memory']:.0%}, time within {bars['time']:.0%}, three times in four"] if bars else []
+    notes = [f"memory within {bars['memory']:.0%}, time within {bars['time']:.0%}, in 3 of 4 cases"] if bars else []
     table.caption = "; ".join([*(["* traced on fake tensors"] if traced else []), *notes])
     return table
 
@@ -75,7 +75,7 @@ def _why(plans: list[dict[str, Any]]) -> RenderableType:
 
 
 def _against(against: dict[str, Any]) -> Text:
-    """Somebody else's choice, where it fell, and what there is to gain."""
+    """The user's own config: its rank, and what the first plan gains over it."""
     lines = Text(f"{against['file']} ({against['origin']})  ", style="bold")
     lines.append(" ".join([verdict(against), *against["notes"]]) + "\n", style="not bold")
     return lines
@@ -90,14 +90,14 @@ def _memory(plan: dict[str, Any]) -> Table:
             table.add_row(cause, f"{size:.2f} GiB")
     if plan["stages"]:
         peaks = ", ".join(f"{stage['peak_gib']:.1f}" for stage in plan["stages"])
-        table.add_row("ranks of the pipeline", f"{peaks} GiB")
+        table.add_row("pipeline ranks", f"{peaks} GiB")
     if plan["host_gib"]:
-        table.add_row("host memory of a node", f"{plan['host_gib']:.1f} GiB")
+        table.add_row("host memory per node", f"{plan['host_gib']:.1f} GiB")
     return table
 
 
 def _refused(document: dict[str, Any]) -> Text:
-    """How many were considered, and the commonest reasons against them."""
+    """The number of candidates, and the most common reasons for refusing them."""
     counts = Counter(_kind(refusal["reason"]) for refusal in document["refused"])
     shown = Text(f"{document['candidates']:,} candidates in {document['seconds']:.1f} s; ")
     shown.append(f"{len(document['refused']):,} refused or too large:\n")

@@ -1,4 +1,4 @@
-"""Somebody's own choice among the plans, as `plan --against` tells of it."""
+"""The user's own config among the plans, for `plan --against`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def place_of(document: dict[str, Any]) -> int | None:
-    """The place of the choice among the plans, from 1; None where there is none, or it does not run."""
+    """The config's rank among the plans, from 1; None if there is no config or it cannot run."""
     against = document.get("against")
     return against["rank"] if against else None
 
 
 def in_order(document: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every plan with its place, the choice among them: between two, in the place of its equal, or after the last."""
+    """Every plan with its rank, including the user's: between two others, instead of its equal, or after the last."""
     plans, place = document["plans"], place_of(document)
     if place is None:
         yield from enumerate(plans, 1)
@@ -27,7 +27,7 @@ def in_order(document: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def verdict(against: dict[str, Any]) -> str:
-    """What became of the choice, and what the first plan gains over it."""
+    """The config's rank or the reason it has none, and what the first plan gains over it."""
     if against["rank"] is None:
         reason = against["reason"].rstrip(".")
         return f"{against['strategy']}: {reason}. {against['gain']}"

@@ -1,4 +1,4 @@
-"""Stacked bars of a ranking's plans: memory against what a device has, and time."""
+"""Bar charts of a ranking: memory against the device's limit, and time."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ TIME = Quantity(
 
 
 def memory_chart(document: dict[str, Any]) -> Chart:
-    """Reserved memory of each plan's fullest rank, and where the device's ends if that is known."""
+    """Reserved memory of each plan's fullest rank, and the device's limit if it is known."""
     room = memory_room(document["cluster"])
-    known = f"The dashed line is what a device has for tensors: {room:,.1f} GiB." if room else ""
+    known = f"The dashed line is the device memory available to tensors: {room:,.1f} GiB." if room else ""
     note = f"At the peak of a step, on the fullest rank. {known}".strip()
     return _chart("Memory by cause", note, MEMORY, document["plans"], limit=room)
 
 
 def time_chart(document: dict[str, Any]) -> Chart:
     """One step of each plan."""
-    note = "One optimizer step over the global batch; communication that compute hides is not counted."
+    note = "One optimizer step over the global batch; communication overlapped with compute is not counted."
     return _chart("Time by cause", note, TIME, document["plans"])
 
 
 def memory_room(cluster: str) -> float | None:
-    """GiB that tensors can have of one device; None where the cluster's words do not tell."""
+    """GiB per device available to tensors; None if the cluster's text does not say."""
     try:
         parsed = Cluster.parse(cluster)
-        # CPU ranks share a machine whose size only the machine knows.
+        # CPU ranks share a machine, and its memory is known only there.
         return None if parsed.device == "cpu" else gib(usable(hardware_of(parsed)))
     except MeshwrightError:
         return None

@@ -1,8 +1,8 @@
-"""A ranking as one HTML file that opens anywhere: it carries all that it needs, and asks nothing of a network.
+"""A ranking as one self-contained HTML file that needs no network.
 
-    write_page(ranking.to_json(), Path("plan.html"))
+        write_page(ranking.to_json(), Path("plan.html"))
 
-The page is `plan_page.html`, which escapes whatever it is given.
+The template `plan_page.html` escapes all input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.units import show_seconds
 
 
 def write_page(document: dict[str, Any], path: Path, timeline: Timeline | None = None) -> None:
-    """The page of the document that `plan --json` prints."""
+    """Write the page of the document that `plan --json` prints."""
     write_file(page(document, timeline), path)
 
 
@@ -32,7 +32,7 @@ def page(document: dict[str, Any], timeline: Timeline | None = None) -> str:
 
 
 def body(document: dict[str, Any], timeline: Timeline | None = None) -> str:
-    """What the page shows below its title, for a page that has a title and the scripts of its own."""
+    """The content below the title, for a page that brings its own title and scripts."""
     return template("plan_body.html").render(_shown(document, timeline))
 
 
@@ -55,7 +55,7 @@ def _shown(document: dict[str, Any], timeline: Timeline | None) -> dict[str, Any
 
 
 def _answer(document: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """The first plan's figures: what, how much, and a word on it."""
+    """The first plan's figures: label, amount and remark."""
     plan = document["plans"][0]
     room = memory_room(document["cluster"])
     held = f"of {room:,.1f} GiB on each device" if room else "on the fullest rank"
@@ -70,27 +70,27 @@ def _answer(document: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _reasons(plan: dict[str, Any]) -> list[str]:
-    """A plan's own sentences, and what else its ranks hold."""
+    """A plan's explanation, and the memory of its stages and hosts."""
     sentences = list(plan["why"])
     if plan["stages"]:
         peaks = ", ".join(f"{stage['peak_gib']:.1f}" for stage in plan["stages"])
-        sentences.append(f"Its stages hold {peaks} GiB, first to last.")
+        sentences.append(f"Its stages use {peaks} GiB, first to last.")
     if plan["host_gib"]:
-        sentences.append(f"A node's host holds {plan['host_gib']:.1f} GiB of what is offloaded.")
+        sentences.append(f"Each node's host holds {plan['host_gib']:.1f} GiB of offloaded state.")
     return sentences
 
 
-COLUMNS = ("step", "against the first", "tokens/s/device", "samples/s", "MFU", "allocated", "reserved", "forecast")
+COLUMNS = ("step", "vs. first", "tokens/s/device", "samples/s", "MFU", "allocated", "reserved", "forecast")
 
 
 def _rows(document: dict[str, Any]) -> list[tuple[str, bool, tuple[str, ...]]]:
-    """Lines of the table: the strategy, whether it is somebody else's choice, and the cells under COLUMNS."""
+    """Table rows: the strategy, whether it is the user's own config, and the cells for COLUMNS."""
     first, theirs = document["plans"][0], place_of(document)
     return [(plan["strategy"], place == theirs, _row(plan, first)) for place, plan in in_order(document)]
 
 
 def _row(plan: dict[str, Any], first: dict[str, Any]) -> tuple[str, ...]:
-    """A plan's line of the table, under COLUMNS."""
+    """A plan's cells, for COLUMNS."""
     tokens = plan["tokens_per_s_per_device"]
     return (
         show_seconds(plan["step_ms"] / 1e3),
@@ -105,6 +105,6 @@ def _row(plan: dict[str, Any], first: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _accuracy(plans: Sequence[Mapping[str, Any]]) -> str:
-    """How far the first plan's figures may be off."""
+    """The error bar of the first plan's figures."""
     bars = plans[0]["error_bar"] if plans else {}
-    return f"Memory within {bars['memory']:.0%}, time within {bars['time']:.0%}, three times in four." if bars else ""
+    return f"Memory within {bars['memory']:.0%}, time within {bars['time']:.0%}, in 3 of 4 cases." if bars else ""

@@ -1,4 +1,4 @@
-"""Candidates that were refused, sorted into a few kinds of reasons."""
+"""Refused candidates, grouped by reason."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SHOWN = 100
-"""Candidates of one kind that a page lists; a thousand lines say no more."""
+"""Candidates of one kind that a page lists; more would add nothing."""
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _NEED = re.compile(r"needs (\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Candidates that are refused for the same reason."""
+    """Candidates refused for the same reason."""
 
     title: str
     count: int
     shown: tuple[tuple[str, str], ...]
-    """Strategies with their own reasons."""
+    """Strategies with their individual reasons."""
 
     @property
     def hidden(self) -> int:
@@ -27,7 +27,7 @@ class Kind:
 
 
 def kinds_of_refusals(refused: Sequence[dict[str, str]]) -> list[Kind]:
-    """The commonest kind first; of those that are too large, the one that lacks least first."""
+    """The most common kind first; within "too large", the smallest excess first."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for refusal in refused:
         groups.setdefault(_pattern(refusal["reason"]), []).append((refusal["strategy"], refusal["reason"]))
@@ -36,7 +36,7 @@ def kinds_of_refusals(refused: Sequence[dict[str, str]]) -> list[Kind]:
 
 
 def _pattern(reason: str) -> str:
-    """Reasons that differ in their numbers alone are one; so are all that name too much memory."""
+    """Reasons that differ only in numbers share a pattern; so do all that lack memory."""
     return "Too large" if _NEED.match(reason) else _NUMBER.sub("…", reason)
 
 

@@ -1,4 +1,4 @@
-"""What `probe` measured, for the terminal."""
+"""The output of `probe`, for the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.units import show_bytes, show_seconds
 
 
 def probe_page(document: dict[str, Any]) -> Group:
-    """All that the document of `probe` holds."""
+    """Everything in the document of `probe`."""
     ranks = f"{document['ranks']} rank{'s' * (document['ranks'] > 1)}"
     title = f"{document['machine']}, {ranks}, torch {document['torch']}: {document['seconds']:.0f} s"
     parts: list[RenderableType] = [Text(title, style="bold"), _device(document), _matmuls(document["matmul"])]
@@ -26,9 +26,9 @@ def _device(document: dict[str, Any]) -> Table:
     table.add_column("", style="bold")
     table.add_column("", justify="right")
     table.add_row("memory bandwidth", _speed(document["bandwidth"]))
-    table.add_row("launching a kernel", show_seconds(document["launch"]))
+    table.add_row("kernel launch", show_seconds(document["launch"]))
     for key, value in (document["host"] or {}).items():
-        name = {"to_device": "host to device", "to_host": "device to host", "latency": "smallest copy"}[key]
+        name = {"to_device": "host to device", "to_host": "device to host", "latency": "copy latency"}[key]
         table.add_row(name, show_seconds(value) if key == "latency" else _speed(value))
     return table
 
@@ -44,8 +44,8 @@ def _matmuls(rows: list[dict[str, Any]]) -> Table:
 
 
 def _collectives(rows: list[dict[str, Any]]) -> Table:
-    """A row a kind and layout, a column a size: time and bus bandwidth."""
-    table = Table(title="collectives: time, and bytes a second on the wire of a ring", title_justify="left")
+    """One row per kind and layout, one column per size: time and bus bandwidth."""
+    table = Table(title="collectives: time, and bus bandwidth of a ring", title_justify="left")
     sizes = sorted({row["bytes"] for row in rows})
     for column in ("collective", "ranks"):
         table.add_column(column)
@@ -60,9 +60,9 @@ def _collectives(rows: list[dict[str, Any]]) -> Table:
 
 
 def _links(links: dict[str, dict[str, float]]) -> Table:
-    table = Table(title="links, fitted to what runs as a ring", title_justify="left")
+    table = Table(title="links, fitted to ring collectives", title_justify="left")
     table.add_column("link")
-    for column in ("bandwidth", "latency", "rows off by (median)"):
+    for column in ("bandwidth", "latency", "median error"):
         table.add_column(column, justify="right")
     for name, link in links.items():
         place = {"within": "within a node", "between": "between nodes"}[name]

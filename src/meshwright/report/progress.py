@@ -1,4 +1,4 @@
-"""How far long work is, on stderr where that is a terminal."""
+"""Progress bars for long work, on stderr if it is a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.progress import (
 
 @contextmanager
 def bytes_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar around work on `total` bytes; gives what is told of bytes that are done."""
+    """A bar for work on `total` bytes; yields a function to call with the bytes just finished."""
     console = Console(stderr=True)
     columns = (
         *(SpinnerColumn(), TextColumn("{task.description}"), BarColumn()),

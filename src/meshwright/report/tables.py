@@ -1,4 +1,4 @@
-"""Tables for the terminal. Everything shown was computed before."""
+"""Tables for the terminal. Only formats what was computed before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.units import show_bytes
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
-    """What a training run came to."""
+    """The summary of a training run."""
     ranks = f"{summary['ranks']} {summary['device']} rank{'s' * (summary['ranks'] > 1)}"
     table = Table(title=f"{summary['strategy']} on {ranks}", title_justify="left", show_header=False)
     table.add_column("", style="bold")
@@ -40,8 +40,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 
 def verdict_table(results: Sequence[dict[str, Any]]) -> Group:
-    """How strategies compare with plain PyTorch, and below it what differs first."""
-    table = Table(title="against plain PyTorch in one process", title_justify="left")
+    """Each strategy's largest differences from plain PyTorch, and below it the first differences."""
+    table = Table(title="compared with plain PyTorch in one process", title_justify="left")
     numbers = {"loss": "loss_max_rel", "grad norm": "grad_norm_max_rel", "gradients": "grad_max_rel"}
     numbers["parameters"] = "param_max_abs"
     for column in ("strategy", "equal", "in", *numbers):
@@ -52,12 +52,12 @@ def verdict_table(results: Sequence[dict[str, Any]]) -> Group:
         values = (_number(result[key]) for key in numbers.values())
         table.add_row(result["strategy"], equal, result["precision"] or "-", *values)
     notes = dict.fromkeys(result["note"] for result in results if result.get("note"))
-    table.caption = "\n".join(("largest differences, relative; of parameters absolute", *notes))
+    table.caption = "\n".join(("largest differences: relative, for parameters absolute", *notes))
     return Group(table, *(Text(line) for result in results for line in _reasons(result)))
 
 
 def _reasons(result: dict[str, Any]) -> list[str]:
-    """Why a strategy is not equal, in lines."""
+    """Why a strategy is not equal, as lines."""
     if result["equal"]:
         return []
     lines = [f"{result['strategy']} {result['status']}: {result['first_difference']}"]

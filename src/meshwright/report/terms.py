@@ -1,4 +1,4 @@
-"""A strategy's text in lines that break between its terms."""
+"""Wrap a strategy's text between its terms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.text import Text
 
 
 def lines_of(strategy: str, width: int) -> list[str]:
-    """As few as there is room for; a term that is longer has a line of its own."""
+    """As few lines as fit the width; a longer term gets its own line."""
     lines = [""]
     for term in strategy.replace(",", ",\n").split("\n"):
         if lines[-1] and len(lines[-1]) + len(term) > width:
@@ -18,7 +18,7 @@ def lines_of(strategy: str, width: int) -> list[str]:
 
 
 class Terms:
-    """A strategy in a table of the terminal."""
+    """A strategy as a table cell for the terminal."""
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy

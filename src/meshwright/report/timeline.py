@@ -1,4 +1,4 @@
-"""A timeline as a page shows it: a figure with one row a rank, and what each rank spends on which kind of work."""
+"""A timeline for a page: a figure with one row per rank, and a table of each rank's time by kind of work."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from meshwright.report.charts_timeline import left_out, timeline_plot
 from meshwright.units import show_seconds
 
 DRAWN = 600
-"""Pieces that a figure shows; of a longer step the middle is left out, which is more of the same."""
+"""Pieces that a figure shows; the repetitive middle of a longer step is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """What a rank spends on one kind of work, over the whole step."""
+    """A rank's time for one kind of work, over the whole step."""
 
     kind: str
     count: int
     seconds: float
     share: float
-    """Of the step."""
+    """Share of the step."""
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """A whole timeline."""
+    """A timeline's figure, note and tables."""
 
     strategy: str
     note: str
@@ -49,7 +49,7 @@ class Drawing:
 
 
 def draw(timeline: Timeline, *, drawn: int = DRAWN) -> Drawing:
-    """The figure of a timeline, and its tables."""
+    """Draw a timeline, and make its tables."""
     return Drawing(
         strategy=timeline.strategy,
         note=_note(timeline, left_out(timeline, drawn)),
@@ -61,11 +61,11 @@ def draw(timeline: Timeline, *, drawn: int = DRAWN) -> Drawing:
 
 
 def _note(timeline: Timeline, missing: float) -> str:
-    said = "Played through with forecast times of the stages" if timeline.origin == "forecast" else "As it was measured"
-    gap = f" In the middle, {show_seconds(missing)} of the same are left out." if missing else ""
+    said = "Simulated with the stages' forecast times" if timeline.origin == "forecast" else "As measured"
+    gap = f" The middle, {show_seconds(missing)} of the same, is left out." if missing else ""
     return (
         f"{said}: {timeline.micro_batches} micro-batches on {timeline.ranks} ranks under {timeline.schedule}, "
-        f"{show_seconds(timeline.total)} a step, of which ranks are idle {timeline.idle:.1%}.{gap}"
+        f"{show_seconds(timeline.total)} per step, {timeline.idle:.1%} of it idle.{gap}"
     )
 
 

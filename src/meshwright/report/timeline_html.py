@@ -1,4 +1,4 @@
-"""A timeline as a file: a page where its name ends in .html, trace events where it ends in .json."""
+"""Write a timeline to a file: a page for .html, trace events for .json."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from meshwright.report.timeline import draw
 from meshwright.report.timeline_trace import trace_document
 
 DRAWN = 4000
-"""Pieces that a page of nothing else shows."""
+"""Pieces shown on a page of its own."""
 ENDINGS = (".html", ".json")
 
 
 def check_ending(path: Path) -> None:
-    """That it is one of those, and that a page can be drawn: said before anything is planned."""
+    """Check the file's ending, and that a page can be drawn, before anything is planned."""
     if path.suffix not in ENDINGS:
         raise BadInput(
-            f"--timeline {str(path)!r} names no kind of file that there is: end it in .html for a page, "
-            "or in .json for trace events, which Perfetto opens."
+            f"--timeline {str(path)!r} must end in .html for a page, or in .json for Perfetto's trace events."
         )
     if path.suffix == ".html":
         check_plotly(f"--timeline {str(path)!r}")
 
 
 def write_timeline(timeline: Timeline, path: Path) -> None:
-    """The file of a timeline."""
+    """Write the file of a timeline."""
     check_ending(path)
     text = timeline_page(timeline) if path.suffix == ".html" else json.dumps(trace_document(timeline))
     write_file(text, path, what="timeline")

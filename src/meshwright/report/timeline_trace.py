@@ -1,8 +1,8 @@
-"""A timeline as Chrome trace events, which Perfetto opens; the timeline itself lies beside them.
+"""A timeline as Chrome trace events for Perfetto; the timeline itself is stored next to them.
 
-What Perfetto asks of them, and does not say: a track's number is its own in the whole file, since names go by it alone;
-process 0 and thread 0 are the idle ones; and of two events on a track one contains the other or they do not meet, or
-the later one is dropped.
+Perfetto has undocumented demands. A track's number must be unique in the whole file, because its name depends on it
+alone. Process 0 and thread 0 mean idle. Two events on a track must nest or be disjoint; otherwise the later one is
+dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright.facts.timeline import IDLE, SEND, Piece, Timeline
 
 Event = dict[str, Any]
 _TRACKS = 10_000
-"""Numbers of tracks that each process has."""
+"""Track numbers reserved for each process."""
 
 
 def trace_document(timeline: Timeline) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def trace_document(timeline: Timeline) -> dict[str, Any]:
 
 
 def timeline_events(timeline: Timeline, process: int = 1) -> Iterator[Event]:
-    """A process with a track for each rank, and others for what it sends, since it computes meanwhile."""
+    """A process with a track for each rank, and further tracks for its sends, which overlap with compute."""
     yield process_name(process, f"{timeline.strategy} ({timeline.origin})")
     first = 0
     for rank in range(timeline.ranks):
@@ -44,13 +44,13 @@ def process_name(process: int, name: str) -> Event:
 
 
 def track_names(process: int, track: int, name: str) -> Iterator[Event]:
-    """What a track is called, and where it stands."""
+    """A track's name and position."""
     for about, arguments in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": track})):
         yield {"ph": "M", "pid": process, "tid": _number(process, track), "name": about, "args": arguments}
 
 
 def span(process: int, track: int, name: str, kind: str, start: float, end: float) -> Event:
-    """A complete event. Seconds become whole microseconds, so that what meets here still does for who reads it."""
+    """A complete event. Times are rounded to whole microseconds, so that adjacent events stay adjacent."""
     begun, ended = round(start * 1e6), round(end * 1e6)
     times = {"ts": begun, "dur": ended - begun}
     return {"ph": "X", "pid": process, "tid": _number(process, track), "name": name, "cat": kind, **times}
@@ -61,7 +61,7 @@ def _number(process: int, track: int) -> int:
 
 
 def _rows(pieces: Iterable[Piece]) -> list[list[Piece]]:
-    """As few rows as can be on which no two pieces meet."""
+    """Distribute pieces over as few rows as possible so that none overlap."""
     rows: list[list[Piece]] = []
     for piece in sorted(pieces, key=lambda piece: piece.start):
         free = next((row for row in rows if row[-1].end <= piece.start), None)

@@ -1,4 +1,4 @@
-"""Scores of the planner for the terminal."""
+"""The planner's scores, for the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.planner.scores import Outcome
 
 
 def validate_page(document: dict[str, Any], outcomes: Sequence[Outcome], worst: int) -> RenderableType:
-    """What `validate` prints."""
+    """The output of `validate`."""
     table = Table(title=f"{document['rows']} measured runs", title_justify="left")
     for column in ("", "rows", "mean error", "median error", "bias"):
         table.add_column(column, justify="left" if not column else "right")
@@ -22,10 +22,8 @@ def validate_page(document: dict[str, Any], outcomes: Sequence[Outcome], worst: 
         shares = [_share(found[key]) for key in ("mape", "median_abs", "median_signed")]
         table.add_row(name, str(found["n"]), *shares)
     fit, regret = document["fit"], document["regret"]
-    lines = Text(
-        f"fit: found {_share(fit['recall'])} of those that failed, false alarms {_share(fit['false_alarm'])}\n"
-    )
-    lines.append(f"regret of the first choice: median {_share(regret['median'])}, ")
+    lines = Text(f"fit: predicted {_share(fit['recall'])} of the failures, false alarms {_share(fit['false_alarm'])}\n")
+    lines.append(f"regret of the first plan: median {_share(regret['median'])}, ")
     lines.append(f"nine in ten below {_share(regret['p90'])} ({regret['cells']} cells)\n")
     return Group(table, lines, _unexplained(outcomes), _worst(outcomes, worst))
 
@@ -39,11 +37,11 @@ def _unexplained(outcomes: Sequence[Outcome]) -> Text:
     if not names:
         return Text("")
     listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-    return Text(f"failed though they fit by our account, so not for memory or we are wrong: {len(names)} ({listed})\n")
+    return Text(f"failed although the forecast fits (another cause, or a wrong forecast): {len(names)} ({listed})\n")
 
 
 def _worst(outcomes: Sequence[Outcome], count: int) -> RenderableType:
-    table = Table(title="furthest off", title_justify="left")
+    table = Table(title="largest errors", title_justify="left")
     for column in ("row", "memory", "time"):
         table.add_column(column, justify="left" if column == "row" else "right")
     known = [o for o in outcomes if o.memory_error is not None or o.time_error is not None]

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: made, printed, read back and simulated with no process and no torch."""
+"""Pipeline schedules as data: they can be generated, printed, parsed and simulated without processes or torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One piece of a rank's work in a pipeline: `2F0` is the forward pass of stage 2 on micro-batch 0."""
+"""One action of a rank in a pipeline: `2F0` is the forward pass of stage 2 on micro-batch 0."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from meshwright.schedules.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What is computed; the letters are PyTorch's."""
+    """What is computed; the letters are those of PyTorch's schedules."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    """The whole backward pass: for inputs, then for weights."""
+    """The whole backward pass: input gradients, then weight gradients."""
     BACKWARD_INPUT = "I"
-    """Gradients of the stage's inputs, which the stage before waits for."""
+    """Gradients of the stage's inputs, which the previous stage waits for."""
     BACKWARD_WEIGHT = "W"
-    """Gradients of the stage's weights, which nobody waits for before the update."""
+    """Gradients of the stage's weights, which only the update waits for."""
 
 
 _TEXT = re.compile(rf"(\d+)([{''.join(Kind)}])(\d+)", re.ASCII)
@@ -26,7 +26,7 @@ _TEXT = re.compile(rf"(\d+)([{''.join(Kind)}])(\d+)", re.ASCII)
 
 @dataclass(frozen=True)
 class Action:
-    """`parse(str(action)) == action`."""
+    """One pass of a stage on a micro-batch; `parse(str(action)) == action`."""
 
     stage: int
     kind: Kind
@@ -37,7 +37,7 @@ class Action:
         found = _TEXT.fullmatch(text)
         if found is None:
             kinds = ", ".join(Kind)
-            raise ScheduleError(f"Cannot read the action {text!r}: write stage, kind ({kinds}), micro-batch, as 2F0.")
+            raise ScheduleError(f"Cannot read the action {text!r}: write stage, kind ({kinds}), micro-batch, like 2F0.")
         return cls(int(found[1]), Kind(found[2]), int(found[3]))
 
     def __str__(self) -> str:
@@ -45,11 +45,11 @@ class Action:
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """What is there once the action is done. Other stages do not see whether a backward pass was split."""
+        """The results of the action. B counts as I and W, so other stages do not see whether it was split."""
         if self.kind is not Kind.BACKWARD:
             return (self,)
         return tuple(Action(self.stage, kind, self.micro_batch) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
 
 
 Slot = tuple[Action, ...]
-"""What a rank does at one place of its row: nothing, one action, or two that may overlap."""
+"""What a rank does in one time slot: nothing, one action, or two that may overlap."""

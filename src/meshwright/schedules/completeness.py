@@ -1,4 +1,4 @@
-"""Whether a schedule does all of its work, once, and on the rank where the stage lies."""
+"""Check that a schedule does all of its work, exactly once, and on the rank that holds the stage."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from meshwright.schedules.errors import ScheduleError
 from meshwright.schedules.schedule import Schedule
 
 _PARTS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-_SHOWN = 4  # actions in one message: enough to see what they have in common
+_SHOWN = 4  # actions listed in one message
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Raises unless every stage and micro-batch has one F, and either one B or one I and one W.
+    """Raise unless every stage and micro-batch has one F, and either one B or one I and one W.
 
-    That a W follows its I is a matter of order, and the simulation finds it.
+    The order of W after I is not checked here; the simulation does that.
     """
     found = Counter(part for rank in range(schedule.ranks) for a in schedule.actions_of(rank) for part in a.parts)
     wanted = set(_wanted(schedule))
@@ -31,9 +31,9 @@ def check_complete(schedule: Schedule) -> None:
     ]
     for actions, complaint in (
         (strange, f"has actions outside its {schedule.stages} stages and {schedule.micro_batches} micro-batches"),
-        (misplaced, "has actions on a rank where their stage does not lie"),
+        (misplaced, "has actions on a rank that does not hold their stage"),
         (repeated, "does work twice (a B is an I and a W)"),
-        (missing, "lacks work (a B is an I and a W)"),
+        (missing, "misses work (a B is an I and a W)"),
     ):
         if actions:
             raise ScheduleError(f"{schedule.name} {complaint}: {_list(actions)}.")

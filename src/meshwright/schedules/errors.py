@@ -1,4 +1,4 @@
-"""The error of a schedule that was written wrong."""
+"""The error for an invalid schedule."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from meshwright.errors import BadInput
 
 
 class ScheduleError(BadInput):
-    """A schedule that cannot be read, lacks an action, or waits for itself."""
+    """A schedule that cannot be parsed, misses an action, or deadlocks."""

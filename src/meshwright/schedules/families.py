@@ -1,4 +1,4 @@
-"""The schedules that Meshwright knows, as a table. Adding one is an order of its own and a row here."""
+"""The table of pipeline schedules. To add one, write its order and add a row here."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from meshwright.schedules.schedule import Placement, Shape
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Schedules of one name, whatever their size."""
+    """All schedules with one name, for any number of ranks and micro-batches."""
 
     order: Callable[[int, Shape], tuple[Slot, ...]]
-    """What a rank does, in order."""
+    """The slots of a rank, in order."""
     virtual: int = 1
-    """Stages on each rank, where nobody asks for another number."""
+    """Default number of stages per rank."""
     virtual_free: bool = False
-    """Whether somebody may."""
+    """Whether the number of stages per rank can be chosen."""
     placement: Placement = "loop"
     allows: Callable[[int, int], bool] = lambda ranks, micro_batches: True
-    """Whether so many ranks can run so many micro-batches: what PyTorch's class of that schedule demands."""
+    """Whether this many ranks can run this many micro-batches; the rules are those of PyTorch's schedule class."""
     demand: str = "at least 1"
-    """The same in words: the micro-batches that it needs."""
+    """The same rule in words: how many micro-batches it needs."""
     torch_class: str = "ScheduleGPipe"
     """The class of PyTorch's pipelining that runs it."""
     one_at_a_time: bool = False
@@ -48,7 +48,7 @@ def _even_rounds(ranks: int, micro_batches: int) -> bool:
     return looped.round_size(ranks, micro_batches) is not None
 
 
-_ROUNDS = "a multiple of its rounds, which are the micro-batches // ranks"
+_ROUNDS = "a multiple of its number of rounds (micro-batches // ranks)"
 
 FAMILIES: dict[str, Family] = {
     "layers": Family(order=plain.layers, one_at_a_time=True, complexity=0, in_flight=lambda rank, ranks, count: 1),
@@ -99,13 +99,13 @@ FAMILIES: dict[str, Family] = {
         splits_backward=True,
         gap_divisor=6,
         allows=lambda ranks, micro_batches: micro_batches >= 2 * ranks,
-        demand="at least as many as stages, which are two on each rank",
+        demand="at least as many as stages (two on each rank)",
     ),
 }
 
 
 def find_family(name: str) -> Family:
-    """The family of a name; an error with a guess where there is none."""
+    """The family with this name; the error suggests the nearest one."""
     if name in FAMILIES:
         return FAMILIES[name]
     near = nearest(name, FAMILIES)

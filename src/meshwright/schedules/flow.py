@@ -1,4 +1,4 @@
-"""What an action waits for, and when each could start if every rank kept its order and waited for nothing else."""
+"""Dependencies between actions, and the earliest start of each when every rank keeps its order."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from meshwright.schedules.action import Action, Kind, Slot
 from meshwright.schedules.errors import ScheduleError
 
 Orders = Sequence[Sequence[Slot]]
-"""For each rank, what it does, in order; no idle slots."""
+"""For each rank, its slots in order, without idle ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """How long slots take, and how long a result is under way from one stage to the next."""
+    """How long slots take, and how long a result travels from one stage to another."""
 
     stages: int
     duration: Callable[[Slot], float]
     travel: Callable[[int, int], float]
-    """Seconds between two stages, which are the same where a stage needs its own result."""
+    """Seconds from one stage to another; both are the same if a stage needs its own result."""
 
 
 def needs(action: Action, stages: int) -> Iterator[Action]:
-    """The parts of other actions that have to be there before an action starts."""
+    """The actions, split into parts, that must finish before an action starts."""
     if action.kind is Kind.FORWARD:
         if action.stage > 0:
             yield Action(action.stage - 1, Kind.FORWARD, action.micro_batch)
@@ -36,10 +36,10 @@ def needs(action: Action, stages: int) -> Iterator[Action]:
 
 
 def start_times(orders: Orders, flow: Flow) -> list[list[float]]:
-    """When each slot starts at the earliest.
+    """The earliest start of each slot.
 
-    The order on each rank is fixed, so the times follow from it and no queue of events is needed. A slot starts when
-    all its actions can, and its results leave when all are done: PyTorch sends after the whole of a pair.
+    The order on each rank is fixed, so the times follow from it without an event queue. A slot starts when all of its
+    actions can start, and its results leave when all of them are done: PyTorch sends after both actions of a pair.
     """
     ends: dict[Action, float] = {}
     starts: list[list[float]] = [[] for _ in orders]
@@ -62,7 +62,7 @@ def start_times(orders: Orders, flow: Flow) -> list[list[float]]:
 
 
 def _arrival(slot: Slot, ends: Mapping[Action, float], flow: Flow) -> float | None:
-    """When the last thing that a slot waits for has arrived; None while one of them has no time yet."""
+    """When the last dependency of a slot arrives; None while one of them has not been scheduled."""
     latest = 0.0
     for action in slot:
         for part in needs(action, flow.stages):
@@ -75,7 +75,7 @@ def _arrival(slot: Slot, ends: Mapping[Action, float], flow: Flow) -> float | No
 def _deadlock(orders: Orders, places: Mapping[int, int], ends: Mapping[Action, float], stages: int) -> str:
     makers = {part: action for order in orders for slot in order for action in slot for part in action.parts}
     stuck = [_stuck(rank, orders[rank][place], makers, ends, stages) for rank, place in places.items()]
-    return f"The schedule can never end: {'; '.join(stuck)}. Reorder a row so that one of them can run."
+    return f"The schedule deadlocks: {'; '.join(stuck)}. Reorder a row so that one of them can run."
 
 
 def _stuck(rank: int, slot: Slot, makers: Mapping[Action, Action], ends: Mapping[Action, float], stages: int) -> str:

@@ -1,4 +1,4 @@
-"""Orders for two stages on each rank in a V: down the ranks and up again, so that rank 0 has the first and the last."""
+"""Orders for two stages per rank in a V shape: down the ranks and back up, so rank 0 has the first and last stage."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from meshwright.schedules.schedule import Shape
 def zero_bubble_v(rank: int, shape: Shape) -> tuple[Slot, ...]:
     """ZB-V (Qi et al. 2024, arXiv:2401.10241, section 6).
 
-    Where F, I and W take equally long and micro-batches are enough, a rank never idles between its first action and its
-    last.
+    If F, I and W take equally long and there are enough micro-batches, a rank never idles between its first and last
+    action.
     """
     down, up = rank, shape.stages - 1 - rank
     after = shape.ranks - rank
-    # The order is that of a full pipeline; micro-batches that are not there are left out at the end.
+    # Generate the order of a full pipeline, and drop the surplus micro-batches at the end.
     full = max(shape.micro_batches, 2 * shape.ranks - 1)
     row = Row()
     for _ in range(2 * after - 1):
@@ -46,9 +46,9 @@ def zero_bubble_v(rank: int, shape: Shape) -> tuple[Slot, ...]:
 
 
 def dual_pipe_v(rank: int, shape: Shape) -> tuple[Slot, ...]:
-    """DeepSeek's DualPipe (arXiv:2412.19437, section 3.2.1) cut in half into a V.
+    """DualPipeV: DeepSeek's DualPipe (arXiv:2412.19437, section 3.2.1) cut in half into a V.
 
-    The steps are those of github.com/deepseek-ai/DualPipe.
+    The steps follow github.com/deepseek-ai/DualPipe.
     """
     row = Row()
     _fill(row, rank, shape)
@@ -73,7 +73,7 @@ def _overlap(row: Row, rank: int, shape: Shape) -> None:
     down, up, after = rank, shape.stages - 1 - rank, shape.ranks - 1 - rank
     for step in range(shape.micro_batches - shape.stages + rank + 1):
         if step == 0 and after == 0:
-            # On the last rank the first pair is run apart: the backward pass need not wait for the forward pass.
+            # On the last rank the first pair runs separately: the backward pass need not wait for the forward pass.
             row.forward(down)
             row.backward(up)
         else:
@@ -86,7 +86,7 @@ def _overlap(row: Row, rank: int, shape: Shape) -> None:
 
 def _drain(row: Row, rank: int, shape: Shape) -> None:
     down, up, after = rank, shape.stages - 1 - rank, shape.ranks - 1 - rank
-    # The second half of the last backward passes is split, and the weights fill what would be idle.
+    # The second half of the last backward passes is split, so that weight gradients fill the idle slots.
     for place in range(2 * (rank + 1)):
         stage = down if place % 2 else up
         if place <= rank:

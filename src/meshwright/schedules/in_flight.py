@@ -1,4 +1,4 @@
-"""How many micro-batches a rank has to keep activations for. It follows from the order alone, whatever things cost."""
+"""Count the micro-batches whose activations a rank must keep. The order alone determines it, not the costs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from meshwright.schedules.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class InFlight:
-    """The most micro-batches at one time whose forward pass has begun and whose backward pass has not ended."""
+    """The largest number of micro-batches at one time that have started forward and not finished backward."""
 
     stages: tuple[int, ...]
     """For each stage."""
     ranks: tuple[int, ...]
-    """For each rank, over its stages together: a micro-batch that is in two stages counts twice."""
+    """For each rank, over all of its stages: a micro-batch held by two stages counts twice."""
 
 
 def count_in_flight(schedule: Schedule, *, until: Kind) -> InFlight:
-    """Activations are let go by the backward pass for inputs or for weights, as `until` says: I or W. A B is both."""
+    """Count with activations freed by the input gradients (`until` I) or by the weight gradients (W). A B is both."""
     orders = [schedule.actions_of(rank) for rank in range(schedule.ranks)]
     by_stage = (
         [action for action in orders[schedule.rank_of(stage)] if action.stage == stage]

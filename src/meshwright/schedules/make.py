@@ -1,4 +1,4 @@
-"""A schedule of a name and a size: `make("1f1b", 4, 8)`."""
+"""Make a schedule from its name and size: `make("1f1b", 4, 8)`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.schedules.schedule import Schedule, Shape
 
 
 def make(name: str, ranks: int, micro_batches: int, *, virtual: int | None = None) -> Schedule:
-    """The schedule that PyTorch's class of that name runs; `virtual` is the stages on each rank, 2 for interleaved."""
+    """The schedule that PyTorch's class of that name runs; `virtual` is the stages per rank, 2 for interleaved."""
     family = find_family(name)
     if reason := refuse(name, ranks, micro_batches):
         raise Refused(reason)
@@ -29,7 +29,7 @@ def make(name: str, ranks: int, micro_batches: int, *, virtual: int | None = Non
 
 
 def lay_out(orders: Sequence[Sequence[Slot]], stages: int) -> tuple[tuple[Slot, ...], ...]:
-    """Rows of one length with each slot at its earliest step, where every slot takes one step."""
+    """Rows of equal length with each slot at its earliest step, if every slot takes one step."""
     flow = Flow(stages=stages, duration=lambda slot: 1.0, travel=lambda source, target: 0.0)
     steps = [[int(start) for start in starts] for starts in start_times(orders, flow)]
     length = 1 + max(row[-1] for row in steps)
@@ -45,5 +45,5 @@ def _stages_per_rank(name: str, family: Family, virtual: int | None) -> int:
     if virtual is None or virtual == family.virtual:
         return family.virtual
     if not family.virtual_free:
-        raise Refused(f"{name} was asked for virtual={virtual}, but has always {family.virtual}; leave it out.")
+        raise Refused(f"{name} got virtual={virtual}, but it always has {family.virtual}; leave it out.")
     return virtual

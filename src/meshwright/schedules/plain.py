@@ -1,4 +1,4 @@
-"""Orders for one stage on each rank."""
+"""Orders for one stage per rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshwright.schedules.schedule import Shape
 
 
 def layers(rank: int, shape: Shape) -> tuple[Slot, ...]:
-    """Plain layer-wise placement: a micro-batch goes through all stages and back before the next one starts."""
+    """Layer-wise placement: a micro-batch passes through all stages and back before the next one starts."""
     row = Row()
     for _ in range(shape.micro_batches):
         row.forward(rank)
@@ -27,9 +27,9 @@ def gpipe(rank: int, shape: Shape) -> tuple[Slot, ...]:
 
 
 def one_f_one_b(rank: int, shape: Shape) -> tuple[Slot, ...]:
-    """Backward passes start as soon as they can (Narayanan et al. 2019, "PipeDream", with a flush after each step)."""
+    """1F1B: backward passes start as soon as possible (Narayanan et al. 2019, "PipeDream", with a flush per step)."""
     row = Row()
-    # The first micro-batch comes back to this rank when so many have passed it.
+    # The first micro-batch returns to this rank after this many forward passes.
     warm_up = min(shape.micro_batches, shape.ranks - rank)
     for _ in range(warm_up):
         row.forward(rank)

@@ -1,4 +1,4 @@
-"""One rank's order in the making."""
+"""Builds the order of one rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshwright.schedules.action import Action, Kind, Slot
 
 
 class Row:
-    """Every stage takes its micro-batches in order, so an algorithm says stages and kinds, and this numbers them."""
+    """Numbers micro-batches: each stage processes them in order, so an algorithm only names stages and kinds."""
 
     def __init__(self) -> None:
         self._slots: list[Slot] = []
@@ -27,7 +27,7 @@ class Row:
         self._slots.append((self._next_backward(stage, Kind.BACKWARD),))
 
     def overlap(self, *, forward: int, backward: int) -> None:
-        """A forward pass of one stage and a backward pass of another that may run at the same time."""
+        """Add a forward pass of one stage and a backward pass of another that may run at the same time."""
         self._slots.append((self._next_forward(forward), self._next_backward(backward, Kind.BACKWARD)))
 
     def backward_input(self, stage: int) -> None:
@@ -36,7 +36,7 @@ class Row:
         self._slots.append((action,))
 
     def backward_weight(self, stage: int | None = None) -> None:
-        """For the oldest backward pass that lacks its weights, of one stage or of any; nothing where none does."""
+        """Add the oldest pending weight gradient, of one stage or of any; do nothing if none is pending."""
         pending = (action for action in self._weightless if stage in (None, action.stage))
         if oldest := next(pending, None):
             self._weightless.remove(oldest)

@@ -1,10 +1,10 @@
-"""A pipeline schedule as a value: which rank does what, in which order. It prints as a grid, and the grid reads back.
+"""A pipeline schedule as a value: what each rank does, in order. It prints as a grid, and the grid parses back.
 
-    1f1b ranks=2 virtual=1 micro_batches=2 placement=loop
-    rank 0  0F0 0F1 .   0B0 .   0B1
-    rank 1  .   1F0 1B0 1F1 1B1 .
+        1f1b ranks=2 virtual=1 micro_batches=2 placement=loop
+        rank 0  0F0 0F1 .   0B0 .   0B1
+        rank 1  .   1F0 1B0 1F1 1B1 .
 
-Time runs to the right, one column a step; a dot is an idle step; `0F4;3B1` is a pair that may overlap.
+Time runs to the right, one column per step; a dot is an idle step; `0F4;3B1` is a pair that may overlap.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EXAMPLE = "1f1b ranks=4 virtual=1 micro_batches=8 placement=loop"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How large a schedule is."""
+    """The size of a schedule."""
 
     ranks: int
     """Pipeline ranks."""
@@ -43,7 +43,7 @@ class Shape:
         for name in ("ranks", "virtual", "micro_batches"):
             number = getattr(self, name)
             if type(number) is not int or number < 1:
-                raise ScheduleError(f"{name} is {number!r}, and has to be a whole number of at least 1.")
+                raise ScheduleError(f"{name} is {number!r}, but must be an integer of at least 1.")
 
     @property
     def stages(self) -> int:
@@ -53,34 +53,34 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Shape):
-    """`parse(str(schedule)) == schedule`. Its rows are as long as each other."""
+    """All ranks' actions on a common time grid; `parse(str(schedule)) == schedule`."""
 
     name: str
     placement: Placement = "loop"
-    """How stages lie on ranks: "loop" starts each round at rank 0 again, "v" turns back at the last rank."""
+    """How stages map to ranks: "loop" starts each round at rank 0 again, "v" turns back at the last rank."""
     rows: tuple[tuple[Slot, ...], ...]
     """For each rank, what it does at each step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not re.fullmatch(r"\S+", self.name):
-            raise ScheduleError(f"A schedule's name is one word, and {self.name!r} is not.")
+            raise ScheduleError(f"A schedule's name must be one word, not {self.name!r}.")
         if self.placement not in get_args(Placement):
-            raise ScheduleError(f"A schedule's placement is loop or v, and not {self.placement!r}.")
+            raise ScheduleError(f"A schedule's placement must be loop or v, not {self.placement!r}.")
         if len(self.rows) != self.ranks:
-            raise ScheduleError(f"{self.name} has {self.ranks} ranks, but {len(self.rows)} rows; give each rank a row.")
+            raise ScheduleError(f"{self.name} has {self.ranks} ranks but {len(self.rows)} rows; give each rank a row.")
         if len({len(row) for row in self.rows}) > 1:
             lengths = ", ".join(str(len(row)) for row in self.rows)
-            raise ScheduleError(f"{self.name} has rows of {lengths} steps; fill the shorter ones with idle steps.")
+            raise ScheduleError(f"{self.name} has rows of {lengths} steps; pad the shorter ones with idle steps.")
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Reads the grid that `str` prints."""
+        """Parse the grid that `str` prints."""
         lines = [line for line in text.splitlines() if line.strip()]
         header = _HEADER.fullmatch(lines[0].strip()) if lines else None
         if header is None:
             found = repr(lines[0]) if lines else "nothing"
-            raise ScheduleError(f"A schedule starts with a line such as {_EXAMPLE!r}, and this one with {found}.")
+            raise ScheduleError(f"A schedule must start with a line like {_EXAMPLE!r}, but starts with {found}.")
         return cls(
             name=header["name"],
             ranks=int(header["ranks"]),
@@ -95,12 +95,12 @@ class Schedule(Shape):
         return "\n".join([f"{self.name} {sizes} placement={self.placement}", *_grid(self.rows)])
 
     def rank_of(self, stage: int) -> int:
-        """The rank that a stage lies on."""
+        """The rank that holds a stage."""
         turn, place = divmod(stage, self.ranks)
         return self.ranks - 1 - place if self.placement == "v" and turn % 2 else place
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that lie on a rank, first to last."""
+        """The stages that a rank holds, first to last."""
         return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
 
     def actions_of(self, rank: int) -> tuple[Action, ...]:
@@ -124,7 +124,7 @@ def _show_slot(slot: Slot) -> str:
 def _read_row(rank: int, line: str) -> tuple[Slot, ...]:
     words = line.split()
     if words[:2] != ["rank", str(rank)]:
-        raise ScheduleError(f"A schedule's next row starts with 'rank {rank}', and this one is {line.strip()!r}.")
+        raise ScheduleError(f"The next row must start with 'rank {rank}', but it is {line.strip()!r}.")
     return tuple(_read_slot(cell) for cell in words[2:])
 
 

@@ -1,4 +1,4 @@
-"""A schedule played through with no process: when each action runs, and how much of the ranks' time is idle."""
+"""Simulate a schedule without processes: when each action runs, and how long the ranks idle."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from meshwright.schedules.in_flight import InFlight, count_in_flight
 from meshwright.schedules.schedule import Schedule
 
 Cost = float | Sequence[float]
-"""Seconds, of every stage alike or of each stage by its number."""
+"""Seconds: one number for all stages, or one for each stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One action in time."""
+    """When an action runs."""
 
     rank: int
     action: Action
@@ -29,18 +29,18 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What a schedule comes to at given costs."""
+    """The timing of a schedule at given costs."""
 
     spans: tuple[tuple[Span, ...], ...]
     """For each rank, its actions in order."""
     total: float
     """From the first action's start to the last one's end."""
     busy: tuple[float, ...]
-    """For each rank, the time that it computes."""
+    """For each rank, the time spent computing."""
     until_input: InFlight
-    """Micro-batches in flight where the backward pass for inputs frees the activations."""
+    """Micro-batches in flight if the input gradients free the activations."""
     until_weight: InFlight
-    """The same where the backward pass for weights does. They differ only for schedules that split the two."""
+    """Micro-batches in flight if the weight gradients do; differs only for schedules that split the backward pass."""
 
     @property
     def bubble(self) -> float:
@@ -56,10 +56,11 @@ def simulate(
     backward_weight: Cost = 1.0,
     send: float = 0.0,
 ) -> Simulation:
-    """Plays a schedule through; a whole backward pass costs its two parts, and a pair its two actions.
+    """Simulate a schedule; a whole backward pass costs the sum of its two parts, and a pair the sum of its two actions.
 
-    `send` is the time that a result is under way from rank to rank; ranks compute meanwhile. Idle steps in the rows say
-    nothing here: a rank starts each action as soon as it can.
+    `send` is the time a result travels between ranks, which compute meanwhile. Idle steps in the rows are ignored: a
+    rank
+    starts each action as soon as it can.
     """
     check_complete(schedule)
     _check_seconds("send", send)
@@ -120,7 +121,7 @@ def _spans(rank: int, slot: Slot, start: float, costs: _Costs) -> Iterator[Span]
 def _by_stage(name: str, cost: Cost, stages: int) -> tuple[float, ...]:
     seconds = tuple(cost) if isinstance(cost, Sequence) else (cost,) * stages
     if len(seconds) != stages:
-        raise ScheduleError(f"{name} has {len(seconds)} costs for {stages} stages; give one for each, or one number.")
+        raise ScheduleError(f"{name} has {len(seconds)} costs for {stages} stages; give one per stage, or one number.")
     for number in seconds:
         _check_seconds(name, number)
     return seconds
@@ -128,4 +129,4 @@ def _by_stage(name: str, cost: Cost, stages: int) -> tuple[float, ...]:
 
 def _check_seconds(name: str, seconds: float) -> None:
     if not (isfinite(seconds) and seconds >= 0):
-        raise ScheduleError(f"{name} is {seconds!r}, and has to be a time of 0 or more.")
+        raise ScheduleError(f"{name} is {seconds!r}, but must be a time of 0 or more.")

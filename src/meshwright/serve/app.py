@@ -1,7 +1,7 @@
-"""The application: a page, the script that draws its charts, a way to ask for a plan, and nothing else.
+"""The web application: one page, the script that draws its charts, and an endpoint for plans. Nothing else.
 
-It answers only who calls it by this machine's own name and port, so that no foreign page can reach it through a name of
-its own (DNS rebinding); it lets no other origin read anything; every error is one JSON object with one message.
+It answers only requests addressed to this machine's own name and port, so that no foreign page can reach it through a
+DNS name of its own (DNS rebinding). No other origin can read anything. Every error is one JSON object with one message.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from meshwright.serve.page import Page, plotly_path
 from meshwright.serve.request import read_json, read_request
 
 LARGEST = 16 << 10
-"""Bytes of a request's body; the page's own have a few hundred."""
+"""Largest request body in bytes; the page's own have a few hundred."""
 HEAD = 16 << 10
-"""Bytes of a request's headers."""
+"""Largest request head in bytes."""
 PATIENCE = 10.0
-"""Seconds that a body may take to come."""
+"""Seconds until a request body must have arrived."""
 JSON = "application/json"
 HEADERS = {
     "Cache-Control": "no-store",
@@ -43,11 +43,11 @@ HEADERS = {
 }
 
 FOREVER = "private, max-age=31536000, immutable"
-"""For what has another name as soon as it is another."""
+"""For a file whose name changes with its content."""
 
 
 def make_app(models: Models, *, hosts: Sequence[str], desk: Desk | None = None) -> ASGIApp:
-    """The application for visitors who call it by one of `hosts`, each a name with its port."""
+    """The application for visitors who address it by one of `hosts`, each a name with its port."""
     asked = desk or Desk()
 
     @asynccontextmanager
@@ -70,7 +70,7 @@ def make_app(models: Models, *, hosts: Sequence[str], desk: Desk | None = None) 
 
 
 class Guard:
-    """Turns away whoever does not call this server by its own name, and other origins' pages."""
+    """Rejects requests that do not address this server by its own name, and pages of other origins."""
 
     def __init__(self, app: ASGIApp, *, hosts: Sequence[str]) -> None:
         self._app, self._hosts = app, frozenset(hosts)
@@ -90,12 +90,12 @@ class Guard:
         hosts = request.headers.getlist("host")
         if len(hosts) != 1 or hosts[0].lower() not in self._hosts:
             names = ", ".join(sorted(self._hosts))
-            raise Forbidden(f"This server answers as {names} only; open the address that it printed.")
+            raise Forbidden(f"This server answers only to {names}; open the address that it printed.")
         origins = request.headers.getlist("origin")
         if any(origin.lower() != f"http://{hosts[0].lower()}" for origin in origins):
-            raise Forbidden("This server answers its own page only, and the request came from another origin.")
+            raise Forbidden("This server answers only its own page, but the request came from another origin.")
         if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            raise Forbidden("This server answers its own page only, and the request came from another site.")
+            raise Forbidden("This server answers only its own page, but the request came from another site.")
 
 
 async def _show(page: Page, request: Request) -> Response:
@@ -111,22 +111,22 @@ async def _draw(request: Request) -> Response:
 
 async def _plan(models: Models, desk: Desk, request: Request) -> Response:
     found = read_json(await _body(request))
-    # Looking for a model touches the disk.
+    # Finding a model reads the disk.
     wanted = await asyncio.to_thread(read_request, found, models)
     answer: Answer = await desk.ask(wanted, request.is_disconnected)
     return _answer(answer.status, answer.body)
 
 
 async def _body(request: Request) -> bytes:
-    """The request's body, if it is JSON, short, and comes."""
+    """The request's body, if it is JSON, small, and arrives in time."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != JSON:
-        raise NotJson(f"The request's body is said to be {kind[:80]!r}; send {JSON}.")
+        raise NotJson(f"The request's content type is {kind[:80]!r}; send {JSON}.")
     try:
         async with asyncio.timeout(PATIENCE):
             return await _read(request)
     except TimeoutError as error:
-        raise TooSlow(f"The request's body did not come within {PATIENCE:.0f} s.") from error
+        raise TooSlow(f"The request's body did not arrive within {PATIENCE:.0f} s.") from error
 
 
 async def _read(request: Request) -> bytes:
@@ -157,14 +157,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     asked = f"{request.method[:20]} {request.url.path[:200]}"
     if error.status_code == 405:
-        message = f"{asked} was asked, which is answered to {error.headers['Allow']} only." if error.headers else asked
+        message = f"{asked} is not allowed; use {error.headers['Allow']}." if error.headers else asked
     else:
-        message = f"{asked} was asked, and there is nothing; there are GET / and POST /api/plan."
+        message = f"{asked} does not exist; use GET / or POST /api/plan."
     response = _answer(error.status_code, error_body(message))
     response.headers.update({key: value for key, value in (error.headers or {}).items() if key == "Allow"})
     return response
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    """A mistake of ours: the traceback goes to the server's own output, and never to a visitor."""
-    return _answer(500, error_body(f"This failed in the server ({type(error).__name__}); its own output says where."))
+    """An internal error: the traceback goes to the server's own output, never to a visitor."""
+    return _answer(500, error_body(f"Internal error ({type(error).__name__}); see the server's output."))

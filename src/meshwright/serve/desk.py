@@ -1,4 +1,4 @@
-"""Where questions are put: one at a time to the process that plans, with a limit on its time, and answers kept."""
+"""Queue of plan requests: one at a time goes to the planning process, with a time limit; answers are cached."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from meshwright.serve.errors import Busy
 from meshwright.serve.request import PlanRequest
 
 LIMIT = 60.0
-"""Seconds that a question may take, a new process's start included."""
+"""Seconds that a request may take, including the start of a new process."""
 WAITING = 64
-"""Questions that may wait for their turn."""
+"""Requests that may wait for their turn."""
 KEPT_BYTES = 32 << 20
-"""Of answers that are kept."""
+"""Size of the answer cache."""
 LONGEST_LINE = 64 << 20
 WORKER = "meshwright.serve.worker"
 
@@ -31,7 +31,7 @@ class Answer:
 
 
 class Answers:
-    """Answers to earlier questions, up to so many bytes; the one that was asked for longest ago goes first."""
+    """Cache of answers with a limit in bytes; the least recently used goes first."""
 
     def __init__(self, most: int = KEPT_BYTES) -> None:
         self._most, self._size = most, 0
@@ -50,7 +50,7 @@ class Answers:
 
 
 class Desk:
-    """Takes questions from any number of visitors."""
+    """Takes requests from any number of visitors."""
 
     def __init__(self, *, limit: float = LIMIT, waiting: int = WAITING) -> None:
         self._limit, self._most = limit, waiting
@@ -60,29 +60,29 @@ class Desk:
         self._process: asyncio.subprocess.Process | None = None
 
     async def open(self) -> None:
-        """Start the process, so that the first visitor does not wait for its imports."""
+        """Start the process early, so that the first visitor does not wait for its imports."""
         self._process = await _start()
 
     async def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
         self._process = None
 
     async def ask(self, request: PlanRequest, is_gone: Callable[[], Awaitable[bool]]) -> Answer:
-        """The answer to a request; a visitor who is gone when the turn comes is not answered."""
+        """The answer to a request; a visitor who left before their turn gets none."""
         if found := self._answers.get(request):
             return found
         if self._waiting >= self._most:
-            raise Busy(f"{self._most} requests wait for the planner already; ask again in a few seconds.")
+            raise Busy(f"{self._most} requests are already waiting for the planner; try again in a few seconds.")
         self._waiting += 1
         try:
             async with self._turn:
                 if found := self._answers.get(request):
                     return found
                 if await is_gone():
-                    raise Busy("The visitor left before the planner got to it.")
+                    raise Busy("The visitor left before the planner reached the request.")
                 return await self._plan(request)
         finally:
             self._waiting -= 1
@@ -94,8 +94,8 @@ class Desk:
         except TimeoutError as error:
             await self.close()
             raise Busy(
-                f"Planning {request.job} on {request.cluster} took longer than {self._limit:.0f} s and was ended; ask "
-                "for fewer devices or a smaller batch, or give `meshwright plan` all the time it needs."
+                f"Planning {request.job} on {request.cluster} took longer than {self._limit:.0f} s and was stopped; "
+                "try fewer devices or a smaller batch, or use `meshwright plan`, which has no time limit."
             ) from error
         answer = _read(line)
         if answer.status < 500:
@@ -103,7 +103,7 @@ class Desk:
         return answer
 
     async def _exchange(self, line: str) -> bytes:
-        """One line to the process and one back; a process that died is started again by the next question."""
+        """Send one line to the process and read one back; the next request restarts a process that died."""
         if self._process is None or self._process.returncode is not None:
             self._process = await _start()
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -111,16 +111,16 @@ class Desk:
             self._process.stdin.write(line.encode() + b"\n")
             await self._process.stdin.drain()
             found = await self._process.stdout.readline()
-        except (ConnectionError, ValueError):  # a broken pipe, or a line that is longer than any could be
+        except (ConnectionError, ValueError):  # a broken pipe, or a line over the limit
             found = b""
         if not found.endswith(b"\n"):
             await self.close()
-            raise Busy("The planning process ended before it answered; ask again, or see the server's own output.")
+            raise Busy("The planning process ended before it answered; try again, or see the server's output.")
         return found
 
 
 def _read(line: bytes) -> Answer:
-    """The process's line as what a visitor gets."""
+    """Convert the process's line to the visitor's answer."""
     value = json.loads(line)
     if "answer" in value:
         return Answer(status=200, body=json.dumps(value["answer"]).encode())
@@ -128,7 +128,7 @@ def _read(line: bytes) -> Answer:
 
 
 def error_body(error: MeshwrightError | str) -> bytes:
-    """An error as JSON, in ASCII: a message may quote anything."""
+    """An error as JSON, in ASCII, because a message may quote anything."""
     return json.dumps({"error": str(error)}).encode()
 
 

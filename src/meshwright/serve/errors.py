@@ -1,4 +1,4 @@
-"""Errors that a visitor gets: each has a status of its own, and a message in the project's way."""
+"""Errors shown to visitors, each with its HTTP status."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ class RequestError(BadInput):
 
 
 class Forbidden(RequestError):
-    """What was asked for lies where visitors may not go, or came from where none may come."""
+    """The request asks for something outside the allowed folder, or comes from another origin."""
 
     status = 403
 
 
 class TooSlow(RequestError):
-    """The request's body did not come."""
+    """The request's body did not arrive in time."""
 
     status = 408
 
 
 class TooLarge(RequestError):
-    """The request's body is larger than any that could be right."""
+    """The request's body is too large."""
 
     status = 413
 
 
 class NotJson(RequestError):
-    """The request's body is not said to be JSON."""
+    """The request's content type is not JSON."""
 
     status = 415
 
 
 class LongHead(RequestError):
-    """The request's line and headers are longer than any that could be right."""
+    """The request's line and headers are too long."""
 
     status = 431
 
 
 class Busy(MeshwrightError):
-    """The planner did not get to it, or not through it, in time."""
+    """The planner did not reach the request, or did not finish it, in time."""
 
     status = 503
 
 
 def status_of(error: MeshwrightError) -> int:
-    """What a visitor is told by number: our own status, and 400 for everything else that a visitor can mend."""
+    """The HTTP status of an error: its own, 400 for other mistakes of the visitor, else 500."""
     return getattr(error, "status", 400 if isinstance(error, BadInput) else 500)

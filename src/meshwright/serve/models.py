@@ -1,6 +1,6 @@
-"""What a visitor may plan: presets, configs inside one folder, and the job that was named when the server started.
+"""What a visitor may plan: presets, configs inside one folder, and the job named when the server started.
 
-A visitor names models; nothing that a visitor names is run. Python files are loaded only from the command line.
+A visitor names models; no code that a visitor names is run. Python files are loaded only from the command line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright.serve.errors import Forbidden
 JOB = "job"
 PRESET, HF = "preset:", "hf:"
 LARGEST = 1 << 20
-"""Bytes of a config that is read; real ones have a few thousand."""
+"""Largest config in bytes; real ones have a few thousand."""
 LISTED = 100
 LOOKED_AT = 5000
 DEPTH = 4
@@ -30,36 +30,36 @@ class Model:
     """One model that may be planned."""
 
     text: str
-    """As the command line takes it."""
+    """As written on the command line."""
     source: str
-    """As it is loaded: a config by its resolved path, so that what was checked is what is read."""
+    """What is loaded: a config by its resolved path, so that the file that was checked is the one that is read."""
     takes_length: bool
     """Whether `:seq=TOKENS` may follow."""
     stamp: int = 0
-    """When its file was last written: another one is another model."""
+    """When its file was last written; a changed file is another model."""
 
     def at(self, length: int | None) -> tuple[str, str]:
-        """Text and source for samples of so many tokens."""
+        """Text and source for samples of `length` tokens."""
         if length is None:
             return self.text, self.source
         if not self.takes_length:
-            raise BadInput(f"seq={length} was asked of {self.text}, whose samples are its own; leave it out.")
+            raise BadInput(f"seq={length} does not apply to {self.text}, which defines its own samples; leave it out.")
         if self.text.startswith(PRESET):
-            preset_job(f"{self.text.removeprefix(PRESET)}:seq={length}")  # which says so if it has fewer positions
+            preset_job(f"{self.text.removeprefix(PRESET)}:seq={length}")  # raises if it has fewer positions
         return f"{self.text}:seq={length}", f"{self.source}:seq={length}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """All that may be planned."""
+    """All models that may be planned."""
 
     folder: Path
-    """Configs lie inside it; as the user wrote it."""
+    """The folder of the configs, as the user wrote it."""
     job: str = ""
-    """What the command line named; "" where it named nothing."""
+    """The job on the command line, or ""."""
 
     def find(self, name: str) -> Model:
-        """The model of a visitor's word: `preset:NAME`, `hf:PATH` inside the folder, or `job`."""
+        """The model for a visitor's text: `preset:NAME`, `hf:PATH` inside the folder, or `job`."""
         if name.startswith(PRESET):
             return self._preset(name)
         if name.startswith(HF):
@@ -68,12 +68,12 @@ class Models:
             return Model(text=self.job, source=self.job, takes_length=False, stamp=_stamp(self.job.partition(":")[0]))
         known = f", or {JOB!r} for {self.job}" if self.job else ""
         raise BadInput(
-            f"The model {name!r} is none that this page may plan: write preset:NAME, or hf:PATH of a config inside "
-            f"the served folder{known}. A Python file is planned only if it was named when the server was started."
+            f"This page cannot plan the model {name!r}: write preset:NAME, or hf:PATH of a config inside "
+            f"the served folder{known}. A Python file must be named when the server starts."
         )
 
     def configs(self) -> list[str]:
-        """Configs of Hugging Face models inside the folder, by their path in it; of very many, the first."""
+        """Paths of Hugging Face configs inside the folder, up to a limit."""
         found = sorted(path for path in _config_files(self.folder) if _is_own_config(self.folder / path))
         return found[:LISTED]
 
@@ -86,28 +86,28 @@ class Models:
     def _config(self, name: str) -> Model:
         path = self._inside(name)
         if path.suffix != ".json" or ":" in name:
-            raise BadInput(f"hf:{name} is no config: name a .json file without options; `seq` and `batch` stand apart.")
+            raise BadInput(f"hf:{name} is not a config: name a .json file; options go into `seq` and `batch`.")
         config = _read_config(path)
         if config is None:
             raise BadInput(
-                f"hf:{name} is no config of a Hugging Face model: it has to be a JSON object with a `model_type`, "
+                f"hf:{name} is not a Hugging Face config: it must be a JSON object with a `model_type`, "
                 f"of at most {LARGEST} bytes."
             )
         if "auto_map" in config:
-            raise Forbidden(f"hf:{name} names Python code of its own (`auto_map`), and none is run for a visitor.")
+            raise Forbidden(f"hf:{name} names its own Python code (`auto_map`), which is not run for visitors.")
         return Model(text=f"{HF}{self.folder / name}", source=f"{HF}{path}", takes_length=True, stamp=_stamp(path))
 
     def _inside(self, name: str) -> Path:
-        """The file of a name, symbolic links followed; an error if it lies elsewhere, whether or not it is there."""
+        """The resolved file; an error if it is outside the folder, whether or not it exists."""
         if not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
-            raise Forbidden(f"hf:{name} does not lie inside the served folder; give a path below it, without '..'.")
+            raise Forbidden(f"hf:{name} is not inside the served folder; give a path below it, without '..'.")
         try:
             path = (self.folder / name).resolve()
             if not path.is_relative_to(self.folder.resolve()):
-                raise Forbidden(f"hf:{name} leads out of the served folder; give a file that lies in it.")
+                raise Forbidden(f"hf:{name} links out of the served folder; give a file inside it.")
             if path.is_file():
                 return path
-        except (OSError, ValueError, RuntimeError):  # no path at all: a null byte, a name too long, a loop of links
+        except (OSError, ValueError, RuntimeError):  # not a path: a null byte, a name too long, a loop of links
             pass
         raise BadInput(f"There is no config {name!r} in the served folder; give the path of a config.json inside it.")
 
@@ -120,7 +120,7 @@ def _stamp(path: str | Path) -> int:
 
 
 def _config_files(folder: Path) -> Iterator[str]:
-    """Files named config.json, not too deep, through no symbolic link."""
+    """Files named config.json up to a depth, without following symbolic links."""
     looked_at = 0
     for place, folders, files in os.walk(folder):
         inside = Path(place).relative_to(folder)
@@ -137,7 +137,7 @@ def _is_own_config(path: Path) -> bool:
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:
-    """A config that says which model it is of; None if the file is no such thing."""
+    """A config with a model type; None if the file is anything else."""
     try:
         value = read_json(path, Limits(bytes=LARGEST, finite=False))
     except Unreadable:

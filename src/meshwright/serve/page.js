@@ -1,7 +1,7 @@
 "use strict";
-// Knobs to a request, the answer into the page. What comes back as HTML was escaped by the server that sent this script.
+// Turn the form into a request, and show the answer. The server has already escaped the HTML that it returns.
 
-const PAUSE = 250; // milliseconds without a turn of a knob, before it is asked
+const PAUSE = 250; // milliseconds without a change before a request is sent
 const MANY = ["precision", "ac", "offload"];
 const FLAGS = ["compile", "tensor", "pipeline"];
 const NUMBERS = ["batch", "seq", "devices", "nodes", "gbps"];
@@ -31,7 +31,7 @@ function say(words, isError) {
   status.classList.toggle("error", isError);
 }
 
-// Lists that were opened stay open when the next answer comes.
+// Lists that were opened stay open when the next answer arrives.
 function show(html) {
   const open = new Set([...answer.querySelectorAll("details[open]")].map((part) => part.textContent.slice(0, 24)));
   charts.clear(answer);
@@ -72,12 +72,12 @@ function later() {
   timer = setTimeout(ask, PAUSE);
 }
 
-// What a model takes by itself stands in the fields that leave it so.
+// Show a model's defaults as placeholders.
 function follow() {
   const usual = knobs.model.selectedOptions[0].dataset;
   knobs.batch.value = knobs.seq.value = "";
-  knobs.batch.placeholder = usual.batch || "its own";
-  knobs.seq.placeholder = usual.seq || "its own";
+  knobs.batch.placeholder = usual.batch || "default";
+  knobs.seq.placeholder = usual.seq || "default";
   knobs.seq.disabled = !usual.seq;
 }
 

@@ -1,7 +1,7 @@
-"""The page: knobs, the command that they come to, and room for the answer.
+"""The web page: settings, the equivalent command, and space for the answer.
 
-Its own scripts are in the page itself. plotly is a file beside it, whose name changes with what it holds, so that a
-browser asks for it once.
+Its own scripts are inline. plotly is a separate file whose name changes with its content, so that a browser loads it
+once.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from meshwright.serve.request import DEFAULTS, LIMITS, WORDS
 
 FIRST_PRESET, FIRST_DEVICE = "llama3-8b", "H100-80GB"
 SCRIPT = Path(__file__).parent / "page.js"
-POLICIES = {"precision": "Precision", "ac": "Recompute", "offload": "Offload"}
+POLICIES = {"precision": "Precision", "ac": "Activation checkpointing", "offload": "Offload"}
 FLAGS = {"tensor": ("Tensor axis", True), "pipeline": ("Pipeline", True), "compile": ("torch.compile", False)}
 
 
 class Page:
-    """The page for what may be planned."""
+    """Renders the page for the models that may be planned."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
 
     @property
     def policy(self) -> str:
-        """What the page may do: run its scripts, use its own style, ask this server, and nothing else."""
+        """Content security policy: run the page's own scripts and styles, call this server, and nothing else."""
         more = ("connect-src 'self'", "frame-ancestors 'none'")
         return policy((charts_script(), _script()), script="'self'", more=more)
 
     def render(self) -> str:
-        """The page as text; configs are looked for anew each time."""
+        """The page as text; configs are searched again each time."""
         return _template().render(
             job=self._models.job,
             job_word=JOB,
@@ -59,13 +59,13 @@ class Page:
 
 
 def _defaults(preset: Any) -> dict[str, Any]:
-    """What a preset takes unless it is told otherwise."""
+    """The batch and sequence length that a preset uses by default."""
     return {"batch": preset.batch, "seq": preset.shape.length if isinstance(preset, Text) else ""}
 
 
 @cache
 def plotly_path() -> str:
-    """Where the server has plotly's script."""
+    """The URL path of plotly's script."""
     return f"/plotly-{hashlib.sha256(plotly_script().encode()).hexdigest()[:16]}.js"
 
 

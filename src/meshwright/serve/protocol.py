@@ -1,7 +1,7 @@
-"""Connections that wait give way: one that sends no head is closed, and so are the oldest where many stand idle.
+"""Close connections that only wait: those that send no request head, and the oldest of too many idle ones.
 
-uvicorn counts idle connections like busy ones, and waits for a head without end, so a few hundred connections that say
-nothing would lock everybody out.
+Why: uvicorn counts idle connections like busy ones, and waits for a head forever, so a few hundred silent connections
+would lock everyone out.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections import Counter
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 10.0
-"""How long a request's head may take to come."""
+"""Seconds until a request's head must have arrived."""
 REQUEST_S = 300.0
-"""How long a request and its answer may take together."""
+"""Time limit in seconds for a request and its answer together."""
 IDLE = 64
-"""Connections that may stand idle; more, and the oldest are closed."""
+"""Maximum number of idle connections; beyond it, the oldest are closed."""
 
 
 class PatientProtocol(H11Protocol):
-    """One connection."""
+    """One connection with timeouts."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -43,7 +43,7 @@ class PatientProtocol(H11Protocol):
         self._stop_timer()
         self._since = time.monotonic()
         super().on_response_complete()
-        if self.is_busy:  # the next request had come already
+        if self.is_busy:  # the next request has already arrived
             self._close_after(REQUEST_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -61,7 +61,7 @@ class PatientProtocol(H11Protocol):
 
     @property
     def address(self) -> str:
-        """The client's."""
+        """The client's IP address."""
         return self.client[0] if self.client else ""
 
     def _close_after(self, seconds: float) -> None:
@@ -74,7 +74,7 @@ class PatientProtocol(H11Protocol):
         self._timer = None
 
     def _make_room(self) -> None:
-        """Close who has waited longest: of the client with most of them, and who has never asked anything first."""
+        """Close the longest idle connections: of the client with the most, and never used ones first."""
         waiting = [other for other in self.connections if isinstance(other, PatientProtocol) and other.is_idle]
         clients = Counter(other.address for other in waiting)
         while len(waiting) > IDLE:

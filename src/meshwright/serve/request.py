@@ -1,4 +1,4 @@
-"""A visitor's request: read from JSON, checked by the parsers that the command line has, and written as its command."""
+"""A visitor's request: parsed from JSON, checked by the command line's parsers, and printed as its command."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "ac": ("none", "selective", "full"),
     "offload": ("none", "optimizer", "params"),
 }
-"""Policies of which several may be allowed, each in the order in which the planner takes them."""
+"""Policies with several allowed values, in the planner's order."""
 DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "precision": ("bf16",),
     "ac": ("none", "selective", "full"),
     "offload": ("none", "optimizer"),
 }
 LIMITS: Mapping[str, int] = {"devices": 64, "nodes": 2048, "batch": 1 << 17, "seq": 1 << 20}
-"""The largest numbers that are planned for; beyond, one question would keep everybody else waiting."""
+"""Largest accepted numbers; beyond them, one request would keep everyone else waiting."""
 MOST_DEVICES = 16_384
 FASTEST = 1_000_000.0
 """Gbit/s."""
@@ -41,18 +41,18 @@ KEYS = ("model", "device", "devices", "nodes", "gbps", "link", "batch", "seq", *
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What one turn of the knobs asks."""
+    """What the page's settings ask for."""
 
     job: str
-    """As the command line takes it."""
+    """As written on the command line."""
     source: str
-    """As it is loaded."""
+    """What is loaded."""
     stamp: int = 0
-    """When its file was written."""
+    """When its file was last written."""
     cluster: Cluster
     batch: int | None
     policies: tuple[tuple[str, tuple[str, ...]], ...]
-    """For each of WORDS, what is allowed."""
+    """For each of WORDS, the allowed values."""
     compile: bool
     tensor: bool
     pipeline: bool
@@ -75,7 +75,7 @@ class PlanRequest:
 
     @property
     def command(self) -> str:
-        """What gives the same ranking on a command line; options that say what holds anyway are left out."""
+        """The command line with the same ranking; options at their defaults are left out."""
         words = ["meshwright", "plan", self.job, "--on", str(self.cluster), "--fast"]
         if self.batch is not None:
             words += ["--batch", str(self.batch)]
@@ -86,7 +86,7 @@ class PlanRequest:
         return shlex.join(words)
 
     def to_json(self) -> dict[str, Any]:
-        """What the planning process is told."""
+        """The request as sent to the planning process."""
         policies = {name: list(words) for name, words in self.policies}
         plain = {name: getattr(self, name) for name in PLAIN}
         return {**plain, "cluster": str(self.cluster), "policies": policies}
@@ -98,20 +98,20 @@ class PlanRequest:
 
 
 def read_json(body: bytes) -> Mapping[str, Any]:
-    """One JSON object, with every key once and no number that is none."""
+    """Parse one JSON object without repeated keys, NaN or infinity."""
     try:
         value = parse_json(body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_once)
     except RequestError:
         raise
     except ValueError as error:
-        raise RequestError(f"The request's body is no JSON that can be read ({type(error).__name__}).") from error
+        raise RequestError(f"The request's body is not valid JSON ({type(error).__name__}).") from error
     if not isinstance(value, dict):
-        raise RequestError('The request\'s body has to be a JSON object, as in {"model": "preset:llama3-8b"}.')
+        raise RequestError('The request\'s body must be a JSON object, such as {"model": "preset:llama3-8b"}.')
     return value
 
 
 def read_request(value: Mapping[str, Any], models: Models) -> PlanRequest:
-    """A request that was checked; what it does not say is as `meshwright plan` has it."""
+    """Parse and check a request; missing values default as in `meshwright plan`."""
     _check_keys(value)
     model = models.find(_text(value, "model"))
     job, source = model.at(_number(value, "seq"))
@@ -131,16 +131,16 @@ def read_request(value: Mapping[str, Any], models: Models) -> PlanRequest:
 
 
 def _cluster(value: Mapping[str, Any]) -> Cluster:
-    """Of the catalogue's devices only: a visitor names no cluster file."""
+    """A cluster of catalogue devices: a visitor may not name a cluster file."""
     device, known = _text(value, "device"), catalogue_names()
     if device not in known:
         near = nearest(device, known)
         hint = f"did you mean {near}? " if near else ""
-        raise BadInput(f"The device {device!r} is not in the catalogue; {hint}There are {', '.join(known)}.")
+        raise BadInput(f"The device {device!r} is not in the catalogue; {hint}Valid: {', '.join(known)}.")
     nodes, devices = _number(value, "nodes") or 1, _number(value, "devices") or 8
     if nodes * devices > MOST_DEVICES:
         raise BadInput(
-            f"{nodes} nodes of {devices} devices were asked for; this page plans up to {MOST_DEVICES} devices."
+            f"{nodes} nodes of {devices} devices are too many; this page plans up to {MOST_DEVICES} devices."
         )
     kind = _text(value, "link") if value.get("link") else None
     return Cluster(nodes=nodes, devices_per_node=devices, device=device, between_gbps=_speed(value), between_kind=kind)
@@ -155,7 +155,7 @@ def _check_keys(value: Mapping[str, Any]) -> None:
 def _text(value: Mapping[str, Any], key: str) -> str:
     found = value.get(key)
     if not isinstance(found, str) or not 0 < len(found) <= LONGEST or not found.isprintable():
-        raise RequestError(f"{key!r} is {_shown(found)}, and has to be a text of 1 to {LONGEST} printable characters.")
+        raise RequestError(f"{key!r} is {_shown(found)}, but must be text of 1 to {LONGEST} printable characters.")
     return found
 
 
@@ -164,7 +164,7 @@ def _number(value: Mapping[str, Any], key: str) -> int | None:
     if found is None:
         return None
     if type(found) is not int or not 1 <= found <= LIMITS[key]:
-        raise RequestError(f"{key!r} is {_shown(found)}, and has to be a whole number from 1 to {LIMITS[key]:,}.")
+        raise RequestError(f"{key!r} is {_shown(found)}, but must be an integer from 1 to {LIMITS[key]:,}.")
     return found
 
 
@@ -173,24 +173,22 @@ def _speed(value: Mapping[str, Any]) -> float | None:
     if found is None:
         return None
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0.1 <= found <= FASTEST:
-        raise RequestError(f"'gbps' is {_shown(found)}, and has to be a number from 0.1 to {FASTEST:,.0f}.")
+        raise RequestError(f"'gbps' is {_shown(found)}, but must be a number from 0.1 to {FASTEST:,.0f}.")
     return float(found)
 
 
 def _flag(value: Mapping[str, Any], key: str, *, default: bool) -> bool:
     found = value.get(key, default)
     if not isinstance(found, bool):
-        raise RequestError(f"{key!r} is {_shown(found)}, and has to be true or false.")
+        raise RequestError(f"{key!r} is {_shown(found)}, but must be true or false.")
     return found
 
 
 def _choice(value: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Of the known words those that were chosen, in their own order."""
+    """The chosen words, in the order of WORDS."""
     found = value.get(key, list(DEFAULTS[key]))
     if not isinstance(found, list) or not found or any(word not in WORDS[key] for word in found):
-        raise RequestError(
-            f"{key!r} is {_shown(found)}, and has to be a list of one or more of {', '.join(WORDS[key])}."
-        )
+        raise RequestError(f"{key!r} is {_shown(found)}, but must be a list of one or more of {', '.join(WORDS[key])}.")
     return tuple(word for word in WORDS[key] if word in found)
 
 
@@ -200,7 +198,7 @@ def _shown(value: object) -> str:
 
 
 def _no_constant(name: str) -> Any:
-    raise RequestError(f"The request's body has {name}, which is no number of JSON.")
+    raise RequestError(f"The request's body has {name}, which is not a JSON number.")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Listening, on this machine's own addresses only. This and `protocol.py` are the places that import the web server."""
+"""Start the web server, on loopback addresses only. Only this file and `protocol.py` import uvicorn."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ def serve(*, job: str = "", folder: Path, host: str, port: int, told: Callable[[
 
 
 def make_models(*, job: str, folder: Path) -> Models:
-    """What may be planned. The job is loaded once here, so that a mistake in it is told before anybody visits."""
+    """What may be planned. The job is loaded once here, so that its mistakes are reported at startup."""
     if not folder.is_dir():
-        raise BadInput(f"--folder {str(folder)!r} is no folder; name one, whose configs may be planned.")
+        raise BadInput(f"--folder {str(folder)!r} is not a folder; give one with Hugging Face configs.")
     if job:
         load_job(job)
     return Models(folder=folder, job=job)
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A listening socket on one of this machine's own addresses."""
+    """A listening socket on a loopback address."""
     if host not in LOOPBACK:
         raise BadInput(
-            f"--host {host!r} was asked for, but this page is for this machine only and knows no users: it listens "
+            f"--host {host!r} is not allowed: the page has no login, so it listens only "
             f"on {', '.join(LOOPBACK)}. To reach it from elsewhere, tunnel: ssh -L {port}:127.0.0.1:{port} MACHINE."
         )
     listener = socket.socket(LOOPBACK[host], socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1" if host == "localhost" else host, port))
-        listener.listen()  # who calls from now on waits until the server takes calls, and is not turned away
+        listener.listen()  # connections made before the server runs wait instead of being refused
     except OSError as error:
         listener.close()
-        raise BadInput(f"Cannot listen on {host} port {port}: {one_line(error)} Name another with --port.") from error
+        raise BadInput(f"Cannot listen on {host} port {port}: {one_line(error)} Choose another with --port.") from error
     return listener
 
 
 def names_of(listener: socket.socket) -> tuple[str, ...]:
-    """How visitors may call the server: name and port, as a browser writes them."""
+    """Host and port as a browser may write them for this server."""
     port = listener.getsockname()[1]
     return tuple(f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]"))
 
@@ -92,6 +92,6 @@ def _check_stack() -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise BadInput(
-            f"`meshwright serve` needs the package {error.name}, which is not installed; "
+            f"`meshwright serve` needs the package {error.name}, which is not installed; run "
             "`pip install 'meshwright[serve]'`."
         ) from error

@@ -1,7 +1,7 @@
-"""The process that plans: a request a line on its input, an answer a line on its output.
+"""The planning process: reads one request per line, writes one answer per line.
 
-It is a process of its own so that a question without end can be ended, and so that the page answers meanwhile. What a
-model's description costs is paid once for each model.
+Why a process: a request that takes too long can be stopped, and the server stays responsive meanwhile. Each model is
+described only once.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from meshwright.serve.request import PlanRequest
 from meshwright.timelines import first_timeline
 
 KEPT = 6
-"""Models whose description is kept; the one that was asked for longest ago goes first."""
+"""Models whose description is cached; the least recently used goes first."""
 PLAYED = 4000
-"""Actions of a pipeline that is drawn: more would be waited for at every turn of a knob."""
+"""The largest pipeline, in actions, that is drawn: more would slow down every change of a setting."""
 
 
 class Shelf:
-    """The descriptions that are kept."""
+    """Cache of model descriptions."""
 
     def __init__(self) -> None:
         self._models: OrderedDict[tuple[str, int], Described] = OrderedDict()
 
     def take(self, source: str, stamp: int) -> Described:
-        """The model of a text, whose file was written at that time."""
+        """The description of a model whose file was written at `stamp`."""
         key = source, stamp
         if key not in self._models:
             self._models[key] = described(source)
@@ -45,9 +45,9 @@ class Shelf:
 
 
 def answer(request: PlanRequest, shelf: Shelf) -> dict[str, Any]:
-    """What the page is told: the plans as data, and all of it as it is shown."""
+    """The page's answer: the plans as data, and the rendered HTML."""
     known = shelf.take(request.source, request.stamp)
-    # A planner of its own for every question: it keeps what it was asked, and costs alone are worth keeping.
+    # Each request gets its own planner, because a planner keeps notes; only the costs are shared.
     planner = Planner(known.job, known.facts, request.batch or known.job.global_batch, costs=known.costs)
     ranking = rank(planner, request.cluster, request.wishes, name=request.job)
     timeline = first_timeline(planner.setting(request.cluster), ranking.plans, largest=PLAYED)
@@ -66,7 +66,7 @@ def answer(request: PlanRequest, shelf: Shelf) -> dict[str, Any]:
 
 
 def answer_line(line: str, shelf: Shelf) -> dict[str, Any]:
-    """An answer, or the error instead: whatever happens here is told, and the next line is read."""
+    """An answer or an error; after any exception the next line is still read."""
     try:
         return {"answer": answer(PlanRequest.from_json(json.loads(line)), shelf)}
     except MeshwrightError as error:
@@ -74,7 +74,7 @@ def answer_line(line: str, shelf: Shelf) -> dict[str, Any]:
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         return {
-            "error": f"Planning this failed ({type(error).__name__}); the server's own output says where.",
+            "error": f"Internal error while planning ({type(error).__name__}); see the server's output.",
             "status": 500,
         }
 
@@ -87,7 +87,7 @@ def work(lines: TextIO, out: TextIO) -> None:
 
 
 def main() -> None:
-    # A job's own module may print; answers go where nothing else is written.
+    # A job's module may print; keep stdout for answers.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     work(sys.stdin, out)

@@ -1,4 +1,4 @@
-"""Devices and the nodes they usually sit in, by name; `hardware_of` gives a cluster's numbers with their sources."""
+"""Catalogue of devices and their usual nodes, by name; `hardware_of` gives a cluster's numbers with their sources."""
 
 from meshwright.facts.catalogue.lookup import (
     MEASURED,

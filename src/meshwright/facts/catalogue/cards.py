@@ -1,7 +1,7 @@
-"""The devices that Meshwright knows: numbers of data sheets, each with the line that it stands in.
+"""The devices that Meshwright knows: data sheet numbers, each with its source.
 
-Matrix products are dense: where a sheet prints the rate with sparsity, half of it stands here. Memory is what CUDA
-tells a process that it has, which is less than what is printed on the card.
+Matmul rates are dense: if a sheet prints the rate with sparsity, half of it is used. Memory is what CUDA reports to a
+process, which is less than what is printed on the card.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Node:
-    """The machine that a device usually sits in."""
+    """The machine that a device usually comes in."""
 
     name: str
     gbps: float
@@ -26,11 +26,11 @@ class Card:
     """One device."""
 
     sheet: str
-    """The data sheet that flops, bandwidth and links are from."""
+    """The data sheet that flops, bandwidth and links come from."""
     gib: float
-    """Memory that a process can have."""
+    """Memory available to a process."""
     tflops: Mapping[str, float]
-    """Dense, by compute dtype. A dtype that the device has no units for is left out."""
+    """Dense, by compute dtype; dtypes without hardware support are left out."""
     gb_s: float
     """GB/s of the device's memory."""
     within: tuple[str, float]
@@ -39,12 +39,12 @@ class Card:
     """GB/s to the host in one direction."""
     node: Node
     reach: Mapping[str, float] = field(default_factory=dict)
-    """Of the peaks, what a training step's kernels were measured to reach."""
+    """Measured shares of the peaks that a training step's kernels reach."""
     reach_source: str = ""
 
 
 _DGX_1 = Node("DGX-1 data sheet: four 100 Gbit/s InfiniBand ports, 512 GB", 400, "infiniband", 512)
-_V100_SERVER = Node("usual server: one 100 Gbit/s InfiniBand port, 384 GB", 100, "infiniband", 384)
+_V100_SERVER = Node("typical server: one 100 Gbit/s InfiniBand port, 384 GB", 100, "infiniband", 384)
 _G4 = Node("AWS g4dn.12xlarge: 50 Gbit/s, 192 GiB", 50, "ethernet", 192)
 _G5 = Node("AWS g5.48xlarge: 100 Gbit/s, 768 GiB", 100, "ethernet", 768)
 _G2 = Node("Google g2-standard-96: 100 Gbit/s, 384 GB", 100, "ethernet", 384)
@@ -52,8 +52,8 @@ _G6E = Node("AWS g6e.48xlarge: 400 Gbit/s, 1536 GiB", 400, "ethernet", 1536)
 _DESK = Node("assumed workstation: 10 Gbit/s Ethernet, 128 GB", 10, "ethernet", 128)
 _DGX_A100_40 = Node("DGX A100 data sheet: eight 200 Gbit/s InfiniBand ports, 1 TB", 1600, "infiniband", 1024)
 _DGX_A100_80 = Node("DGX A100 data sheet: eight 200 Gbit/s InfiniBand ports, 2 TB", 1600, "infiniband", 2048)
-_PCIE_SERVER = Node("usual server: two 100 Gbit/s InfiniBand ports, 512 GB", 200, "infiniband", 512)
-_H100_SERVER = Node("usual server: one 400 Gbit/s InfiniBand port, 1 TB", 400, "infiniband", 1024)
+_PCIE_SERVER = Node("typical server: two 100 Gbit/s InfiniBand ports, 512 GB", 200, "infiniband", 512)
+_H100_SERVER = Node("typical server: one 400 Gbit/s InfiniBand port, 1 TB", 400, "infiniband", 1024)
 _DGX_H100 = Node("DGX H100 data sheet: eight 400 Gbit/s InfiniBand ports, 2 TB", 3200, "infiniband", 2048)
 _H100_HALF = Node("nodes of 4 H100-96GB: four 200 Gbit/s InfiniBand ports, 768 GB", 800, "infiniband", 768)
 _DGX_H200 = Node("DGX H200 data sheet: eight 400 Gbit/s InfiniBand ports, 2 TB", 3200, "infiniband", 2048)
@@ -78,15 +78,15 @@ _B200 = {"fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0}
 _MI300X = {"fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4}
 _CPU = {"fp32": 0.05, "bf16": 0.006, "fp16": 0.006}
 
-_H100_96_SHEET = "NVIDIA H100 data sheet, SXM5, but for 2.4 TB/s and 500 W, which users of the one with 96 GB print"
-_CPU_SHEET = "assumed of one core until probe measures it; bf16 was 7 to 10 times slower than fp32 on one that was"
+_H100_96_SHEET = "NVIDIA H100 data sheet, SXM5, except for 2.4 TB/s and 500 W, as users of the 96 GB card report"
+_CPU_SHEET = "assumed for one core until probe measures it; bf16 was 7 to 10 times slower than fp32 where measured"
 
 _V100_MESH, _FABRIC = ("nvlink-mesh", 150.0), ("infinity-fabric", 448.0)
 _NVLINK_3, _NVLINK_4, _NVLINK_5 = ("nvlink", 300.0), ("nvlink-sharp", 450.0), ("nvlink-sharp", 900.0)
 
 
 def _pcie(sheet: str, gib: float, tflops: Mapping[str, float], gb_s: float, lane: float, node: Node) -> Card:
-    """A card whose siblings are reached through its slot. Bridges that join two of them are not counted on."""
+    """A card that reaches its siblings over PCIe. Bridges that join two cards are not counted."""
     return Card(sheet, gib, tflops, gb_s, ("pcie", lane), lane, node)
 
 
@@ -100,8 +100,8 @@ CARDS: Mapping[str, Card] = {
     "A10G": _pcie("NVIDIA A10G data sheet", 22.1, _A10G, 600, _PCIE_4, _G5),
     "L4": _pcie("NVIDIA L4 data sheet", 22.0, _L4, 300, _PCIE_4, _G2),
     "L40S": _pcie("NVIDIA L40S data sheet", 44.4, _L40S, 864, _PCIE_4, _G6E),
-    "RTX-3090": _pcie("NVIDIA GA102 white paper, sums in fp32", 23.69, _RTX_3090, 936, _PCIE_4, _DESK),
-    "RTX-4090": _pcie("NVIDIA Ada white paper, sums in fp32", 23.64, _RTX_4090, 1008, _PCIE_4, _DESK),
+    "RTX-3090": _pcie("NVIDIA GA102 white paper, fp32 accumulation", 23.69, _RTX_3090, 936, _PCIE_4, _DESK),
+    "RTX-4090": _pcie("NVIDIA Ada white paper, fp32 accumulation", 23.64, _RTX_4090, 1008, _PCIE_4, _DESK),
     "A100-40GB": Card("NVIDIA A100 data sheet, SXM4", 39.4, _A100, 1555, _NVLINK_3, _PCIE_4, _DGX_A100_40),
     "A100-80GB": Card("NVIDIA A100 data sheet, SXM4", 79.2, _A100, 2039, _NVLINK_3, _PCIE_4, _DGX_A100_80),
     "A100-40GB-PCIe": _pcie("NVIDIA A100 data sheet, PCIe", 39.4, _A100, 1555, _PCIE_4, _PCIE_SERVER),
@@ -114,11 +114,11 @@ CARDS: Mapping[str, Card] = {
         {"matmul": 0.84, "attention": 0.44, "stream": 0.55},
         "kernels of the steps of docs/data/plan_gpu.json, on one H200 with torch 2.11",
     ),
-    "B200-180GB": Card("NVIDIA HGX B200 data sheet, by 8", 178.3, _B200, 7700, _NVLINK_5, _PCIE_5, _DGX_B200),
+    "B200-180GB": Card("NVIDIA HGX B200 data sheet, divided by 8", 178.3, _B200, 7700, _NVLINK_5, _PCIE_5, _DGX_B200),
     "MI300X-192GB": Card("AMD Instinct MI300X data sheet", 191.7, _MI300X, 5300, _FABRIC, _PCIE_5, _MI300X_NODE),
     "cpu": Card(_CPU_SHEET, 8.0, _CPU, 10, ("shared-memory", 1.0), 10, _ANY),
 }
-"""By the name that stands in a cluster's text. SXM is what a name without a form means, where there is one."""
+"""By the name used in a cluster's text. A name without a form factor means SXM, if there is one."""
 
 OTHER_NAMES: Mapping[str, str] = {
     **{"T4-16GB": "T4", "A10-24GB": "A10", "A10G-24GB": "A10G", "L4-24GB": "L4", "L40S-48GB": "L40S"},
@@ -126,6 +126,6 @@ OTHER_NAMES: Mapping[str, str] = {
     **{"H100": "H100-80GB", "H100-PCIe": "H100-80GB-PCIe", "H200": "H200-141GB", "B200": "B200-180GB"},
     **{"B200-192GB": "B200-180GB", "MI300X": "MI300X-192GB"},
 }
-"""Names that mean one device of the catalogue. `A100` and `V100` mean two each, so they stand for none."""
+"""Aliases of one device of the catalogue. `A100` and `V100` would match two each, so they are not aliases."""
 
-UNKNOWN_GPU = _pcie("assumed as of an A10, of a GPU that is not in the catalogue", 22.0, _A10, 600, _PCIE_4, _ANY)
+UNKNOWN_GPU = _pcie("assumed like an A10, for a GPU that is not in the catalogue", 22.0, _A10, 600, _PCIE_4, _ANY)

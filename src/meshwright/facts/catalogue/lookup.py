@@ -1,4 +1,4 @@
-"""From a cluster to the numbers that a forecast divides by."""
+"""From a cluster to the hardware numbers that forecasts use."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from meshwright.facts.overrides import is_complete, lay_over
 from meshwright.units import GIB
 
 MEASURED = "measured"
-"""How the source of a measured number begins: it is what is reached, where a data sheet's is what could be."""
+"""Prefix of a measured number's source: it is an achieved rate, where a data sheet gives a peak."""
 GBPS = 1e9 / 8
-"""Bytes a second."""
+"""Bytes per second."""
 _LAUNCH = 6e-6
 _CPU_LAUNCH = 4e-6
 
 
 def hardware_of(cluster: Cluster) -> Hardware:
-    """What a node of the cluster can do: the catalogue's numbers, with what the cluster says of itself laid over."""
+    """Numbers of one node: the catalogue's, overridden by what the cluster says about itself."""
     if cluster.device == LOCAL:
-        raise ClusterError("local stands for this machine, which has to be looked at first: use `local_cluster()`.")
+        raise ClusterError("local means this machine, which must be inspected first: use `local_cluster()`.")
     name = catalogue_name(cluster.device)
     if name is None and not is_complete(cluster.hardware):
         raise ClusterError(_unknown(cluster.device))
@@ -36,7 +36,7 @@ def hardware_of(cluster: Cluster) -> Hardware:
 
 
 def hardware_of_device(name: str | None) -> Hardware:
-    """What the catalogue says of one of its names; of a GPU that it does not know for None."""
+    """The catalogue's numbers for a device; None means a GPU that it does not know."""
     card = UNKNOWN_GPU if name is None else CARDS[name]
     is_cpu = name == "cpu"
     kind, rate = card.within
@@ -56,40 +56,40 @@ def hardware_of_device(name: str | None) -> Hardware:
 
 
 def catalogue_names() -> tuple[str, ...]:
-    """Every device that the catalogue knows."""
+    """Every device in the catalogue."""
     return tuple(CARDS)
 
 
 def catalogue_name(device: str) -> str | None:
-    """The catalogue's name for what a user calls a device; None where it has none."""
+    """The catalogue's name for what a user calls a device, or None."""
     by_folded = {_fold(name): name for name in CARDS} | {_fold(other): name for other, name in OTHER_NAMES.items()}
     return by_folded.get(_fold(device))
 
 
 def name_of_gpu(name: str, memory: int) -> str | None:
-    """The catalogue's name for what a driver calls a GPU, as in `NVIDIA A100-SXM4-40GB`; None where it has none."""
+    """The catalogue's name for what a driver calls a GPU, such as `NVIDIA A100-SXM4-40GB`, or None."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     fitting = [
         known for known, card in CARDS.items() if _model(known) <= words and abs(memory / GIB / card.gib - 1) < 0.05
     ]
-    if "nvl" in words:  # two H100 on one board: the memory of no other
+    if "nvl" in words:  # two H100 on one board, which the catalogue does not have
         return None
     by_form = [known for known in fitting if known.endswith("-PCIe") == ("pcie" in words)]
     return next(iter(by_form or fitting), None)
 
 
 def is_measured(hardware: Hardware, field: str) -> bool:
-    """Whether a number (`within.bandwidth`, say) was measured, and so needs no allowance for what is not reached."""
+    """Whether a number, such as `within.bandwidth`, was measured, so it needs no discount for efficiency."""
     return hardware.sources.get(field, "").startswith(MEASURED)
 
 
 def _model(name: str) -> set[str]:
-    """The words of a catalogue's name that tell the model: `RTX-4090` and `A100`, without memory and form."""
+    """The words of a catalogue name that identify the model: `RTX-4090` and `A100`, without memory and form factor."""
     return set(re.sub(r"-\d+gb|-pcie", "", name.lower()).split("-"))
 
 
 def _fold(name: str) -> str:
-    """SXM is the usual form, and `A100-80GB-SXM4` and `A100-SXM-80GB` are `A100-80GB`."""
+    """Normalize a name. SXM is the default form: `A100-80GB-SXM4` and `A100-SXM-80GB` are `A100-80GB`."""
     return re.sub(r"-sxm\d?|nvidia-|[-_ ]", "", name.lower().replace("geforce-", ""))
 
 
@@ -98,10 +98,10 @@ def _unknown(device: str) -> str:
     variants = [name for name in CARDS if stem and _fold(name).startswith(stem)]
     near = get_close_matches(device.upper(), [*CARDS, *OTHER_NAMES], 1, cutoff=0.4)
     if variants:
-        hint = f"it comes as {', '.join(variants)}: say which."
+        hint = f"it comes as {', '.join(variants)}: choose one."
     else:
         hint = f"did you mean {near[0]!r}? " if near else ""
-        hint += f"It knows {', '.join(CARDS)}; `meshwright probe --out cluster.json` measures any other."
+        hint += f"It has {', '.join(CARDS)}; `meshwright probe --out cluster.json` measures any other."
     return f"The catalogue has no device {device!r}; {hint}"
 
 
@@ -118,7 +118,7 @@ def _with_link(hardware: Hardware, cluster: Cluster) -> Hardware:
 
 
 def _with_memory(hardware: Hardware, cluster: Cluster) -> Hardware:
-    """A memory that is not the one in the device's name was measured, or is known better."""
+    """Use the cluster's memory if it differs from the one in the device's name: it was measured, or is known better."""
     nominal = Cluster(device=cluster.device).memory_gib
     if cluster.memory_gib is None or cluster.memory_gib == nominal or "memory" in cluster.hardware:
         return hardware
@@ -129,16 +129,16 @@ def _with_memory(hardware: Hardware, cluster: Cluster) -> Hardware:
 def _sources(card: Card) -> dict[str, Any]:
     within = KINDS[card.within[0]].source
     return {
-        "memory": "what torch.cuda.get_device_properties tells on such a device, to 0.3 GiB",
+        "memory": "torch.cuda.get_device_properties on such a device, to 0.3 GiB",
         "flops": f"{card.sheet}: peak rates by format, dense",
         "bandwidth": f"{card.sheet}: memory bandwidth",
-        "launch": "assumed of eager PyTorch on a current server's core, until probe measures it",
-        "within.bandwidth": f"{card.sheet}: interconnect, half of the total of both directions",
+        "launch": "assumed for eager PyTorch on a current server core, until probe measures it",
+        "within.bandwidth": f"{card.sheet}: interconnect, half of the bidirectional total",
         "within.latency": within,
         "between.bandwidth": card.node.name,
         "between.latency": KINDS[card.node.kind].source,
         "host.bandwidth": f"{card.sheet}: the slot's rate in one direction",
-        "host.latency": "assumed of one copy between host and device",
+        "host.latency": "assumed for one copy between host and device",
         "host_memory": card.node.name,
         **({"reach": card.reach_source} if card.reach else {}),
     }

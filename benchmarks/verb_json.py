@@ -120,17 +120,26 @@ class Case:
 
 def cases(folder: Path) -> list[Case]:
     """All cases in the order in which they run: some read what earlier ones wrote."""
-    return [*plans(), *layouts(), *exports(), *against(), *validations(folder), *errors(folder), *on_ranks()]
+    described = [*example_plans(), *layouts(), *exports(), *against(), *validations(folder), *errors(folder)]
+    return [*described, *on_ranks(), *preset_plans()]
 
 
 def case(*words: str, alone: bool = False, reads: Sequence[str] = (), name: str = "") -> Case:
     return Case(words=(*words, "--json"), alone=alone, reads=tuple(reads), name=name)
 
 
-def plans() -> Iterator[Case]:
-    for path in sorted((ROOT / "src/meshwright/presets").glob("*.json.gz")):
-        for cluster in CLUSTERS:
-            yield case("plan", f"preset:{path.name.removesuffix('.json.gz')}", "--on", cluster, "--fast")
+def preset_plans() -> Iterator[Case]:
+    presets = [path.name.removesuffix(".json.gz") for path in sorted((ROOT / "src/meshwright/presets").glob("*.gz"))]
+    for cluster in CLUSTERS:
+        for preset in presets:
+            yield case("plan", f"preset:{preset}", "--on", cluster, "--fast")
+    choices = ("--precision", "fp32,bf16,fp16", "--offload", "none,optimizer,params", "--compile", "--batch", "256")
+    yield case("plan", "preset:gpt2-xl", "--on", "8xA100-40GB", "--fast", *choices)
+    yield case("plan", "preset:llama3-8b", "--on", "8xA100-40GB", "--fast", "--no-tensor", "--no-pipeline")
+    yield case("plan", "preset:llama3-405b", "--on", "2xA100-40GB", "--fast")
+
+
+def example_plans() -> Iterator[Case]:
     for example in ("gpt", "cnn"):
         job = f"examples/{example}.py"
         for cluster in ("2xA100-40GB", "4xA100-40GB"):
@@ -149,10 +158,6 @@ def plans() -> Iterator[Case]:
     for strategy in ("pp=4:1f1b,bf16", "pp=2:zb,ddp=2,bf16"):
         words = ("plan", "examples/gpt.py", "--on", "4xA100-40GB", "--fast", "--strategies", strategy)
         yield case(*words, "--timeline", timeline, reads=[f"timeline={timeline}"])
-    choices = ("--precision", "fp32,bf16,fp16", "--offload", "none,optimizer,params", "--compile", "--batch", "256")
-    yield case("plan", "preset:gpt2-xl", "--on", "8xA100-40GB", "--fast", *choices)
-    yield case("plan", "preset:llama3-8b", "--on", "8xA100-40GB", "--fast", "--no-tensor", "--no-pipeline")
-    yield case("plan", "preset:llama3-405b", "--on", "2xA100-40GB", "--fast")
 
 
 def layouts() -> Iterator[Case]:
@@ -274,7 +279,7 @@ def record(out: Path, only: Sequence[str]) -> None:
     """Run the cases and store what they said."""
     os.environ |= ENVIRONMENT
     os.chdir(ROOT)
-    found: dict[str, Found] = {}
+    found: dict[str, Found] = json.loads(out.read_text()) if only and out.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         hidden = {folder: TEMPORARY, str(ROOT): "ROOT"}
 
@@ -284,6 +289,7 @@ def record(out: Path, only: Sequence[str]) -> None:
         def keep(title: str, run: Callable[[], Found]) -> None:
             start = time.perf_counter()
             found[title] = {"verb": title.split()[0], **hide(run(), hidden)}
+            out.write_text(json.dumps(found, indent=1) + "\n")
             print(f"{time.perf_counter() - start:6.1f} s  exit {found[title]['exit']}  {title}", flush=True)
 
         for one in cases(Path(folder)):
@@ -294,7 +300,6 @@ def record(out: Path, only: Sequence[str]) -> None:
         with running_server() if requests else nullcontext("") as address:
             for title, asked in requests.items():
                 keep(title, partial(ask, address, asked))
-    out.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{len(found)} cases of {source()} in {out}")
 
 
@@ -516,7 +521,9 @@ def main() -> None:
     verbs = parser.add_subparsers(dest="verb", required=True)
     recording = verbs.add_parser("record", help="run the verbs and store their documents")
     recording.add_argument("out", type=Path)
-    recording.add_argument("--only", nargs="+", default=(), help="patterns of cases, as in 'plan *'")
+    recording.add_argument(
+        "--only", nargs="+", default=(), help="patterns of cases, as in 'plan *'; others in OUT stay as they are"
+    )
     comparing = verbs.add_parser("compare", help="print the differences of two recordings")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)

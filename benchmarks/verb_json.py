@@ -22,6 +22,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,8 @@ TEMPORARY = "TEMPORARY"
 """Stands in a recording for the folder that the cases write to, and inside an argument for the same."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 PATIENCE = 600
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of a verb that was stopped from outside, and so the recording with it."""
 
 MEASURED = {
     "plan": ("seconds",),
@@ -347,6 +350,8 @@ def in_this_process(words: list[str]) -> tuple[int | str, str, str]:
         code = f"{type(error).__name__}: {error}"
     finally:
         sys.argv = before
+    if code in STOPPED:
+        sys.exit(code)
     return code, printed.getvalue(), told.getvalue()
 
 

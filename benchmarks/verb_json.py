@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEMPORARY = "TEMPORARY"
 """Stands in a recording for the folder that the cases write to, and inside an argument for the same."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
-PATIENCE = 600
+PATIENCE = 1200
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a verb that was stopped from outside, and so the recording with it."""
 
@@ -357,7 +357,10 @@ def in_this_process(words: list[str]) -> tuple[int | str, str, str]:
 
 def in_process_of_its_own(words: list[str]) -> tuple[int | str, str, str]:
     command = [sys.executable, "-m", "meshwright", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {PATIENCE} s", "", ""
     return done.returncode, done.stdout, done.stderr
 
 

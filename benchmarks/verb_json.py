@@ -132,7 +132,7 @@ def case(*words: str, alone: bool = False, reads: Sequence[str] = (), name: str 
 
 
 def preset_plans() -> Iterator[Case]:
-    presets = [path.name.removesuffix(".json.gz") for path in sorted((ROOT / "src/meshwright/presets").glob("*.gz"))]
+    presets = sorted(path.name.removesuffix(".json.gz") for path in (ROOT / "src/meshwright").rglob("*.json.gz"))
     for cluster in CLUSTERS:
         for preset in presets:
             yield case("plan", f"preset:{preset}", "--on", cluster, "--fast")
@@ -345,7 +345,7 @@ def in_this_process(words: list[str]) -> tuple[int | str, str, str]:
         with redirect_stdout(printed), redirect_stderr(told):
             runpy.run_module("meshwright", run_name="__main__")
     except SystemExit as done:
-        code = done.code if isinstance(done.code, int) else 0
+        code = done.code or 0
     except Exception as error:  # a defect of the verb is recorded as such
         code = f"{type(error).__name__}: {error}"
     finally:

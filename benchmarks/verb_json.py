@@ -9,7 +9,7 @@ minutes on two cores. Verbs that start ranks or a server run in a process of the
 which saves importing PyTorch for each.
 
 Numbers are compared exactly. What a clock or the operating system measured is listed in MEASURED: there only the
-names and types of the fields are compared. A sentence that changed while its numbers did not is reported as wording;
+names and types of the fields are compared, and not what lists hold. A sentence that changed while its numbers did not is reported as wording;
 anything else is a change of value, and then the exit code is 1.
 """
 
@@ -437,11 +437,11 @@ def compare_values(
 ) -> Iterator[tuple[Place, Document, Document]]:
     if isinstance(before, dict) and isinstance(after, dict):
         yield from compare_fields(path, before, after, measured)
-    elif isinstance(before, list) and isinstance(after, list):
-        yield from compare_lists(path, before, after, measured)
     elif any(is_below(path, one) for one in measured):
         if type(before) is not type(after):
             yield path, before, after
+    elif isinstance(before, list) and isinstance(after, list):
+        yield from compare_lists(path, before, after, measured)
     elif isinstance(before, str) and isinstance(after, str) and "\n" in before and "\n" in after:
         yield from compare_lists(path, before.splitlines(), after.splitlines(), measured)
     elif before != after or type(before) is not type(after):

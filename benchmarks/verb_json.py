@@ -9,8 +9,8 @@ minutes on two cores. Verbs that start ranks or a server run in a process of the
 which saves importing PyTorch for each.
 
 Numbers are compared exactly. What a clock or the operating system measured is listed in MEASURED: there only the
-names and types of the fields are compared, and not what lists hold. A sentence that changed while its numbers did not is reported as wording;
-anything else is a change of value, and then the exit code is 1.
+names and types of the fields are compared, and not what lists hold. A sentence that changed while its numbers did not
+is reported as wording; anything else is a change of value, and then the exit code is 1.
 """
 
 from __future__ import annotations

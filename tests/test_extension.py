@@ -20,7 +20,8 @@ from meshwright.facts.data_axis import DATA_AXES
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.candidates import Allowed, candidates
-from meshwright.planning import Planner, Wishes, rank
+from meshwright.planning import Planner, Wishes
+from meshwright.ranking import rank
 from meshwright.runtime.compare_choice import plain_strategies
 from meshwright.runtime.layout import lay_out_on_paper
 from meshwright.runtime.place import place_for

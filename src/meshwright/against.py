@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from meshwright.errors import MeshwrightError, Refused
 from meshwright.exchange import Imported
@@ -12,10 +11,8 @@ from meshwright.facts.plan import GIB, Against, Plan
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.explain import explain
 from meshwright.planner.search import TIE, choose, refuse
+from meshwright.planning import Planner
 from meshwright.units import show_seconds
-
-if TYPE_CHECKING:
-    from meshwright.planning import Planner
 
 
 def weigh(planner: Planner, cluster: Cluster, theirs: Imported, plans: list[Plan], *, traced: bool) -> Against:

@@ -9,8 +9,6 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from meshwright.against import weigh
-from meshwright.describe.model import describe
 from meshwright.described import described
 from meshwright.errors import BadInput, MeshwrightError
 from meshwright.exchange import Imported
@@ -19,15 +17,15 @@ from meshwright.facts.cluster import LOCAL, Cluster
 from meshwright.facts.costs import ModelCosts
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
-from meshwright.facts.plan import Plan, Ranking
+from meshwright.facts.plan import Plan
 from meshwright.facts.precision import BUILT
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.account import usable
 from meshwright.planner.arrangement import cut_batch
 from meshwright.planner.calibrate import Calibration
 from meshwright.planner.candidates import Allowed, candidates
-from meshwright.planner.explain import advise, explain
-from meshwright.planner.search import Found, Setting, best_of_each_kind, choose, search, with_traces
+from meshwright.planner.explain import advise
+from meshwright.planner.search import Found, Setting, search, with_traces
 from meshwright.planner.stagewise import Loads
 from meshwright.runtime.probe_machine import local_cluster
 from meshwright.tracing.costs import measure_costs
@@ -57,35 +55,6 @@ class Wishes:
     @property
     def fitted(self) -> tuple[str, ...]:
         return self.calibration.sentences() if self.calibration else ()
-
-
-def plan(job: Job, cluster: Cluster, wishes: Wishes | None = None, *, name: str = "job") -> Ranking:
-    """Rank all strategies for a job on a cluster, and trace the finalists unless `fast` is set."""
-    wishes, started = wishes or Wishes(), time.perf_counter()
-    planner = Planner(job, describe(job), wishes.global_batch or job.global_batch, wishes.calibration)
-    return rank(planner, cluster, wishes, name=name, started=started)
-
-
-def rank(
-    planner: Planner, cluster: Cluster, wishes: Wishes, *, name: str = "job", started: float | None = None
-) -> Ranking:
-    """Rank with a planner that the caller keeps for further requests. The clock starts at `started` if given."""
-    started, known = started or time.perf_counter(), len(planner.notes)
-    found = planner.search(cluster, wishes)
-    plans = choose(planner.setting(cluster), best_of_each_kind(found.plans))
-    if not wishes.fast:
-        plans = planner.trace_first(cluster, plans, wishes.finalists)
-    advice = () if plans else planner.advise(cluster, wishes, found)
-    return Ranking(
-        job=name,
-        cluster=str(cluster),
-        plans=tuple(explain(plans[: wishes.listed])),
-        refused=tuple(found.refused),
-        candidates=found.candidates,
-        seconds=time.perf_counter() - started,
-        advice=(*wishes.fitted, *planner.notes[known:], *advice),
-        against=weigh(planner, cluster, wishes.against, plans, traced=not wishes.fast) if wishes.against else None,
-    )
 
 
 def open_planner(job: str, wishes: Wishes) -> Planner:

@@ -15,7 +15,8 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.plan import Plan
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.candidates import Allowed
-from meshwright.planning import Wishes, plan
+from meshwright.planning import Wishes
+from meshwright.ranking import plan
 from meshwright.runtime import run
 from meshwright.runtime.probe_machine import local_cluster
 from meshwright.runtime.run import Run

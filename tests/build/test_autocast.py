@@ -15,7 +15,8 @@ from meshwright.describe.model import describe
 from meshwright.errors import Refused
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.strategy import Strategy
-from meshwright.planning import Wishes, plan
+from meshwright.planning import Wishes
+from meshwright.ranking import plan
 from meshwright.strategies import Place
 from minimal import WIDTH, Blocks, make_job, make_trainer
 

@@ -19,7 +19,8 @@ from transformers import (
 
 from meshwright.describe.jobfile import load_job
 from meshwright.facts.cluster import Cluster
-from meshwright.planning import Wishes, plan
+from meshwright.planning import Wishes
+from meshwright.ranking import plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EIGHT = Cluster.parse("8xA100-40GB")

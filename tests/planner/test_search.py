@@ -12,7 +12,8 @@ from meshwright.facts.plan import Plan, Ranking
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.candidates import Allowed, candidates, plainness
 from meshwright.planner.search import search
-from meshwright.planning import Planner, Wishes, plan
+from meshwright.planning import Planner, Wishes
+from meshwright.ranking import plan
 from meshwright.starting import resolve_auto
 
 FAST = Wishes(fast=True)

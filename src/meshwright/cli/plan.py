@@ -58,7 +58,8 @@ def plan(
     [bold]meshwright plan job.py --on 4xA100-40GB --strategies pp=4:1f1b,bf16 --timeline timeline.html[/]
     """
     with importing(briefly=True):
-        from meshwright.planning import Wishes, named_strategies, open_planner, rank, read_allowed, read_cluster
+        from meshwright.planning import Wishes, named_strategies, open_planner, read_allowed, read_cluster
+        from meshwright.ranking import rank
         from meshwright.report.charts import check_plotly
         from meshwright.report.plan import plan_page
         from meshwright.report.timeline_html import check_ending

@@ -15,7 +15,8 @@ from typing import Any, TextIO
 
 from meshwright.described import Described, described
 from meshwright.errors import MeshwrightError
-from meshwright.planning import Planner, rank
+from meshwright.planning import Planner
+from meshwright.ranking import rank
 from meshwright.report.plan_html import body
 from meshwright.serve.errors import status_of
 from meshwright.serve.request import PlanRequest

@@ -21,7 +21,8 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import MODEL_AXES
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.candidates import Allowed, candidates
-from meshwright.planning import Planner, Wishes, rank
+from meshwright.planning import Planner, Wishes
+from meshwright.ranking import rank
 from meshwright.runtime.compare_choice import plain_strategies
 from meshwright.runtime.layout import lay_out_on_paper
 from meshwright.runtime.place import place_for

@@ -1,9 +1,9 @@
-"""What Meshwright takes from PyTorch without a promise: names that begin with an underscore or that no `__all__` lists.
+"""Private PyTorch API that Meshwright relies on: names with a leading underscore, and names that no `__all__` lists.
 
-Each file is one theme and gives such things a plain name; `tests/torch_private/` has a test for each, which fails when
-PyTorch changes it. All of it is in PyTorch 2.11 to 2.13 unless its own line says otherwise. Names are handed on as they
-are where they stand in a hot path, so that a detour costs nothing.
+Each file covers one theme and gives every such name a public one. `tests/torch_private/` tests each of them, so a
+PyTorch release that changes one fails there first. Everything was seen in PyTorch 2.11 to 2.13 unless its docstring
+says otherwise. Objects used in hot paths are re-exported rather than wrapped.
 
-Not listed: `_parameters`, `_buffers` and `_modules` of a module, on which everybody relies, and names of operators that
-are compared as text.
+Not covered: `_parameters`, `_buffers` and `_modules` of `nn.Module`, which are widely relied on, and operator names
+that are compared as strings.
 """

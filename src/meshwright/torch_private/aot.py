@@ -1,4 +1,4 @@
-"""What torch.compile draws graphs with (PyTorch 2.11 to 2.13). Takes seconds to import, so do it where it is needed."""
+"""Graph capture of torch.compile (PyTorch 2.11 to 2.13). Import it late: it takes seconds."""
 
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition

@@ -15,14 +15,14 @@ from torch.autograd.variable import Variable
 __all__ = ["BackwardCFunction", "DeviceType"]
 
 run_engine: Callable[..., Any] = Variable._execution_engine.run_backward
-"""The backward pass below `Tensor.backward`, which no mode over torch functions sees."""
+"""Runs a backward pass below `Tensor.backward`, where function modes do not intercept it."""
 
 
 def engine_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[Any]:
-    """While active, `Tensor.backward`, `autograd.backward` and `autograd.grad` run the engine through `wrap(run)`."""
+    """Context in which `Tensor.backward`, `autograd.backward` and `autograd.grad` run the engine by `wrap(run)`."""
     name = "_engine_run_backward"
     return patch.object(torch.autograd, name, wrap(getattr(torch.autograd, name)))
 
 
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward pass that this thread is in, or -1."""
+"""The id of the backward pass that this thread runs, or -1."""

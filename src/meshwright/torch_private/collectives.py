@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 COLLECTIVES = ("c10d", "_c10d_functional")
-"""The namespaces of operators that are collectives."""
+"""Namespaces of collective operators."""
 
 FIRST_BUCKET_BYTES: int = dist._DEFAULT_FIRST_BUCKET_BYTES
-"""How much the first of DDP's buckets holds."""
+"""Size of DDP's first bucket."""
 
 assign_buckets: Callable[[list[Tensor], list[int]], tuple[list[list[int]], list[int]]]
 assign_buckets = dist._compute_bucket_assignment_by_size
-"""Which tensors DDP puts together, given a limit for the first bucket and one for the others."""
+"""Groups tensors into DDP's buckets, given a limit for the first bucket and one for the others."""
 
 
 def group_given_as(argument: Any) -> dist.ProcessGroup | None:

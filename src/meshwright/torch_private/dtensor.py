@@ -1,6 +1,6 @@
-"""The tensor inside a DTensor, and how DTensor finds shapes (PyTorch 2.11 to 2.13).
+"""A DTensor's local tensor, and DTensor's shape propagation (PyTorch 2.11 to 2.13).
 
-DTensor itself is imported only where it is needed: that takes a second.
+DTensor is imported inside functions, because importing it takes a second.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
-    """What this rank holds of a DTensor; autograd does not see it, as it does `to_local`."""
+    """This rank's part of a DTensor; unlike `to_local` it is not recorded by autograd."""
     return tensor._local_tensor
 
 
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
-    """Give a DTensor another local tensor."""
+    """Replace the local tensor of a DTensor."""
     tensor._local_tensor = local
 
 
 def shape_search_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[Any]:
-    """While active, DTensor tries an operator on whole fake tensors through what `wrap` makes of its method."""
+    """Context in which DTensor runs an operator on full-size fake tensors, to find shapes, through `wrap(method)`."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     name = "_propagate_tensor_meta_non_cached"
@@ -36,7 +36,7 @@ def shape_search_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]
 
 
 def forget_layouts() -> None:
-    """Clear DTensor's caches: it takes meshes of equal sizes for the same one, even when their groups are gone."""
+    """Clear DTensor's caches: it treats meshes of equal sizes as one, even when their groups no longer exist."""
     from torch.distributed.tensor import debug
 
     for name in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):

@@ -1,4 +1,4 @@
-"""When torch.compile is at work (PyTorch 2.11 to 2.13). Takes a second to import, so do it where it is needed."""
+"""Callbacks around each compilation (PyTorch 2.11 to 2.13). Import it late: it takes a second."""
 
 from torch._dynamo import on_compile_end, on_compile_start
 

@@ -1,6 +1,6 @@
-"""Torch's elastic agent, with its steps under names of their own (PyTorch 2.11 to 2.13).
+"""Torch's elastic agent, with public names for its steps (PyTorch 2.11 to 2.13).
 
-Torch documents `_start_workers`, `_monitor_workers` and `_shutdown` as what to extend, but not what they need to know.
+Torch documents `_start_workers`, `_monitor_workers` and `_shutdown` as methods to extend, but not the state they use.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["RankAgent", "SignalException"]
 
 
 class RankAgent(LocalElasticAgent):
-    """Starts the ranks of one machine and looks after them; a subclass extends the steps."""
+    """Starts and monitors the ranks of one machine; subclasses extend the steps."""
 
     def start_ranks(self) -> dict[int, Any]:
-        """Start all ranks; gives their process ids."""
+        """Start all ranks and return their process ids."""
         started: dict[int, Any] = super()._start_workers(self._worker_group)
         return started
 
     def look_at_ranks(self) -> RunResult:
-        """Find out whether ranks run, have ended or have failed."""
+        """Check whether the ranks are running, done or failed."""
         result: RunResult = super()._monitor_workers(self._worker_group)
         return result
 

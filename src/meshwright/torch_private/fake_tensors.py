@@ -21,4 +21,4 @@ __all__ = [
 ]
 
 FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
-"""The logger to which fake tensors write what they raise."""
+"""The logger that gets a line for each exception that fake tensors raise."""

@@ -1,4 +1,4 @@
-"""The store of the backend "fake", whose other ranks do not exist (PyTorch 2.11 to 2.13). Importing it registers it."""
+"""Store for the backend "fake", which importing this registers: other ranks do not exist (PyTorch 2.11 to 2.13)."""
 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -17,5 +17,5 @@ foreach_norm = torch._foreach_norm
 
 
 def clipping_by_lists() -> AbstractContextManager[Any]:
-    """While active, clipping by norm takes any tensors together, as it does on GPUs."""
+    """Context in which clipping by norm uses foreach operators on every device, as it does on GPUs."""
     return patch.object(clip_grad, "_has_foreach_support", lambda tensors, device: True)

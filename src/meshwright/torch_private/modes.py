@@ -1,4 +1,4 @@
-"""Modes that see every operator or torch function, and what keeps them away (PyTorch 2.11 to 2.13)."""
+"""Modes that intercept operators or torch functions, and contexts that switch them off (PyTorch 2.11 to 2.13)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = ["TorchDispatchMode"]
 
 outside_of_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
-"""No dispatch mode is active in here; a fake tensor mode is one."""
+"""Context without any dispatch mode, fake tensor modes included."""
 
 function_modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
-"""The function modes that are active, the innermost last."""
+"""The active function modes, innermost last."""
 
 without_innermost_mode: Callable[[], AbstractContextManager[Any]] = _pop_mode_temporarily
-"""The innermost function mode rests in here."""
+"""Context in which the innermost function mode is off."""
 
 without_torch_function = torch._C.DisableTorchFunction
-"""Neither function modes nor classes of tensors see torch functions in here."""
+"""Context in which neither function modes nor tensor subclasses see torch functions."""
 
 without_tensor_classes = torch._C.DisableTorchFunctionSubclass
-"""Classes of tensors do not see torch functions in here; function modes do."""
+"""Context in which tensor subclasses do not see torch functions; function modes still do."""

@@ -19,16 +19,16 @@ REGISTERED = ("_parameters", "_buffers", "_modules")
 """The attributes in which a module keeps its tensors and its children."""
 
 lend_tensors: Callable[..., AbstractContextManager[Any]] = stateless._reparametrize_module
-"""A module has other tensors in here, as in `functional_call` but for longer."""
+"""Context in which a module uses other tensors, as `functional_call` does for one call."""
 
 
 def convert_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put `change(tensor)` in the place of every tensor of a module, as `Module.to` does; modules may override it."""
+    """Replace every tensor of a module by `change(tensor)`, as `Module.to` does; modules may override it."""
     module._apply(change)
 
 
 class AnyBatchNorm(BatchNorm):
-    """What `nn.SyncBatchNorm` is where nothing is synchronised: a BatchNorm of any number of dims."""
+    """A BatchNorm for inputs of any number of dims, as `nn.SyncBatchNorm` is."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -36,18 +36,18 @@ class AnyBatchNorm(BatchNorm):
 
 
 def wrap_compiled_call(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Change what a module that was compiled is called by. Nothing happens to one that was not."""
+    """Wrap the compiled call of a module; a module that is not compiled is left alone."""
     if module._compiled_call_impl is not None:
         module._compiled_call_impl = wrap(module._compiled_call_impl)
 
 
 def overrides_convolution(module: Any, base: Any) -> bool:
-    """Whether a plain convolution computes otherwise than `base`, PyTorch's own class."""
+    """Whether a convolution's class replaces the computation of `base`, PyTorch's class."""
     return type(module)._conv_forward is not base._conv_forward
 
 
 def padding_of_both_sides(module: Any) -> list[int]:
-    """A plain convolution's padding as `F.pad` takes it."""
+    """A convolution's padding in the form that `F.pad` takes."""
     padding: list[int] = module._reversed_padding_repeated_twice
     return padding
 
@@ -69,4 +69,4 @@ def _weights(self: Any) -> list[torch.Tensor]:
 
 
 RNN_READS_ATTRIBUTES = {"_flat_weights": property(_weights, lambda self, value: None)}
-"""Members of a subclass of `nn.RNNBase` that reads its weights one by one, and not from a list beside them."""
+"""Class members that make a subclass of `nn.RNNBase` read its weights as attributes instead of from a list."""

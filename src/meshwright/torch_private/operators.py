@@ -1,4 +1,4 @@
-"""Operators, what is known of them, and those that PyTorch keeps to itself (PyTorch 2.11 to 2.13)."""
+"""Operator metadata, and operators that are not public (PyTorch 2.11 to 2.13)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["OpOverload", "flop_registry"]
 _aten = torch.ops.aten
 
 FUNCTIONS = torch._C._nn
-"""Where PyTorch keeps what `torch.nn.functional` is made of."""
+"""The module with the built-in functions behind `torch.nn.functional`."""
 
 unregister: Callable[[torch.library.Library], None] = torch.library.Library._destroy
-"""Take back what a library registered."""
+"""Undo what a library registered."""
 
 choose_attention: Callable[..., int] = torch._fused_sdp_choice
-"""The number of the `SDPBackend` that attention takes on these tensors."""
+"""The value of the `SDPBackend` that attention would use for these tensors."""
 
 DEVICE_OF = torch.ops.prim.device.default
-"""By which a fake tensor is asked for its device."""
+"""The operator that reads the device of a fake tensor."""
 MATH_ATTENTION = _aten._scaled_dot_product_attention_math
 FLASH_ATTENTION = _aten._scaled_dot_product_flash_attention
 EFFICIENT_ATTENTION = _aten._scaled_dot_product_efficient_attention
@@ -37,11 +37,11 @@ UNSAFE_VIEW = _aten._unsafe_view
 
 
 def schema_of(operator: Any) -> torch.FunctionSchema:
-    """An operator's name, arguments and results."""
+    """An operator's name, arguments and return types."""
     schema: torch.FunctionSchema = operator._schema
     return schema
 
 
 def take_apart(operator: OpOverload, *args: Any) -> Any:
-    """Run a composite operator as the operators that it is made of."""
+    """Run a composite operator as its decomposition."""
     return operator.decompose(*args)

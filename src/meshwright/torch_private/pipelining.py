@@ -19,13 +19,13 @@ graph_node: Callable[[Any], Any] = _get_grad_fn_or_grad_acc
 
 
 class Stage(PipelineStage):
-    """A stage that does not send to its own rank.
+    """A stage that never sends to its own rank.
 
-    Where a schedule turns round, two neighbouring stages are on one rank. PyTorch 2.11 would have it send to itself.
+    In V-shaped schedules two neighbouring stages share a rank, and PyTorch 2.11 would have it send to itself.
     """
 
     def kept_of(self, chunk: int) -> tuple[Any, Any]:
-        """The outputs and inputs that a stage keeps of a micro-batch between forward and backward."""
+        """The outputs and inputs of a micro-batch that are kept from forward to backward."""
         outputs, inputs = self.fwd_cache[chunk]
         return outputs, inputs
 
@@ -34,16 +34,14 @@ class Stage(PipelineStage):
 
 
 class Passed:
-    """The result of a vote, in the place of a tensor: on fake tensors there would be no value to read."""
+    """The result of a vote, in place of a tensor: a fake tensor would have no value to read."""
 
     def item(self) -> int:
         return 1
 
 
 class NoVotes:
-    """For a stage whose neighbours are fake. Since PyTorch 2.12 they vote before the first step on whether shapes are
-    known; here the vote has passed.
-    """
+    """Mixin for a stage with fake neighbours: the vote on shapes, new in PyTorch 2.12, passes without them."""
 
     def _warmup_forward_vote(self, has_backward: bool, received_acc: Any = None) -> Any:
         return Passed()

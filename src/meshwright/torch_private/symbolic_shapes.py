@@ -1,4 +1,4 @@
-"""Shapes that depend on values (PyTorch 2.11 to 2.13). Imports a computer algebra, so do it where it is needed."""
+"""Errors of data-dependent shapes (PyTorch 2.11 to 2.13). Import it late: it imports sympy."""
 
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 

@@ -1,4 +1,4 @@
-"""Nested containers as a list of leaves (PyTorch 2.11 to 2.13)."""
+"""Nested containers as flat lists of leaves (PyTorch 2.11 to 2.13)."""
 
 from torch.utils._pytree import (
     TreeSpec,

@@ -59,7 +59,7 @@ def test_a_small_model_is_replicated(ranking: Ranking) -> None:
     """Nothing is gained by cutting what fits whole; dividing the update may save a little."""
     first = ranking.plans[0].strategy
     assert first.data in ("ddp", "zero1")
-    assert (first.tp, first.pp, first.offload, first.recompute) == (1, 1, "", "none")
+    assert (first.axes, first.offload, first.recompute) == ((), "", "none")
 
 
 def test_causes_add_up(ranking: Ranking) -> None:
@@ -106,7 +106,7 @@ def test_candidates_are_resolved_and_legal(job: Job) -> None:
     found = list(candidates(describe(job), cluster, 64, Allowed()))
     assert len(found) == len(set(found))
     assert {strategy.resolve(8).data for strategy in found} >= {"ddp", "zero1", "zero2", "fsdp", "hsdp"}
-    assert max(strategy.tp for strategy in found) == 4
+    assert max(strategy.inner_ranks for strategy in found) == 4
 
 
 def test_plainer_is_simpler() -> None:

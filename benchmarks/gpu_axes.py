@@ -166,7 +166,7 @@ def attempt(task: tuple[Any, ...]) -> dict[str, Any]:
 def ranks_of_interest(text: str, ranks: int) -> list[int]:
     """The first rank of each place on the pipeline axis: the others of that place hold as much."""
     strategy = Strategy.parse(text).resolve(ranks)
-    stages = strategy.pp * strategy.layers
+    stages = strategy.stage_ranks
     return [place * ranks // stages for place in range(stages)]
 
 

@@ -285,7 +285,7 @@ def account_for(row: dict[str, Any]) -> dict[str, float]:
     cluster = Cluster(nodes=nodes, devices_per_node=min(8, row["ranks"]), device="H200-141GB", hardware=NO_LINKS)
     planner._measure(strategy.precision, strategy.recompute)
     plan = consider(planner.setting(cluster), strategy)
-    place = row["rank"] * max(1, strategy.pp) // row["ranks"]
+    place = row["rank"] * strategy.stage_ranks // row["ranks"]
     own = plan.stages[place] if plan.stages else plan.forecast
     return {"account_gib": (own.peak - own.memory.get("allocator", 0)) / GIB, "compute_ms": own.step * 1e3}
 

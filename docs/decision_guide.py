@@ -128,14 +128,14 @@ RULES = (
         models="13B and more",
         below=float("inf"),
         says="FSDP with offload, or tensor parallelism",
-        obeys=lambda s: (rung(s) == "fsdp" and bool(s.offload)) or s.tp > 1,
+        obeys=lambda s: (rung(s) == "fsdp" and bool(s.offload)) or s.inner_ranks > 1,
     ),
 )
 
 
 def rung(strategy: Strategy) -> str:
     """The data strategy where nothing divides the model; empty where something does."""
-    return "" if strategy.tp > 1 or strategy.pp > 1 else strategy.data or "single"
+    return "" if strategy.axes else strategy.data or "single"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.verdict import Verdict
 from meshwright.runtime.verify import verify
-from meshwright.strategies import DataStrategy, Place, register, unregister
+from meshwright.strategies import DataStrategy, ModelAxis, Place, register, unregister
 from meshwright.strategies.engine import Engine, Setting
 
 
@@ -64,7 +64,7 @@ class InOneProcess(DataStrategy):
 
 
 @contextmanager
-def registered(technique: DataStrategy) -> Iterator[None]:
+def registered(technique: DataStrategy | ModelAxis) -> Iterator[None]:
     register(technique)
     try:
         yield

@@ -135,7 +135,7 @@ def alone_in_the_norm() -> Iterator[None]:
     norm = Assembly.norm
 
     def own(self: Assembly, parameters: Any) -> torch.Tensor:
-        axes, self.axes = self.axes, replace(self.axes, pipeline_ranks=1)
+        axes, self.axes = self.axes, replace(self.axes, stage_name="")
         try:
             return norm(self, parameters)
         finally:

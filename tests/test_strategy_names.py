@@ -1,4 +1,4 @@
-"""Nothing but a data strategy's own file and the grammar looks at its name; all else asks its traits."""
+"""Only its own file and the grammar look at the name of a data strategy or an axis; all else asks its traits."""
 
 import ast
 import inspect
@@ -9,16 +9,26 @@ from pathlib import Path
 import pytest
 
 from meshwright.facts.data_axis import DATA_AXES
-from meshwright.strategies import DATA_STRATEGIES
+from meshwright.facts.model_axis import MODEL_AXES, AxisTerm
+from meshwright.strategies import DATA_STRATEGIES, model_axis
 
 PACKAGE = Path(__file__).parents[1] / "src" / "meshwright"
 GRAMMAR = PACKAGE / "facts" / "grammar.py"
 LOOKUPS = {"get", "index", "count", "pop", "startswith", "endswith", "removeprefix", "__contains__"}
 
-OWN_FILES = {word: Path(inspect.getfile(type(technique))) for word, technique in DATA_STRATEGIES.items()}
+TECHNIQUES = {**DATA_STRATEGIES, **{word: model_axis(AxisTerm(word, 2)) for word in MODEL_AXES}}
+OTHER_MEANINGS = {
+    ("layers", "families.py"),  # a schedule
+    ("layers", "decoder.py"),  # how many a model has
+    ("layers", "presets.py"),
+    ("op", "read_torchtitan.py"),  # a way to choose what is recomputed
+    ("tp", "rows.py"),  # columns of a table
+    ("pp", "rows.py"),
+}
+OWN_FILES = {word: Path(inspect.getfile(type(technique))) for word, technique in TECHNIQUES.items()}
 OWNERS = {
     name: OWN_FILES[word] for word, traits in DATA_AXES.items() for name in (word, *traits.aliases, *traits.variants)
-}
+} | {word: OWN_FILES[word] for word in MODEL_AXES}
 TEXT = re.compile(rf"({'|'.join(OWNERS)})(?:[=:,].*)?")
 
 
@@ -41,13 +51,13 @@ def asked(node: ast.AST) -> list[ast.expr]:
 
 
 def names_in(source: str, file: Path) -> Iterator[str]:
-    """A line for each name of a data strategy that is looked at outside of its own file."""
+    """A line for each name of a data strategy or an axis that is looked at outside of its own file."""
     for node in ast.walk(ast.parse(source)):
         for value in asked(node):
             text = value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else ""
             found = TEXT.fullmatch(text)
-            if found and file not in (OWNERS[found[1]], GRAMMAR):
-                yield f"{file.name}:{value.lineno} looks at {text!r}; ask a trait (facts/data_axis.py)"
+            if found and file not in (OWNERS[found[1]], GRAMMAR) and (text, file.name) not in OTHER_MEANINGS:
+                yield f"{file.name}:{value.lineno} looks at {text!r}; ask its traits"
 
 
 def test_only_its_own_file_and_the_grammar_look_at_a_name() -> None:
@@ -68,6 +78,9 @@ def test_only_its_own_file_and_the_grammar_look_at_a_name() -> None:
         'stages.get("zero3", 0)',
         'text.startswith("hsdp=")',
         'strategy.variant == "no-shard"',
+        'term.word == "tp"',
+        'any(term.word in ("pp", "layers") for term in strategy.axes)',
+        'SIZES = {"op": 2}',
         'match strategy.data:\n    case "zero2" | None:\n        pass',
     ],
 )

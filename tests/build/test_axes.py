@@ -19,8 +19,8 @@ Make = Callable[[int, int], World]
 def test_coordinates(sizes: tuple[int, int, int]) -> None:
     """Tensor ranks are neighbours, pipeline ranks are farthest apart."""
     for rank, place in enumerate(product(*map(range, sizes))):
-        axes = Axes(pipeline_ranks=sizes[0], data_ranks=sizes[1], tensor_ranks=sizes[2], rank=rank)
-        assert (axes.pipeline_rank, axes.data_rank, axes.tensor_rank) == place
+        axes = Axes(sizes=dict(zip(("pipeline", "data", "tensor"), sizes, strict=True)), rank=rank)
+        assert tuple(map(axes.place_on, axes.sizes)) == place
 
 
 @pytest.fixture
@@ -42,7 +42,8 @@ def make() -> Iterator[Make]:
 def members(strategy: str, world: World) -> dict[str, list[int] | None]:
     """The ranks of each axis that this rank lies on."""
     axes = lay_axes(Strategy.parse(strategy).resolve(world.ranks), world)
-    meshes = {"pipeline": axes.pipeline, "data": axes.data, "tensor": axes.tensor}
+    tensor = next((mesh for _, mesh in axes.inner), None)
+    meshes = {"pipeline": axes.stages, "data": axes.data, "tensor": tensor}
     return {name: mesh.mesh.flatten().tolist() if mesh is not None else None for name, mesh in meshes.items()}
 
 
@@ -102,15 +103,15 @@ def test_who_shares_a_batch(make: Make, strategy: str, ranks: list[int] | None) 
 def test_some_places_of_the_pipeline(make: Make) -> None:
     """As for a parameter that the first and the last stage hold."""
     axes = lay_axes(Strategy.parse("pp=4:1f1b,ddp").resolve(8), make(8, 7))
-    group = axes.pipeline_group({0, 3})
+    group = axes.stage_group({0, 3})
     assert group is not None
     assert dist.get_process_group_ranks(group) == [1, 7]
-    assert axes.pipeline_group({0, 1}) is None
+    assert axes.stage_group({0, 1}) is None
 
 
 def test_one_process_has_no_axes() -> None:
     axes = lay_axes(Strategy.parse("single"), World(device=CPU))
-    assert (axes.mesh, axes.data, axes.pipeline, axes.tensor) == (None,) * 4
+    assert (axes.mesh, axes.data, axes.stages, axes.inner) == (None, None, None, ())
     assert axes.batch_group(World(device=CPU)) is None
 
 

@@ -177,7 +177,7 @@ flat = make_job(loss=contrast)  # DeepSpeed takes no parameters without dims
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "said"),
-    [("pp=2:gpipe", 2, "pp and layers=N cannot gather"), ("zero1,engine=deepspeed", 2, "DeepSpeed's engine cannot")],
+    [("pp=2:gpipe", 2, "which stages cannot gather"), ("zero1,engine=deepspeed", 2, "DeepSpeed's engine cannot")],
 )
 def test_what_cannot_gather_is_refused(strategy: str, ranks: int, said: str) -> None:
     with pytest.raises(Refused, match=said):

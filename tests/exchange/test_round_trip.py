@@ -10,7 +10,6 @@ import pytest
 
 from meshwright.errors import MeshwrightError
 from meshwright.exchange import Subject, export, read_foreign
-from meshwright.facts.ranks import MODEL_AXES
 from meshwright.facts.strategy import Strategy
 
 CONFIGS = ("accelerate", "deepspeed", "torchtitan")
@@ -74,8 +73,8 @@ def explained(subject: Subject, to: str) -> set[str]:
     """Fields that may differ, by what the export says was lost."""
     exported = export(subject, to)
     named = {field for loss in exported.without_equal for field in loss.becomes}
-    if named & {*MODEL_AXES, "data"}:
-        named |= {"data", "data_size", "schedule"}  # ranks of an axis go to the data axis
+    if named & {"axes", "data"}:
+        named |= {"data", "data_size"}  # ranks of an axis go to the data axis
     return named | ({"engine"} if to == "deepspeed" else set())  # who reads the file runs it
 
 

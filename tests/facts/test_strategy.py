@@ -1,4 +1,3 @@
-import dataclasses
 import itertools
 import json
 import pickle
@@ -7,8 +6,8 @@ from typing import Any
 import pytest
 
 from meshwright.errors import ContradictoryTerms, Refused, StrategyError, UnknownTerm
-from meshwright.facts.grammar import TABLE
-from meshwright.facts.strategy import Strategy
+from meshwright.facts.grammar import table
+from meshwright.facts.strategy import AxisTerm, Strategy
 
 DATA: list[dict[str, Any]] = [
     {},
@@ -25,12 +24,12 @@ DATA: list[dict[str, Any]] = [
 LONE_DATA: list[dict[str, Any]] = [{"data": "single"}, {"data": "dp"}, {"data": "dp", "data_size": 4}, {"auto": True}]
 MODEL: list[dict[str, Any]] = [
     {},
-    {"tp": 2},
-    {"op": 4},
-    {"tp": 2, "layers": 2},
-    {"layers": 3},
-    *({"pp": 4, "schedule": schedule} for schedule in ("gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev")),
-    {"tp": 2, "pp": 2},
+    {"axes": (AxisTerm("tp", 2),)},
+    {"axes": (AxisTerm("op", 4),)},
+    {"axes": (AxisTerm("tp", 2), AxisTerm("layers", 2))},
+    {"axes": (AxisTerm("layers", 3),)},
+    *({"axes": (AxisTerm("pp", 4, name),)} for name in ("gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev")),
+    {"axes": (AxisTerm("pp", 2), AxisTerm("tp", 2))},
 ]
 PRECISION: list[dict[str, Any]] = [
     {},
@@ -79,7 +78,7 @@ def test_json_and_pickle_round_trip() -> None:
 
 
 def test_every_row_prints_something() -> None:
-    for row in TABLE:
+    for row in table():
         assert any(row.show(strategy) for strategy in STRATEGIES), row.forms
 
 
@@ -112,9 +111,7 @@ def test_parse_sets_the_fields() -> None:
         data="hsdp",
         data_size=8,
         hsdp_replicas=2,
-        tp=2,
-        pp=5,
-        schedule="zb",
+        axes=(AxisTerm("tp", 2), AxisTerm("pp", 5, "zb")),
         precision="bf16",
         pure=True,
         recompute="full",
@@ -126,9 +123,13 @@ def test_parse_sets_the_fields() -> None:
     assert Strategy.parse("fp32") == Strategy()
 
 
-def test_a_schedule_comes_and_goes_with_the_stages() -> None:
-    assert Strategy(pp=2).schedule == "1f1b"
-    assert dataclasses.replace(Strategy(pp=2, schedule="zb", tp=2), pp=1) == Strategy(tp=2)
+def test_axes_are_normalised() -> None:
+    assert Strategy(axes=(AxisTerm("pp", 2),)).schedule == "1f1b"
+    one_stage = Strategy(axes=(AxisTerm("pp", 1, "zb"), AxisTerm("tp", 2)))
+    assert one_stage == Strategy(axes=(AxisTerm("tp", 2),)) and one_stage.schedule == ""
+    strategy = Strategy.parse("pp=2:zb,tp=4")
+    assert [term.word for term in strategy.axes] == ["tp", "pp"]
+    assert (strategy.stage_ranks, strategy.inner_ranks, strategy.model_ranks) == (2, 4, 8)
 
 
 @pytest.mark.parametrize(
@@ -213,9 +214,11 @@ def test_contradictory_terms(text: str, first: str, second: str) -> None:
     [
         ({"data": "zero3"}, "did you mean 'zero"),
         ({"precision": "bf61"}, "did you mean 'bf16'?"),
-        ({"tp": 0}, "tp=0"),
-        ({"tp": True}, "whole number"),
-        ({"pp": "2"}, "whole number"),
+        ({"axes": (AxisTerm("tp", 0),)}, "tp=0"),
+        ({"axes": (AxisTerm("tp", True),)}, "whole number"),
+        ({"axes": (AxisTerm("pp", "2"),)}, "whole number"),  # type: ignore[arg-type]
+        ({"axes": (AxisTerm("tpp", 2),)}, "did you mean 'tp'?"),
+        ({"axes": (AxisTerm("pp", 2, "1f2b"),)}, "did you mean '1f1b'?"),
         ({"micro_batch": -1}, "micro_batch=-1"),
         ({"data_size": 2}, "no data axis"),
         ({"data": "single", "data_size": 2}, "single"),

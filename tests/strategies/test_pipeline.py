@@ -13,9 +13,7 @@ from meshwright.strategies.pipeline import (
     count_micro_batches,
     count_stages,
     is_pipelined,
-    pipeline_ranks,
     refuse_pipeline,
-    schedule_name,
 )
 
 WEIGHT = ParameterFacts(names=("weight",), shape=(4,), itemsize=4)
@@ -43,7 +41,7 @@ def resolved(text: str, ranks: int | None = None) -> Strategy:
 def test_stages(text: str, ranks: int, stages: int, name: str) -> None:
     strategy = Strategy.parse(text)
     assert is_pipelined(strategy)
-    assert (pipeline_ranks(strategy), count_stages(strategy), schedule_name(strategy)) == (ranks, stages, name)
+    assert (strategy.stage_ranks, count_stages(strategy), strategy.schedule) == (ranks, stages, name)
 
 
 @pytest.mark.parametrize("text", ["ddp", "fsdp,tp=2", "op=2", "single"])

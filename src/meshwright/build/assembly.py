@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Container, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.build.axes import Axes
+from meshwright.build.build import model_region
 from meshwright.facts.named import NamedParameters
+from meshwright.strategies import inner_axis
 from meshwright.strategies.cuts import Cut, Cuts
 from meshwright.strategies.engine import Engine, Held, Read
 from meshwright.strategies.norm import global_square, local
@@ -56,13 +59,12 @@ class Assembly(Engine):
         cuts: Cuts,
         pristine: nn.Module | None = None,
         holders: Holders | None = None,
-        region: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         models = [engine.model for engine in engines]
         super().__init__(models[0] if len(models) == 1 else nn.ModuleList(models), engines[0].module)
         self.engines, self.axes, self.cuts, self.holders = engines, axes, cuts, holders
         self.gradient_scale = engines[0].gradient_scale
-        self._pristine, self._region = pristine, region
+        self._pristine = pristine
         self._groups = self._meet() if holders else {}
         self._whole, self._cut = self._count_once()
 
@@ -74,12 +76,12 @@ class Assembly(Engine):
         for name in self.holders.shared():
             members = tuple(sorted({self.holders.ranks[stage] for stage in self.holders.stages_of(name)}))
             if members not in groups:
-                groups[members] = self.axes.pipeline_group(members) if len(members) > 1 else None
+                groups[members] = self.axes.stage_group(members) if len(members) > 1 else None
             found[name] = groups[members]
         return found
 
     def region(self) -> AbstractContextManager[Any]:
-        return self._region()
+        return model_region(self.axes)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         @contextmanager
@@ -97,6 +99,8 @@ class Assembly(Engine):
     def finish(self) -> None:
         for engine in self.engines:
             engine.finish()
+        for term, mesh in self.axes.inner:
+            inner_axis(term).finish(self.parameters(), mesh)
         for name, group in self._groups.items():
             self._sum_shared(name, group)
 
@@ -106,23 +110,27 @@ class Assembly(Engine):
     @torch.no_grad()
     def norm(self, own: NamedParameters) -> torch.Tensor:
         device = next(iter(own or self.model.parameters())).device  # a rank's stages may be frozen
-        whole, cut = ([p.grad for p in kind if p.grad is not None] for kind in (self._whole, self._cut))
-        square = global_square(cut).to(device)
-        if self.axes.tensor is not None:
-            dist.all_reduce(square, group=self.axes.tensor.get_group())
-        square = square + global_square(whole).to(device)
-        if self.axes.pipeline is not None:
-            dist.all_reduce(square, group=self.axes.pipeline.get_group())
+        square = global_square(_gradients(self._whole)).to(device)
+        for _, mesh in self.axes.inner:
+            part = global_square(_gradients(self._cut.get(mesh, []))).to(device)
+            dist.all_reduce(part, group=mesh.get_group())
+            square = part + square
+        if self.axes.stages is not None:
+            dist.all_reduce(square, group=self.axes.stages.get_group())
         return square.sqrt()
 
-    def _count_once(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Parameters whose squares this rank adds to the norm, whole and cut; shared ones count at one stage."""
+    def _count_once(self) -> tuple[list[nn.Parameter], dict[DeviceMesh, list[nn.Parameter]]]:
+        """Parameters whose squares this rank adds to the norm: whole ones, and cut ones by their mesh.
+
+        One that several stages share counts at one of them.
+        """
         whole: list[nn.Parameter] = []
-        cut: list[nn.Parameter] = []
+        cut: dict[DeviceMesh, list[nn.Parameter]] = {}
         for engine, stage in zip(self.engines, self.holders.own if self.holders else [0], strict=True):
             for name, parameter in engine.parameters().named():
                 if self.holders is None or self.holders.owner(name) == stage:
-                    (cut if name in self.cuts else whole).append(parameter)
+                    own = cut.setdefault(self.cuts[name].mesh, []) if name in self.cuts else whole
+                    own.append(parameter)
         return whole, cut
 
     def updated(self) -> None:
@@ -183,8 +191,8 @@ class Assembly(Engine):
 
     def _from(self, stage: int, names: list[str], read: Read) -> Iterator[tuple[str, torch.Tensor]]:
         """A stage's tensors on all ranks of the pipeline."""
-        assert self.holders is not None and self.axes.pipeline is not None and self._pristine is not None
-        group, source = self.axes.pipeline.get_group(), self.holders.ranks[stage]
+        assert self.holders is not None and self.axes.stages is not None and self._pristine is not None
+        group, source = self.axes.stages.get_group(), self.holders.ranks[stage]
         device = next(self.model.parameters()).device
         if stage in self.holders.own:
             engine = self.engines[self.holders.own.index(stage)]
@@ -221,6 +229,10 @@ class Assembly(Engine):
         for gradient in gradients:
             if gradient is not total:
                 gradient.copy_(total)
+
+
+def _gradients(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def _beside(model: nn.Module, name: str) -> Iterator[nn.Parameter]:

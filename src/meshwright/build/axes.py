@@ -1,43 +1,61 @@
-"""The mesh of a run: pipeline, then data, then tensor, so that ranks of one tensor group are neighbours."""
+"""The mesh of a run: one dimension for each axis, ordered by the place that the axis asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.build.world import World, outside_of_modes
+from meshwright.facts.model_axis import MODEL_AXES, AxisTerm
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies import data_strategy
 
-PIPELINE, TENSOR, BATCH = "pipeline", "tensor", "batch"
+DATA = "data"
+"""The data axis in `Axes.sizes`, whatever mesh dimensions its strategy makes of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """Where a rank lies on each axis, and with whom."""
+    """Where a rank stands on each axis, and which ranks share it."""
 
-    pipeline_ranks: int = 1
-    data_ranks: int = 1
-    tensor_ranks: int = 1
+    sizes: Mapping[str, int] = field(default_factory=lambda: {DATA: 1})
+    """Ranks on each axis by mesh name, from the outermost to the innermost; axes of one rank too."""
+    stage_name: str = ""
+    """The mesh name of the axis that has the stages; "" where there is none."""
+    inner_terms: tuple[AxisTerm, ...] = ()
+    """The axes inside the data axis."""
     rank: int = 0
     data_names: tuple[str, ...] = ()
     mesh: DeviceMesh | None = None
 
+    def place_on(self, name: str) -> int:
+        """This rank's place on an axis."""
+        names = list(self.sizes)
+        inside = prod(self.sizes[other] for other in names[names.index(name) + 1 :])
+        return self.rank // inside % self.sizes[name]
+
     @property
-    def pipeline_rank(self) -> int:
-        return self.rank // (self.data_ranks * self.tensor_ranks)
+    def data_ranks(self) -> int:
+        return self.sizes[DATA]
 
     @property
     def data_rank(self) -> int:
-        return self.rank // self.tensor_ranks % self.data_ranks
+        return self.place_on(DATA)
 
     @property
-    def tensor_rank(self) -> int:
-        return self.rank % self.tensor_ranks
+    def stage_rank(self) -> int:
+        return self.place_on(self.stage_name) if self.stage_name else 0
+
+    @property
+    def first_inside(self) -> bool:
+        """Whether this rank speaks for those that run the same layers on the same samples."""
+        return all(self.place_on(term.traits.mesh_name) == 0 for term in self.inner_terms)
 
     @property
     def data(self) -> DeviceMesh | None:
@@ -54,26 +72,30 @@ class Axes:
         host = _mesh("cpu", dict(zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True)))
         return host[self.data_names if len(self.data_names) > 1 else self.data_names[0]]
 
-    @property
-    def tensor(self) -> DeviceMesh | None:
-        return self.mesh[TENSOR] if self.mesh is not None and self.tensor_ranks > 1 else None
+    @cached_property
+    def inner(self) -> tuple[tuple[AxisTerm, DeviceMesh], ...]:
+        """The axes that divide layers, outermost first, each with its mesh."""
+        if self.mesh is None:
+            return ()
+        return tuple((term, self.mesh[term.traits.mesh_name]) for term in self.inner_terms)
 
-    @property
-    def pipeline(self) -> DeviceMesh | None:
-        return self.mesh[PIPELINE] if self.mesh is not None and self.pipeline_ranks > 1 else None
+    @cached_property
+    def stages(self) -> DeviceMesh | None:
+        """The ranks that have one stage each; None where there are no stages."""
+        return self.mesh[self.stage_name] if self.mesh is not None and self.stage_name else None
 
     def batch_group(self, world: World) -> dist.ProcessGroup | None:
         """The ranks that share out one batch, whatever the data strategy makes of them. All ranks must call it."""
         if self.data_ranks == 1:
             return None
-        if self.pipeline_ranks == self.tensor_ranks == 1:
+        if self.data_ranks == prod(self.sizes.values()):
             return world.group
-        sizes = {PIPELINE: self.pipeline_ranks, BATCH: self.data_ranks, TENSOR: self.tensor_ranks}
-        return _mesh(world.device.type, sizes).get_group(BATCH)
+        sizes = {"batch" if name == DATA else name: size for name, size in self.sizes.items() if size > 1}
+        return _mesh(world.device.type, sizes).get_group("batch")
 
-    def pipeline_group(self, members: Collection[int]) -> dist.ProcessGroup | None:
-        """This rank's group of some places on the pipeline axis; None if it is not among them. All ranks must call."""
-        inner = self.data_ranks * self.tensor_ranks
+    def stage_group(self, members: Collection[int]) -> dist.ProcessGroup | None:
+        """This rank's group of some places on the stage axis; None if it is not among them. All ranks must call it."""
+        inner = prod(self.sizes.values()) // self.sizes[self.stage_name]
         lines = tuple(tuple(member * inner + offset for member in sorted(members)) for offset in range(inner))
         groups = _once(("groups", lines), lambda: [dist.new_group(line) for line in lines])
         return next((group for group, line in zip(groups, lines, strict=True) if self.rank in line), None)
@@ -84,19 +106,40 @@ def lay_axes(strategy: Strategy, world: World) -> Axes:
     if strategy.traits.many_devices:
         return Axes()
     in_ranks = world.ranks > 1 or world.fake
-    pipeline = strategy.pp * strategy.layers if in_ranks else 1
-    tensor = strategy.tp * strategy.op
+    terms = {term.traits.mesh_name: term for term in strategy.axes if in_ranks or not term.traits.one_process}
+    sizes = {name: strategy.data_ranks if name == DATA else 1 for name in _names()}
+    sizes |= {name: term.size for name, term in terms.items()}
     data = data_strategy(strategy).axes(strategy)
-    sizes = {PIPELINE: pipeline, **data, TENSOR: tensor}
-    kept = {name: size for name, size in sizes.items() if size > 1 or name in data}
+    dimensions = _dimensions(sizes, data)
     return Axes(
-        pipeline_ranks=pipeline,
-        data_ranks=strategy.data_ranks,
-        tensor_ranks=tensor,
+        sizes=sizes,
+        stage_name=next((name for name, term in terms.items() if term.traits.staged), ""),
+        inner_terms=tuple(term for term in strategy.inner_axes if term.traits.mesh_name in terms),
         rank=world.rank,
         data_names=tuple(data),
-        mesh=_mesh(world.device.type, kept) if kept else None,
+        mesh=_mesh(world.device.type, dimensions) if dimensions else None,
     )
+
+
+def mesh_sizes(strategy: Strategy) -> dict[str, int]:
+    """The mesh of a resolved strategy: dimensions of more than one rank, outermost first."""
+    sizes = {name: 1 for name in _names()} | {term.traits.mesh_name: term.size for term in strategy.axes}
+    dimensions = _dimensions(sizes, data_strategy(strategy).axes(strategy))
+    return {name: size for name, size in dimensions.items() if size > 1}
+
+
+def _names() -> list[str]:
+    """The data axis and every registered model axis in the order of the mesh."""
+    places = {traits.mesh_name: traits.place for traits in MODEL_AXES.values()} | {DATA: 0}
+    return sorted(places, key=places.__getitem__)
+
+
+def _dimensions(sizes: Mapping[str, int], data: Mapping[str, int]) -> dict[str, int]:
+    """The mesh's dimensions: those of the data strategy in the place of the data axis, and axes of several ranks."""
+    found: dict[str, int] = {}
+    for name, size in sizes.items():
+        found |= data if name == DATA else {name: size} if size > 1 else {}
+    return found
 
 
 def host_group(world: World) -> dist.ProcessGroup | None:

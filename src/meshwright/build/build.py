@@ -1,10 +1,13 @@
-"""From a job and a strategy to something that can take a step: one written order of application."""
+"""From a job and a strategy to something that can take a step: one written order of application.
+
+`apply_in_order` is the order. A plain rank, a stage of a pipeline, layers over the devices of one process and a stage
+of DeepSpeed's pipeline all go through it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -23,12 +26,59 @@ from meshwright.describe.blueprint import Blueprint
 from meshwright.describe.calls import Flow
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies import data_strategy
+from meshwright.strategies import data_strategy, inner_axis
 from meshwright.strategies.cuts import Cuts
 from meshwright.strategies.engine import DTYPES, Engine, Setting
-from meshwright.strategies.operator import OperatorPlan, plan_operators, split_operators
 from meshwright.strategies.stages import Stages
-from meshwright.strategies.tensor import split_tensors, tensor_region, to_plain
+
+AxisPlans = Mapping[str, Any]
+"""By an inner axis's word, what it planned for the whole model before stages gave up their parameters."""
+
+
+def plan_inner_axes(model: nn.Module, facts: ModelFacts, strategy: Strategy) -> AxisPlans:
+    return {term.word: inner_axis(term).plan(model, facts, term.size) for term in strategy.inner_axes}
+
+
+def apply_in_order(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    facts: ModelFacts,
+    strategy: Strategy,
+    axes: Axes,
+    world: World,
+    *,
+    plans: AxisPlans | None = None,
+    called: Sequence[nn.Module] = (),
+    route_calls: Callable[[], None] = lambda: None,
+) -> Cuts:
+    """Inner axes, BatchNorm, precision, recompute, compile, the calls of other stages; the data axis comes last.
+
+    `called` are the modules that an engine calls itself, where it does not call the model.
+    """
+    technique, dtype = data_strategy(strategy), DTYPES[strategy.precision]
+    plans = plan_inner_axes(model, facts, strategy) if plans is None else plans
+    cuts: Cuts = {}
+    for term, mesh in axes.inner:
+        cuts |= inner_axis(term).apply(model, facts, mesh, plans[term.word])
+    take_over_synchronised(model)
+    if facts.batch_norms and (group := axes.batch_group(world)) is not None:
+        plain = world.device.type == "cpu" or world.fake
+        synchronise_batch_norms(model, group, in_plain_operators=plain)
+    left = technique.kept_whole(facts) if technique.lowers and not called else None
+    autocast = autocast_region(strategy, world.device.type, fake=world.fake)
+    apply_precision(model, list(blocks), dtype, pure=strategy.pure, left_to_cast=left, autocast=autocast)
+    if called:
+        follow_table(called, dtype)
+    whole = list(called) or [model]
+    if strategy.recompute != "none":
+        recompute_blocks(list(blocks) or whole, strategy.recompute)
+    if strategy.compile:
+        if strategy.precision != "fp32" and not strategy.autocast:
+            follow_table(blocks or [model], dtype)  # around what is recomputed, inside of the graph
+        for module in blocks if technique.overlaps and blocks else whole:
+            compile_outside(module)
+    route_calls()
+    return cuts
 
 
 def lay_out(
@@ -40,18 +90,15 @@ def lay_out(
     *,
     hollow: Hollow | None = None,
     flow: Flow | None = None,
-    operators: OperatorPlan | None = None,
+    plans: AxisPlans | None = None,
     engine_config: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, Cuts]:
     """Apply a resolved strategy to a model, or to a stage of one (which has given up what it does not hold).
 
-    `operators` is the unsplit model's plan for an operator axis: a stage alone would be planned otherwise.
-
-    Tensor or operator axis, BatchNorm and precision, recompute, compile, the stage's calls, data axis.
+    `plans` are the unsplit model's, for a stage: it would be planned for differently by itself.
     """
-    technique = data_strategy(strategy)
     model = blueprint.model
-    cuts = _cut(model, facts, strategy, axes, operators)
+    cuts: Cuts = {}
     setting = Setting(
         strategy=strategy,
         facts=facts,
@@ -63,44 +110,45 @@ def lay_out(
         devices=tuple(range(strategy.data_ranks)) if strategy.traits.many_devices else (),
         engine_config=engine_config,
     )
-    take_over_synchronised(model)
-    if facts.batch_norms and (group := axes.batch_group(world)) is not None:
-        plain = world.device.type == "cpu" or world.fake
-        synchronise_batch_norms(model, group, in_plain_operators=plain)
+
+    def route_calls() -> None:
+        if hollow is not None and flow is not None:
+            hollow.watch_calls(flow)
+
     blocks = setting.blocks(model)
-    left = technique.kept_whole(facts) if technique.lowers else None
-    autocast = autocast_region(strategy, world.device.type, fake=world.fake)
-    apply_precision(model, blocks, setting.compute_dtype, pure=strategy.pure, left_to_cast=left, autocast=autocast)
-    if strategy.recompute != "none":
-        recompute_blocks(blocks or [model], strategy.recompute)
-    if strategy.compile:
-        if strategy.precision != "fp32" and not strategy.autocast:
-            follow_table(blocks or [model], setting.compute_dtype)  # around what is recomputed, inside of the graph
-        for module in blocks if technique.overlaps and blocks else [model]:
-            compile_outside(module)
-    if hollow is not None and flow is not None:
-        hollow.watch_calls(flow)
-    return technique.apply(model, setting), cuts
+    cuts |= apply_in_order(model, blocks, facts, strategy, axes, world, plans=plans, route_calls=route_calls)
+    return data_strategy(strategy).apply(model, setting), cuts
 
 
 def lay_on_devices(
-    blueprint: Blueprint, facts: ModelFacts, strategy: Strategy, stages: Stages, devices: Devices
+    blueprint: Blueprint,
+    facts: ModelFacts,
+    strategy: Strategy,
+    axes: Axes,
+    world: World,
+    *,
+    stages: Stages,
+    devices: Devices,
 ) -> Engine:
-    """`layers=N` in one process: each stage's calls and parameters on a device of their own."""
+    """A stage axis in one process: each stage's calls and parameters on a device of their own."""
     model = blueprint.model
     blocks = [model.get_submodule(name) for name in facts.blocks]
     places = place_parameters(model, facts, stages, devices)
-    autocast = autocast_region(strategy, devices[0].type)
-    apply_precision(model, blocks, DTYPES[strategy.precision], pure=strategy.pure, autocast=autocast)
-    if strategy.recompute != "none":
-        recompute_blocks(blocks or [model], strategy.recompute)
-    compute_in_place(model, facts, stages, devices)
+    apply_in_order(
+        model,
+        blocks,
+        facts,
+        strategy,
+        axes,
+        world,
+        route_calls=lambda: compute_in_place(model, facts, stages, devices),
+    )
     blueprint.fill(places)
     return PlacedEngine(model, devices)
 
 
 class PlacedEngine(Engine):
-    """One process whose model lies on several devices."""
+    """One process whose model is on several devices."""
 
     def __init__(self, model: nn.Module, devices: Devices) -> None:
         super().__init__(model)
@@ -110,25 +158,17 @@ class PlacedEngine(Engine):
         return Follow(self._devices)
 
 
-def model_region(strategy: Strategy, axes: Axes) -> Callable[[], AbstractContextManager[Any]]:
-    """What must be around forward, loss and backward under a strategy."""
-    if strategy.tp == 1 or axes.tensor is None:
-        return nullcontext
-    return partial(tensor_region, axes.tensor)
+@contextmanager
+def model_region(axes: Axes) -> Iterator[None]:
+    """What must be around forward, loss and backward under the inner axes."""
+    with ExitStack() as stack:
+        for term, mesh in axes.inner:
+            stack.enter_context(inner_axis(term).region(mesh))
+        yield
 
 
-def plainly(strategy: Strategy, axes: Axes) -> Callable[[Any], Any]:
-    """What makes plain tensors of those that tensor parallelism divides."""
-    if strategy.tp == 1 or axes.tensor is None:
-        return lambda tree: tree
-    return partial(to_plain, mesh=axes.tensor)
-
-
-def _cut(model: nn.Module, facts: ModelFacts, strategy: Strategy, axes: Axes, operators: OperatorPlan | None) -> Cuts:
-    if axes.tensor is None:
-        return {}
-    if strategy.op > 1:
-        plan = operators or plan_operators(model, strategy.op, frozenset(facts.read_elsewhere))
-        return split_operators(model, plan, axes.tensor)
-    assert facts.tensor_plan is not None
-    return split_tensors(model, facts.tensor_plan, axes.tensor, facts.blocks)
+def make_whole(tree: Any, axes: Axes) -> Any:
+    """A tree of outputs with the tensors that inner axes divide made whole."""
+    for term, mesh in axes.inner:
+        tree = inner_axis(term).whole(tree, mesh)
+    return tree

@@ -14,21 +14,13 @@ from meshwright.describe.structure import tensors_of
 from meshwright.errors import NotBuiltYet, Refused
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
+from meshwright.facts.model_axis import MODEL_AXES
 from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies import DATA_STRATEGIES, Place, data_strategy
-from meshwright.strategies.deepspeed.pipeline import cut_layers
+from meshwright.strategies import DATA_STRATEGIES, Place, data_strategy, model_axis
 from meshwright.strategies.deepspeed.written import refuse_contradictions, without_job
 from meshwright.strategies.moved import refuse_moved
-from meshwright.strategies.operator import plan_operators
-from meshwright.strategies.pipeline import (
-    SPLIT_BACKWARD,
-    count_micro_batches,
-    count_stages,
-    is_pipelined,
-    refuse_pipeline,
-)
-from meshwright.strategies.stages import cut_stages
+from meshwright.strategies.pipeline import count_micro_batches, is_pipelined
 
 
 def check(job: Job, facts: ModelFacts, strategy: Strategy, place: Place) -> Strategy:
@@ -92,7 +84,7 @@ def refuse_unbuilt(strategy: Strategy) -> None:
         if asked:
             raise NotBuiltYet(
                 f"{term} is a strategy term, but no engine here runs it yet; these run: {', '.join(DATA_STRATEGIES)}, "
-                "tp, op, pp and layers, with fp32, bf16, fp16, ac, offload=optimizer|params, mb and compile; "
+                f"{', '.join(MODEL_AXES)}, with fp32, bf16, fp16, ac, offload=optimizer|params, mb and compile; "
                 "engine=deepspeed runs zero3,offload=nvme:DIR, too."
             )
 
@@ -119,12 +111,12 @@ def _refuse_optimizer(facts: ModelFacts, strategy: Strategy) -> str | None:
             "The optimizer updates a number by what others are (norms or factors of a tensor, or of all of them), and "
             "DeepSpeed gives it flat parts; drop engine=deepspeed."
         )
-    if facts.couplings and strategy.tp * strategy.op > 1:
+    if facts.couplings and strategy.splits_tensors:
         return (
             "The optimizer updates a number by what the rest of its tensor is (norms or factors of it), and "
             f"{strategy} gives it parts of tensors; use ddp, zero1 or fsdp, pp, or an optimizer like AdamW."
         )
-    if "parameters" in facts.couplings and strategy.pp * strategy.layers > 1:
+    if "parameters" in facts.couplings and strategy.stage_axis:
         return (
             "The optimizer updates a parameter by what others are (a norm over all of them), and a stage of "
             f"{strategy} has only some; use ddp, zero1 or fsdp, or an optimizer like AdamW."
@@ -133,38 +125,19 @@ def _refuse_optimizer(facts: ModelFacts, strategy: Strategy) -> str | None:
 
 
 def _refuse_model_axes(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None:
-    if strategy.compile and strategy.model_ranks > 1:
-        return f"compile is not built for tp, op, pp and layers; drop it from {strategy}."
-    if strategy.autocast and strategy.tp * strategy.op > 1:
-        return (
-            f"autocast does not reach into the layers that tp and op divide; use {strategy.precision}, which means the "
-            f"same under every strategy, or drop the axis from {strategy}."
-        )
-    if strategy.tp > 1:
-        if facts.tensor_plan is None:
-            return f"tp={strategy.tp} needs to see the model run on fake tensors, which it does not: {facts.unseen}"
-        if reason := facts.tensor_plan.refuse(strategy.tp):
-            return reason
-    if strategy.op > 1:
-        if facts.unseen:
-            return f"op={strategy.op} needs to see the model run on fake tensors, which it does not: {facts.unseen}"
-        plan_operators(record(job.model, seed=0, values=False).model, strategy.op, frozenset(facts.read_elsewhere))
-    if is_pipelined(strategy):
-        if strategy.schedule in SPLIT_BACKWARD and _lowers(strategy):
+    if strategy.compile and strategy.axes:
+        return f"compile is not built for {' and '.join(term.word for term in strategy.axes)}; drop it from {strategy}."
+    for term in strategy.axes:
+        if strategy.autocast and not term.traits.autocast:
             return (
-                f"{strategy.schedule} adds up weights' gradients of all micro-batches before {strategy.data} sees "
-                f"them, which would be in {strategy.precision}; use 1f1b or interleaved, ddp, or fp32."
+                f"autocast does not reach into the layers that {term.word} divides; use {strategy.precision}, which "
+                f"means the same under every strategy, or drop {term} from {strategy}."
             )
-        stages = cut_stages(facts, count_stages(strategy), job.stages)
-        if strategy.engine == "deepspeed":
-            cut_layers(record(job.model, seed=0, values=False).model, facts, stages)
-        return refuse_pipeline(strategy, facts, job.global_batch)
+        axis = model_axis(term)
+        reason = axis.refuse(term, strategy, facts, job.global_batch) or axis.refuse_job(term, strategy, facts, job)
+        if reason:
+            return reason
     return None
-
-
-def _lowers(strategy: Strategy) -> bool:
-    """Whether the data axis casts parameters to the compute dtype."""
-    return strategy.precision != "fp32" and not strategy.autocast and data_strategy(strategy).lowers
 
 
 def _refuse_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None:
@@ -209,7 +182,7 @@ def _refuse_whole_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str 
             'part for a batch of its own with Job(loss_over="samples").'
         )
     if is_pipelined(strategy):
-        return f"{cut}, but the loss is over the whole batch, which pp and layers=N cannot gather; use a data strategy."
+        return f"{cut}, but the loss is over the whole batch, which stages cannot gather; use a data strategy."
     if strategy.engine == "deepspeed":
         return f"{cut}, but the loss is over the whole batch, which DeepSpeed's engine cannot gather; use engine=torch."
     if facts.batch_norms and steps > 1:

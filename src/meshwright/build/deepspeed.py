@@ -10,11 +10,10 @@ from torch import nn
 
 from meshwright.build.axes import Axes
 from meshwright.build.batch import Batch, MicroBatch, refuse_unlike_shapes
-from meshwright.build.batchnorm import synchronise_batch_norms
+from meshwright.build.build import apply_in_order
 from meshwright.build.fill import fill
 from meshwright.build.passes import Dropout, Losses
-from meshwright.build.precision import apply_precision, cast, follow_table
-from meshwright.build.recompute import recompute_blocks
+from meshwright.build.precision import cast
 from meshwright.build.world import World
 from meshwright.describe.blueprint import record
 from meshwright.describe.structure import tensors_of
@@ -43,8 +42,8 @@ def lay_deepspeed_pipeline(
     """This rank's stage under a resolved strategy, and what runs it."""
     blueprint = record(job.model, seed, values=world.has_weights)
     layers = cut_layers(blueprint.model, facts, cut_stages(facts, count_stages(strategy), job.stages))
-    assert axes.pipeline is not None and isinstance(blueprint.model, nn.Sequential)
-    model: nn.Module = stage_of(blueprint.model, layers.of(axes.pipeline_rank))
+    assert axes.stages is not None and isinstance(blueprint.model, nn.Sequential)
+    model: nn.Module = stage_of(blueprint.model, layers.of(axes.stage_rank))
     setting = Setting(
         strategy=strategy,
         facts=facts,
@@ -54,14 +53,9 @@ def lay_deepspeed_pipeline(
         pipelined=True,
         engine_config=engine_config,
     )
-    if facts.batch_norms and (group := axes.batch_group(world)) is not None:
-        synchronise_batch_norms(model, group, in_plain_operators=world.device.type == "cpu")
     own = dict(model.named_modules())
     blocks = [own[name] for name in facts.blocks if name in own]
-    apply_precision(model, blocks, setting.compute_dtype, pure=False)
-    follow_table(model.children(), setting.compute_dtype)  # DeepSpeed calls them one by one
-    if strategy.recompute != "none":
-        recompute_blocks(blocks or list(model.children()), strategy.recompute)
+    apply_in_order(model, blocks, facts, strategy, axes, world, called=list(model.children()))
     setting.fill()
     return DeepSpeedPasses(model, setting, layers, axes, losses, dropout)
 
@@ -78,9 +72,9 @@ class DeepSpeedPasses:
         losses: Losses,
         dropout: Dropout,
     ) -> None:
-        assert axes.pipeline is not None
+        assert axes.stages is not None
         kind = ZeroStageEngine if setting.strategy.traits.zero_stage else StageEngine
-        self.engine: StageEngine = kind(model, setting, layers, axes.pipeline, self._loss)
+        self.engine: StageEngine = kind(model, setting, layers, axes.stages, self._loss)
         self._setting, self._losses, self._dropout = setting, losses, dropout
         self._pieces: Sequence[MicroBatch] = ()
         self._next, self._factor, self._step = 0, 1.0, 0

@@ -25,19 +25,10 @@ from meshwright.describe.calls import Flow, TensorLeaf
 from meshwright.describe.observe import call_model
 from meshwright.describe.structure import leaves_of, map_tensors, tensors_of
 from meshwright.errors import JobError
+from meshwright.schedules import FAMILIES
 from meshwright.strategies.engine import Engine
 from meshwright.strategies.forward import wrap_forward
 from meshwright.strategies.stages import Crossings, Stages, find_crossings
-
-SCHEDULES: dict[str, Any] = {
-    "gpipe": pipelining.ScheduleGPipe,
-    "layers": pipelining.ScheduleGPipe,
-    "1f1b": pipelining.Schedule1F1B,
-    "interleaved": pipelining.ScheduleInterleaved1F1B,
-    "zb": pipelining.ScheduleInterleavedZeroBubble,
-    "zbv": pipelining.ScheduleZBVZeroBubble,
-    "dualpipev": pipelining.ScheduleDualPipeV,
-}
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,7 @@ class PipelinePasses:
     ) -> None:
         self.engine, self._own, self._stages = engine, own, stages
         self._losses, self._dropout, self._trace = losses, dropout, trace
-        self._schedule = schedule
+        self._family = FAMILIES[schedule]
         self._counts, self._fake = 1.0 if counts else 0.0, fake
         self.events: list[Event] = []
         """When this rank computed in the last step."""
@@ -121,7 +112,7 @@ class PipelinePasses:
 
     def _in_flight(self, pieces: Sequence[MicroBatch]) -> list[Sequence[MicroBatch]]:
         """Micro-batches that are under way together: all, or one at a time under plain layer-wise placement."""
-        return [[piece] for piece in pieces] if self._schedule == "layers" else [pieces]
+        return [[piece] for piece in pieces] if self._family.one_at_a_time else [pieces]
 
     def _start(self, pieces: Sequence[MicroBatch]) -> None:
         self._pieces, self._next = pieces, [0] * len(self._own)
@@ -144,7 +135,7 @@ class PipelinePasses:
         """PyTorch's schedule for the shapes at hand, with stages whose receive buffers have them."""
         key = (_shapes(self._pieces[0].data), len(self._pieces))
         if key not in self._schedules:
-            kind = SCHEDULES[self._schedule]
+            kind = getattr(pipelining, self._family.torch_class)
             stages = [self._torch_stage(stage) for stage in self._own]
             single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
             self._schedules[key] = kind(
@@ -156,7 +147,7 @@ class PipelinePasses:
         return self._schedules[key]
 
     def _torch_stage(self, stage: OwnStage) -> Any:
-        assert self._route is not None and self.engine.axes.pipeline is not None
+        assert self._route is not None and self.engine.axes.stages is not None
         leaving: tuple[torch.Tensor, ...] = (torch.empty((), device="meta", requires_grad=True),)
         if not self._stages.is_last(stage.index):
             leaving = self._examples(stage.index + 1)
@@ -167,7 +158,7 @@ class PipelinePasses:
             self._dropout.device,
             input_args=self._examples(stage.index) if stage.index else (torch.empty(1, device="meta"),),
             output_args=leaving,
-            group=self.engine.axes.pipeline.get_group(),
+            group=self.engine.axes.stages.get_group(),
             fake=self._fake,
             events=self.events,
             recomputing=self._losses.recomputing,
@@ -220,7 +211,7 @@ class PipelinePasses:
 
     def _run_alone(self, stage: OwnStage, from_last: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Forward one micro-batch through a stage, with its own receives and sends."""
-        mesh = self.engine.axes.pipeline
+        mesh = self.engine.axes.stages
         assert mesh is not None and self.engine.holders is not None
         group, ranks = mesh.get_group(), self.engine.holders.ranks
         here = ranks[stage.index]

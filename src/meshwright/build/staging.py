@@ -13,7 +13,7 @@ from meshwright import schedules
 from meshwright.build.assembly import Assembly, Holders
 from meshwright.build.autocast import autocast_region
 from meshwright.build.axes import Axes
-from meshwright.build.build import lay_out, model_region
+from meshwright.build.build import lay_out, plan_inner_axes
 from meshwright.build.hollow import Hollow
 from meshwright.build.passes import Dropout, Losses
 from meshwright.build.pipeline import OwnStage, PipelinePasses
@@ -30,8 +30,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.cuts import Cuts
 from meshwright.strategies.engine import DTYPES
-from meshwright.strategies.operator import plan_operators
-from meshwright.strategies.pipeline import count_micro_batches, count_stages, pipeline_ranks, schedule_name
+from meshwright.strategies.pipeline import count_micro_batches, count_stages
 from meshwright.strategies.stages import Stages, cut_stages, find_crossings, held_parameters
 
 
@@ -54,11 +53,11 @@ def lay_pipeline(
     flow = follow(nominal_batch(job, strategy))
     held = held_parameters(pristine.model, flow, stages, find_crossings(flow, stages))
     refuse_moved_often(flow, facts, count)
-    schedule = schedules.make(schedule_name(strategy), pipeline_ranks(strategy), count)
+    schedule = schedules.make(strategy.schedule, strategy.stage_ranks, count)
     holders = Holders(
         held=tuple(held),
         ranks=tuple(schedule.rank_of(stage) for stage in range(len(stages))),
-        own=schedule.stages_of(axes.pipeline_rank),
+        own=schedule.stages_of(axes.stage_rank),
         buffers={name: stages.stage_of(min(calls)) for name, calls in flow.moved.items()},
     )
     cuts: Cuts = {}
@@ -66,13 +65,11 @@ def lay_pipeline(
     for index in holders.own:
         with outside_of_modes():
             blueprint = record(job.model, seed, values=world.has_weights)
-        operators = None
-        if strategy.op > 1:
-            operators = plan_operators(blueprint.model, strategy.op, frozenset(facts.read_elsewhere))
+        plans = plan_inner_axes(blueprint.model, facts, strategy)
         hollow = Hollow(blueprint.model, stages, index, world.device)
         own_dtypes = strategy.autocast or strategy.precision == "fp32"
         hollow.give_up(held[index], None if own_dtypes else DTYPES[strategy.precision])
-        engine, cut = lay_out(blueprint, facts, strategy, axes, world, hollow=hollow, flow=flow, operators=operators)
+        engine, cut = lay_out(blueprint, facts, strategy, axes, world, hollow=hollow, flow=flow, plans=plans)
         cuts |= cut
         own.append(OwnStage(index, hollow, engine))
     assembly = Assembly(
@@ -81,7 +78,6 @@ def lay_pipeline(
         cuts=cuts,
         pristine=pristine.model,
         holders=holders,
-        region=model_region(strategy, axes),
     )
     return PipelinePasses(
         assembly,
@@ -89,9 +85,9 @@ def lay_pipeline(
         stages,
         losses,
         dropout,
-        schedule=schedule_name(strategy),
+        schedule=strategy.schedule,
         trace=follow,
-        counts=axes.tensor_rank == 0,
+        counts=axes.first_inside,
         fake=world.fake,
     )
 

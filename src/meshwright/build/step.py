@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import isfinite
 from typing import Any
 
@@ -17,7 +17,7 @@ from meshwright.build.autocast import autocast_region
 from meshwright.build.axes import lay_axes
 from meshwright.build.batch import Batch, Share, part
 from meshwright.build.blame import naming, naming_optimizer
-from meshwright.build.build import lay_on_devices, lay_out, model_region, plainly
+from meshwright.build.build import lay_on_devices, lay_out, make_whole
 from meshwright.build.deepspeed import lay_deepspeed_pipeline
 from meshwright.build.fused import take_fused_kernels
 from meshwright.build.gathering import Gathering
@@ -164,29 +164,29 @@ class Trainer:
             job=job,
             loss=loss,
             weight_per_sample=facts.weight_per_sample,
-            plain=plainly(strategy, axes),
+            plain=partial(make_whole, axes=axes),
             # PyTorch's checkpointing puts autocast back itself.
             recomputing=nullcontext() if strategy.autocast else recomputing(DTYPES[strategy.precision]),
         )
         dropout = Dropout(run_seed=self.seed, device=world.device)
-        if axes.pipeline is not None and strategy.engine == "deepspeed":
+        if axes.stages is not None and strategy.engine == "deepspeed":
             config = self.engine_config
             return lay_deepspeed_pipeline(
                 job, facts, strategy, axes, world, losses, dropout, seed=self.seed, engine_config=config
             )
-        if axes.pipeline is not None:
+        if axes.stages is not None:
             return lay_pipeline(job, facts, strategy, axes, world, losses, dropout, seed=self.seed)
         with outside_of_modes():
             blueprint = record(job.model, self.seed, values=world.has_weights)
-        if strategy.layers > 1:
-            stages = cut_stages(facts, strategy.layers, job.stages)
-            devices = self.devices or devices_for(strategy.layers, world.device)
-            engine = lay_on_devices(blueprint, facts, strategy, stages, devices)
+        if strategy.stage_axis is not None:
+            stages = cut_stages(facts, strategy.stage_ranks, job.stages)
+            devices = self.devices or devices_for(strategy.stage_ranks, world.device)
+            engine = lay_on_devices(blueprint, facts, strategy, axes, world, stages=stages, devices=devices)
             return self._whole_or_parts(engine, losses, dropout, counts=True)
         engine, cuts = lay_out(blueprint, facts, strategy, axes, world, engine_config=self.engine_config)
-        if axes.tensor is not None:
-            engine = Assembly([engine], axes, cuts=cuts, region=model_region(strategy, axes))
-        return self._whole_or_parts(engine, losses, dropout, counts=axes.tensor_rank == 0)
+        if axes.inner:
+            engine = Assembly([engine], axes, cuts=cuts)
+        return self._whole_or_parts(engine, losses, dropout, counts=axes.first_inside)
 
     def _whole_or_parts(self, engine: Engine, losses: Losses, dropout: Dropout, *, counts: bool) -> Passes:
         """By what the loss is of, where a batch may be cut."""
@@ -208,7 +208,7 @@ class Trainer:
     @property
     def share(self) -> Share:
         """How this rank's part of every global batch is found."""
-        axes, pipelined = self.axes, self.axes.pipeline is not None
+        axes, pipelined = self.axes, self.axes.stages is not None
         return Share(
             ranks=axes.data_ranks,
             rank=axes.data_rank,

@@ -15,8 +15,9 @@ from meshwright.exchange.settle import (
     PLAIN_WORDS,
     Rule,
     as_data,
+    axes_missing_in,
     drop,
-    drop_axis,
+    drop_axes,
     impure,
     offloaded,
     replicates,
@@ -39,11 +40,6 @@ ON_CPU = (
 )
 TENSOR = "The tensor axis divides models of transformers that were loaded with a tp_plan."
 
-_AXES: tuple[Rule, ...] = (
-    drop_axis("layers", "Accelerate has no layer-wise placement for training"),
-    drop_axis("op", "Accelerate does not divide single operators"),
-    drop_axis("pp", "Accelerate's config has no pipeline for training"),
-)
 _OPEN: tuple[Rule, ...] = (
     without_autocast(
         lambda s: not s.traits.gathers and s.engine == "torch",
@@ -54,22 +50,23 @@ _OPEN: tuple[Rule, ...] = (
     drop("micro_batch", None, "the batch size is the DataLoader's, in the script", head="mb"),
 )
 _TORCH: tuple[Rule, ...] = (
-    *_AXES,
+    axes_missing_in("accelerate"),
     *PLAIN_WORDS,
-    as_data(lambda s: replicates(s) and s.tp > 1, "fsdp", "Accelerate refuses replicas beside a tensor axis"),
-    as_data(lambda s: s.data_size == 1 and s.tp > 1, None, "there is one data rank, and none to shard over"),
+    as_data(lambda s: replicates(s) and bool(s.axes), "fsdp", "Accelerate refuses replicas beside a tensor axis"),
+    as_data(lambda s: s.data_size == 1 and bool(s.axes), None, "there is one data rank, and none to shard over"),
     as_data(lambda s: not s.traits.hybrid and s.data_size == 1, "single", "there is one rank"),
     offloaded(lambda s: not s.traits.gathers, "", "Accelerate offloads with FSDP or DeepSpeed only"),
     offloaded(lambda s: True, "params", "FSDP takes parameters, gradients and optimizer to the host, or nothing"),
     *_OPEN,
 )
 _ON_CPU: tuple[Rule, ...] = (
-    drop_axis("tp", "Accelerate has no tensor axis on CPU ranks"),
+    axes_missing_in("accelerate"),
+    drop_axes("Accelerate has no tensor axis on CPU ranks"),
     as_data(lambda s: s.traits.gathers, "ddp", "on CPU ranks Accelerate runs DDP where FSDP is asked for"),
 )
 _DEEPSPEED: tuple[Rule, ...] = (
-    *_AXES,
-    drop_axis("tp", "Accelerate's tensor axis does not go with DeepSpeed"),
+    axes_missing_in("accelerate"),
+    drop_axes("Accelerate's tensor axis does not go with DeepSpeed"),
     *ZERO,
     offloaded(lambda s: s.offload == "nvme", "params", "accelerate launch hands no folder on; they go to the host"),
     drop("recompute", "none", "DeepSpeed has no switch for it; the model's own checkpointing is called", head="ac"),
@@ -98,11 +95,11 @@ def _torch(subject: Subject) -> Written:
         config = _base(subject, settled, "FSDP") | {"fsdp_config": _fsdp(settled)}
     else:
         config = _base(subject, settled, "NO" if settled.traits.alone else "MULTI_GPU")
-    if settled.tp > 1 or settled.traits.hybrid:
+    if settled.axes or settled.traits.hybrid:
         config["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": settled.replicas,
             "parallelism_config_dp_shard_size": settled.shards,
-            "parallelism_config_tp_size": settled.tp,
+            **settled.config_sizes("accelerate"),
         }
     return settled, losses, config
 

@@ -11,9 +11,9 @@ from meshwright.exchange.settle import (
     PLAIN_WORDS,
     Rule,
     as_data,
+    axes_missing_in,
     becomes_precision,
     drop,
-    drop_axis,
     impure,
     offloaded,
     replicates,
@@ -28,12 +28,6 @@ def _keeps_gathered(strategy: Strategy) -> bool:
     return strategy.traits.gathers and not strategy.traits.reshards
 
 
-AXES: tuple[Rule, ...] = (
-    drop_axis("layers", "DeepSpeed has no layer-wise placement"),
-    drop_axis("op", "DeepSpeed does not divide single operators"),
-    drop_axis("pp", "DeepSpeed's pipeline is written in code, as a PipelineModule, and not in its config"),
-    drop_axis("tp", "DeepSpeed's AutoTP (tensor_parallel.autotp_size) knows models of transformers only"),
-)
 ZERO: tuple[Rule, ...] = (
     *PLAIN_WORDS,
     as_data(lambda s: s.traits.hybrid, "fsdp", "DeepSpeed shards over all ranks; it is stage 3"),
@@ -59,7 +53,7 @@ def stage(strategy: Strategy) -> int:
 
 def write_deepspeed(subject: Subject) -> Exported:
     """The config that `deepspeed.initialize(config=...)` takes."""
-    settled, losses = settle(subject, (*AXES, *ZERO, *NOT_IN_CODE))
+    settled, losses = settle(subject, (axes_missing_in("deepspeed"), *ZERO, *NOT_IN_CODE))
     batches = cut(subject, settled, alone=1)
     losses = (*losses, *named(settled, batches.micro))
     said = replace(settled, micro_batch=batches.micro, engine="deepspeed")

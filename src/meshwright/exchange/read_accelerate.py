@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import Unreadable
+from meshwright.exchange.axes import axis_fields, read_axes
 from meshwright.exchange.errors import ExchangeError
 from meshwright.exchange.fields import Fields
 from meshwright.exchange.imported import Imported
 from meshwright.exchange.read_deepspeed import Zero, offloading, read_deepspeed, zero_axis
+from meshwright.facts.model_axis import AxisTerm
 from meshwright.facts.strategy import Strategy
 from meshwright.reading import read_json
 
@@ -56,9 +59,9 @@ def _imported(fields: Fields, strategy: Strategy, *, notes: tuple[str, ...] = ()
 
 def _axes(fields: Fields, kind: str, ranks: int | None) -> tuple[dict[str, Any], tuple[str, ...]]:
     sizes = fields.table("parallelism_config")
-    replicas, shards, tp = (
-        sizes.size(f"parallelism_config_{name}_size") for name in ("dp_replicate", "dp_shard", "tp")
-    )
+    replicas, shards = (sizes.size(f"parallelism_config_{name}_size") for name in ("dp_replicate", "dp_shard"))
+    axes = read_axes("accelerate", sizes)
+    tp = prod(term.size for term in axes)
     _refuse_others(sizes)
     if "parallelism_config_dp_shard_size" in sizes or tp > 1 or replicas > 1:
         ranks = ranks or replicas * shards * tp
@@ -67,11 +70,11 @@ def _axes(fields: Fields, kind: str, ranks: int | None) -> tuple[dict[str, Any],
         version = fields.table("fsdp_config").number("fsdp_version", 1)
         if version == 1 and replicas * shards * tp > 1:
             raise ExchangeError(f"{fields.file}: parallelism_config needs fsdp_version: 2, but it is 1.")
-        return _fsdp(fields, ranks, replicas, tp, version)
+        return _fsdp(fields, ranks, replicas, axes, version)
     if tp > 1 and ranks != tp:
         raise ExchangeError(f"{fields.file}: Accelerate refuses replicas beside tp_size {tp}; the type has to be FSDP.")
     if tp > 1:
-        return {"tp": tp}, ()
+        return {"axes": axes}, ()
     return ({"data": "single"} if kind == "NO" or ranks == 1 else {"data": "ddp", "data_size": ranks}), ()
 
 
@@ -97,13 +100,14 @@ def _check_sizes(fields: Fields, kind: str, product: int, ranks: int) -> None:
 
 
 def _fsdp(
-    fields: Fields, ranks: int | None, replicas: int, tp: int, version: int
+    fields: Fields, ranks: int | None, replicas: int, axes: tuple[AxisTerm, ...], version: int
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     fsdp = fields.table("fsdp_config")
     fsdp.skip("fsdp_version", *QUIET_FSDP)
+    tp = prod(term.size for term in axes)
     word = _sharding(fsdp, version)
     shared: dict[str, Any] = {
-        "tp": tp,
+        "axes": axes,
         "offload": "params" if fsdp.flag("fsdp_offload_params") else "",
         "recompute": "full" if fsdp.flag("fsdp_activation_checkpointing") else "none",
     }
@@ -174,8 +178,8 @@ def _deepspeed(fields: Fields, ranks: int | None) -> Imported:
 
 def _refuse_tensor_axis(fields: Fields) -> None:
     sizes = fields.table("parallelism_config")
-    for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
-        field = f"parallelism_config_{name}_size"
+    others = [f"parallelism_config_{name}_size" for name in ("dp_replicate", "dp_shard", "cp", "sp")]
+    for field in (*others, *axis_fields("accelerate")):
         if sizes.size(field) > 1:
             raise ExchangeError(
                 f"{fields.file}: {sizes.path(field)} and distributed_type DEEPSPEED exclude each other here: DeepSpeed "

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+from meshwright.exchange.axes import axis_fields, read_axes
 from meshwright.exchange.errors import ExchangeError
 from meshwright.exchange.fields import Fields
 from meshwright.exchange.imported import Imported
 from meshwright.facts.data_axis import word_of_stage
+from meshwright.facts.model_axis import AxisTerm
 from meshwright.facts.strategy import Strategy
 
 SIGNS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -32,7 +35,8 @@ class Zero:
 def read_deepspeed(fields: Fields, *, ranks: int | None = None) -> Imported:
     """The strategy of a DeepSpeed config; `ranks` where something else says how many there are."""
     zero = read_zero(fields.table("zero_optimization"))
-    tp = max(1, fields.table("tensor_parallel").number("autotp_size", 1))
+    axes = _axes(fields.table("tensor_parallel"))
+    tp = prod(term.size for term in axes)
     micro, total, size = _batches(fields)
     if size is not None and ranks is not None and size * tp != ranks:
         raise ExchangeError(
@@ -45,7 +49,7 @@ def read_deepspeed(fields: Fields, *, ranks: int | None = None) -> Imported:
     strategy = Strategy(
         **zero_axis(zero, size, alone=tp == 1),
         **_precision(fields),
-        tp=tp,
+        axes=axes,
         offload=zero.offload,  # type: ignore[arg-type]  # one of the grammar's words by construction
         nvme=zero.nvme,
         micro_batch=micro,
@@ -60,6 +64,12 @@ def read_deepspeed(fields: Fields, *, ranks: int | None = None) -> Imported:
         global_batch=total,
         max_norm=float(norm) if isinstance(norm, (int, float)) and norm > 0 else None,
     )
+
+
+def _axes(fields: Fields) -> tuple[AxisTerm, ...]:
+    """The tensor axis; DeepSpeed writes a size of 0 where there is none."""
+    off = all(fields.number(field, 0) == 0 for field in axis_fields("deepspeed"))
+    return () if off else read_axes("deepspeed", fields)
 
 
 def zero_axis(zero: Zero, size: int | None, *, alone: bool = True) -> dict[str, Any]:

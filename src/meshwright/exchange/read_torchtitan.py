@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
+from meshwright.exchange.axes import read_axes
 from meshwright.exchange.errors import ExchangeError
 from meshwright.exchange.fields import Fields
 from meshwright.exchange.imported import Imported
@@ -46,7 +48,7 @@ def read_torchtitan(fields: Fields, *, ranks: int | None = None) -> Imported:
         **_precision(fields, training, axes),
         recompute=recompute,  # type: ignore[arg-type]  # one of the grammar's words, or it was refused
         offload="params" if training.flag("enable_cpu_offload") else "",
-        micro_batch=_micro_batch(parallelism, training, axes["pp"]),
+        micro_batch=_micro_batch(parallelism, training, staged=any(term.traits.staged for term in axes["axes"])),
         compile=compiled.flag("enable"),
     )
     total = training.number("global_batch_size", -1)
@@ -70,13 +72,13 @@ def _axes(fields: Fields, ranks: int | None, notes: list[str]) -> dict[str, Any]
             raise ExchangeError(
                 f"{fields.file}: {fields.path(field)} has no equal here; set it to 1 to compare the rest."
             )
-    tp, pp = fields.size("tensor_parallel_degree"), fields.size("pipeline_parallel_degree")
+    schedule = _schedule(fields, notes)
+    terms = read_axes("torchtitan", fields, schedule)
+    model_ranks = prod(term.size for term in terms)
     replicas, shards = fields.size("data_parallel_replicate_degree"), _shards(fields)
     if shards is None and ranks is not None:
-        shards = max(1, ranks // (replicas * tp * pp))
-    schedule = _schedule(fields, notes)
-    data = _data(fields, replicas, shards, alone=tp * pp == 1, notes=notes)
-    return {**data, "tp": tp, "pp": pp, "schedule": schedule if pp > 1 else ""}
+        shards = max(1, ranks // (replicas * model_ranks))
+    return {**_data(fields, replicas, shards, alone=model_ranks == 1, notes=notes), "axes": terms}
 
 
 def _shards(fields: Fields) -> int | None:
@@ -137,7 +139,7 @@ def _precision(fields: Fields, training: Fields, axes: dict[str, Any]) -> dict[s
     fields.skip("quantize")
     pure = _dtype(training, "dtype", "float32")
     # Without FSDP torchtitan leaves mixed precision out where there is a tensor axis or a pipeline.
-    mixed = find_traits(axes.get("data")).gathers or axes["tp"] * axes["pp"] == 1
+    mixed = find_traits(axes.get("data")).gathers or not axes["axes"]
     small = _dtype(training, "mixed_precision_param", "bfloat16") and mixed
     word = "fp8" if FLOAT8 in converters and (small or pure) else "bf16" if small or pure else "fp32"
     return {"precision": word, "pure": pure}
@@ -151,7 +153,7 @@ def _dtype(training: Fields, name: str, default: str) -> bool:
     return word == "bfloat16"
 
 
-def _micro_batch(parallelism: Fields, training: Fields, pp: int) -> int:
+def _micro_batch(parallelism: Fields, training: Fields, *, staged: bool) -> int:
     local = training.size("local_batch_size", LOCAL_BATCH)
     micro = parallelism.size("pipeline_parallel_microbatch_size", 1)
-    return micro if pp > 1 else local
+    return micro if staged else local

@@ -9,7 +9,8 @@ from typing import Any
 from meshwright.exchange.errors import ExchangeError
 from meshwright.exchange.subject import Loss, Subject
 from meshwright.facts.data_axis import find_traits
-from meshwright.facts.grammar import show_data, show_pipeline
+from meshwright.facts.grammar import show_data
+from meshwright.facts.model_axis import AxisTerm
 from meshwright.facts.strategy import Strategy
 
 Rule = Callable[[Strategy], Loss | None]
@@ -25,10 +26,11 @@ def settle(subject: Subject, rules: Iterable[Rule]) -> tuple[Strategy, tuple[Los
             "that they have, as ddp or fsdp."
         )
     for rule in rules:
-        loss = rule(strategy)
-        if loss is not None:
+        while (loss := rule(strategy)) is not None:
             losses.append(loss)
             strategy = change(strategy, loss.becomes, subject.ranks)
+            if "axes" not in loss.becomes:  # only axes are given up one by one
+                break
     return strategy, tuple(losses)
 
 
@@ -41,17 +43,28 @@ def change(strategy: Strategy, becomes: Mapping[str, Any], ranks: int) -> Strate
     return replace(changed, data_size=ranks // changed.model_ranks)
 
 
-def drop_axis(axis: str, why: str) -> Rule:
-    """Gives up an axis of the model."""
+def axes_missing_in(framework: str) -> Rule:
+    """Gives up the model axes that a framework's config does not have."""
 
     def rule(strategy: Strategy) -> Loss | None:
-        size = getattr(strategy, axis)
-        if size == 1:
-            return None
-        term = show_pipeline(strategy) if axis == "pp" else f"{axis}={size}"
-        return Loss(term=term, says=f"{why}; its ranks went to the data axis", becomes={axis: 1})
+        for term in reversed(strategy.axes):
+            if framework in term.traits.missing:
+                return _drop_axis(strategy, term, term.traits.missing[framework])
+            if framework not in term.traits.config_fields:
+                raise ExchangeError(f"{term} was to be exported, but {framework} has nothing like it; drop the axis.")
+        return None
 
     return rule
+
+
+def drop_axes(why: str) -> Rule:
+    """Gives up all model axes that are left."""
+    return lambda strategy: _drop_axis(strategy, strategy.axes[-1], why) if strategy.axes else None
+
+
+def _drop_axis(strategy: Strategy, term: AxisTerm, why: str) -> Loss:
+    left = tuple(other for other in strategy.axes if other != term)
+    return Loss(term=str(term), says=f"{why}; its ranks went to the data axis", becomes={"axes": left})
 
 
 def drop(field: str, default: Any, why: str, *, head: str = "") -> Rule:

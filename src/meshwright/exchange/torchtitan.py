@@ -15,9 +15,9 @@ from meshwright.exchange.settle import (
     PLAIN_WORDS,
     Rule,
     as_data,
+    axes_missing_in,
     becomes_precision,
     drop,
-    drop_axis,
     offloaded,
     replicates,
     settle,
@@ -48,8 +48,7 @@ REMARK = (
 _BY_AUTOCAST = "without FSDP torchtitan computes a tensor axis or a pipeline in fp32"
 _ZERO = "torchtitan has no ZeRO-1 and ZeRO-2; FSDP that keeps parameters gathered till backward is nearest"
 _RULES: tuple[Rule, ...] = (
-    drop_axis("layers", "torchtitan has no layer-wise placement"),
-    drop_axis("op", "torchtitan does not divide single operators"),
+    axes_missing_in("torchtitan"),
     drop("engine", "torch", "torchtitan runs on PyTorch's own engine"),
     *PLAIN_WORDS,
     as_data(zero_alone, "fsdp", _ZERO, variant="grad-op"),
@@ -76,7 +75,7 @@ def _unmixed(strategy: Strategy) -> bool:
 def write_torchtitan(subject: Subject) -> Exported:
     """The file that `--job.config_file` names."""
     settled, losses = settle(subject, _RULES)
-    batches = cut(subject, settled, alone=1 if settled.pp > 1 else LOCAL_BATCH)
+    batches = cut(subject, settled, alone=1 if settled.stage_axis else LOCAL_BATCH)
     losses = (*losses, *named(settled, batches.micro))
     said = replace(settled, micro_batch=batches.micro)
     text = comments(subject, losses, (REMARK,)) + _toml(_sections(subject, said, batches))
@@ -113,11 +112,11 @@ def _training(subject: Subject, strategy: Strategy, batches: Batches) -> dict[st
 
 def _local_batch(subject: Subject, strategy: Strategy, batches: Batches) -> int:
     """What a data rank goes through between two updates of its schedule: under a pipeline all its micro-batches."""
-    if strategy.pp == 1:
+    if not strategy.stage_axis:
         return batches.micro
     if subject.global_batch is not None:
         return batches.micro * batches.steps
-    return batches.micro * 2 * strategy.pp  # enough to fill two stages a rank
+    return batches.micro * 2 * strategy.stage_ranks  # enough to fill two stages a rank
 
 
 def _parallelism(strategy: Strategy, batches: Batches) -> dict[str, Any]:
@@ -125,10 +124,9 @@ def _parallelism(strategy: Strategy, batches: Batches) -> dict[str, Any]:
         "data_parallel_replicate_degree": strategy.replicas,
         "data_parallel_shard_degree": strategy.shards,
         "fsdp_reshard_after_forward": _reshard(strategy),
-        "tensor_parallel_degree": strategy.tp,
-        "pipeline_parallel_degree": strategy.pp,
+        **strategy.config_sizes("torchtitan"),
     }
-    if strategy.pp > 1:
+    if strategy.stage_axis:
         section |= {
             "pipeline_parallel_schedule": SCHEDULES[strategy.schedule],
             "pipeline_parallel_microbatch_size": batches.micro,
@@ -141,7 +139,7 @@ def _reshard(strategy: Strategy) -> str:
     traits = strategy.traits
     if traits.gathers and not traits.reshards:
         return "never"
-    return "always" if traits.reshards and not traits.hybrid and strategy.pp == 1 else "default"
+    return "always" if traits.reshards and not traits.hybrid and not strategy.stage_axis else "default"
 
 
 def _toml(sections: dict[str, dict[str, Any]]) -> str:

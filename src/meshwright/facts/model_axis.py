@@ -45,9 +45,9 @@ class AxisTraits:
     complexity: int = 10
     """Of two equally fast plans the one with less complexity is recommended."""
     config_fields: Mapping[str, str] = field(default_factory=dict)
-    """For each framework whose config has this axis, the field that holds its size."""
+    """For each framework whose config can name this axis, the field that holds its size."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """For each framework whose config does not have it, the reason to tell; its ranks go to the data axis there."""
+    """For each framework that it is not exported to, the reason; its ranks go to the data axis there."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,29 @@ class AxisTerm:
         """The order of micro-batches on a staged axis; "" for the others."""
         return self.suffix or self.traits.schedule
 
+    @classmethod
+    def of(cls, traits: AxisTraits, size: int) -> AxisTerm:
+        return cls(traits.word, size, traits.default_suffix)
+
     def __str__(self) -> str:
         return f"{self.word}={self.size}" + (f":{self.suffix}" if self.suffix else "")
 
 
 MODEL_AXES: dict[str, AxisTraits] = {}
 """The registered model axes by word, in the order of the strategy's text; `meshwright.strategies` fills it."""
+
+
+def first_axes() -> tuple[AxisTraits, AxisTraits]:
+    """The first registered axis inside the data axis and the first that has stages: what checks take unasked."""
+    inner = next(traits for traits in MODEL_AXES.values() if not traits.staged)
+    return inner, next(traits for traits in MODEL_AXES.values() if traits.staged)
+
+
+def conflict(one: AxisTraits, other: AxisTraits) -> str:
+    """Why two axes exclude each other; "" if they do not."""
+    if one.mesh_name == other.mesh_name:
+        return one.conflict or other.conflict or "both take the same mesh axis"
+    return "both divide parameters" if one.splits_tensors and other.splits_tensors else ""
 
 
 def normalised(terms: tuple[AxisTerm, ...]) -> tuple[AxisTerm, ...]:

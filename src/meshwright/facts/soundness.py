@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 from meshwright.errors import ContradictoryTerms, StrategyError
 from meshwright.facts import grammar
 from meshwright.facts.data_axis import DATA_AXES, find_traits
-from meshwright.facts.model_axis import MODEL_AXES
+from meshwright.facts.model_axis import MODEL_AXES, conflict
 
 if TYPE_CHECKING:
     from meshwright.facts.strategy import Strategy
@@ -43,9 +43,8 @@ def clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
         why = f"{strategy.data} keeps the whole model in one process; name ddp or fsdp, or no data axis"
         yield from ((strategy.data, axis, why) for axis in axes)
     for first, second in combinations(strategy.axes, 2):
-        if first.traits.mesh_name == second.traits.mesh_name:
-            why = first.traits.conflict or second.traits.conflict
-            yield f"{first.word}={first.size}", f"{second.word}={second.size}", why or "both take the same mesh axis"
+        if why := conflict(first.traits, second.traits):
+            yield f"{first.word}={first.size}", f"{second.word}={second.size}", why
     if strategy.pure and strategy.precision == "fp32":
         yield "fp32", "pure", "pure leaves out the fp32 master weights, and fp32 has no others; name bf16 or fp16"
     if strategy.autocast and strategy.precision not in ("bf16", "fp16"):

@@ -11,7 +11,7 @@ from math import prod
 from meshwright.facts import grammar, soundness
 from meshwright.facts.data_axis import DataTraits, find_traits
 from meshwright.facts.grammar import Engine, Offload, Precision, Recompute
-from meshwright.facts.model_axis import AxisTerm, normalised
+from meshwright.facts.model_axis import MODEL_AXES, AxisTerm, normalised
 from meshwright.facts.ranks import fill_data_axis
 
 __all__ = ["AxisTerm", "Engine", "Offload", "Precision", "Recompute", "Strategy"]
@@ -108,6 +108,17 @@ class Strategy:
     @property
     def inner_ranks(self) -> int:
         return prod(term.size for term in self.inner_axes)
+
+    def config_sizes(self, framework: str) -> dict[str, int]:
+        """The size of each axis that a framework's config has a field for, by field; 1 where the strategy lacks it."""
+        sizes = {term.word: term.size for term in self.axes}
+        fields = {word: traits.config_fields.get(framework) for word, traits in MODEL_AXES.items()}
+        return {field: sizes.get(word, 1) for word, field in fields.items() if field}
+
+    @property
+    def splits_activations(self) -> bool:
+        """Whether a rank computes parts of activations between layers."""
+        return any(term.traits.splits_activations for term in self.axes)
 
     @property
     def splits_tensors(self) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 from math import prod
 
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.data_axis import usual_terms
 from meshwright.facts.model import ModelFacts
-from meshwright.facts.model_axis import MODEL_AXES
+from meshwright.facts.model_axis import MODEL_AXES, conflict
 from meshwright.facts.strategy import AxisTerm, Strategy
 from meshwright.schedules import FAMILIES
 from meshwright.strategies import model_axis
@@ -52,7 +52,7 @@ def _model_axes(facts: ModelFacts, cluster: Cluster, allowed: Allowed) -> list[t
     found = [chosen for chosen in product(*sizes) if cluster.devices % prod(chosen) == 0]
     found.sort(key=lambda chosen: (prod(chosen), chosen))
     terms = [tuple(AxisTerm(word, n) for word, n in zip(MODEL_AXES, chosen, strict=True) if n > 1) for chosen in found]
-    return [own for own in terms if len({term.traits.mesh_name for term in own}) == len(own)]
+    return [own for own in terms if not any(conflict(a.traits, b.traits) for a, b in combinations(own, 2))]
 
 
 def _sizes(word: str, facts: ModelFacts, cluster: Cluster, allowed: Allowed) -> list[int]:

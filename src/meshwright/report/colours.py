@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from meshwright.facts.forecast import MEMORY_CAUSES
 from meshwright.facts.timeline import KINDS
-from meshwright.planner.explain import CAUSES
 
 UNKNOWN = "text"
 """For a cause that has no colour of its own."""
 MEMORY = dict(
     zip(MEMORY_CAUSES, ("blue", "orange", "green", "pink", "sky", "red", "yellow", "violet", "grey"), strict=True)
 )
-TIME = dict(zip(CAUSES, ("blue", "pink", "grey", "red", "orange", "sky", "green", "violet"), strict=True))
+TIME = {
+    "compute": "blue",
+    "tensor": "pink",
+    "host": "grey",
+    "data": "red",
+    "bubble": "orange",
+    "stages": "sky",
+    "update": "green",
+    "host copies": "violet",
+}
 WORK = dict(zip(KINDS, ("blue", "orange", "red", "green", "sky", "pink", "violet", "track"), strict=True))
 CURVES = ("blue", "orange", "green", "pink", "sky", "red", "violet", "yellow")
 DARK = ("blue", "violet")

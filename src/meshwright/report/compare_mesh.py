@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 
@@ -49,25 +50,40 @@ def draw_meshes(rows: Sequence[dict[str, Any]]) -> tuple[Mesh, ...]:
 def _mesh(row: dict[str, Any], most: float) -> Mesh:
     sizes = row["ranks"][0]["sizes"]
     named = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    wide = sizes["pipeline"] > 1
+    across, _ = _directions(sizes)
     return Mesh(
         strategy=row["strategy"],
         axes=" x ".join(named) or "one process",
-        columns=sizes["pipeline"] if wide else sizes["data"],
-        cells=tuple(_cell(number, rank, most, wide=wide) for number, rank in enumerate(row["ranks"])),
+        columns=prod(sizes[name] for name in across),
+        cells=tuple(_cell(number, rank, most) for number, rank in enumerate(row["ranks"])),
     )
 
 
-def _cell(number: int, rank: dict[str, Any], most: float, *, wide: bool) -> RankCell:
-    """Without a pipeline the data axis goes from left to right, and the tensor axis down."""
+def _directions(sizes: dict[str, int]) -> tuple[list[str], list[str]]:
+    """The axes from left to right and those from top to bottom: stages across, else the data axis."""
+    names = list(sizes)
+    data = names.index("data")
+    cut = data if prod(sizes[name] for name in names[:data]) > 1 else data + 1
+    return names[:cut], names[cut:]
+
+
+def _place(rank: dict[str, Any], names: list[str]) -> int:
+    """A rank's place on several axes taken as one, from 1."""
+    place = 0
+    for name in names:
+        place = place * rank["sizes"][name] + rank[name]
+    return 1 + place
+
+
+def _cell(number: int, rank: dict[str, Any], most: float) -> RankCell:
     sizes, held = rank["sizes"], rank["memory"]
-    below = rank["data"] * sizes["tensor"] + rank["tensor"]
+    across, down = _directions(sizes)
     stages = ", ".join(str(stage) for stage in rank["stages"])
     place = ", ".join(f"{name} {rank[name]}" for name, size in sizes.items() if size > 1)
     return RankCell(
         rank=number,
-        column=1 + (rank["pipeline"] if wide else rank["data"]),
-        row=1 + (below if wide else rank["tensor"]),
+        column=_place(rank, across),
+        row=_place(rank, down),
         stages=f"stage{'s' * (len(rank['stages']) > 1)} {stages}" if stages else "",
         fill=100 * held["parameters"] / most,
         parameters=f"{held['parameters']:,.2f} MiB",

@@ -21,7 +21,7 @@ from meshwright.runtime.environment import Launched, launched, restart_count
 from meshwright.runtime.launch import launch
 from meshwright.runtime.layout import lay_out_on_paper
 from meshwright.runtime.lock import owned
-from meshwright.runtime.place import choose_device, place_for, place_of_layers
+from meshwright.runtime.place import choose_device, has_one_process_axis, in_one_process, place_for, place_of_layers
 from meshwright.runtime.record import prepare_output, require_tensorboard
 from meshwright.runtime.worker import run_train
 
@@ -59,7 +59,7 @@ def _checked(
     rest["device"] = choose_device(known_device(rest["device"]))
     count = count_ranks(ranks, default=_fewest_ranks(parsed, rest["device"]))
     loaded, facts = look(job)
-    in_one = count == 1 and parsed.layers > 1
+    in_one = count == 1 and has_one_process_axis(parsed)
     place_checked = place_of_layers(rest["device"], parsed) if in_one else find_place(rest["device"], count)
     clipped = _with_norm(loaded, rest["max_norm"])
     resolved = check(clipped, facts, parsed, place_checked)
@@ -159,7 +159,7 @@ def count_ranks(asked: int | None, *, default: int) -> int:
 
 def _fewest_ranks(strategy: Strategy, device: str) -> int:
     """As many as the strategy's sizes ask for; layers over GPUs run in one process where nobody asks for ranks."""
-    if strategy.layers == strategy.model_ranks > 1 and strategy.data is None and device == "cuda":
+    if in_one_process(strategy) and strategy.data is None and device == "cuda":
         return 1
     return strategy.model_ranks * (strategy.data_size or 1)
 

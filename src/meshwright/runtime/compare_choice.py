@@ -11,10 +11,9 @@ from meshwright.errors import MeshwrightError, Refused
 from meshwright.facts.data_axis import usual_terms
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
+from meshwright.facts.model_axis import MODEL_AXES, AxisTerm, first_axes
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies import Place
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv")
+from meshwright.strategies import Place, model_axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +43,13 @@ def plain_strategies(ranks: int) -> Iterator[str]:
     if ranks == 1:
         yield "single"
         return
-    sizes = [size for size in range(2, ranks + 1) if ranks % size == 0]
-    yield from usual_terms(lambda traits: traits.compared, [f"{ranks // size}x{size}" for size in sizes[:-1]])
-    for size in sizes:
-        yield f"tp={size}"
-        if size < ranks:
-            yield f"fsdp,tp={size}"
-    yield from (f"op={size}" for size in sizes)
-    for size in sizes:
-        yield from (f"pp={size}:{schedule}" for schedule in (SCHEDULES if size == ranks else ("1f1b",)))
-    yield f"layers={ranks}"
+    hybrids = [f"{ranks // size}x{size}" for size in range(2, ranks) if ranks % size == 0]
+    yield from usual_terms(lambda traits: traits.compared, hybrids)
+    for word in MODEL_AXES:
+        yield from model_axis(AxisTerm(word, ranks)).compared(ranks)
     if ranks % 4 == 0:
-        yield f"tp=2,pp={ranks // 2}:1f1b"
+        inner, staged = first_axes()
+        yield f"{AxisTerm.of(inner, 2)},{AxisTerm.of(staged, ranks // 2)}"
 
 
 def _look_at(job: Job, facts: ModelFacts, place: Place, text: str) -> Choice:

@@ -146,10 +146,8 @@ def place_on_mesh(trainer: Trainer) -> dict[str, Any]:
     axes = trainer.axes
     holders = getattr(trainer.engine, "holders", None)
     return {
-        "pipeline": axes.pipeline_rank,
-        "data": axes.data_rank,
-        "tensor": axes.tensor_rank,
-        "sizes": {"pipeline": axes.pipeline_ranks, "data": axes.data_ranks, "tensor": axes.tensor_ranks},
+        **{name: axes.place_on(name) for name in axes.sizes},
+        "sizes": dict(axes.sizes),
         "stages": [] if holders is None else list(holders.own),
     }
 

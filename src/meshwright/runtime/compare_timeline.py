@@ -9,7 +9,6 @@ from typing import Any
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.timeline import BACKWARD, DATA, FORWARD, INPUT, SEND, UPDATE, WEIGHT, Piece, Timeline, with_idle
 from meshwright.schedules.action import Action, Kind
-from meshwright.strategies.pipeline import pipeline_ranks, schedule_name
 
 KINDS = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.BACKWARD_INPUT: INPUT, Kind.BACKWARD_WEIGHT: WEIGHT}
 
@@ -26,11 +25,11 @@ def measured_timeline(strategy: Strategy, ranks: Sequence[dict[str, Any]], secon
     pieces += list(_sends(pieces))
     return Timeline(
         strategy=str(strategy),
-        schedule=schedule_name(strategy),
-        ranks=pipeline_ranks(strategy),
+        schedule=strategy.schedule,
+        ranks=strategy.stage_ranks,
         micro_batches=1 + max(piece.micro_batch for piece in pieces if piece.micro_batch is not None),
         origin="measured",
-        pieces=with_idle(pieces, pipeline_ranks(strategy)),
+        pieces=with_idle(pieces, strategy.stage_ranks),
     )
 
 

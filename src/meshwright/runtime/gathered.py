@@ -96,7 +96,7 @@ def _stale(trainer: Trainer) -> str | None:
 
 
 def _digests(trainer: Trainer) -> Copies:
-    stage = str(trainer.axes.pipeline_rank)
+    stage = str(trainer.axes.stage_rank)
     found = {}
     for held in trainer.engine.held():
         if held.current and not (held.cut is not None and not isinstance(held.cut, Cut)):

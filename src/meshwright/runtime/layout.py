@@ -6,23 +6,16 @@ from math import prod
 from typing import Any
 
 from meshwright import schedules
+from meshwright.build.axes import mesh_sizes
 from meshwright.build.check import check
 from meshwright.build.rehearsal import rehearse
 from meshwright.build.staging import nominal_batch, tracer
-from meshwright.describe.blueprint import record
 from meshwright.describe.calls import TensorLeaf
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies import Place, data_strategy
-from meshwright.strategies.operator import plan_operators
-from meshwright.strategies.pipeline import (
-    count_micro_batches,
-    count_stages,
-    is_pipelined,
-    pipeline_ranks,
-    schedule_name,
-)
+from meshwright.strategies import Place, model_axis
+from meshwright.strategies.pipeline import count_micro_batches, count_stages, is_pipelined
 from meshwright.strategies.stages import Stages, cut_stages, find_crossings, held_parameters
 
 
@@ -31,29 +24,13 @@ def lay_out_on_paper(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int
     place = Place(device="cpu", devices=ranks, ranks=ranks, local_ranks=ranks)
     resolved = check(job, facts, strategy, place)
     rehearse(job, facts, resolved)
-    axes = {"pipeline": pipeline_ranks(resolved), **data_strategy(resolved).axes(resolved)}
-    axes["tensor"] = resolved.tp * resolved.op
-    document: dict[str, Any] = {
-        "strategy": str(resolved),
-        "ranks": ranks,
-        "mesh": {name: size for name, size in axes.items() if size > 1},
-    }
-    if resolved.tp > 1 and facts.tensor_plan is not None:
-        plan = facts.tensor_plan.for_ranks(resolved.tp)
-        document["tensor_plan"] = plan.as_mapping()
-        document["tensor"] = [dict(zip(("module", "role", "divides", "why"), row, strict=True)) for row in plan.table()]
-    if resolved.op > 1:
-        operators = plan_operators(
-            record(job.model, seed=0, values=False).model, resolved.op, frozenset(facts.read_elsewhere)
-        )
-        document["operators"] = [
-            {"module": one.name, "kind": one.kind, "divides": "" if one.why else one.along, "why": one.why}
-            for one in operators.operators
-        ]
+    document: dict[str, Any] = {"strategy": str(resolved), "ranks": ranks, "mesh": mesh_sizes(resolved)}
+    for term in resolved.axes:
+        document |= model_axis(term).show(term, resolved, facts, job)
     if is_pipelined(resolved):
         stages = cut_stages(facts, count_stages(resolved), job.stages)
         schedule = schedules.make(
-            schedule_name(resolved), pipeline_ranks(resolved), count_micro_batches(resolved, job.global_batch)
+            resolved.schedule, resolved.stage_ranks, count_micro_batches(resolved, job.global_batch)
         )
         document["stages"] = _stages(job, facts, resolved, stages, schedule)
         document["schedule"] = _schedule(facts, stages, schedule)

@@ -25,17 +25,27 @@ def place_for(device: str, ranks: int, *, local_ranks: int | None = None) -> Pla
     return Place(device=device, devices=devices, ranks=ranks, local_ranks=ranks if local_ranks is None else local_ranks)
 
 
+def has_one_process_axis(strategy: Strategy) -> bool:
+    """Whether one of its axes can be on the devices of one process."""
+    return any(term.traits.one_process for term in strategy.axes)
+
+
+def in_one_process(strategy: Strategy) -> bool:
+    """Whether it can run in one process with a device for each of its ranks."""
+    return bool(strategy.axes) and all(term.traits.one_process for term in strategy.axes) and not strategy.traits.sized
+
+
 def place_of_layers(device: str, strategy: Strategy) -> Place:
     """One process with a device for each part of the layers; refused where it has too few."""
-    if strategy.model_ranks > strategy.layers or strategy.traits.sized:
+    if not in_one_process(strategy):
         raise Refused(f"{strategy} needs ranks; only layers alone run in one process, so give it --ranks.")
-    devices_for(strategy.layers, torch.device(device, 0) if device == "cuda" else torch.device(device))
-    return place_for(device, strategy.layers, local_ranks=1)
+    devices_for(strategy.stage_ranks, torch.device(device, 0) if device == "cuda" else torch.device(device))
+    return place_for(device, strategy.stage_ranks, local_ranks=1)
 
 
 def place_of(world: World, strategy: Strategy | None = None) -> Place:
     """The place of a world. One process under `dp` or `layers` counts as a rank for each of its devices."""
-    if strategy is not None and strategy.layers > 1 and world.ranks == 1:
+    if strategy is not None and has_one_process_axis(strategy) and world.ranks == 1:
         return place_of_layers(world.device.type, strategy)
     if strategy is not None and strategy.traits.many_devices and world.ranks == 1:
         devices = torch.cuda.device_count() if world.device.type == "cuda" else 1

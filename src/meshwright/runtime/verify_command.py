@@ -16,6 +16,7 @@ from meshwright.errors import BadInput, MeshwrightError, RankFailed, Refused, St
 from meshwright.facts.data_axis import usual_terms
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
+from meshwright.facts.model_axis import AxisTerm, first_axes
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.command import count_ranks, find_place, known_device, look
 from meshwright.runtime.compare_choice import Choice
@@ -104,7 +105,8 @@ def _usual(place: Place) -> list[str]:
     """The data strategies and the plainest of the others."""
     hybrids = [f"2x{place.ranks // 2}"] if place.ranks % 2 == 0 and place.ranks > 2 else []
     names = list(usual_terms(lambda traits: traits.compared, hybrids))
-    return [*names, "tp=2", "pp=2:1f1b"] if place.ranks % 2 == 0 else names
+    pairs = [str(AxisTerm.of(traits, 2)) for traits in first_axes()] if place.ranks % 2 == 0 else []
+    return [*names, *pairs]
 
 
 def _choice(job: Job, facts: ModelFacts, text: str, place: Place) -> Choice:

@@ -27,6 +27,8 @@ class Family:
     """Whether so many ranks can run so many micro-batches: what PyTorch's class of that schedule demands."""
     demand: str = "at least 1"
     """The same in words: the micro-batches that it needs."""
+    torch_class: str = "ScheduleGPipe"
+    """The class of PyTorch's pipelining that runs it."""
     one_at_a_time: bool = False
     """Whether a micro-batch leaves the pipeline before the next one enters."""
     splits_backward: bool = False
@@ -53,6 +55,7 @@ FAMILIES: dict[str, Family] = {
     "gpipe": Family(order=plain.gpipe, complexity=0, in_flight=lambda rank, ranks, count: count),
     "1f1b": Family(
         order=plain.one_f_one_b,
+        torch_class="Schedule1F1B",
         searched=True,
         complexity=0,
         in_flight=lambda rank, ranks, count: min(count, ranks - rank),
@@ -61,6 +64,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "interleaved": Family(
         order=looped.interleaved,
+        torch_class="ScheduleInterleaved1F1B",
         virtual=2,
         virtual_free=True,
         allows=_even_rounds,
@@ -71,6 +75,7 @@ FAMILIES: dict[str, Family] = {
     # The weights' part of backward, about a third of the work, fills the gaps.
     "zb": Family(
         order=looped.zero_bubble,
+        torch_class="ScheduleInterleavedZeroBubble",
         virtual_free=True,
         allows=_even_rounds,
         demand=_ROUNDS,
@@ -78,10 +83,17 @@ FAMILIES: dict[str, Family] = {
         gap_divisor=3,
     ),
     "zbv": Family(
-        order=folded.zero_bubble_v, virtual=2, placement="v", splits_backward=True, gap_divisor=6, searched=True
+        order=folded.zero_bubble_v,
+        torch_class="ScheduleZBVZeroBubble",
+        virtual=2,
+        placement="v",
+        splits_backward=True,
+        gap_divisor=6,
+        searched=True,
     ),
     "dualpipev": Family(
         order=folded.dual_pipe_v,
+        torch_class="ScheduleDualPipeV",
         virtual=2,
         placement="v",
         splits_backward=True,

@@ -38,7 +38,7 @@ def register(technique: DataStrategy | ModelAxis) -> None:
 
 def unregister(word: str) -> None:
     for table in (DATA_STRATEGIES, DATA_AXES, _MODEL_AXES, MODEL_AXES):
-        table.pop(word, None)  # type: ignore[attr-defined]
+        table.pop(word, None)
 
 
 def model_axis(term: AxisTerm) -> ModelAxis:

@@ -35,7 +35,7 @@ class Fsdp(DataStrategy):
     lowers = True
 
     def refuse(self, strategy: Strategy, facts: ModelFacts, place: Place) -> str | None:
-        if facts.by_value and (strategy.compile or strategy.pp > 1 or strategy.layers > 1):
+        if facts.by_value and (strategy.compile or strategy.stage_axis):
             return (
                 "The model looks at values, so samples may decide which parameters a rank uses; ranks agree on that "
                 f"between forward and backward, which {strategy} leaves no room for. Use zero2, or drop pp, layers and "

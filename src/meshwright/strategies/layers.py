@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from meshwright.facts.model_axis import AxisTraits
 from meshwright.strategies.model_axis import StageAxis
 
@@ -22,3 +24,6 @@ class Layers(StageAxis):
             "deepspeed": "DeepSpeed has no layer-wise placement",
         },
     )
+
+    def compared(self, ranks: int) -> Iterator[str]:
+        yield f"layers={ranks}"

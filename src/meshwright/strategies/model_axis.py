@@ -1,4 +1,4 @@
-"""The interface of a model axis: what it is, which models it can divide, what a rank holds and sends, how it is applied.
+"""The interface of a model axis: what it is, what it can divide, what a rank holds and sends, how it is applied.
 
 There are two kinds. The ranks of an inner axis run the same layers together, each with a part of their work. The ranks
 of a stage axis run different layers, one stage each, on the pipeline engine.
@@ -7,7 +7,7 @@ of a stage axis run different layers, one stage each, on the pipeline engine.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,6 +15,7 @@ from meshwright.facts.cluster import Cluster
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import AxisTerm, AxisTraits
+from meshwright.facts.named import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.division import Division
 
@@ -45,6 +46,10 @@ class ModelAxis(ABC):
         """The sizes that the planner's search considers; empty if it does so only when asked."""
         return ()
 
+    def compared(self, ranks: int) -> Iterator[str]:
+        """The strategies that `compare` runs with it unasked: by default it alone in every size."""
+        yield from (f"{self.traits.word}={size}" for size in range(2, ranks + 1) if ranks % size == 0)
+
     def show(self, term: AxisTerm, strategy: Strategy, facts: ModelFacts, job: Job) -> dict[str, Any]:
         """How it divides the model, as fields of `layout`'s document."""
         return {}
@@ -71,6 +76,9 @@ class InnerAxis(ModelAxis):
     def whole(self, tree: Any, mesh: DeviceMesh) -> Any:
         """A tree of outputs with divided tensors made whole, differentiably."""
         return tree
+
+    def finish(self, parameters: NamedParameters, mesh: DeviceMesh) -> None:
+        """After the last backward: complete the gradients of parameters that every rank has whole."""
 
     def division(self, facts: ModelFacts, ranks: int) -> Division:
         """What a rank holds, computes and sends, for the planner. The default divides nothing and sends nothing."""

@@ -13,7 +13,7 @@ def refuse_moved(strategy: Strategy, facts: ModelFacts, micro_steps: int) -> str
 
 def _reason(state: MovedFacts, strategy: Strategy, facts: ModelFacts, micro_steps: int) -> str | None:
     moves = f"The model's forward moves {state.name}"
-    if state.by_samples and (strategy.data_ranks > 1 or strategy.tp > 1 or micro_steps > 1):
+    if state.by_samples and (strategy.data_ranks > 1 or micro_steps > 1 or strategy.splits_activations):
         part = f"{micro_steps} micro-batches" if micro_steps > 1 else "one rank's part of them"
         return (
             f"{moves} by the samples that it sees, and {part} would move it otherwise than the whole batch; use "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import AxisTraits
 from meshwright.strategies.model_axis import StageAxis
+
+COMPARED = ("gpipe", "1f1b", "interleaved", "zb", "zbv")
+"""The schedules that `compare` runs unasked."""
 
 
 class Pipeline(StageAxis):
@@ -32,3 +35,9 @@ class Pipeline(StageAxis):
 
     def sizes(self, facts: ModelFacts, cluster: Cluster) -> Collection[int]:
         return range(2, len(facts.blocks) + 1)
+
+    def compared(self, ranks: int) -> Iterator[str]:
+        """Every schedule where it takes all ranks."""
+        for term in super().compared(ranks):
+            schedules = COMPARED if term == f"pp={ranks}" else (self.traits.default_suffix,)
+            yield from (f"{term}:{schedule}" for schedule in schedules)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,11 @@ class Tensor(InnerAxis):
         splits_tensors=True,
         splits_activations=True,
         autocast=False,
-        config_fields={"torchtitan": "tensor_parallel_degree", "accelerate": "parallelism_config_tp_size"},
+        config_fields={
+            "torchtitan": "tensor_parallel_degree",
+            "accelerate": "parallelism_config_tp_size",
+            "deepspeed": "autotp_size",
+        },
         missing={"deepspeed": "DeepSpeed's AutoTP (tensor_parallel.autotp_size) knows models of transformers only"},
     )
 
@@ -42,6 +46,12 @@ class Tensor(InnerAxis):
 
     def sizes(self, facts: ModelFacts, cluster: Cluster) -> Collection[int]:
         return range(2, cluster.devices_per_node + 1)
+
+    def compared(self, ranks: int) -> Iterator[str]:
+        for term in super().compared(ranks):
+            yield term
+            if term != f"tp={ranks}":
+                yield f"fsdp,{term}"
 
     def show(self, term: AxisTerm, strategy: Strategy, facts: ModelFacts, job: Job) -> dict[str, Any]:
         assert facts.tensor_plan is not None

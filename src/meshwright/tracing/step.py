@@ -12,13 +12,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
 from meshwright.strategies import Place, data_strategy
-from meshwright.strategies.pipeline import (
-    count_micro_batches,
-    count_stages,
-    is_pipelined,
-    pipeline_ranks,
-    schedule_name,
-)
+from meshwright.strategies.pipeline import count_micro_batches, count_stages, is_pipelined
 from meshwright.strategies.stages import cut_stages
 from meshwright.tracing.extrapolate import extrapolate
 from meshwright.tracing.record import Recorded, record_step
@@ -67,7 +61,7 @@ def trace_roles(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int) -> 
     flight: the earlier one holds more micro-batches, so it stands for them.
     """
     resolved = _refuse(job, facts, strategy, ranks, "cuda")
-    places = pipeline_ranks(resolved) if is_pipelined(resolved) else 1
+    places = resolved.stage_ranks
     chosen = sorted({0, min(1, places - 1), places - 1})
     return [trace_step(job, facts, strategy, ranks=ranks, rank=place * ranks // places) for place in chosen]
 
@@ -99,7 +93,7 @@ def _sizes(strategy: Strategy) -> tuple[int, int]:
         return SIZES_OF_A_STAGE
     if strategy.compile and not data_strategy(strategy).overlaps:
         return SIZES_COMPILED
-    return SIZES_DIVIDED if strategy.tp > 1 else SIZES
+    return SIZES_DIVIDED if strategy.splits_activations else SIZES
 
 
 def _blocks_of(job: Job, facts: ModelFacts, strategy: Strategy, stack: Stack, ranks: int, rank: int) -> float:
@@ -107,8 +101,8 @@ def _blocks_of(job: Job, facts: ModelFacts, strategy: Strategy, stack: Stack, ra
     if not is_pipelined(strategy):
         return stack.blocks
     by_stage = blocks_of_stages(facts, stack, cut_stages(facts, count_stages(strategy), job.stages))
-    places, count = pipeline_ranks(strategy), count_micro_batches(strategy, job.global_batch)
-    own = schedules.make(schedule_name(strategy), places, count).stages_of(rank * places // ranks)
+    places, count = strategy.stage_ranks, count_micro_batches(strategy, job.global_batch)
+    own = schedules.make(strategy.schedule, places, count).stages_of(rank * places // ranks)
     return sum(len(by_stage[stage]) for stage in own) / len(own)
 
 

@@ -28,7 +28,7 @@ def config_of(
 def _fixed(stage: int, strategy: Strategy, max_norm: float | None) -> dict[str, Any]:
     """What the strategy and the job say."""
     # Stage 0 and the pipeline add gradients up in the parameters' dtype: these stay fp32, and are cast where read.
-    lowered = strategy.precision if stage and strategy.pp == 1 else "fp32"
+    lowered = strategy.precision if stage and not strategy.stage_axis else "fp32"
     config: dict[str, Any] = {
         # Micro-batches, their number and the loss's weight are the trainer's: to DeepSpeed each is a batch by itself.
         "train_micro_batch_size_per_gpu": strategy.micro_batch or 1,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from meshwright.facts.model import ModelFacts
-from meshwright.facts.strategy import Strategy
+from meshwright.facts.strategy import AxisTerm, Strategy
 from meshwright.strategies.base import DataStrategy, Place
 from meshwright.strategies.deepspeed import package
 from meshwright.strategies.deepspeed.engine import DeepSpeedEngine, ZeroEngine
@@ -41,6 +41,8 @@ class DeepSpeed(DataStrategy):
         return (ZeroEngine if self._stage else DeepSpeedEngine)(model, setting)
 
 
+SCHEDULE = "1f1b"
+"""The schedule that DeepSpeed's pipeline runs."""
 STAGES = tuple(DeepSpeed(stage) for stage in range(4))
 """ZeRO's."""
 
@@ -67,11 +69,11 @@ def _reasons(strategy: Strategy, facts: ModelFacts, place: Place, stage: int) ->
 
 
 def _wrong_axes(strategy: Strategy) -> Iterator[str]:
-    for axis in ("tp", "op", "layers"):
-        if (size := getattr(strategy, axis)) > 1:
-            yield f"{axis}={size} is our own engine's, and DeepSpeed has nothing like it; drop it, or engine=deepspeed."
-    if strategy.pp > 1:
-        yield from _wrong_pipeline(strategy)
+    for term in strategy.axes:
+        if strategy.engine not in term.traits.engines:
+            yield f"{term} is our own engine's, and DeepSpeed has nothing like it; drop it, or engine=deepspeed."
+    if strategy.stage_axis is not None:
+        yield from _wrong_pipeline(strategy, strategy.stage_axis)
     elif strategy.traits.zero_stage is None:
         found = f"{strategy.data}:{strategy.variant}" if strategy.variant else str(strategy.data)
         word = _nearest(strategy)
@@ -86,9 +88,9 @@ def _nearest(strategy: Strategy) -> str:
     return "zero2" if "gradients" in traits.shards else "zero1" if traits.shards else "ddp"
 
 
-def _wrong_pipeline(strategy: Strategy) -> Iterator[str]:
-    if strategy.schedule != "1f1b":
-        yield f"DeepSpeed's pipeline runs 1f1b, not {strategy.schedule}; use pp={strategy.pp}:1f1b."
+def _wrong_pipeline(strategy: Strategy, axis: AxisTerm) -> Iterator[str]:
+    if axis.schedule != SCHEDULE:
+        yield f"DeepSpeed's pipeline runs {SCHEDULE}, not {axis.schedule}; use {replace(axis, suffix=SCHEDULE)}."
     if strategy.traits.zero_stage not in (0, 1):
         yield f"DeepSpeed's pipeline takes ddp or zero1, not {strategy.data}; use zero1, or drop engine=deepspeed."
     if strategy.offload:

@@ -9,6 +9,7 @@ from meshwright.describe.model import describe
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.plan import GIB
+from meshwright.facts.strategy import AxisTerm
 from meshwright.planner.account import account
 from meshwright.planner.arrangement import Arrangement
 from meshwright.planner.calibrate import Calibration, calibrate
@@ -48,11 +49,13 @@ def made(loads: Loads, truth: Calibration, arrangement: Arrangement, name: str) 
 
 def outcomes(loads: Loads, truth: Calibration) -> list[Outcome]:
     sizes = [
-        (data, tp, size, count) for data, tp in ((16, 1), (2, 8), (4, 4)) for size, count in ((1, 4), (4, 1), (16, 1))
+        (data, inner, size, count)
+        for data, inner in ((16, ()), (2, (AxisTerm("tp", 8),)), (4, (AxisTerm("tp", 4),)))
+        for size, count in ((1, 4), (4, 1), (16, 1))
     ]
     return [
-        made(loads, truth, Arrangement(data=data, tp=tp, micro_batch=size, micro_batches=count), f"row {index}")
-        for index, (data, tp, size, count) in enumerate(sizes)
+        made(loads, truth, Arrangement(data=data, inner=inner, micro_batch=size, micro_batches=count), f"row {index}")
+        for index, (data, inner, size, count) in enumerate(sizes)
     ]
 
 

@@ -55,8 +55,17 @@ class TensorPlan:
             widest[row.feeds] = max(row.parts, widest.get(row.feeds, 0))
         return widest
 
+    @cached_property
+    def _refusals(self) -> dict[int, str | None]:
+        return {}
+
     def refuse(self, ranks: int) -> str | None:
         """Why so many ranks cannot divide the model, in one sentence; None if they can."""
+        if ranks not in self._refusals:  # a search asks for every candidate
+            self._refusals[ranks] = self._refuse(ranks)
+        return self._refusals[ranks]
+
+    def _refuse(self, ranks: int) -> str | None:
         if not self.divided:
             return (
                 f"tp={ranks} was asked, but no layer can be divided: in each block, linear layers that feed another "

@@ -106,14 +106,14 @@ def arrange(strategy: Strategy, facts: ModelFacts, global_batch: int) -> Arrange
     layout, traits = technique.layout(strategy), strategy.traits
     low, update_bytes = strategy.number_format.bytes, layout.update_bytes or MASTER_BYTES
     micro_batch, micro_batches = cut_batch(strategy, global_batch)
-    staged = strategy.stage_axis is not None
+    stage = strategy.stage_axis
     return Arrangement(
         data=strategy.data_ranks,
         shards=strategy.shards,
         inner=strategy.inner_axes,
-        stage_ranks=strategy.stage_ranks,
-        virtual=FAMILIES[strategy.schedule].virtual if staged else 1,
-        schedule=strategy.schedule,
+        stage_ranks=stage.size if stage else 1,
+        virtual=FAMILIES[stage.schedule].virtual if stage else 1,
+        schedule=stage.schedule if stage else "",
         micro_batch=micro_batch,
         micro_batches=micro_batches,
         precision=strategy.precision,
@@ -126,14 +126,14 @@ def arrange(strategy: Strategy, facts: ModelFacts, global_batch: int) -> Arrange
         optimizer_over=layout.optimizer,
         parameter_bytes=layout.parameter_bytes or MASTER_BYTES,
         gradient_bytes=update_bytes,
-        gradients_rest=traits.gradients_rest or micro_batches > 1 or staged,
+        gradients_rest=traits.gradients_rest or micro_batches > 1 or stage is not None,
         moment_bytes=facts.optimizer_slots * update_bytes,
         master_bytes=MASTER_BYTES if layout.masters else 0,
         cast_bytes=low if low < MASTER_BYTES and not strategy.pure and not technique.lowers else 0,
         # Under a pipeline a stage stays gathered for the whole step.
-        reshards=traits.reshards and not staged,
+        reshards=traits.reshards and stage is None,
         reduce_bytes=update_bytes,
-        overlaps=technique.overlaps and not staged,
+        overlaps=technique.overlaps and stage is None,
         one_process=traits.many_devices,
         host=OURS,
     )

@@ -45,6 +45,8 @@ class Calibration:
 
     def apply(self, forecast: Forecast) -> Forecast:
         """A forecast as these machines would have it."""
+        if (self.compute, self.links, self.host, self.memory) == (1.0, 1.0, 1.0, 1.0):
+            return forecast
         factors = {cause: getattr(self, name) for name, causes in _causes().items() for cause in causes}
         time = {cause: seconds * factors.get(cause, self.compute) for cause, seconds in forecast.time.items()}
         memory = {c: round(size * self.memory) if c in KEPT else size for c, size in forecast.memory.items()}

@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.describe.decoder import Shape
 from meshwright.errors import BadInput, ClusterError
 from meshwright.facts.cluster import Cluster
-from meshwright.facts.model_axis import MODEL_AXES
+from meshwright.facts.model_axis import MODEL_AXES, normalised
 from meshwright.facts.precision import BUILT, FORMATS
 from meshwright.facts.strategy import AxisTerm, Strategy
 from meshwright.planner.arrangement import Arrangement
@@ -149,7 +149,8 @@ def _arrangement(values: Mapping[str, Any], number: _Numbers) -> Arrangement:
     )
     over = shards if stage else 1
     beside, summed = master > rest, number("grad_accum") > 1
-    axes = Strategy(axes=tuple(AxisTerm(word, number(word, None if word in NEEDED else 1)) for word in MODEL_AXES))
+    terms = tuple(AxisTerm(word, number(word, None if word in NEEDED else 1)) for word in MODEL_AXES)
+    axes = Strategy(axes=normalised(terms))
     return Arrangement(
         data=shards * replicas,
         shards=over,

@@ -12,6 +12,7 @@ from functools import cached_property
 from math import prod
 
 from meshwright.facts.hardware import Hardware
+from meshwright.facts.strategy import AxisTerm
 from meshwright.planner.arrangement import Arrangement, inner_causes, stages_of
 from meshwright.planner.collectives import Group, group_on
 from meshwright.planner.kernels import moving
@@ -68,10 +69,14 @@ class Site:
         return self.hardware.device == "cpu"
 
     @cached_property
-    def inner(self) -> tuple[Group, ...]:
-        """Of each inner axis."""
+    def causes(self) -> tuple[str, ...]:
+        return inner_causes()
+
+    @cached_property
+    def inner(self) -> tuple[tuple[AxisTerm, Group], ...]:
+        """Each inner axis and its group."""
         terms = self.arrangement.inner
-        return tuple(group_on(term.size, self._stride(term.traits.place), self.per_node) for term in terms)
+        return tuple((term, group_on(term.size, self._stride(term.traits.place), self.per_node)) for term in terms)
 
     def _stride(self, place: int) -> int:
         """Ranks of the data axis and the inner axes that are further in than a place of the mesh."""
@@ -147,13 +152,14 @@ def stage_passes(site: Site, stage: StageLoad) -> tuple[Pass, Pass]:
 
 def _pass(site: Site, stage: StageLoad, *, backward: bool) -> Pass:
     compute = asked = 0.0
-    sent = dict.fromkeys(inner_causes(), 0.0)
+    sent = dict.fromkeys(site.causes, 0.0)
+    axes = [(term.traits.mesh_name, group, _meeting(site, group.ranks)) for term, group in site.inner]
     for unit, times in stage.counted:
         compute += times * ((unit.backward if backward else unit.forward) + _preparing(site, unit, backward=backward))
         host = _launching(site, unit, backward=backward)
-        for term, group, own in zip(site.arrangement.inner, site.inner, unit.sent, strict=True):
-            sent[term.traits.mesh_name] += times * _sending(site, group, own[backward])
-            host += sum(message.times for message in own[backward]) * _meeting(site, group.ranks)
+        for (cause, group, meeting), own in zip(axes, unit.sent, strict=True):
+            sent[cause] += times * _sending(site, group, own[backward])
+            host += sum(message.times for message in own[backward]) * meeting
         asked += times * host
     if backward:
         compute += _accumulating(site, stage.trainable)
@@ -256,7 +262,7 @@ def _gathering(timing: Timing, site: Site, stage: StageLoad) -> None:
             site.time("all_gather", unit.elements * a.compute_bytes, site.shard),
             _gradient_sum(site, unit.trainable) if unit.trainable else 0.0,
             [
-                sum(_sending(site, group, own[way]) for group, own in zip(site.inner, unit.sent, strict=True))
+                sum(_sending(site, group, own[way]) for (_, group), own in zip(site.inner, unit.sent, strict=True))
                 for way in (0, 1)
             ],
         )

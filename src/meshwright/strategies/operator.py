@@ -33,9 +33,8 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from meshwright.errors import Refused
 from meshwright.strategies.cuts import Cut, Cuts, narrow
+from meshwright.strategies.operator_division import SMALL
 from meshwright.strategies.operator_rules import Forward, Kind, Way, recognise
-
-SMALL = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)

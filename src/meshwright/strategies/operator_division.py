@@ -1,0 +1,101 @@
+"""What a rank of `op=N` holds, computes and sends, from a model's facts alone: `operator.py` as the planner counts it.
+
+A parameter of two or more dims named `weight` stands for its operator. Between operators every rank has the activations
+whole, so only parameters and products are divided. Each operator of an attention module counts by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from itertools import accumulate
+
+from meshwright.facts.costs import Kernel, UnitCosts
+from meshwright.facts.model import ModelFacts, ParameterFacts
+from meshwright.strategies.division import Division, Sent, UnitShare
+
+SMALL = 0.01
+"""The smallest operators that hold less than this share of the parameters together stay whole."""
+
+Operators = dict[str, list[ParameterFacts]]
+"""The parameters of each module that has any, by its name."""
+
+
+class OperatorDivision(Division):
+    def __init__(self, facts: ModelFacts, ranks: int) -> None:
+        self._ranks = ranks
+        operators = _find_operators(facts)
+        whole = _keep_whole(operators, facts, ranks)
+        found = [p for module, own in operators.items() if module not in whole for p in own if _is_cut(p, ranks)]
+        self._shapes = {parameter.name: parameter.shape for parameter in found}
+
+    def parts_of(self, names: tuple[str, ...]) -> int:
+        return self._ranks if names[0] in self._shapes else 1
+
+    def share(self, unit: UnitCosts, samples: int, stream: float) -> UnitShare:
+        shapes = [shape for name in unit.parameters if len(shape := self._shapes.get(name, ())) > 1]
+        products = [kernel for kernel in unit.forward if _reads_one(kernel, shapes)]
+        forward = [Sent(kind="all_gather", bytes=kernel.made.at(samples)) for kernel in products]
+        if shapes and not products:  # a table that is looked up: each rank finds its own entries
+            forward = [Sent(kind="all_reduce", bytes=unit.output.at(samples))]
+        # Of what a kernel reads and writes, its input and output grow with the samples, and its weight does not.
+        inputs = [(kernel.bytes.each - kernel.made.each) * samples for kernel in products]
+        return UnitShare(
+            kernel_parts=lambda kernel: self._ranks if _reads_one(kernel, shapes) else 1,
+            forward=tuple(forward),
+            backward=tuple(Sent(kind="all_reduce", bytes=size) for size in inputs),
+        )
+
+
+def _find_operators(facts: ModelFacts) -> Operators:
+    found: Operators = defaultdict(list)
+    packed = {
+        p.name.rpartition(".")[0] for p in facts.parameters if p.name.endswith(("in_proj_weight", "q_proj_weight"))
+    }
+    for parameter in facts.parameters:
+        for module in {name.rpartition(".")[0] for name in parameter.names}:
+            attention = module.removesuffix(".out_proj")  # which reads its out_proj's weight and never calls it
+            found[attention if attention in packed else module].append(parameter)
+    return found
+
+
+def _keep_whole(operators: Operators, facts: ModelFacts, ranks: int) -> set[str]:
+    """Modules that are no operators, are too small or do not divide, and those that share a parameter with them."""
+    whole = {module for module, own in operators.items() if not _divides(own, ranks)} | _find_small(operators)
+    read = set(facts.read_elsewhere)
+    whole |= {module for module, own in operators.items() if any(read.intersection(p.names) for p in own)}
+    shared = {p.name for module in whole for p in operators[module]}
+    return whole | {module for module, own in operators.items() if any(p.name in shared for p in own)}
+
+
+def _divides(own: list[ParameterFacts], ranks: int) -> bool:
+    weights = [p for p in own if p.name.endswith("weight") and len(p.shape) > 1]
+    return bool(weights) and all(_is_cut(weight, ranks) for weight in weights)
+
+
+def _is_cut(parameter: ParameterFacts, ranks: int) -> bool:
+    """A matrix by outputs or else by inputs, a convolution by its channels, a bias with its outputs."""
+    if parameter.name.endswith("out_proj.bias"):
+        return False
+    sides = parameter.shape[:2] if len(parameter.shape) == 2 else parameter.shape[:1]
+    return any(side % ranks == 0 for side in sides)
+
+
+def _find_small(operators: Operators) -> set[str]:
+    """Operators too small to be worth a message; those of one size fare alike. Convolutions always are worth it."""
+    total = sum({p.name: p.count for own in operators.values() for p in own}.values())
+    sizes = {module: sum(p.count for p in own) for module, own in operators.items()}
+    held = Counter(sizes.values())
+    up_to = dict(zip(sorted(held), accumulate(size * held[size] for size in sorted(held)), strict=True))
+    small = {module for module, size in sizes.items() if up_to[size] < SMALL * total}
+    return {module for module in small if not any(len(p.shape) > 2 for p in operators[module])}
+
+
+def _reads_one(kernel: Kernel, shapes: list[tuple[int, ...]]) -> bool:
+    """Whether a kernel is a product with one of these weights, or makes the gradient of one."""
+    if kernel.kind == "convolution":
+        return any(len(shape) > 2 for shape in shapes)
+    if kernel.kind != "matmul" or not kernel.shape:
+        return False
+    batch, *sizes = kernel.shape
+    sides = {size.fixed for size in sizes if not size.each}
+    return not batch.each and any(sides.issuperset(shape) for shape in shapes)

@@ -59,9 +59,9 @@ def on_fake(model: nn.Module, *, mode: FakeTensorMode | None = None, device: Dev
 
 
 @contextmanager
-def on_real(model: nn.Module) -> Iterator[Convert]:
-    """Copies, because the model may change its inputs in place."""
-    yield lambda tensor: tensor.detach().cpu().clone()
+def on_real(model: nn.Module, *, copies: bool = True) -> Iterator[Convert]:
+    """On copies, because the model may change its inputs in place; or on the batch itself, if nobody needs it later."""
+    yield lambda tensor: tensor.detach().cpu().clone() if copies else tensor.cpu()
 
 
 def fake_mode() -> FakeTensorMode:

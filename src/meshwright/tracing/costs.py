@@ -141,7 +141,8 @@ def _trace(
     """One step without values; on real tensors where the model looks at values and is small."""
     rungs: list[Rung] = [partial(on_meta, device=as_on_cuda), partial(on_fake, device=as_on_cuda)]
     if is_small(blueprint.model):
-        rungs.append(on_real)  # as a CPU computes, so attention may keep its scores: more than a GPU would
+        # As a CPU computes, so attention may keep its scores: more than a GPU would.
+        rungs.append(partial(on_real, copies=False))
     try:
         run = partial(_step, job, facts, blueprint, kinds, precision)
         return climb(blueprint.model, make_batch(job, samples), run, *rungs)

@@ -8,7 +8,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 STEPS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
-FAST := $(wildcard tests/test_*.py) $(addprefix tests/, facts schedules strategies checkpoint runtime)
+FAST := $(wildcard tests/test_*.py) $(addprefix tests/, facts schedules strategies checkpoint launch runtime)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .PHONY: demo test thorough fast lint clean

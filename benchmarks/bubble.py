@@ -30,9 +30,9 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from meshwright import Job
-from meshwright.build.pipeline import PipelinePasses
-from meshwright.build.step import Trainer
-from meshwright.build.world import join
+from meshwright.assemble.pipeline import PipelinePasses
+from meshwright.assemble.step import Trainer
+from meshwright.assemble.world import join
 from meshwright.describe.model import describe
 from meshwright.describe.observe import make_batch
 from meshwright.facts.strategy import Strategy

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from meshwright import Job
-from meshwright.build.world import World, join
+from meshwright.assemble.world import World, join
 from meshwright.checkpoint.save import Saver, save_at
 from meshwright.describe.model import describe
 from meshwright.runtime.run import Run, setup

@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
+from meshwright.checkpoint.file_integrity import find_damage
 from meshwright.checkpoint.folder import CHECKPOINTS, LATEST, find_checkpoint
 from meshwright.checkpoint.manifest import read_manifest
-from meshwright.checkpoint.soundness import find_damage
-from meshwright.checkpoint.whole import WholeTensors
+from meshwright.checkpoint.whole_tensors import WholeTensors
 
 JOB = Path(__file__).with_name("faults_job.py")
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp=2x2", "tp=2,fsdp", "pp=2:1f1b", "pp=2:interleaved,fsdp")
@@ -96,7 +96,7 @@ class Victim:
             except OSError:
                 continue
             rank = next((int(word[5:]) for word in words if word.startswith(b"RANK=")), None)
-            if rank is not None and b"meshwright.runtime.rank" in command:
+            if rank is not None and b"meshwright.launch.rank" in command:
                 found.setdefault(rank, pid)
         return found
 
@@ -163,8 +163,10 @@ def same_state(folder: Path, other: Path) -> bool:
     """Bit for bit, generators included."""
     ours, theirs = WholeTensors(find_checkpoint(folder)), WholeTensors(find_checkpoint(other))
     names = [set(one.manifest.tensors) for one in (ours, theirs)]
-    little = [(m.little.step, m.little.samples, m.little.schedule) for m in (ours.manifest, theirs.manifest)]
-    if names[0] != names[1] or little[0] != little[1]:
+    run_state = [
+        (m.run_state.step, m.run_state.samples, m.run_state.schedule) for m in (ours.manifest, theirs.manifest)
+    ]
+    if names[0] != names[1] or run_state[0] != run_state[1]:
         return False
     return all(torch.equal(ours.read(name), theirs.read(name)) for name in names[0])
 

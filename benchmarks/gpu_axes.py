@@ -34,8 +34,8 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from meshwright import Job
-from meshwright.build.step import Trainer
-from meshwright.build.world import World, alone, pretend
+from meshwright.assemble.step import Trainer
+from meshwright.assemble.world import World, alone, fake_world
 from meshwright.describe.model import describe
 from meshwright.describe.observe import make_batch
 from meshwright.facts.strategy import Strategy
@@ -114,7 +114,7 @@ def run_rank(shape: Shape, kind: str, text: str, ranks: int, rank: int) -> dict[
     device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
     job = job_of(shape)
     facts, batch = describe(job), make_batch(job, job.global_batch)
-    world = pretend(ranks, device, rank=rank)
+    world = fake_world(ranks, device, rank=rank)
     strategy = Strategy.parse(text).resolve(ranks)
     trainer = Trainer(job, facts, strategy, world, seed=0)
     if kind == "cuda":

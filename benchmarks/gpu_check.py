@@ -35,19 +35,19 @@ from peers import meshwright_job
 from torch.optim import AdamW
 
 import meshwright as mw
-from meshwright.build.check import check
-from meshwright.build.step import Trainer
-from meshwright.build.world import pretend
-from meshwright.describe.blueprint import record
-from meshwright.describe.jobfile import load_job
+from meshwright.assemble.check import check
+from meshwright.assemble.step import Trainer
+from meshwright.assemble.world import fake_world
 from meshwright.describe.model import describe
 from meshwright.describe.observe import call_loss, call_model
 from meshwright.facts.model import ModelFacts
+from meshwright.jobs.load import load_job
+from meshwright.recording.blueprint import record
 from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_of
-from meshwright.runtime.verify import seeded_batch
 from meshwright.strategies import DATA_STRATEGIES, data_strategy
-from meshwright.strategies.engine import Setting
+from meshwright.strategies.engine import ApplyContext
+from meshwright.verify.verify import seeded_batch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WORLD = 8
@@ -262,7 +262,7 @@ def compare_data_parallel(job: mw.Job, device: torch.device, row: Row) -> None:
 
 def gradients_of(job: mw.Job, kind: str, device: torch.device) -> dict[str, torch.Tensor]:
     blueprint = record(job.model, seed=0)
-    setting = Setting(
+    context = ApplyContext(
         strategy=mw.Strategy.parse("dp=2" if kind == "dp" else kind),
         facts=facts_of(job),
         device=device,
@@ -270,7 +270,7 @@ def gradients_of(job: mw.Job, kind: str, device: torch.device) -> dict[str, torc
         fill=lambda: blueprint.fill(device),
         devices=(0, 0),
     )
-    engine = DATA_STRATEGIES[kind].apply(blueprint.model, setting)
+    engine = DATA_STRATEGIES[kind].apply(blueprint.model, context)
     batch = {name: tensor.to(device) for name, tensor in seeded_batch(job, 0).items()}
     total, weight = call_loss(job, call_model(job, engine, batch), batch)
     (total / weight).backward()
@@ -280,7 +280,7 @@ def gradients_of(job: mw.Job, kind: str, device: torch.device) -> dict[str, torc
 def train_in_fake_world(job: mw.Job, text: str, device: torch.device, small: bool, row: Row) -> None:
     """Real memory and real compute of rank 0, where collectives return at once: losses mean nothing here."""
     facts = facts_of(job)
-    world = pretend(WORLD, device)
+    world = fake_world(WORLD, device)
     strategy = check(job, facts, mw.Strategy.parse(text), place_of(world))
     trainer = Trainer(job, facts, strategy, world, seed=0)
     batch = seeded_batch(job, 0)

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 import meshwright
-from meshwright.build.check import check
-from meshwright.build.rehearsal import rehearse
+from meshwright.assemble.check import check
+from meshwright.assemble.dry_run import dry_run
 from meshwright.errors import BadInput
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.place import place_for
@@ -66,7 +66,7 @@ def nodes_of(job: str, strategies: list[str], numbers: list[int]) -> list[Node]:
             try:
                 made = job_of(job, strategy)
                 resolved = check(made, facts_of(job), Strategy.parse(strategy), place_for("cpu", ranks))
-                rehearse(made, facts_of(job), resolved)
+                dry_run(made, facts_of(job), resolved)
             except BadInput:
                 continue
             found.append(Node(strategy, ranks))

@@ -29,17 +29,17 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import meshwright as mw
-from meshwright.build.step import Trainer
-from meshwright.build.world import pretend
-from meshwright.describe.jobfile import load_job
+from meshwright.api.job_planner import Planner
+from meshwright.assemble.step import Trainer
+from meshwright.assemble.world import fake_world
 from meshwright.describe.model import describe
 from meshwright.describe.observe import make_batch
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.costs import ModelCosts
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
+from meshwright.jobs.load import load_job
 from meshwright.planner.search import consider
-from meshwright.planning import Planner
 from meshwright.tracing import trace_step
 
 GIB = 1 << 30
@@ -155,7 +155,7 @@ def measure(case: Case, alone: Any, detail: bool) -> dict[str, Any]:
     facts, batch = describe(job), make_batch(job, job.global_batch)
     with alone:
         device = torch.device("cuda", 0)
-        world = replace(pretend(case.ranks, device, rank=case.rank), weightless=True)
+        world = replace(fake_world(case.ranks, device, rank=case.rank), weightless=True)
         trainer = Trainer(job, facts, Strategy.parse(case.strategy).resolve(case.ranks), world, seed=0)
         _make_up_weights(trainer)
         batch = tree_map(lambda leaf: leaf.pin_memory() if torch.is_tensor(leaf) else leaf, batch)
@@ -284,7 +284,7 @@ def account_for(row: dict[str, Any]) -> dict[str, float]:
     nodes = max(1, row["ranks"] // 8)
     cluster = Cluster(nodes=nodes, devices_per_node=min(8, row["ranks"]), device="H200-141GB", hardware=NO_LINKS)
     planner._measure(strategy.precision, strategy.recompute)
-    plan = consider(planner.setting(cluster), strategy)
+    plan = consider(planner.context(cluster), strategy)
     place = row["rank"] * strategy.stage_ranks // row["ranks"]
     own = plan.stages[place] if plan.stages else plan.forecast
     return {"account_gib": (own.peak - own.memory.get("allocator", 0)) / GIB, "compute_ms": own.step * 1e3}

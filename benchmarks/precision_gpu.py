@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from meshwright import Job, Strategy
-from meshwright.build import operators
-from meshwright.build.step import Trainer
-from meshwright.build.world import World
+from meshwright.assemble import operator_dtypes
+from meshwright.assemble.step import Trainer
+from meshwright.assemble.world import World
 from meshwright.describe.model import describe
 
 GPT2 = Shape(layers=12, width=768, heads=12, length=1024, vocabulary=50304)
@@ -132,7 +132,7 @@ def workloads(*, quick: bool) -> Iterator[Workload]:
 @contextmanager
 def without_table() -> Iterator[None]:
     """As bf16 was before operators had dtypes of their own."""
-    with patch.object(operators, "_MODES", {}), patch.object(operators, "RULES", {}):
+    with patch.object(operator_dtypes, "_MODES", {}), patch.object(operator_dtypes, "RULES", {}):
         yield
 
 
@@ -206,7 +206,7 @@ def time_functions(device: torch.device, calls: int = 20000) -> list[dict[str, A
     rows = []
     for name, call in known.items():
         plain = time_calls(call, calls)
-        with operators.computing_in(torch.bfloat16):
+        with operator_dtypes.computing_in(torch.bfloat16):
             inside = time_calls(call, calls)
         rows.append({"function": name, "plain_us": round(plain, 2), "in_mode_us": round(inside, 2)})
     return rows

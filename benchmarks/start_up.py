@@ -14,11 +14,11 @@ import time
 
 import torch
 
-from meshwright.build.step import Trainer
-from meshwright.build.world import pretend
-from meshwright.describe.jobfile import load_job
+from meshwright.assemble.step import Trainer
+from meshwright.assemble.world import fake_world
 from meshwright.describe.model import describe
 from meshwright.facts.strategy import Strategy
+from meshwright.jobs.load import load_job
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     facts = describe(job)
     before = peak_gib()
     started, cpu = time.perf_counter(), time.process_time()
-    world = pretend(asked.ranks, torch.device("cpu"))
+    world = fake_world(asked.ranks, torch.device("cpu"))
     Trainer(job, facts, Strategy.parse(asked.strategy).resolve(asked.ranks), world, seed=0)
     print(
         json.dumps(

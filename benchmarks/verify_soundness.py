@@ -23,12 +23,12 @@ import torch
 import transformers
 
 import meshwright
-from meshwright.build.world import World
-from meshwright.describe.jobfile import load_job
+from meshwright.assemble.world import World
 from meshwright.describe.model import describe
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
-from meshwright.runtime.verify import verify
+from meshwright.jobs.load import load_job
+from meshwright.verify.verify import verify
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the jobs and the ranks are the tests' own
 

@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.describe.jobfile import load_job
+from meshwright.api.job_planner import Planner, PlanOptions
 from meshwright.describe.model import describe
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.plan import Plan
 from meshwright.facts.strategy import Strategy
+from meshwright.jobs.load import load_job
 from meshwright.planner.account import usable
 from meshwright.planner.candidates import Allowed, candidates
 from meshwright.planner.explain import CAUSES
-from meshwright.planner.search import TIE, Found, best_of_each_kind, choose, search
-from meshwright.planning import Planner, Wishes
+from meshwright.planner.search import TIE, SearchResult, best_of_each_kind, choose, search
 from meshwright.units import gib, show_count, show_seconds
 
 COMMAND = "python docs/decision_guide.py"
@@ -174,8 +174,8 @@ class Cell:
 
 
 def fill(subject: Subject, device: Device) -> Cell:
-    found = subject.planner.search(device.cluster, Wishes(allowed=allowed(device), fast=True))
-    first = next(iter(choose(subject.planner.setting(device.cluster), best_of_each_kind(found.plans))), None)
+    found = subject.planner.search(device.cluster, PlanOptions(allowed=allowed(device), fast=True))
+    first = next(iter(choose(subject.planner.context(device.cluster), best_of_each_kind(found.plans))), None)
     return Cell(
         subject=subject,
         device=device,
@@ -189,7 +189,7 @@ def allowed(device: Device) -> Allowed:
     return Allowed(precisions=(device.precision,))
 
 
-def why(first: Plan, found: Found) -> str:
+def why(first: Plan, found: SearchResult) -> str:
     """What keeps the next plainer strategy from being the first."""
     strategy = first.strategy
     if strategy.offload:
@@ -204,7 +204,7 @@ def why(first: Plan, found: Found) -> str:
     return held_against(first, found, "ac=none", lambda s: rung(s) == "ddp" and s.recompute == "none")
 
 
-def held_against(first: Plan, found: Found, name: str, takes: Callable[[Strategy], bool]) -> str:
+def held_against(first: Plan, found: SearchResult, name: str, takes: Callable[[Strategy], bool]) -> str:
     """How the fastest of others fares, in a few words."""
     best = fastest(found, takes)
     if best is None:
@@ -215,11 +215,11 @@ def held_against(first: Plan, found: Found, name: str, takes: Callable[[Strategy
     return f"{name}: as fast, with less room" if best.forecast.peak > first.forecast.peak else f"{name}: as fast"
 
 
-def fastest(found: Found, takes: Callable[[Strategy], bool]) -> Plan | None:
+def fastest(found: SearchResult, takes: Callable[[Strategy], bool]) -> Plan | None:
     return next((plan for plan in found.plans if takes(plan.strategy)), None)
 
 
-def least(found: Found, takes: Callable[[Strategy], bool]) -> float:
+def least(found: SearchResult, takes: Callable[[Strategy], bool]) -> float:
     """GiB of the smallest of those that do not fit."""
     return min((gib(plan.forecast.peak) for plan in found.unfit if takes(plan.strategy)), default=float("nan"))
 
@@ -230,7 +230,7 @@ def disagreement(subject: Subject, device: Device, first: Plan | None) -> str:
     if first is None or rule.obeys(first.strategy):
         return ""
     every = candidates(planner.facts, device.cluster, planner.global_batch, allowed(device))
-    found = search(planner.setting(device.cluster), [strategy for strategy in every if rule.obeys(strategy)])
+    found = search(planner.context(device.cluster), [strategy for strategy in every if rule.obeys(strategy)])
     chosen = f"the planner takes {show_plan(first)}"
     if not found.plans:
         return f"{rule.says} needs {least(found, rule.obeys):.1f} of {device.room:.1f} GiB; {chosen}."

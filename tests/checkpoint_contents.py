@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.manifest import RNG, Little
-from meshwright.checkpoint.planner import State
+from meshwright.checkpoint.dcp_planner import State
+from meshwright.checkpoint.manifest import RNG, RunState
 from meshwright.checkpoint.state import snapshot
 from meshwright.checkpoint.storage import narrowed
-from meshwright.checkpoint.whole import WholeTensors
+from meshwright.checkpoint.whole_tensors import WholeTensors
 from meshwright.runtime.run import Run
 
 RTOL = 1e-5
@@ -67,7 +67,7 @@ def first_change(folder: Path, original: Path, *, lossy: bool = False) -> str | 
         if len(unlike):
             name = right.name_at(kind, int(unlike[0]) // vector.itemsize)
             return f"{len(unlike)} bytes of {kind} are not the same, first in {name}"
-    return _first_unlike_value(_values(found.manifest.little), _values(wanted.manifest.little))
+    return _first_unlike_value(_values(found.manifest.run_state), _values(wanted.manifest.run_state))
 
 
 @dataclass(frozen=True, order=True)
@@ -125,10 +125,10 @@ def _tensors(whole: WholeTensors) -> dict[str, list[torch.Tensor]]:
     return {name: [whole.read(name)] for name in whole.manifest.tensors if not name.startswith(RNG)}
 
 
-def _values(little: Little) -> dict[str, Any]:
-    optimizer = little.optimizer or {"class": None, "groups": []}
+def _values(run_state: RunState) -> dict[str, Any]:
+    optimizer = run_state.optimizer or {"class": None, "groups": []}
     groups = [(sorted(group["names"]), group["values"]) for group in optimizer["groups"]]
-    kept = {key: getattr(little, key) for key in ("step", "samples", "seed", "tied", "schedule", "loss_scale")}
+    kept = {key: getattr(run_state, key) for key in ("step", "samples", "seed", "tied", "schedule", "loss_scale")}
     return kept | {"optimizer's class": optimizer["class"], "optimizer's groups": groups}
 
 

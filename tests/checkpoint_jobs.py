@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_map
 
 import tiny_jobs
 from meshwright import Job
-from meshwright.describe.jobfile import load_job
 from meshwright.describe.model import describe
 from meshwright.facts.model import ModelFacts
-from meshwright.runtime.verify import seeded_batch
+from meshwright.jobs.load import load_job
+from meshwright.verify.verify import seeded_batch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EPS = 1e-4

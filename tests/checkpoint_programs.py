@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from checkpoint_contents import Distance, Yardstick, first_change
 from checkpoint_jobs import job_of
-from meshwright.build.batch import Batch
-from meshwright.build.world import World
+from meshwright.assemble.batch import Batch
+from meshwright.assemble.world import World
 from meshwright.errors import CheckpointError
 from meshwright.facts.model import ModelFacts
 from meshwright.runtime.run import Run, setup
@@ -110,7 +110,7 @@ def refuse(world: World, setting: Setup, folders: list[str], failing: int | None
     refusals = []
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == failing:
-            patch.setattr("meshwright.checkpoint.soundness._sha256", _fail_to_read)
+            patch.setattr("meshwright.checkpoint.file_integrity._sha256", _fail_to_read)
         for folder in folders:
             with pytest.raises(CheckpointError) as caught:
                 run.load(folder)

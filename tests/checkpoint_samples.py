@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 import tiny_jobs
-from meshwright.checkpoint.manifest import Little
-from meshwright.checkpoint.parts import Laid, Part
-from meshwright.checkpoint.planner import PartsSavePlanner
+from meshwright.checkpoint.dcp_planner import PartsSavePlanner
+from meshwright.checkpoint.manifest import RunState
+from meshwright.checkpoint.parts import HeldParts, Part
 from meshwright.checkpoint.storage import Writer
-from meshwright.checkpoint.whole import WholeTensors
+from meshwright.checkpoint.whole_tensors import WholeTensors
 from meshwright.runtime.run import Run, setup
 
 TINY_JOBS = tiny_jobs.__file__
@@ -33,15 +33,15 @@ def train_a_little(name: str) -> Run:
     return run
 
 
-def save_in_boxes(folder: Path, tensors: Mapping[str, torch.Tensor], boxes: int = 2, **little: Any) -> Path:
+def save_in_boxes(folder: Path, tensors: Mapping[str, torch.Tensor], boxes: int = 2, **run_state: Any) -> Path:
     """A checkpoint whose tensors are each cut along their first dim, as ranks would have done."""
-    state = {name: Laid(tuple(t.shape), t.dtype, tuple(_boxes(t, boxes))) for name, t in tensors.items()}
+    state = {name: HeldParts(tuple(t.shape), t.dtype, tuple(_boxes(t, boxes))) for name, t in tensors.items()}
     planner = PartsSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    kept = {"step": 1, "samples": 8, "seed": 0, "strategy": "fsdp=2", "ranks": 2, **little}
+    kept = {"step": 1, "samples": 8, "seed": 0, "strategy": "fsdp=2", "ranks": 2, **run_state}
     folder.mkdir(parents=True)
-    writer = Writer(folder, 0, Little(**kept), lambda done: None)
+    writer = Writer(folder, 0, RunState(**kept), lambda done: None)
     writer.finish(metadata, [writer.write_data(plans[0], planner).wait()])
     return folder
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from meshwright.runtime.compare import Compared, compare
-from meshwright.runtime.compare_start import OK, Outcome
+from meshwright.compare.compare import Compared, compare
+from meshwright.compare.start import OK, LaunchOutcome
 from meshwright.runtime.request import CompareRequest, CompareTask
 from meshwright.units import MIB
 
@@ -45,12 +45,12 @@ def rank(number: int, *, seconds: float, steps: int, stages: int = 0) -> dict[st
 class Starts:
     """Stands in for the start of ranks; remembers what it was asked for."""
 
-    def __init__(self, **outcomes: Outcome) -> None:
+    def __init__(self, **outcomes: LaunchOutcome) -> None:
         self.asked: list[str] = []
         self._outcomes = outcomes
         self.losses = {"zero2": [1.0, 0.9 * (1 + 1e-3), 0.8]}
 
-    def __call__(self, task: CompareTask, ranks: int, *, timeout: float) -> Outcome:
+    def __call__(self, task: CompareTask, ranks: int, *, timeout: float) -> LaunchOutcome:
         text = str(task.strategy)
         name = text.split("=")[0]
         self.asked.append(text)
@@ -60,7 +60,7 @@ class Starts:
         seconds = SLOW.get(name, 0.1)
         told = [rank(number, seconds=seconds, steps=task.request.steps, stages=stages) for number in range(ranks)]
         losses = self.losses.get(name, [1.0, 0.9, 0.8])
-        return Outcome(status=OK, measured={"strategy": text, "losses": losses, "ranks": told})
+        return LaunchOutcome(status=OK, measured={"strategy": text, "losses": losses, "ranks": told})
 
 
 def made_up(

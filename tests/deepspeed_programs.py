@@ -14,11 +14,11 @@ from torch.optim.lr_scheduler import StepLR
 
 import tiny_jobs
 from checkpoint_jobs import EPS, job_of
-from meshwright.build.world import World
+from meshwright.assemble.world import World
 from meshwright.runtime.run import setup
-from meshwright.runtime.verify import seeded_batch
 from meshwright.strategies.deepspeed import package
 from meshwright.strategies.deepspeed.pieces import joined, pieces_of
+from meshwright.verify.verify import seeded_batch
 from rank_programs import trainer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -91,8 +91,8 @@ def _truth(model: nn.Module, engine: Any, optimizer: torch.optim.Optimizer, stag
 def go_on_from(world: World, job: str, strategy: str, folder: str, steps: int) -> list[float]:
     """Losses of a run that begins with a checkpoint, on made-up batches from its step on."""
     run = setup(job_of(job), strategy, world=world)
-    little = run.load(Path(folder))
-    return [run.step(seeded_batch(job_of(job), little.step + step)).loss for step in range(steps)]
+    run_state = run.load(Path(folder))
+    return [run.step(seeded_batch(job_of(job), run_state.step + step)).loss for step in range(steps)]
 
 
 def losses(world: World, job: str, strategy: str, steps: int) -> list[float]:

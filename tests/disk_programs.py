@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from checkpoint_programs import Setup, make_run, take_steps
-from meshwright.build.world import World, alone
+from meshwright.assemble.world import World, alone
 from meshwright.checkpoint.folder import RunFolder, find_checkpoint
-from meshwright.checkpoint.inspection import inspect
+from meshwright.checkpoint.integrity import inspect
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.save import save_in
 from meshwright.errors import OutputError
@@ -53,32 +53,32 @@ def filled(folder: Path, left: int, *, by_us: bool) -> Iterator[None]:
         filler.unlink()
 
 
-def limited(world: World, setting: Setup, folder: str, limits: list[int | None], background: bool) -> list[str]:
+def limited(world: World, context: Setup, folder: str, limits: list[int | None], background: bool) -> list[str]:
     """The ranks' files cannot grow beyond their limits. What saving said, twice: at a place, and in a run's folder."""
     limit = limits[world.rank]
     return survive(
-        world, setting, Path(folder), lambda: nullcontext() if limit is None else files_up_to(limit), background
+        world, context, Path(folder), lambda: nullcontext() if limit is None else files_up_to(limit), background
     )
 
 
-def on_small_disk(world: World, setting: Setup, folder: str, left: int, background: bool) -> list[str]:
+def on_small_disk(world: World, context: Setup, folder: str, left: int, background: bool) -> list[str]:
     """The same where a file system is full."""
     place = Path(folder)
-    return survive(world, setting, place, lambda: filled(place, left, by_us=world.is_main), background)
+    return survive(world, context, place, lambda: filled(place, left, by_us=world.is_main), background)
 
 
-def try_to_save(world: World, setting: Setup, target: str) -> str:
+def try_to_save(world: World, context: Setup, target: str) -> str:
     """What was said."""
-    run = make_run(world, setting)
+    run = make_run(world, context)
     with pytest.raises(OutputError) as caught:
         run.save(target)
     take_steps(run, 1)
     return str(caught.value)
 
 
-def survive(world: World, setting: Setup, folder: Path, full: Full, background: bool) -> list[str]:
+def survive(world: World, context: Setup, folder: Path, full: Full, background: bool) -> list[str]:
     """Save, fail to save, look whether all is as it was, train on, save again."""
-    run = make_run(world, setting)
+    run = make_run(world, context)
     kept = RunFolder(folder / "run" / "checkpoints")
     take_steps(run, 1)
     run.save(folder / "first")
@@ -141,11 +141,11 @@ def main(folder: str) -> None:
         for strategy in ("single", "fsdp"):
             place = Path(folder, f"{strategy}-{background}")
             place.mkdir()
-            setting = Setup("transformer", facts_of("transformer"), strategy)
+            context = Setup("transformer", facts_of("transformer"), strategy)
             if strategy == "single":
-                said = [on_small_disk(alone(torch.device("cpu")), setting, str(place), LEFT, background)]
+                said = [on_small_disk(alone(torch.device("cpu")), context, str(place), LEFT, background)]
             else:
-                said = pool(on_small_disk, setting, str(place), LEFT, background)
+                said = pool(on_small_disk, context, str(place), LEFT, background)
             print(*(line for rank in said for line in rank), sep="\n")
     pool.close()
 

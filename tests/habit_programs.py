@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 import habit_jobs
-from meshwright.build.step import Trainer
-from meshwright.build.world import World
+from meshwright.assemble.step import Trainer
+from meshwright.assemble.world import World
 from meshwright.errors import Refused
 from meshwright.runtime.run import setup
-from meshwright.runtime.verdict import Verdict
-from meshwright.runtime.verify import seeded_batch, verify
+from meshwright.verify.verdict import Verdict
+from meshwright.verify.verify import seeded_batch, verify
 from rank_programs import trainer
 from shared_facts import facts_of
 

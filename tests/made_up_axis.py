@@ -13,19 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 import tiny_jobs
 from checkpoint_programs import Arrival, Setup, go_on, train_and_save_twice
 from made_up_strategy import registered
-from meshwright.build.world import World
+from meshwright.assemble.world import World
 from meshwright.facts.costs import UnitCosts
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import AxisTerm, AxisTraits
 from meshwright.facts.strategy import Strategy
-from meshwright.runtime.verdict import Verdict
-from meshwright.runtime.verify import verify
 from meshwright.strategies import InnerAxis
 from meshwright.strategies.collectives import copy_in, gather
 from meshwright.strategies.cuts import Cut, Cuts, narrow
 from meshwright.strategies.division import Division, Sent, UnitShare
 from meshwright.strategies.forward import wrap_forward
+from meshwright.verify.verdict import Verdict
+from meshwright.verify.verify import verify
 
 
 def wide_weights(facts: ModelFacts, ranks: int) -> set[str]:

@@ -11,14 +11,14 @@ from torch import nn
 
 import tiny_jobs
 from checkpoint_programs import Arrival, Setup, go_on, train_and_save_twice
-from meshwright.build.world import World
+from meshwright.assemble.world import World
 from meshwright.facts.data_axis import DataTraits
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.runtime.verdict import Verdict
-from meshwright.runtime.verify import verify
 from meshwright.strategies import DataStrategy, ModelAxis, Place, register, unregister
-from meshwright.strategies.engine import Engine, Setting
+from meshwright.strategies.engine import ApplyContext, Engine
+from meshwright.verify.verdict import Verdict
+from meshwright.verify.verify import verify
 
 
 class SummedEngine(Engine):
@@ -41,10 +41,10 @@ class Summed(DataStrategy):
             return f"summed waits for the gradient of {facts.unused[0]}, which the model does not use; use ddp."
         return None
 
-    def apply(self, model: nn.Module, setting: Setting) -> Engine:
-        setting.fill()
-        assert setting.mesh is not None
-        return SummedEngine(model, setting.mesh.get_group())
+    def apply(self, model: nn.Module, context: ApplyContext) -> Engine:
+        context.fill()
+        assert context.mesh is not None
+        return SummedEngine(model, context.mesh.get_group())
 
 
 class InOneProcess(DataStrategy):
@@ -57,9 +57,9 @@ class InOneProcess(DataStrategy):
     def axes(self, strategy: Strategy) -> dict[str, int]:
         return {}
 
-    def apply(self, model: nn.Module, setting: Setting) -> Engine:
-        assert setting.devices == (0, 1)
-        setting.fill()
+    def apply(self, model: nn.Module, context: ApplyContext) -> Engine:
+        assert context.devices == (0, 1)
+        context.fill()
         return Engine(model)
 
 

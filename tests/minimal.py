@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright import Job, Strategy
-from meshwright.build.step import Trainer
-from meshwright.build.world import World
+from meshwright.assemble.step import Trainer
+from meshwright.assemble.world import World
 from meshwright.describe.model import describe
 
 CPU = torch.device("cpu")

@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint_samples import save_in_boxes
-from meshwright.checkpoint.inspection import inspect
-from meshwright.checkpoint.look import check, show
+from meshwright.checkpoint.foreign_weights import open_weights
+from meshwright.checkpoint.integrity import inspect
 from meshwright.checkpoint.manifest import DIGESTS, MANIFEST, digest_line, read_manifest
-from meshwright.checkpoint.sources import open_source
+from meshwright.checkpoint.overview import check, show
 from meshwright.cli.export import _picked, _read_plan
 from meshwright.exchange import read_foreign
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import Cluster
-from meshwright.planner.rows import NEEDED, read_rows
-from meshwright.strategies.deepspeed.written import read_config, strategy_of
+from meshwright.planner.measured_runs import NEEDED, read_rows
+from meshwright.strategies.deepspeed.user_config import read_config, strategy_of
 
 DEEPSPEED = {
     "train_batch_size": 64,
@@ -125,9 +125,9 @@ def kinds(folder: Path) -> dict[str, Kind]:
         "plan": Kind(_json(PLAN), _at("theirs.json", lambda path: _picked(_read_plan(path), None))),
         "rows": Kind(rows, _at("theirs.csv", read_rows)),
         "manifest": Kind((sound / MANIFEST).read_bytes(), _read_manifest),
-        "safetensors": Kind((folder / "sound.safetensors").read_bytes(), _at("theirs.safetensors", open_source)),
-        "torch": Kind((folder / "sound.pt").read_bytes(), _at("theirs.pt", open_source)),
-        "index": Kind(_json(index), _at("model.safetensors.index.json", lambda path: open_source(path.parent))),
+        "safetensors": Kind((folder / "sound.safetensors").read_bytes(), _at("theirs.safetensors", open_weights)),
+        "torch": Kind((folder / "sound.pt").read_bytes(), _at("theirs.pt", open_weights)),
+        "index": Kind(_json(index), _at("model.safetensors.index.json", lambda path: open_weights(path.parent))),
         "config of transformers": Kind(_json(CONFIG), _read_hugging_face),
     }
 
@@ -166,7 +166,7 @@ def _read_accelerate_file(folder: Path, content: bytes) -> object:
 def _read_hugging_face(folder: Path, content: bytes) -> object:
     (folder / "config.json").write_bytes(content)
     save_file({"a": torch.ones(2, 2)}, folder / "model.safetensors")
-    return open_source(folder)
+    return open_weights(folder)
 
 
 def _checkpoint(folder: Path) -> Path:

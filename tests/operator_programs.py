@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from meshwright.build.precision import cast_parameters
-from meshwright.build.recompute import recompute_blocks
-from meshwright.build.world import World
+from meshwright.assemble.precision import cast_parameters
+from meshwright.assemble.recompute import recompute_blocks
+from meshwright.assemble.world import World
 from meshwright.describe.blocks import find_blocks
-from meshwright.strategies import operator_rules
 from meshwright.strategies.cuts import Cuts
-from meshwright.strategies.operator import plan_operators, split_operators
+from meshwright.strategies.operator import rules
+from meshwright.strategies.operator.split import plan_operators, split_operators
 
 WORDS = 24
 
@@ -196,7 +196,7 @@ DEFECTS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor]]] 
 
 def defective_differences(world: World, defect: str) -> dict[str, float]:
     make, planted = DEFECTS[defect]
-    with patch.object(operator_rules, defect, planted):
+    with patch.object(rules, defect, planted):
         return differences(world, make)
 
 

@@ -11,19 +11,19 @@ from unittest.mock import patch
 import torch
 
 import pipeline_jobs
-from meshwright.build.assembly import Assembly
-from meshwright.build.check import check
-from meshwright.build.hollow import Hollow
-from meshwright.build.pipeline import PipelinePasses
-from meshwright.build.step import Trainer
-from meshwright.build.world import World
+from meshwright.assemble.check import check
+from meshwright.assemble.pipeline import PipelinePasses
+from meshwright.assemble.rank_engine import RankEngine
+from meshwright.assemble.stage_model import StageModel
+from meshwright.assemble.step import Trainer
+from meshwright.assemble.world import World
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_of
-from meshwright.runtime.verdict import Verdict
-from meshwright.runtime.verify import seeded_batch, verify
+from meshwright.verify.verdict import Verdict
+from meshwright.verify.verify import seeded_batch, verify
 from shared_facts import facts_of, references_of
 
 
@@ -112,36 +112,36 @@ def held_parameters(world: World, job: str, strategy: str) -> int:
 @contextmanager
 def unshared() -> Iterator[None]:
     """Gradients of tied parameters stay on their stages."""
-    with patch.object(Assembly, "_sum_shared", lambda self, name, group: None):
+    with patch.object(RankEngine, "_sum_shared", lambda self, name, group: None):
         yield
 
 
 @contextmanager
 def unlearned() -> Iterator[None]:
     """What a stage receives does not get a true gradient: the stages before it learn nothing."""
-    run = Hollow.run
+    run = StageModel.run
 
-    def deaf(self: Hollow, flow: Any, crossings: Any, received: Any, forward: Callable[[], Any]) -> Any:
+    def deaf(self: StageModel, flow: Any, crossings: Any, received: Any, forward: Callable[[], Any]) -> Any:
         silent = tuple(tensor.detach() + 0 * tensor for tensor in received)
         return run(self, flow, crossings, silent, forward)
 
-    with patch.object(Hollow, "run", deaf):
+    with patch.object(StageModel, "run", deaf):
         yield
 
 
 @contextmanager
 def alone_in_the_norm() -> Iterator[None]:
     """Each rank of the pipeline counts its own stages only."""
-    norm = Assembly.norm
+    norm = RankEngine.norm
 
-    def own(self: Assembly, parameters: Any) -> torch.Tensor:
+    def own(self: RankEngine, parameters: Any) -> torch.Tensor:
         axes, self.axes = self.axes, replace(self.axes, stage_name="")
         try:
             return norm(self, parameters)
         finally:
             self.axes = axes
 
-    with patch.object(Assembly, "norm", own):
+    with patch.object(RankEngine, "norm", own):
         yield
 
 

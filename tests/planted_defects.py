@@ -15,12 +15,12 @@ from torch import nn
 from torch.optim import SGD
 
 import tiny_jobs
-from meshwright.build.batch import Batch, Share, Span, part
-from meshwright.build.step import Trainer
-from meshwright.build.world import World
-from meshwright.runtime.verdict import Verdict
-from meshwright.runtime.verify import verify
+from meshwright.assemble.batch import Batch, Share, Span, part
+from meshwright.assemble.step import Trainer
+from meshwright.assemble.world import World
 from meshwright.strategies.norm import global_norm, local
+from meshwright.verify.verdict import Verdict
+from meshwright.verify.verify import verify
 from shared_facts import facts_of, references_of
 
 clipped = replace(

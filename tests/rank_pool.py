@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 LIMIT_SECONDS = 300  # for one call; a hang ends here instead of in CI's own limit
-IMPORTED_ONCE = ["meshwright.runtime.verify", "meshwright.runtime.run", "transformers.models.gpt2.modeling_gpt2"]
+IMPORTED_ONCE = ["meshwright.verify.verify", "meshwright.runtime.run", "transformers.models.gpt2.modeling_gpt2"]
 """What is not installed is passed over."""
 
 
@@ -93,7 +93,7 @@ def _serve(rank: int, ranks: int, meeting: str, pipe: Connection) -> None:
 
     import torch.distributed as dist
 
-    from meshwright.build.world import join
+    from meshwright.assemble.world import join
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -12,16 +12,16 @@ import any_batch_jobs
 import builder_habits
 import contrastive_jobs
 import tiny_jobs
-from meshwright.build.check import check
-from meshwright.build.step import Trainer
-from meshwright.build.world import World
+from meshwright.assemble.check import check
+from meshwright.assemble.step import Trainer
+from meshwright.assemble.world import World
 from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_of
 from meshwright.runtime.run import Run
-from meshwright.runtime.verdict import Verdict
-from meshwright.runtime.verify import seeded_batch, verify
+from meshwright.verify.verdict import Verdict
+from meshwright.verify.verify import seeded_batch, verify
 from promised_states import promised_states
 from shared_facts import facts_of, references_of
 

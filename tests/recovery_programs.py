@@ -7,14 +7,14 @@ import torch
 import checkpoint_programs as programs
 import tiny_jobs
 from checkpoint_programs import Setup
-from meshwright.build.world import World
+from meshwright.assemble.world import World
 from meshwright.runtime.run import setup
-from meshwright.runtime.verify import seeded_batch
+from meshwright.verify.verify import seeded_batch
 
 
-def resume_and_save(world: World, setting: Setup, source: str, steps: int, target: str) -> None:
+def resume_and_save(world: World, context: Setup, source: str, steps: int, target: str) -> None:
     """In a new run."""
-    run = programs.make_run(world, setting)
+    run = programs.make_run(world, context)
     run.load(source)
     programs.take_steps(run, steps)
     run.save(target)

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.build.batch import Share
+from meshwright.assemble.batch import Share
+from meshwright.checkpoint.file_integrity import find_damage
 from meshwright.checkpoint.folder import list_checkpoints, step_of
 from meshwright.checkpoint.manifest import read_manifest
-from meshwright.checkpoint.soundness import find_damage
 from meshwright.cli.main import app
 from meshwright.cli.outcome import main_with_exit_codes
 from meshwright.runtime.data import Order
@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from meshwright import Job
-from meshwright.runtime.preemption import Preemption
+from meshwright.launch.preemption import Preemption
 from toy_worker import wait_for
 
 DROPOUT, WIDTH = 0.1, 16

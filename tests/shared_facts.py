@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from meshwright.build.world import World
+from meshwright.assemble.world import World
 from meshwright.describe.model import describe
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
-from meshwright.runtime.references import Here
+from meshwright.verify.references import LocalReferences
 
 _FOUND: dict[Hashable, Any] = {}
 
@@ -26,10 +26,10 @@ def found_once(world: World, key: Hashable, find: Callable[[], Any]) -> Any:
     return _FOUND[key]
 
 
-def references_of(world: World, job: Job) -> Here:
+def references_of(world: World, job: Job) -> LocalReferences:
     """What the job's strategies are compared with, kept for later calls: rank 0 makes each when it is first asked."""
     key = ("references", id(job))
     if key not in _FOUND:
-        _FOUND[key] = Here(job, facts_of(world, job), world.device, steps=3, seed=0)
-    found: Here = _FOUND[key]
+        _FOUND[key] = LocalReferences(job, facts_of(world, job), world.device, steps=3, seed=0)
+    found: LocalReferences = _FOUND[key]
     return found

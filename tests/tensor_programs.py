@@ -18,17 +18,20 @@ from torch.utils.checkpoint import checkpoint
 
 import minimal
 from meshwright import Job
-from meshwright.build.precision import cast, cast_borders, cast_parameters
-from meshwright.build.recompute import recompute_blocks
-from meshwright.build.world import World
+from meshwright.assemble.precision import cast, cast_borders, cast_parameters
+from meshwright.assemble.recompute import recompute_blocks
+from meshwright.assemble.world import World
 from meshwright.describe.blocks import find_blocks
-from meshwright.describe.blueprint import record
-from meshwright.describe.tensor import find_tensor_plan
+from meshwright.describe.tensor_plan import find_tensor_plan
 from meshwright.errors import Refused
-from meshwright.facts.tensor import TensorPlan
+from meshwright.facts.tensor_plan import TensorPlan
+from meshwright.recording.blueprint import record
 from meshwright.strategies.cuts import Cuts
 from meshwright.strategies.engine import whole
-from meshwright.strategies.tensor import (
+from meshwright.strategies.tensor.layout import divided, local, part
+from meshwright.strategies.tensor.memory import as_parameter
+from meshwright.strategies.tensor.mode import mode_of
+from meshwright.strategies.tensor.split import (
     as_sequence_shard,
     from_sequence_shard,
     gathered_functions,
@@ -36,9 +39,6 @@ from meshwright.strategies.tensor import (
     tensor_region,
     to_plain,
 )
-from meshwright.strategies.tensor_layout import divided, local, part
-from meshwright.strategies.tensor_memory import as_parameter
-from meshwright.strategies.tensor_mode import mode_of
 from shared_facts import found_once
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 64, 8, 32, 4

@@ -10,24 +10,24 @@ import made_up_axis
 import tiny_jobs
 from made_up_axis import Wide
 from made_up_strategy import registered
-from meshwright.build.check import check
+from meshwright.api.job_planner import Planner, PlanOptions
+from meshwright.api.plan import rank
+from meshwright.assemble.check import check
+from meshwright.commands.layout import show_layout
 from meshwright.describe.model import describe
 from meshwright.errors import ContradictoryTerms, Refused, UnknownTerm
 from meshwright.exchange.errors import ExchangeError
 from meshwright.exchange.export import export
-from meshwright.exchange.subject import Subject
+from meshwright.exchange.export_request import ExportRequest
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import MODEL_AXES
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.candidates import Allowed, candidates
-from meshwright.planning import Planner, Wishes
-from meshwright.ranking import rank
-from meshwright.runtime.compare_choice import plain_strategies
-from meshwright.runtime.layout import lay_out_on_paper
 from meshwright.runtime.place import place_for
 from meshwright.strategies import data_strategy
 from meshwright.strategies.deepspeed import package
+from meshwright.verify.strategy_choice import plain_strategies
 from rank_pool import RankPool
 
 JOB = tiny_jobs.transformer
@@ -45,8 +45,8 @@ def wide() -> Iterator[Strategy]:
         yield Strategy.parse("wide=2").resolve(2)
 
 
-def subject(strategy: Strategy) -> Subject:
-    return Subject(strategy=strategy, ranks=2, job="job.py", global_batch=8)
+def subject(strategy: Strategy) -> ExportRequest:
+    return ExportRequest(strategy=strategy, ranks=2, job="job.py", global_batch=8)
 
 
 def test_nothing_is_left_of_it() -> None:
@@ -84,7 +84,7 @@ def test_its_mistakes(wide: Strategy) -> None:
 
 def test_its_plan(wide: Strategy) -> None:
     planner = Planner(JOB, facts(), JOB.global_batch)
-    ranking = rank(planner, CLUSTER, Wishes(strategies=("wide=2", "ddp"), fast=True))
+    ranking = rank(planner, CLUSTER, PlanOptions(strategies=("wide=2", "ddp"), fast=True))
     plans = {str(plan.strategy).partition("=")[0]: plan.forecast for plan in ranking.plans}
     assert not ranking.refused
     assert plans["ddp"].memory["optimizer"] / 2 <= plans["wide"].memory["optimizer"] < plans["ddp"].memory["optimizer"]
@@ -99,10 +99,10 @@ def test_it_is_considered_unasked(wide: Strategy) -> None:
 
 
 def test_its_layout(wide: Strategy) -> None:
-    document = lay_out_on_paper(JOB, facts(), wide, 2)
+    document = show_layout(JOB, facts(), wide, 2)
     assert (document["strategy"], document["mesh"]) == ("wide=2", {"wide": 2})
     assert document["wide"]
-    hybrid = lay_out_on_paper(JOB, facts(), Strategy.parse("fsdp,wide=2,pp=2"), 8)
+    hybrid = show_layout(JOB, facts(), Strategy.parse("fsdp,wide=2,pp=2"), 8)
     assert hybrid["mesh"] == {"pipeline": 2, "data": 2, "wide": 2}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.environment import (
-    Launched,
+    LaunchedRank,
     announce,
     environment_for_ranks,
     first_host,
@@ -39,13 +39,13 @@ def without(environment: dict[str, str], *keys: str) -> dict[str, str]:
 
 
 def test_torchrun() -> None:
-    assert launched(TORCHRUN) == Launched(rank=5, ranks=8, local_rank=1, local_ranks=4)
+    assert launched(TORCHRUN) == LaunchedRank(rank=5, ranks=8, local_rank=1, local_ranks=4)
 
 
 def test_kubernetes() -> None:
     """A PyTorchJob runs one process a pod and says nothing of local ranks."""
     environment = without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    assert launched(environment) == Launched(rank=5, ranks=8, local_rank=0, local_ranks=1)
+    assert launched(environment) == LaunchedRank(rank=5, ranks=8, local_rank=0, local_ranks=1)
 
 
 def test_torchrun_inside_of_slurm() -> None:
@@ -54,7 +54,7 @@ def test_torchrun_inside_of_slurm() -> None:
 
 
 def test_slurm() -> None:
-    assert launched(SLURM) == Launched(
+    assert launched(SLURM) == LaunchedRank(
         rank=5, ranks=8, local_rank=1, local_ranks=4, meeting_point=("node03", 20000 + 4567)
     )
 

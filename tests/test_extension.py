@@ -9,24 +9,24 @@ import pytest
 import made_up_strategy
 import tiny_jobs
 from made_up_strategy import Summed, registered
-from meshwright.build.check import check
+from meshwright.api.job_planner import Planner, PlanOptions
+from meshwright.api.plan import rank
+from meshwright.assemble.check import check
+from meshwright.commands.layout import show_layout
 from meshwright.describe.model import describe
 from meshwright.errors import Refused, UnknownTerm
 from meshwright.exchange.errors import ExchangeError
 from meshwright.exchange.export import export
-from meshwright.exchange.subject import Subject
+from meshwright.exchange.export_request import ExportRequest
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.data_axis import DATA_AXES
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.candidates import Allowed, candidates
-from meshwright.planning import Planner, Wishes
-from meshwright.ranking import rank
-from meshwright.runtime.compare_choice import plain_strategies
-from meshwright.runtime.layout import lay_out_on_paper
 from meshwright.runtime.place import place_for
 from meshwright.strategies import DATA_STRATEGIES, data_strategy
 from meshwright.strategies.deepspeed import package
+from meshwright.verify.strategy_choice import plain_strategies
 from rank_pool import RankPool
 
 JOB = tiny_jobs.transformer
@@ -44,8 +44,8 @@ def summed() -> Iterator[Strategy]:
         yield Strategy.parse("summed").resolve(2)
 
 
-def subject(strategy: Strategy) -> Subject:
-    return Subject(strategy=strategy, ranks=2, job="job.py", global_batch=8)
+def subject(strategy: Strategy) -> ExportRequest:
+    return ExportRequest(strategy=strategy, ranks=2, job="job.py", global_batch=8)
 
 
 def test_nothing_is_left_of_it() -> None:
@@ -75,7 +75,7 @@ def test_its_mistakes(summed: Strategy) -> None:
 
 def test_its_plan(summed: Strategy) -> None:
     planner = Planner(JOB, facts(), JOB.global_batch)
-    ranking = rank(planner, CLUSTER, Wishes(strategies=("summed", "ddp", "zero1"), fast=True))
+    ranking = rank(planner, CLUSTER, PlanOptions(strategies=("summed", "ddp", "zero1"), fast=True))
     plans = {str(plan.strategy.data): plan for plan in ranking.plans}
     assert not ranking.refused
     assert plans["summed"].forecast.memory["optimizer"] == plans["ddp"].forecast.memory["optimizer"]
@@ -90,7 +90,7 @@ def test_it_is_considered_unasked(summed: Strategy) -> None:
 
 
 def test_its_layout(summed: Strategy) -> None:
-    document = lay_out_on_paper(JOB, facts(), Strategy.parse("summed"), 2)
+    document = show_layout(JOB, facts(), Strategy.parse("summed"), 2)
     assert (document["strategy"], document["mesh"]) == ("summed=2", {"data": 2})
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.errors import BadInput, Unreadable
 from meshwright.reading import Limits, parse_json, parse_toml, parse_yaml, read_bytes, read_json
-from meshwright.strategies.deepspeed.written import strategy_of
+from meshwright.strategies.deepspeed.user_config import strategy_of
 from mutated_files import BOMBS, Kind, kinds, spoiled
 
 COUNT = 12

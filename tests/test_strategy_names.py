@@ -22,8 +22,8 @@ OTHER_MEANINGS = {
     ("layers", "decoder.py"),  # how many a model has
     ("layers", "presets.py"),
     ("op", "read_torchtitan.py"),  # a way to choose what is recomputed
-    ("tp", "rows.py"),  # columns of a table
-    ("pp", "rows.py"),
+    ("tp", "measured_runs.py"),  # columns of a table
+    ("pp", "measured_runs.py"),
 }
 OWN_FILES = {word: Path(inspect.getfile(type(technique))) for word, technique in TECHNIQUES.items()}
 OWNERS = {

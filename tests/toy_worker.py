@@ -12,9 +12,9 @@ from pathlib import Path
 
 from meshwright.environment import own_rank
 from meshwright.errors import NonFiniteLoss
-from meshwright.runtime.attempt import Attempt, own_attempt, report
-from meshwright.runtime.preemption import Preemption
-from meshwright.runtime.pulse import own_pulse
+from meshwright.launch.attempt import Attempt, own_attempt, report
+from meshwright.launch.heartbeat import own_heartbeat
+from meshwright.launch.preemption import Preemption
 
 LIMIT_SECONDS = 120  # a rank that waits in vain ends here
 
@@ -144,7 +144,7 @@ def leaves_with_a_code(attempt: Attempt, rank: int) -> None:
 
 def hangs(attempt: Attempt, rank: int) -> None:
     """Rank 1 stays in what might be a forward pass, or stops; rank 0 waits for it as in a collective."""
-    own_pulse().step(1)
+    own_heartbeat().step(1)
     if rank == 1 and attempt.task()["how"] == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif rank == 1:

@@ -18,18 +18,18 @@ from meshwright.facts.strategy import Strategy
 from meshwright.version import VERSION
 
 if TYPE_CHECKING:
-    from meshwright.runtime.parallel import Parallel, parallelize
+    from meshwright.api.setup import setup
+    from meshwright.runtime.parallelize import Parallel, parallelize
     from meshwright.runtime.run import Run
-    from meshwright.starting import setup
 
 __version__ = VERSION
 __all__ = ["Cluster", "Forecast", "Job", "Parallel", "Plan", "Run", "Strategy", "parallelize", "setup"]
 
 _LATER = {
-    "Parallel": "meshwright.runtime.parallel",
+    "Parallel": "meshwright.runtime.parallelize",
     "Run": "meshwright.runtime.run",
-    "parallelize": "meshwright.runtime.parallel",
-    "setup": "meshwright.starting",
+    "parallelize": "meshwright.runtime.parallelize",
+    "setup": "meshwright.api.setup",
 }
 
 

@@ -19,7 +19,7 @@ LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launched:
+class LaunchedRank:
     """A place among ranks that torchrun, Slurm or Kubernetes has given to this process."""
 
     rank: int
@@ -30,10 +30,10 @@ class Launched:
     """Address and port, where the launcher does not set torch's own variables."""
 
 
-def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
+def launched(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
     """The place that a launcher gave to this process, or None: then Meshwright starts the ranks itself."""
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
-        return Launched(
+        return LaunchedRank(
             rank=int(environment["RANK"]),
             ranks=int(environment["WORLD_SIZE"]),
             # Kubernetes' PyTorchJob sets no local rank: it runs one process a pod.
@@ -45,7 +45,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
     return None
 
 
-def announce(place: Launched) -> None:
+def announce(place: LaunchedRank) -> None:
     """Tell torch.distributed where to meet, where the launcher did not speak its language."""
     if place.meeting_point is not None:
         os.environ.setdefault("MASTER_ADDR", place.meeting_point[0])
@@ -131,11 +131,11 @@ def _threads(ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
-def _from_slurm(environment: Mapping[str, str]) -> Launched:
+def _from_slurm(environment: Mapping[str, str]) -> LaunchedRank:
     per_node = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", environment["SLURM_NTASKS"]))
     address = environment.get("MASTER_ADDR", first_host(environment["SLURM_STEP_NODELIST"]))
     port = int(environment.get("MASTER_PORT", 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 10000))
-    return Launched(
+    return LaunchedRank(
         rank=int(environment["SLURM_PROCID"]),
         ranks=int(environment["SLURM_NTASKS"]),
         local_rank=int(environment["SLURM_LOCALID"]),

@@ -21,10 +21,10 @@ from torch.optim.lr_scheduler import StepLR
 import checkpoint_programs as programs
 import meshwright as mw
 from checkpoint_jobs import facts_of
-from meshwright.checkpoint.inspection import inspect
+from meshwright.checkpoint.dcp_planner import PartsSavePlanner
+from meshwright.checkpoint.integrity import inspect
 from meshwright.checkpoint.manifest import DIGESTS, MANIFEST, digest_line, digest_of_file, read_manifest
-from meshwright.checkpoint.parts import Laid, Part
-from meshwright.checkpoint.planner import PartsSavePlanner
+from meshwright.checkpoint.parts import HeldParts, Part
 from meshwright.checkpoint.state import snapshot
 from meshwright.checkpoint.storage import Writer
 from meshwright.errors import CheckpointError
@@ -70,19 +70,19 @@ def save_as_ranks(run: mw.Run, folder: Path) -> None:
         plans.append(planner.create_local_plan())
     plans, metadata = PartsSavePlanner().create_global_plan(plans)
     folder.mkdir()
-    writers = [Writer(folder, rank, whole.little, lambda done: None) for rank in range(RANKS)]
+    writers = [Writer(folder, rank, whole.run_state, lambda done: None) for rank in range(RANKS)]
     results = [w.write_data(plan, p).wait() for w, plan, p in zip(writers, plans, planners, strict=True)]
     writers[0].finish(metadata, results)
 
 
-def shard_of(laid: Laid, rank: int) -> Laid | None:
+def shard_of(laid: HeldParts, rank: int) -> HeldParts | None:
     (part,) = laid.parts
     rows = part.tensor.shape[0] if laid.shape else 1
     size = -(-rows // RANKS)
     if rank * size >= rows:
         return None
     box = part.tensor[rank * size : (rank + 1) * size] if laid.shape else part.tensor
-    return Laid(laid.shape, laid.dtype, (Part((rank * size, *part.offsets[1:]) if laid.shape else (), box),))
+    return HeldParts(laid.shape, laid.dtype, (Part((rank * size, *part.offsets[1:]) if laid.shape else (), box),))
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def test_a_disk_that_fails_is_a_bad_checkpoint(
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise OSError(5, "Input/output error", "the/file")
 
-    monkeypatch.setattr("meshwright.checkpoint.soundness._sha256", fail)
+    monkeypatch.setattr("meshwright.checkpoint.file_integrity._sha256", fail)
     before = fingerprint(run)
     with pytest.raises(CheckpointError, match="the/file cannot be read: Input/output error"):
         run.load(spoil())

@@ -17,7 +17,7 @@ import disk_programs as programs
 from checkpoint_jobs import facts_of
 from checkpoint_programs import Setup, make_run, take_steps
 from disk_programs import files_up_to
-from meshwright.build.world import alone
+from meshwright.assemble.world import alone
 from meshwright.checkpoint.manifest import DIGESTS, MANIFEST
 from meshwright.errors import OutputError
 from meshwright.runtime.run import Run

@@ -11,10 +11,10 @@ from meshwright.errors import CheckpointError, OutputError
 
 def publish(folder: RunFolder, step: int, content: str = "") -> Path:
     """As a save does, but for what is in it."""
-    aside = folder.aside(step)
-    aside.mkdir(parents=True)
-    (aside / MANIFEST).write_text(content)
-    folder.publish(aside)
+    temporary = folder.temporary(step)
+    temporary.mkdir(parents=True)
+    (temporary / MANIFEST).write_text(content)
+    folder.publish(temporary)
     return folder.folder / f"step-{step:08d}"
 
 
@@ -164,17 +164,17 @@ def test_a_death_while_the_same_step_is_replaced(folder: Path, run: Path, monkey
     before = publish(RunFolder(folder), 1, "first")
     publish(RunFolder(folder), 2, "first")
     folder_of_run = RunFolder(folder)
-    aside = folder_of_run.aside(2)
-    aside.mkdir()
-    (aside / MANIFEST).write_text("second")
+    temporary = folder_of_run.temporary(2)
+    temporary.mkdir()
+    (temporary / MANIFEST).write_text("second")
 
     def die(self: Path, target: Path) -> None:
         raise KeyboardInterrupt
 
     original = Path.rename
-    monkeypatch.setattr(Path, "rename", lambda path, target: (die if path == aside else original)(path, target))
+    monkeypatch.setattr(Path, "rename", lambda path, target: (die if path == temporary else original)(path, target))
     with pytest.raises(KeyboardInterrupt):
-        folder_of_run.publish(aside)
+        folder_of_run.publish(temporary)
     assert find_checkpoint(run) == before
 
 

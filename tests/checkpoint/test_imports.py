@@ -23,9 +23,9 @@ from checkpoint_samples import (
 )
 from meshwright.checkpoint.exports import export
 from meshwright.checkpoint.imports import import_weights
-from meshwright.checkpoint.look import check
 from meshwright.checkpoint.manifest import read_manifest
-from meshwright.checkpoint.naming import Prefix, find_prefix
+from meshwright.checkpoint.name_matching import Prefix, find_prefix
+from meshwright.checkpoint.overview import check
 from meshwright.errors import CheckpointError, JobError, OutputError, WrongCheckpoint
 from meshwright.runtime.run import Run, setup
 
@@ -73,10 +73,16 @@ def test_it_is_a_checkpoint_of_step_0(saved: Path, tmp_path: Path) -> None:
     document = import_weights(tmp_path / "out" / "model.pt", tmp_path / "run", job=JOB)
     assert document["path"] == str(tmp_path / "run" / FIRST)
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-00000000\n"
-    little = read_manifest(tmp_path / "run" / FIRST).little
-    assert (little.step, little.samples, little.seed, little.strategy, little.ranks) == (0, 0, 0, "single", 1)
-    assert little.optimizer is None and little.schedule is None and little.hugging_face is None
-    assert little.tied == {"head.weight": "token.weight"}
+    run_state = read_manifest(tmp_path / "run" / FIRST).run_state
+    assert (run_state.step, run_state.samples, run_state.seed, run_state.strategy, run_state.ranks) == (
+        0,
+        0,
+        0,
+        "single",
+        1,
+    )
+    assert run_state.optimizer is None and run_state.schedule is None and run_state.hugging_face is None
+    assert run_state.tied == {"head.weight": "token.weight"}
     verdict = check(tmp_path / "run", JOB)
     assert not verdict.damage and verdict.fits
 
@@ -295,10 +301,10 @@ def test_a_folder_without_the_tied_head(gpt2: Any, tmp_path: Path) -> None:
     gpt2.save_pretrained(tmp_path / "hf")
     assert "lm_head.weight" not in load_file(tmp_path / "hf" / "model.safetensors")
     import_weights(tmp_path / "hf", tmp_path / "run", job=HF_JOB)
-    little = read_manifest(tmp_path / "run" / FIRST).little
-    assert little.tied == {"lm_head.weight": "transformer.wte.weight"}
-    assert little.hugging_face is not None
-    assert little.hugging_face["config"]["architectures"] == ["GPT2LMHeadModel"]
+    run_state = read_manifest(tmp_path / "run" / FIRST).run_state
+    assert run_state.tied == {"lm_head.weight": "transformer.wte.weight"}
+    assert run_state.hugging_face is not None
+    assert run_state.hugging_face["config"]["architectures"] == ["GPT2LMHeadModel"]
     export(tmp_path / "run", tmp_path / "again", to="hf")
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert same_bits(again, load_file(tmp_path / "hf" / "model.safetensors"))
@@ -308,7 +314,7 @@ def test_without_a_job_the_configuration_is_the_folder_s(gpt2: Any, tmp_path: Pa
     gpt2.save_pretrained(tmp_path / "hf", max_shard_size="16KB")
     assert (tmp_path / "hf" / "model.safetensors.index.json").exists()
     import_weights(tmp_path / "hf", tmp_path / "run")
-    found = read_manifest(tmp_path / "run" / FIRST).little.hugging_face
+    found = read_manifest(tmp_path / "run" / FIRST).run_state.hugging_face
     assert found == {"prefix": "", "config": json.loads((tmp_path / "hf" / "config.json").read_text())}
     export(tmp_path / "run", tmp_path / "again", to="hf")
     assert type(gpt2).from_pretrained(tmp_path / "again").state_dict().keys() == gpt2.state_dict().keys()
@@ -322,7 +328,7 @@ def test_a_base_model_with_masks_of_old(gpt2: Any, tmp_path: Path) -> None:
     document = import_weights(tmp_path / "hf", tmp_path / "run", job=HF_JOB)
     assert document["prefix"] == {"off": "", "on": "transformer."}
     assert document["left_out"] == ["transformer.h.0.attn.bias"]
-    found = read_manifest(tmp_path / "run" / FIRST).little.hugging_face
+    found = read_manifest(tmp_path / "run" / FIRST).run_state.hugging_face
     assert found is not None and found["config"]["architectures"] == ["GPT2LMHeadModel"]
     tensors = model_tensors(tmp_path / "run" / FIRST)
     assert torch.equal(tensors["transformer.wte.weight"], gpt2.transformer.wte.weight)

@@ -12,7 +12,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import MultiStepLR
 
 import meshwright as mw
-from meshwright.checkpoint.inspection import inspect
+from meshwright.checkpoint.integrity import inspect
 from meshwright.checkpoint.manifest import DIGESTS, MANIFEST, VERSION, digest_line, read_manifest
 from meshwright.errors import CheckpointError, DamagedCheckpoint, WrongCheckpoint
 from minimal import make_job, sample
@@ -71,9 +71,9 @@ def test_a_sound_one(run: mw.Run, saved: Path, folder: Path) -> None:
 def test_as_it_was_written(saved: Path) -> None:
     manifest = read_manifest(saved)
     assert manifest.text() == (saved / MANIFEST).read_text()
-    assert (manifest.little.step, manifest.little.samples, manifest.little.ranks) == (1, 0, 1)
-    assert manifest.little.strategy == "single"
-    assert set(manifest.little.made) == {"meshwright", "torch", "python", "at"}
+    assert (manifest.run_state.step, manifest.run_state.samples, manifest.run_state.ranks) == (1, 0, 1)
+    assert manifest.run_state.strategy == "single"
+    assert set(manifest.run_state.made) == {"meshwright", "torch", "python", "at"}
 
 
 @pytest.mark.parametrize("version", [VERSION + 1, 99, 10**30])

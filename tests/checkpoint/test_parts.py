@@ -11,8 +11,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from meshwright.build.world import pretend
-from meshwright.checkpoint.parts import Laid, Part, chunk, lay
+from meshwright.assemble.world import fake_world
+from meshwright.checkpoint.parts import HeldParts, Part, chunk, held_parts
 from meshwright.strategies.cuts import Cut
 
 DATA, TENSOR = 0, 1
@@ -29,14 +29,14 @@ def rank_of(sizes: tuple[int, ...], rank: int) -> Iterator[DeviceMesh]:
 
     DTensor remembers results by mesh, and takes those of the same names and sizes for one: each rank's has its own.
     """
-    world = pretend(prod(sizes), torch.device("cpu"), rank=rank)
+    world = fake_world(prod(sizes), torch.device("cpu"), rank=rank)
     try:
         yield init_device_mesh("cpu", sizes, mesh_dim_names=tuple(f"{dim} of {rank}" for dim in range(len(sizes))))
     finally:
         world.leave()
 
 
-def on_all_ranks(sizes: tuple[int, ...], look: Callable[[DeviceMesh], Laid]) -> list[Laid]:
+def on_all_ranks(sizes: tuple[int, ...], look: Callable[[DeviceMesh], HeldParts]) -> list[HeldParts]:
     found = []
     for rank in range(prod(sizes)):
         with rank_of(sizes, rank) as mesh:
@@ -44,7 +44,7 @@ def on_all_ranks(sizes: tuple[int, ...], look: Callable[[DeviceMesh], Laid]) -> 
     return found
 
 
-def assert_covered(whole: torch.Tensor, ranks: list[Laid], copies: int) -> None:
+def assert_covered(whole: torch.Tensor, ranks: list[HeldParts], copies: int) -> None:
     """Every number of the whole is in as many boxes as there are copies, with its own value."""
     counts = torch.zeros(whole.shape, dtype=torch.int64)
     for laid in ranks:
@@ -72,7 +72,7 @@ def test_chunks_are_those_of_torch(length: int, count: int) -> None:
 def test_shards_of_the_first_dim(shape: tuple[int, ...], ranks: int) -> None:
     """Also where the last ranks have less, or nothing."""
     whole = numbered(shape)
-    found = on_all_ranks((ranks,), lambda mesh: lay(shard(whole, mesh, [Shard(0)])))
+    found = on_all_ranks((ranks,), lambda mesh: held_parts(shard(whole, mesh, [Shard(0)])))
     assert_covered(whole, found, copies=1)
     assert all(part.tensor.numel() for laid in found for part in laid.parts)
 
@@ -92,7 +92,7 @@ PLACEMENTS: list[tuple[list[Placement], int]] = [
 @pytest.mark.parametrize("shape", [(6, 6), (7, 5), (2, 13), (1, 1)])
 def test_meshes_of_two_dims(placements: list[Placement], copies: int, shape: tuple[int, ...]) -> None:
     whole = numbered(shape)
-    found = on_all_ranks((2, 3), lambda mesh: lay(shard(whole, mesh, placements)))
+    found = on_all_ranks((2, 3), lambda mesh: held_parts(shard(whole, mesh, placements)))
     assert_covered(whole, found, copies)
 
 
@@ -100,8 +100,8 @@ def test_meshes_of_two_dims(placements: list[Placement], copies: int, shape: tup
 def test_without_dims_or_numbers(shape: tuple[int, ...]) -> None:
     """All ranks have it: whoever writes it, it is not lost."""
     for laid in (
-        lay(numbered(shape)),
-        *on_all_ranks((2,), lambda mesh: lay(shard(numbered(shape), mesh, [Replicate()]))),
+        held_parts(numbered(shape)),
+        *on_all_ranks((2,), lambda mesh: held_parts(shard(numbered(shape), mesh, [Replicate()]))),
     ):
         (part,) = laid.parts
         assert (laid.shape, part.offsets, tuple(part.tensor.shape)) == (shape, (0,) * len(shape), shape)
@@ -111,9 +111,9 @@ def test_without_dims_or_numbers(shape: tuple[int, ...]) -> None:
 def test_cuts(dim: int, pieces: int) -> None:
     whole = numbered((12, 24))
 
-    def look(mesh: DeviceMesh) -> Laid:
+    def look(mesh: DeviceMesh) -> HeldParts:
         cut = Cut(dim=dim, mesh=mesh, pieces=pieces)
-        return lay(cut.take(whole), cut)
+        return held_parts(cut.take(whole), cut)
 
     found = on_all_ranks((2,), look)
     assert_covered(whole, found, copies=1)
@@ -125,9 +125,9 @@ def test_cuts_in_shards(dim: int, pieces: int, over: int) -> None:
     """Tensor parallelism under FSDP or ZeRO: shards of three data ranks go across the borders of pieces."""
     whole = numbered((12, 24))
 
-    def look(mesh: DeviceMesh) -> Laid:
+    def look(mesh: DeviceMesh) -> HeldParts:
         cut = Cut(dim=dim, mesh=axis(mesh, TENSOR), pieces=pieces)
-        return lay(shard(cut.take(whole), axis(mesh, DATA), [Shard(over)]), cut)
+        return held_parts(shard(cut.take(whole), axis(mesh, DATA), [Shard(over)]), cut)
 
     assert_covered(whole, on_all_ranks((3, 2), look), copies=1)
 
@@ -136,9 +136,9 @@ def test_cuts_in_shards(dim: int, pieces: int, over: int) -> None:
 def test_a_cut_of_which_the_last_data_rank_has_nothing(data_ranks: int) -> None:
     whole = numbered((6, 2))
 
-    def look(mesh: DeviceMesh) -> Laid:
+    def look(mesh: DeviceMesh) -> HeldParts:
         cut = Cut(dim=0, mesh=axis(mesh, TENSOR), pieces=3)
-        return lay(shard(cut.take(whole), axis(mesh, DATA), [Shard(0)]), cut)
+        return held_parts(shard(cut.take(whole), axis(mesh, DATA), [Shard(0)]), cut)
 
     found = on_all_ranks((data_ranks, 2), look)
     assert_covered(whole, found, copies=1)
@@ -147,7 +147,7 @@ def test_a_cut_of_which_the_last_data_rank_has_nothing(data_ranks: int) -> None:
 
 def test_what_a_model_axis_leaves_whole_is_held_by_all_of_it() -> None:
     whole = numbered((5, 2))
-    found = on_all_ranks((3, 2), lambda mesh: lay(shard(whole, axis(mesh, DATA), [Shard(0)])))
+    found = on_all_ranks((3, 2), lambda mesh: held_parts(shard(whole, axis(mesh, DATA), [Shard(0)])))
     assert_covered(whole, found, copies=2)
 
 
@@ -156,17 +156,17 @@ def test_boxes_are_views() -> None:
     with rank_of((2, 2), 3) as mesh:
         cut = Cut(dim=1, mesh=axis(mesh, TENSOR), pieces=2)
         held = shard(cut.take(numbered((4, 8))), axis(mesh, DATA), [Shard(0)])
-        for part in lay(held, cut).parts:
+        for part in held_parts(held, cut).parts:
             part.tensor.fill_(-1.0)
         assert held.to_local().unique().tolist() == [-1.0]
     parameter = torch.nn.Parameter(numbered((3,)))
-    lay(parameter).parts[0].tensor.zero_()
+    held_parts(parameter).parts[0].tensor.zero_()
     assert parameter.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_two_copies_on_one_rank() -> None:
     """As two stages of a pipeline have of a tied weight."""
-    both = lay(numbered((2,))) + lay(numbered((2,)))
+    both = held_parts(numbered((2,))) + held_parts(numbered((2,)))
     assert [part.offsets for part in both.parts] == [(0,), (0,)]
     assert both.shape == (2,) and isinstance(both.parts[0], Part)
 

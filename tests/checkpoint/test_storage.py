@@ -12,10 +12,10 @@ from safetensors import safe_open
 
 import meshwright as mw
 from checkpoint_samples import save_in_boxes
-from meshwright.checkpoint.inspection import inspect
+from meshwright.checkpoint.integrity import inspect
 from meshwright.checkpoint.manifest import DIGESTS, MANIFEST, read_manifest
 from meshwright.checkpoint.storage import NAMES, header_of
-from meshwright.checkpoint.whole import WholeTensors
+from meshwright.checkpoint.whole_tensors import WholeTensors
 from meshwright.errors import CheckpointError
 from minimal import make_job, sample
 

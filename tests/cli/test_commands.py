@@ -37,7 +37,7 @@ def ranks_left() -> list[str]:
         for path in Path("/proc").glob("[0-9]*/cmdline")
         if _readable(path)
     ]
-    return [line for line in lines if "meshwright.runtime.worker" in line]
+    return [line for line in lines if "meshwright.commands.worker" in line]
 
 
 def _readable(path: Path) -> bool:

@@ -7,7 +7,7 @@ from meshwright.cli.main import app
 from meshwright.cli.outcome import main_with_exit_codes
 from meshwright.facts.catalogue import hardware_of, is_measured
 from meshwright.facts.cluster import Cluster
-from meshwright.runtime import probe_device
+from meshwright.probe import device
 
 Captured = pytest.CaptureFixture[str]
 
@@ -16,9 +16,9 @@ Captured = pytest.CaptureFixture[str]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to write into, and measurements that are done at once."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(probe_device, "CPU_SHAPES", ((32, 32, 32),))
-    monkeypatch.setattr(probe_device, "HALF_SHAPES", ((16, 16, 16),))
-    monkeypatch.setattr(probe_device, "CPU_COPY", 2**20)
+    monkeypatch.setattr(device, "CPU_SHAPES", ((32, 32, 32),))
+    monkeypatch.setattr(device, "HALF_SHAPES", ((16, 16, 16),))
+    monkeypatch.setattr(device, "CPU_COPY", 2**20)
     return tmp_path
 
 

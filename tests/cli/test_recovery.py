@@ -106,7 +106,7 @@ def test_signals_save_and_end(
 ) -> None:
     """A run that is asked to stop and resumed; alone also asked again and resumed again.
 
-    That both signals reach the ranks is in tests/runtime/test_launch.py.
+    That both signals reach the ranks is in tests/launch/test_launch.py.
     """
     words = ("--strategy", strategy, "--ranks", ranks, "--steps", STEPS, "--out", "run", "--resume")
     whole, run = request.getfixturevalue(undisturbed), folder / "run"

@@ -16,15 +16,18 @@ from rich.console import Console
 
 from chromium import open_browser, overflow, visit
 from compare_outcomes import Starts, made_up
-from meshwright import comparing
-from meshwright.comparing import bubble_of, forecast_of, this_machine, with_forecast
+from meshwright.api import compare
+from meshwright.api.compare import bubble_of, forecast_of, this_machine, with_forecast
+from meshwright.api.job_planner import Planner
+from meshwright.compare.compare import Compared
+from meshwright.compare.start import LaunchOutcome
 from meshwright.errors import OutputError
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.forecast import Forecast
 from meshwright.facts.plan import Plan
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.timeline import Timeline
-from meshwright.planning import Planner
+from meshwright.probe.machine import local_cluster
 from meshwright.report import colours
 from meshwright.report.charts import scripts
 from meshwright.report.charts_bars import bar_plot
@@ -34,9 +37,6 @@ from meshwright.report.compare_curves import curves_plot, loss_curves
 from meshwright.report.compare_html import page, write_page
 from meshwright.report.compare_mesh import draw_meshes
 from meshwright.report.compare_trace import trace_events, write_trace
-from meshwright.runtime.compare import Compared
-from meshwright.runtime.compare_start import Outcome
-from meshwright.runtime.probe_machine import local_cluster
 from meshwright.units import MIB
 from page_charts import figures, point_at, tooltip, traces, wait_until_drawn
 
@@ -51,7 +51,7 @@ ATTACK = "\"'><script>alert(1)</script>&amp;"
 
 @pytest.fixture(scope="module")
 def compared() -> Compared:
-    starts = Starts(zero1=Outcome(status="out of memory", reason="Rank 1 failed: not enough memory."))
+    starts = Starts(zero1=LaunchOutcome(status="out of memory", reason="Rank 1 failed: not enough memory."))
     return made_up("ddp", "zero1", "zero2", "pp=2:gpipe,mb=16", starts=starts)
 
 
@@ -100,7 +100,7 @@ def test_a_folder_that_is_not_there_is_told_before_anything_runs(tmp_path: Path)
 
 
 def test_ranks_that_share_cores_are_foretold_a_part_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparing, "count_cores", lambda: 2)
+    monkeypatch.setattr(compare, "count_cores", lambda: 2)
     own, shared = hardware_of(this_machine("cpu", 2)), hardware_of(this_machine("cpu", 8))
     assert shared.flops["fp32"] == pytest.approx(own.flops["fp32"] / 4)
     assert shared.bandwidth == pytest.approx(own.bandwidth / 4)

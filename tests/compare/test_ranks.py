@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from meshwright.compare.compare import Compared, compare
+from meshwright.compare.start import LaunchOutcome, start
 from meshwright.facts.timeline import Timeline
-from meshwright.runtime.compare import Compared, compare
-from meshwright.runtime.compare_start import Outcome, start
 from meshwright.runtime.request import CompareRequest, CompareTask
 
 CAUSES = ("parameters", "gradients", "optimizer", "rest")
@@ -24,7 +24,7 @@ def after_grief() -> Compared:
     return compare(request, tell=lambda line: None, start=impatient_start)
 
 
-def impatient_start(task: CompareTask, ranks: int, *, timeout: float) -> Outcome:
+def impatient_start(task: CompareTask, ranks: int, *, timeout: float) -> LaunchOutcome:
     """The strategy that never comes back is not waited for as long as the others may take on a busy machine."""
     return start(task, ranks, timeout=8 if task.strategy.micro_batch == 3 else timeout)
 
@@ -78,4 +78,4 @@ def test_the_measured_timeline_has_every_pass_once(after_grief: Compared) -> Non
 @pytest.mark.slow
 def test_no_rank_is_left_behind(after_grief: Compared) -> None:
     children = psutil.Process().children(recursive=True)
-    assert not [child for child in children if "meshwright.runtime.compare_rank" in child.cmdline()]
+    assert not [child for child in children if "meshwright.compare.rank" in child.cmdline()]

@@ -6,17 +6,19 @@ import pytest
 
 import tiny_jobs
 from compare_outcomes import Starts, made_up
+from meshwright.commands import verify
+from meshwright.compare import start as compare_start
+from meshwright.compare.compare import Matrix, compare, note_on_cores
+from meshwright.compare.start import LaunchOutcome, start
 from meshwright.describe.model import describe
 from meshwright.errors import BadInput, RankFailed, UnknownTerm
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.timeline import Timeline
-from meshwright.runtime import compare_choice, compare_start, verify_command
-from meshwright.runtime.compare import Matrix, compare, note_on_cores
-from meshwright.runtime.compare_choice import Choice, plain_strategies
-from meshwright.runtime.compare_start import Outcome, start
 from meshwright.runtime.place import place_for
 from meshwright.runtime.request import CompareRequest, CompareTask
+from meshwright.verify import strategy_choice
+from meshwright.verify.strategy_choice import Choice, plain_strategies
 
 TASK = CompareTask(
     request=CompareRequest(job="job.py", ranks=2),
@@ -34,7 +36,7 @@ def test_rounds_go_over_all_strategies_and_back() -> None:
 
 
 def test_what_failed_once_is_not_run_again_and_the_rest_goes_on() -> None:
-    starts = Starts(zero2=Outcome(status="killed", reason="Rank 1 was ended by SIGKILL."))
+    starts = Starts(zero2=LaunchOutcome(status="killed", reason="Rank 1 was ended by SIGKILL."))
     lines: list[str] = []
     done = made_up("ddp", "zero2", "fsdp", starts=starts, lines=lines)
     assert starts.asked.count("zero2=2") == 1 and starts.asked.count("fsdp=2") == 2
@@ -54,7 +56,7 @@ class Interrupted(Starts):
         super().__init__()
         self._at = at
 
-    def __call__(self, task: CompareTask, ranks: int, *, timeout: float) -> Outcome:
+    def __call__(self, task: CompareTask, ranks: int, *, timeout: float) -> LaunchOutcome:
         if len(self.asked) + 1 == self._at:
             raise KeyboardInterrupt
         return super().__call__(task, ranks, timeout=timeout)
@@ -106,7 +108,7 @@ def test_losses_are_held_against_one_process() -> None:
 
 
 def test_without_its_reference_a_strategy_is_neither_equal_nor_different() -> None:
-    starts = Starts(single=Outcome(status="out of memory", reason="too large for one process"))
+    starts = Starts(single=LaunchOutcome(status="out of memory", reason="too large for one process"))
     done = made_up("ddp", starts=starts)
     assert done.rows[0]["status"] == "ok" and done.rows[0]["loss_equal"] is None
     assert done.references[0]["status"] == "out of memory"
@@ -152,7 +154,7 @@ def test_dp_is_one_process_with_a_device_for_each_rank() -> None:
 
 def test_dp_is_refused_in_a_sentence_where_there_are_no_gpus() -> None:
     job, place = tiny_jobs.transformer, place_for("cpu", 2)
-    for choose in (compare_choice.choose, verify_command.choose):
+    for choose in (strategy_choice.choose, verify.choose):
         chosen = [choice for choice in choose(job, describe(job), place, ["dp", "ddp"]) if choice.strategy is None]
         assert [choice.text for choice in chosen] == ["dp"] and "use ddp" in chosen[0].reason
 
@@ -193,7 +195,7 @@ def test_what_a_failure_is_called(
         raise RankFailed(f"{message}\nand more", rank=0, signal=signal)
 
     monkeypatch.setattr(compare_start, "launch", fail)
-    assert start(TASK, 2, timeout=5.0) == Outcome(status=status, reason=message)
+    assert start(TASK, 2, timeout=5.0) == LaunchOutcome(status=status, reason=message)
 
 
 def test_an_interrupt_of_the_user_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.compare.timeline import measured_timeline
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.timeline import IDLE, SEND, Timeline
-from meshwright.runtime.compare_timeline import measured_timeline
 
 STEPS = {
     0: [("0F0", 10.0, 11.0), ("0F1", 11.0, 12.0), ("0B0", 13.5, 14.5), ("0B1", 15.3, 16.3)],

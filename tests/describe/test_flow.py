@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipeline_jobs
-from meshwright.describe.blueprint import record
 from meshwright.describe.calls import ConstantLeaf, Flow, InputLeaf, Inside, StrangeLeaf, TensorLeaf, Value
 from meshwright.describe.flow import Watcher
 from meshwright.describe.model import describe
 from meshwright.describe.observe import trace
+from meshwright.recording.blueprint import record
 
 WIDTH = 4
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.exchange import Subject, export
+from meshwright.exchange import ExportRequest, export
 from meshwright.facts.strategy import Strategy
 
 SCRIPT = """
@@ -76,7 +76,7 @@ def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess
 
 
 def write(path: Path, text: str, to: str, ranks: int, **rest: Any) -> Path:
-    path.write_text(export(Subject(strategy=Strategy.parse(text).resolve(ranks), ranks=ranks, **rest), to).text)
+    path.write_text(export(ExportRequest(strategy=Strategy.parse(text).resolve(ranks), ranks=ranks, **rest), to).text)
     return path
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import MeshwrightError
-from meshwright.exchange import Subject, export, read_foreign
+from meshwright.exchange import ExportRequest, export, read_foreign
 from meshwright.facts.strategy import Strategy
 
 CONFIGS = ("accelerate", "deepspeed", "torchtitan")
@@ -69,9 +69,9 @@ def changed(before: Strategy, after: Strategy) -> set[str]:
     return {item.name for item in fields(Strategy) if getattr(before, item.name) != getattr(after, item.name)}
 
 
-def explained(subject: Subject, to: str) -> set[str]:
+def explained(request: ExportRequest, to: str) -> set[str]:
     """Fields that may differ, by what the export says was lost."""
-    exported = export(subject, to)
+    exported = export(request, to)
     named = {field for loss in exported.without_equal for field in loss.becomes}
     if named & {"axes", "data"}:
         named |= {"data", "data_size"}  # ranks of an axis go to the data axis
@@ -84,14 +84,14 @@ def test_what_is_read_is_what_was_said(to: str, tmp_path: Path) -> None:
     cases = random.Random(7).sample(list(grammar()), 160)
     for strategy, ranks in cases:
         for batch, device in SETTINGS:
-            subject = Subject(strategy=strategy, ranks=ranks, global_batch=batch, device=device)
-            exported = export(subject, to)
+            request = ExportRequest(strategy=strategy, ranks=ranks, global_batch=batch, device=device)
+            exported = export(request, to)
             path.write_text(exported.text)
             found = read_foreign(path)
             assert found.origin == to
             assert found.strategy == exported.strategy, (strategy, exported.text)
             assert found.ignored == (), (strategy, exported.text)
-            assert changed(strategy, exported.strategy) <= explained(subject, to), (strategy, exported.strategy)
+            assert changed(strategy, exported.strategy) <= explained(request, to), (strategy, exported.strategy)
 
 
 @pytest.mark.parametrize(("to", "text"), [(to, text) for to, texts in EXACT.items() for text in texts])
@@ -99,7 +99,7 @@ def test_what_has_an_equal_comes_back(to: str, text: str, tmp_path: Path) -> Non
     found = parsed(text)
     assert found is not None
     strategy, ranks = found
-    exported = export(Subject(strategy=strategy, ranks=ranks, global_batch=64), to)
+    exported = export(ExportRequest(strategy=strategy, ranks=ranks, global_batch=64), to)
     assert exported.without_equal == ()
     path = tmp_path / "config"
     path.write_text(exported.text)
@@ -124,13 +124,13 @@ def test_what_has_an_equal_comes_back(to: str, text: str, tmp_path: Path) -> Non
 def test_what_has_none_is_named(to: str, text: str, lost: str, becomes: str) -> None:
     found = parsed(text)
     assert found is not None
-    exported = export(Subject(strategy=found[0], ranks=found[1]), to)
+    exported = export(ExportRequest(strategy=found[0], ranks=found[1]), to)
     assert [loss.term for loss in exported.without_equal] == [lost]
     assert str(exported.strategy) == becomes
     assert str(exported.without_equal[0]) in exported.to_json()["without_equal"]
 
 
 def test_fsdp_on_cpu_ranks_is_what_accelerate_makes_of_it() -> None:
-    exported = export(Subject(strategy=Strategy.parse("fsdp=2,bf16"), ranks=2, device="cpu"), "accelerate")
+    exported = export(ExportRequest(strategy=Strategy.parse("fsdp=2,bf16"), ranks=2, device="cpu"), "accelerate")
     assert str(exported.strategy) == "ddp=2,bf16"
     assert "CPU" in str(exported.without_equal[0])

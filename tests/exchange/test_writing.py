@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.exchange import ExchangeError, Subject, export
+from meshwright.exchange import ExchangeError, ExportRequest, export
 from meshwright.facts.strategy import Strategy
 
 # From job_config.py of torchtitan v0.2.2, the last release that reads TOML; unknown names are errors there.
@@ -28,12 +28,12 @@ TORCHTITAN = {
 }
 
 
-def subject(text: str, ranks: int = 8, **rest: Any) -> Subject:
-    return Subject(strategy=Strategy.parse(text).resolve(ranks), ranks=ranks, **rest)
+def request(text: str, ranks: int = 8, **rest: Any) -> ExportRequest:
+    return ExportRequest(strategy=Strategy.parse(text).resolve(ranks), ranks=ranks, **rest)
 
 
 def test_deepspeed() -> None:
-    text = export(subject("zero2,bf16,offload=optimizer,mb=2", global_batch=64, max_norm=1.0), "deepspeed").text
+    text = export(request("zero2,bf16,offload=optimizer,mb=2", global_batch=64, max_norm=1.0), "deepspeed").text
     config = json.loads(text)
     assert config["train_batch_size"] == 64
     assert config["train_micro_batch_size_per_gpu"] == 2
@@ -45,11 +45,11 @@ def test_deepspeed() -> None:
 
 
 def test_deepspeed_is_told_not_to_clip() -> None:
-    assert json.loads(export(subject("fsdp,mb=1"), "deepspeed").text)["gradient_clipping"] == 0.0
+    assert json.loads(export(request("fsdp,mb=1"), "deepspeed").text)["gradient_clipping"] == 0.0
 
 
 def test_accelerate_shards_and_replicates() -> None:
-    config = yaml.safe_load(export(subject("hsdp=2x2,tp=2,bf16,ac=full", nodes=2), "accelerate").text)
+    config = yaml.safe_load(export(request("hsdp=2x2,tp=2,bf16,ac=full", nodes=2), "accelerate").text)
     assert config["distributed_type"] == "FSDP"
     assert (config["num_machines"], config["num_processes"]) == (2, 8)
     assert config["fsdp_config"]["fsdp_version"] == 2
@@ -62,7 +62,7 @@ def test_accelerate_shards_and_replicates() -> None:
 
 
 def test_accelerate_hands_over_to_deepspeed() -> None:
-    config = yaml.safe_load(export(subject("zero2,bf16,mb=2", global_batch=64, max_norm=0.5), "accelerate").text)
+    config = yaml.safe_load(export(request("zero2,bf16,mb=2", global_batch=64, max_norm=0.5), "accelerate").text)
     assert config["distributed_type"] == "DEEPSPEED"
     assert config["deepspeed_config"]["zero_stage"] == 2
     assert config["deepspeed_config"]["gradient_accumulation_steps"] == 4
@@ -73,13 +73,13 @@ def test_accelerate_hands_over_to_deepspeed() -> None:
 @pytest.mark.parametrize("text", ["fsdp=2,tp=2,pp=2:zbv,fp8,ac=selective,mb=1", "ddp,offload=params,compile", "single"])
 def test_torchtitan_has_names_that_it_knows(text: str, batch: int | None) -> None:
     ranks = 1 if text == "single" else 8
-    config = tomllib.loads(export(subject(text, ranks, global_batch=batch), "torchtitan").text)
+    config = tomllib.loads(export(request(text, ranks, global_batch=batch), "torchtitan").text)
     for table, settings in config.items():
         assert settings.keys() <= TORCHTITAN[table], table
 
 
 def test_torchtitan_counts_a_pipeline_s_micro_batches() -> None:
-    config = tomllib.loads(export(subject("fsdp=2,pp=4:1f1b,bf16,mb=2", global_batch=64), "torchtitan").text)
+    config = tomllib.loads(export(request("fsdp=2,pp=4:1f1b,bf16,mb=2", global_batch=64), "torchtitan").text)
     assert config["training"]["local_batch_size"] == 32
     assert config["training"]["max_norm"] == float("inf")
     assert config["parallelism"]["pipeline_parallel_microbatch_size"] == 2
@@ -88,31 +88,31 @@ def test_torchtitan_counts_a_pipeline_s_micro_batches() -> None:
 
 @pytest.mark.parametrize("to", ["accelerate", "torchtitan"])
 def test_losses_stand_in_the_comments(to: str) -> None:
-    exported = export(subject("fsdp=4,op=2"), to)
+    exported = export(request("fsdp=4,op=2"), to)
     comments = " ".join(line.lstrip("# ") for line in exported.text.splitlines() if line.startswith("#"))
     assert exported.without_equal
     assert all(str(loss) in comments for loss in exported.without_equal)
 
 
 def test_losses_stand_in_deepspeed_s_json() -> None:
-    exported = export(subject("fsdp=4,op=2,mb=1"), "deepspeed")
+    exported = export(request("fsdp=4,op=2,mb=1"), "deepspeed")
     assert json.loads(exported.text)["meshwright"]["without_equal"] == [str(loss) for loss in exported.without_equal]
 
 
 def test_unequal_parts_are_refused() -> None:
     with pytest.raises(ExchangeError, match=r"global batch of 10 .* 8 data ranks .* mb=N"):
-        export(subject("fsdp", global_batch=10), "deepspeed")
+        export(request("fsdp", global_batch=10), "deepspeed")
 
 
 def test_an_unknown_reader_is_answered_with_the_nearest() -> None:
     with pytest.raises(ExchangeError, match="did you mean deepspeed"):
-        export(subject("fsdp"), "deep-speed")
+        export(request("fsdp"), "deep-speed")
 
 
 @pytest.mark.parametrize("to", ["slurm", "kubernetes"])
 def test_a_launch_file_needs_a_job(to: str) -> None:
     with pytest.raises(ExchangeError, match="--job"):
-        export(subject("fsdp"), to)
+        export(request("fsdp"), to)
 
 
 def write_program(path: Path, body: str) -> None:
@@ -122,7 +122,7 @@ def write_program(path: Path, body: str) -> None:
 
 def test_slurm_calls_torchrun_on_every_node(tmp_path: Path) -> None:
     """The batch file runs, with programs in the place of Slurm's that write down how they are called."""
-    launch = subject("hsdp=2x8,bf16", 16, nodes=2, job="my jobs/gpt $1.py")
+    launch = request("hsdp=2x8,bf16", 16, nodes=2, job="my jobs/gpt $1.py")
     script = tmp_path / "train.sbatch"
     script.write_text(export(launch, "slurm").text)
     write_program(tmp_path / "scontrol", "printf 'first\\nsecond\\n'")
@@ -141,7 +141,7 @@ def test_slurm_calls_torchrun_on_every_node(tmp_path: Path) -> None:
 
 
 def test_kubernetes_pods_meet_at_the_first() -> None:
-    text = export(subject("hsdp=2x8,bf16", 16, nodes=2, job="jobs/GPT_2.py:small"), "kubernetes").text
+    text = export(request("hsdp=2x8,bf16", 16, nodes=2, job="jobs/GPT_2.py:small"), "kubernetes").text
     service, job = yaml.safe_load_all(text)
     name = job["metadata"]["name"]
     assert name == service["metadata"]["name"] == "gpt-2"
@@ -160,6 +160,6 @@ def test_kubernetes_pods_meet_at_the_first() -> None:
 
 
 def test_dp_is_one_process() -> None:
-    text = export(subject("dp", 4, job="job.py"), "slurm").text
+    text = export(request("dp", 4, job="job.py"), "slurm").text
     assert "--nproc-per-node 1 " in text
     assert "--gpus-per-node=4" in text

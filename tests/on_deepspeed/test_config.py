@@ -10,13 +10,13 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import tiny_jobs
-from meshwright.build.check import check_engine_config
+from meshwright.assemble.check import check_engine_config
 from meshwright.errors import BadInput, Refused
-from meshwright.exchange import Subject, export, read_foreign
+from meshwright.exchange import ExportRequest, export, read_foreign
 from meshwright.facts.model import ModelFacts, ParameterFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.deepspeed.config import config_of
-from meshwright.strategies.deepspeed.written import read_config, strategy_of, understood
+from meshwright.strategies.deepspeed.user_config import read_config, strategy_of, understood
 
 FACTS = ModelFacts(parameters=(ParameterFacts(names=("w",), shape=(1000, 1001), itemsize=4),), blocks=())
 JOB = replace(tiny_jobs.transformer, optimizer=lambda params: AdamW(params, lr=1e-3, betas=(0.9, 0.95)))
@@ -197,7 +197,7 @@ def test_a_file_is_read_without_auto(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["ddp", "zero1,bf16", "zero2,fp16,offload=optimizer", "zero3,bf16,offload=params"])
 def test_what_export_writes_can_be_run(text: str) -> None:
     strategy = replace(Strategy.parse(text).resolve(2), engine="deepspeed")
-    subject = Subject(strategy=strategy, ranks=2, global_batch=JOB.global_batch, max_norm=JOB.max_norm)
+    subject = ExportRequest(strategy=strategy, ranks=2, global_batch=JOB.global_batch, max_norm=JOB.max_norm)
     said = strategy_of(understood(json.loads(export(subject, "deepspeed").text)))
     asked = [strategy.data, strategy.precision, strategy.offload, "deepspeed"]
     assert [said.data, said.precision, said.offload, said.engine] == asked
@@ -206,7 +206,7 @@ def test_what_export_writes_can_be_run(text: str) -> None:
 @pytest.mark.parametrize("text", ["ddp", "zero1,bf16", "zero2,fp16,offload=optimizer,mb=2", "zero3,offload=params"])
 def test_a_file_says_the_same_to_train_and_to_plan(text: str, tmp_path: Path) -> None:
     strategy = replace(Strategy.parse(text).resolve(2), engine="deepspeed")
-    subject = Subject(strategy=strategy, ranks=2, global_batch=JOB.global_batch, max_norm=JOB.max_norm)
+    subject = ExportRequest(strategy=strategy, ranks=2, global_batch=JOB.global_batch, max_norm=JOB.max_norm)
     path = tmp_path / "ds.json"
     path.write_text(export(subject, "deepspeed").text)
     assert strategy_of(read_config(path)) == replace(read_foreign(path).strategy, data_size=None)

@@ -11,7 +11,7 @@ import deepspeed_programs
 from checkpoint_samples import TINY_JOBS
 from deepspeed_programs import Truth
 from meshwright.checkpoint.imports import import_weights
-from meshwright.checkpoint.whole import WholeTensors
+from meshwright.checkpoint.whole_tensors import WholeTensors
 from meshwright.errors import CheckpointError, WrongCheckpoint
 from meshwright.strategies.deepspeed.package import is_installed
 from rank_pool import RankPool
@@ -50,9 +50,9 @@ def test_masters_and_moments_bit_by_bit(
         assert torch.equal(found.read(f"model/{name}"), master), name
         for key, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
             assert torch.equal(found.read(f"optimizer/{name}/{key}"), moment), (name, key)
-    little = found.manifest.little
-    assert (little.step, little.samples, little.ranks) == (3, 24, 2) and little.schedule is not None
-    assert (little.loss_scale is not None) == (precision == "fp16")
+    run_state = found.manifest.run_state
+    assert (run_state.step, run_state.samples, run_state.ranks) == (3, 24, 2) and run_state.schedule is not None
+    assert (run_state.loss_scale is not None) == (precision == "fp16")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3,engine=deepspeed"])

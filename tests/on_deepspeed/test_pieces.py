@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from meshwright.checkpoint.parts import lay
+from meshwright.checkpoint.parts import held_parts
 from meshwright.strategies.cuts import Stretch
-from meshwright.strategies.deepspeed.by_name import Group, OptimizerByName
-from meshwright.strategies.deepspeed.pieces import Piece, even_stretch
+from meshwright.strategies.deepspeed.optimizer_by_name import OptimizerByName, ParameterGroup
+from meshwright.strategies.deepspeed.pieces import FlatPiece, even_stretch
 
 SHAPES = [(5,), (3, 4), (2, 3, 4), (7, 1, 3), (1,), ()]
 
@@ -31,7 +31,7 @@ def test_boxes_are_the_elements_in_their_order(shape: tuple[int, ...]) -> None:
 
 def test_a_stretch_is_laid_as_few_boxes() -> None:
     shape = (4, 5)
-    laid = lay(torch.arange(3.0, 17.0), Stretch(shape=shape, start=3))
+    laid = held_parts(torch.arange(3.0, 17.0), Stretch(shape=shape, start=3))
     assert laid.shape == shape
     assert [(part.offsets, tuple(part.tensor.shape)) for part in laid.parts] == [
         ((0, 3), (1, 2)),
@@ -42,13 +42,13 @@ def test_a_stretch_is_laid_as_few_boxes() -> None:
 
 def test_what_is_written_into_a_box_is_in_the_flat_tensor() -> None:
     flat = torch.zeros(7)
-    for part in lay(flat, Stretch(shape=(3, 3), start=1)).parts:
+    for part in held_parts(flat, Stretch(shape=(3, 3), start=1)).parts:
         part.tensor.fill_(1.0)
     assert flat.eq(1).all()
 
 
 def test_an_empty_stretch_has_no_boxes_and_still_a_shape() -> None:
-    laid = lay(torch.empty(0), Stretch(shape=(3, 3), start=0))
+    laid = held_parts(torch.empty(0), Stretch(shape=(3, 3), start=0))
     assert laid.parts == () and laid.shape == (3, 3)
 
 
@@ -60,18 +60,18 @@ def test_even_stretches_cover_a_tensor_once(elements: int, ranks: int) -> None:
     assert covered == list(range(elements))
 
 
-def two_in_one() -> tuple[AdamW, list[Piece], list[Group]]:
+def two_in_one() -> tuple[AdamW, list[FlatPiece], list[ParameterGroup]]:
     """Two parameters (one of them in part) in one flat tensor, and a group of which nothing is updated here."""
     flat = nn.Parameter(torch.arange(7.0))
     one, other, idle = (nn.Parameter(torch.zeros(shape)) for shape in ((2, 2), (2, 5), (3,)))
     pieces = [
-        Piece("one", one, flat, 0, 4, Stretch(shape=(2, 2), start=0)),
-        Piece("other", other, flat, 4, 3, Stretch(shape=(2, 5), start=7)),
+        FlatPiece("one", one, flat, 0, 4, Stretch(shape=(2, 2), start=0)),
+        FlatPiece("other", other, flat, 4, 3, Stretch(shape=(2, 5), start=7)),
     ]
     optimizer = AdamW([flat], lr=0.5)
     groups = [
-        Group([idle], {"lr": 0.25}, None),
-        Group([piece.master for piece in pieces], optimizer.param_groups[0], 0),
+        ParameterGroup([idle], {"lr": 0.25}, None),
+        ParameterGroup([piece.master for piece in pieces], optimizer.param_groups[0], 0),
     ]
     return optimizer, pieces, groups
 

@@ -7,12 +7,12 @@ import pytest
 from torch import nn
 
 import tiny_jobs
-from meshwright.build.check import check
+from meshwright.assemble.check import check
+from meshwright.commands.train import train_command
 from meshwright.describe.model import describe
 from meshwright.errors import Refused
 from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
-from meshwright.runtime.command import train_command
 from meshwright.runtime.request import TrainRequest
 from meshwright.strategies import Place
 from meshwright.strategies.deepspeed import package

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.describe.decoder import Shape, decoder_job
+from meshwright.api.job_planner import Planner
 from meshwright.describe.model import describe
 from meshwright.errors import Refused
 from meshwright.facts.catalogue import hardware_of
@@ -10,12 +10,12 @@ from meshwright.facts.cluster import Cluster
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
+from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.planner.account import usable
-from meshwright.planner.arrangement import Arrangement
 from meshwright.planner.candidates import plainness
 from meshwright.planner.memory import forecast_memory
 from meshwright.planner.search import consider
-from meshwright.planning import Planner
+from meshwright.planner.step_layout import StepLayout
 from meshwright.tracing import trace_step
 from promised_states import promised_states
 
@@ -51,7 +51,7 @@ def test_the_zero_paper_s_table(
 ) -> None:
     """States of 7.5 billion parameters on 64 ranks, mixed precision Adam: whole, stage 1, stage 2, stage 3."""
     parameters, gradients, optimizer = over
-    arrangement = Arrangement(
+    step_layout = StepLayout(
         data=64,
         shards=64,
         micro_batch=1,
@@ -64,7 +64,7 @@ def test_the_zero_paper_s_table(
         master_bytes=4,
         moment_bytes=8,
     )
-    held = forecast_memory(arrangement, planner.setting(EIGHT).loads)[0].memory
+    held = forecast_memory(step_layout, planner.context(EIGHT).stage_costs)[0].memory
     states = held["parameters"] + held["gradients"] + held["optimizer"]
     count = sum(parameter.count for parameter in facts.parameters)
     # The paper prints one decimal.
@@ -87,25 +87,25 @@ def test_the_zero_paper_s_table(
 )
 def test_account_and_trace_agree(planner: Planner, job: Job, facts: ModelFacts, strategy: str, bound: float) -> None:
     resolved = Strategy.parse(strategy).resolve(8)
-    account = consider(planner.setting(EIGHT), resolved)
+    account = consider(planner.context(EIGHT), resolved)
     trace = trace_step(job, facts, resolved, ranks=8)
     assert account.peak == pytest.approx(trace.peak, rel=bound)
 
 
 def test_memory_does_not_shrink_with_the_micro_batch(planner: Planner) -> None:
-    peaks = [consider(planner.setting(EIGHT), Strategy.parse(f"fsdp,bf16,mb={n}")).peak for n in (1, 2, 4, 8)]
+    peaks = [consider(planner.context(EIGHT), Strategy.parse(f"fsdp,bf16,mb={n}")).peak for n in (1, 2, 4, 8)]
     assert peaks == sorted(peaks)
     assert peaks[0] < peaks[-1]
 
 
 def test_recomputing_saves_memory_and_costs_time(planner: Planner) -> None:
-    plain, full = (consider(planner.setting(EIGHT), Strategy.parse(f"fsdp,bf16,mb=8{ac}")) for ac in ("", ",ac=full"))
+    plain, full = (consider(planner.context(EIGHT), Strategy.parse(f"fsdp,bf16,mb=8{ac}")) for ac in ("", ",ac=full"))
     assert full.peak < plain.peak
     assert full.forecast.time["compute"] > 1.2 * plain.forecast.time["compute"]
 
 
 def test_a_pipeline_s_first_rank_has_most_in_flight(planner: Planner) -> None:
-    plan = consider(planner.setting(EIGHT), Strategy.parse("pp=4:1f1b,ddp,bf16,mb=1"))
+    plan = consider(planner.context(EIGHT), Strategy.parse("pp=4:1f1b,ddp,bf16,mb=1"))
     kept = [stage.memory["activations"] for stage in plan.stages]
     assert len(kept) == 4
     assert kept[0] > kept[2]
@@ -117,21 +117,21 @@ def test_states_are_those_that_the_strategy_promises(planner: Planner, facts: Mo
         # With several micro-batches gradients are there at the fullest moment.
         strategy = Strategy.parse(f"{text},fp32,mb=1").resolve(8)
         promised = promised_states(facts, strategy)
-        found = consider(planner.setting(EIGHT), strategy).forecast
+        found = consider(planner.context(EIGHT), strategy).forecast
         for cause in ("parameters", "optimizer"):
             assert found.memory[cause] == pytest.approx(promised[cause], rel=0.02)
 
 
 def test_one_process_for_all_devices_is_fuller_and_slower_than_ddp(planner: Planner) -> None:
-    ddp, dp = (consider(planner.setting(EIGHT), Strategy.parse(text)).forecast for text in ("ddp", "dp"))
+    ddp, dp = (consider(planner.context(EIGHT), Strategy.parse(text)).forecast for text in ("ddp", "dp"))
     assert dp.memory["logits"] == pytest.approx(8 * ddp.memory["logits"], rel=0.01)
     assert dp.memory["optimizer"] == ddp.memory["optimizer"]
     assert dp.time["data"] > ddp.time["data"]
     assert plainness(Strategy.parse("dp=8")) > plainness(Strategy.parse("ddp=8"))  # of equals ddp is recommended
-    in_four = consider(planner.setting(EIGHT), Strategy.parse("dp,mb=32")).forecast
+    in_four = consider(planner.context(EIGHT), Strategy.parse("dp,mb=32")).forecast
     assert in_four.time["data"] == pytest.approx(planner.global_batch / 32 * dp.time["data"])
     with pytest.raises(Refused, match="dp runs in one process, which has 8 of the 16 devices"):
-        consider(planner.setting(Cluster.parse("2x8xH100-80GB")), Strategy.parse("dp"))
+        consider(planner.context(Cluster.parse("2x8xH100-80GB")), Strategy.parse("dp"))
 
 
 def test_a_device_is_not_all_for_tensors() -> None:

@@ -17,10 +17,10 @@ from transformers import (
     ViTConfig,
 )
 
-from meshwright.describe.jobfile import load_job
+from meshwright.api.job_planner import PlanOptions
+from meshwright.api.plan import plan
 from meshwright.facts.cluster import Cluster
-from meshwright.planning import Wishes
-from meshwright.ranking import plan
+from meshwright.jobs.load import load_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EIGHT = Cluster.parse("8xA100-40GB")
@@ -41,7 +41,7 @@ CONFIGS: list[PretrainedConfig] = [
 
 @pytest.mark.parametrize("name", ["gpt", "cnn", "resnet", "resnet_groupnorm", "hf_gpt2", "hf_llama", "hf_vit"])
 def test_every_example(name: str) -> None:
-    found = plan(load_job(str(EXAMPLES / f"{name}.py")), EIGHT, Wishes(fast=True))
+    found = plan(load_job(str(EXAMPLES / f"{name}.py")), EIGHT, PlanOptions(fast=True))
     assert found.plans
     assert all(each.peak > 0 and each.forecast.step > 0 for each in found.plans)
 
@@ -49,6 +49,6 @@ def test_every_example(name: str) -> None:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
 def test_configs(config: PretrainedConfig, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
-    found = plan(load_job(f"hf:{tmp_path}:seq=32,batch=16"), EIGHT, Wishes(fast=True))
+    found = plan(load_job(f"hf:{tmp_path}:seq=32,batch=16"), EIGHT, PlanOptions(fast=True))
     assert found.plans
     assert found.plans[0].forecast.time["compute"] > 0

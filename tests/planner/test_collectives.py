@@ -9,7 +9,7 @@ from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.hardware import Hardware
 from meshwright.facts.links import ring_bytes
-from meshwright.planner.collectives import Group, group_on, seconds
+from meshwright.planner.collectives import RankGroup, group_on, seconds
 
 MIB = 2**20
 PUBLISHED = Path(__file__).parents[2] / ".." / "shared" / "validation" / "collectives.csv"
@@ -37,14 +37,14 @@ A100, H100, PCIE = hardware("8xA100-40GB"), hardware("4x8xH100-80GB"), hardware(
 )
 def test_groups_of_an_axis(axis: int, inner: int, devices: int, per_node: int, nodes: int, share: float) -> None:
     group = group_on(axis, inner, devices)
-    assert group == Group(axis, per_node, nodes, devices)
+    assert group == RankGroup(axis, per_node, nodes, devices)
     assert group.share == share
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_costs_nothing_and_what_costs_more(kind: str) -> None:
-    group, farther = Group(8, 8, 1), Group(16, 8, 2)
-    assert seconds(kind, 64 * MIB, Group(1, 1, 1), H100) == 0.0
+    group, farther = RankGroup(8, 8, 1), RankGroup(16, 8, 2)
+    assert seconds(kind, 64 * MIB, RankGroup(1, 1, 1), H100) == 0.0
     assert seconds(kind, 0, group, H100) == 0.0
     small, large = seconds(kind, 1e3, group, H100), seconds(kind, 64 * MIB, group, H100)
     assert 5e-6 < small < 1e-4 < large
@@ -54,13 +54,15 @@ def test_what_costs_nothing_and_what_costs_more(kind: str) -> None:
 
 def test_an_unknown_collective_is_named() -> None:
     with pytest.raises(ValueError, match="'all_gatherr'"):
-        seconds("all_gatherr", 1.0, Group(2, 2, 1), A100)
+        seconds("all_gatherr", 1.0, RankGroup(2, 2, 1), A100)
     with pytest.raises(ValueError, match="below 1"):
-        Group(0, 1, 1)
+        RankGroup(0, 1, 1)
 
 
 def test_small_messages_do_not_reach_the_bandwidth() -> None:
-    speeds = [ring_bytes("all_reduce", s, 8) / seconds("all_reduce", s, Group(8, 8, 1), A100) for s in (1e5, 1e7, 1e9)]
+    speeds = [
+        ring_bytes("all_reduce", s, 8) / seconds("all_reduce", s, RankGroup(8, 8, 1), A100) for s in (1e5, 1e7, 1e9)
+    ]
     assert speeds[0] < 0.1 * speeds[1] < 0.1 * speeds[2]
     assert 0.7 * 300e9 < speeds[2] < 0.77 * 300e9
 
@@ -81,7 +83,7 @@ def test_trees_make_many_nodes_affordable() -> None:
 
 
 def test_a_switch_that_adds_beats_a_ring() -> None:
-    group = Group(8, 8, 1)
+    group = RankGroup(8, 8, 1)
     assert 460e9 < ring_bytes("all_reduce", 8e9, 8) / seconds("all_reduce", 8e9, group, H100) < 490e9
     assert ring_bytes("all_gather", 8e9, 8) / seconds("all_gather", 8e9, group, H100) < 370e9
 
@@ -95,7 +97,7 @@ def test_measured_links_are_taken_at_their_word() -> None:
     said = {"within": {"bandwidth": 100e9, "latency": 1e-5}, "sources": {"within.bandwidth": "measured by probe"}}
     measured = hardware_of(Cluster(device="A100-40GB", hardware=said))
     assumed = hardware_of(Cluster(device="A100-40GB", hardware={**said, "sources": {}}))
-    group = Group(2, 2, 1)
+    group = RankGroup(2, 2, 1)
     assert seconds("all_gather", 20e9, group, measured) == pytest.approx(0.1, rel=1e-3)
     assert seconds("all_gather", 20e9, group, assumed) == pytest.approx(0.1 / 0.77, rel=1e-3)
 
@@ -107,7 +109,7 @@ def published() -> Iterator[tuple[str, str, float]]:
         for row in csv.DictReader(file):
             ranks, nodes, size = int(row["n_gpus"]), int(row["nodes"]), float(row["size_bytes"])
             truth = ring_bytes(row["op"], size, ranks) / (float(row["busbw_gb_s"]) * 1e9)
-            cost = seconds(row["op"], size, Group(ranks, ranks // nodes, nodes), known[row["gpu"]])
+            cost = seconds(row["op"], size, RankGroup(ranks, ranks // nodes, nodes), known[row["gpu"]])
             yield row["gpu"], row["op"], cost / truth - 1
 
 

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.describe.decoder import Shape, decoder_job
+from meshwright.api.job_planner import Planner
 from meshwright.describe.model import describe
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.costs import UnitCosts
@@ -17,13 +17,13 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import AxisTerm, AxisTraits
 from meshwright.facts.plan import Plan
 from meshwright.facts.strategy import Strategy
-from meshwright.planner.arrangement import arrange
+from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.planner.candidates import Allowed, candidates
 from meshwright.planner.collectives import group_on
 from meshwright.planner.explain import explain
 from meshwright.planner.search import consider
+from meshwright.planner.step_layout import lay_out_step
 from meshwright.planner.time import Site
-from meshwright.planning import Planner
 from meshwright.strategies import InnerAxis, register, unregister
 from meshwright.strategies.cuts import Cuts
 from meshwright.strategies.division import Division, Sent, UnitShare
@@ -71,7 +71,7 @@ def planner() -> Iterator[Planner]:
 
 
 def plan(planner: Planner, text: str) -> Plan:
-    return consider(planner.setting(CLUSTER), Strategy.parse(text))
+    return consider(planner.context(CLUSTER), Strategy.parse(text))
 
 
 def test_memory_and_time_are_those_of_its_division(planner: Planner) -> None:
@@ -92,11 +92,13 @@ def test_it_is_combined_with_tensor_parallelism(planner: Planner) -> None:
 
 def test_its_group_is_where_the_mesh_puts_it(planner: Planner) -> None:
     strategy = Strategy.parse("ddp=2,sp=2,tp=2,bf16,mb=4").resolve(8)
-    setting = planner.setting(CLUSTER)
-    arrangement = arrange(strategy, setting.facts, setting.global_batch)
-    site = Site(hardware=setting.hardware, per_node=4, arrangement=arrangement, collective=setting.loads.collective)
+    context = planner.context(CLUSTER)
+    step_layout = lay_out_step(strategy, context.facts, context.global_batch)
+    site = Site(
+        hardware=context.hardware, per_node=4, step_layout=step_layout, collective=context.stage_costs.collective
+    )
     assert [(term.word, group) for term, group in site.inner] == [("sp", group_on(2, 2, 4)), ("tp", group_on(2, 1, 4))]
-    assert (site.data, arrangement.inner_ranks) == (group_on(2, 4, 4), 4)
+    assert (site.data, step_layout.inner_ranks) == (group_on(2, 4, 4), 4)
 
 
 def test_it_is_searched_refused_and_explained(planner: Planner) -> None:

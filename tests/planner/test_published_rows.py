@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.planner.scores import Outcome, score
-from meshwright.validation import validate_rows
+from meshwright.api.validate import validate_rows
+from meshwright.planner.scores import ScoredRun, score
 
 ROWS = Path(__file__).parents[3] / "shared" / "validation" / "published_rows.csv"
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[Outcome]:
+def outcomes() -> list[ScoredRun]:
     return validate_rows(ROWS)
 
 
@@ -28,12 +28,12 @@ MANY = 128
 
 
 @pytest.fixture(scope="module")
-def scores(outcomes: list[Outcome]) -> dict[str, Any]:
+def scores(outcomes: list[ScoredRun]) -> dict[str, Any]:
     return score([outcome for outcome in outcomes if outcome.row.cluster.devices <= MANY])
 
 
 @pytest.fixture(scope="module")
-def beyond(outcomes: list[Outcome]) -> dict[str, Any]:
+def beyond(outcomes: list[ScoredRun]) -> dict[str, Any]:
     return score([outcome for outcome in outcomes if outcome.row.cluster.devices > MANY])
 
 
@@ -68,5 +68,5 @@ def test_many_nodes(beyond: dict[str, Any]) -> None:
     assert beyond["fit"]["recall"] > 0.9 and beyond["fit"]["false_alarm"] < 0.01
 
 
-def test_refused_rows_say_why(outcomes: list[Outcome]) -> None:
+def test_refused_rows_say_why(outcomes: list[ScoredRun]) -> None:
     assert all(outcome.reason for outcome in outcomes if not outcome.fits)

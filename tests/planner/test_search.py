@@ -3,20 +3,20 @@
 import pytest
 
 import tiny_jobs
-from meshwright.describe.decoder import Shape, decoder_job
-from meshwright.describe.jobfile import load_job
-from meshwright.described import described
+from meshwright.api.described_presets import describe_job
+from meshwright.api.job_planner import Planner, PlanOptions
+from meshwright.api.plan import plan
+from meshwright.api.setup import resolve_auto
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.job import Job
 from meshwright.facts.plan import Plan, Ranking
 from meshwright.facts.strategy import Strategy
+from meshwright.jobs.decoder import Shape, decoder_job
+from meshwright.jobs.load import load_job
 from meshwright.planner.candidates import Allowed, candidates, plainness
 from meshwright.planner.search import search
-from meshwright.planning import Planner, Wishes
-from meshwright.ranking import plan
-from meshwright.starting import resolve_auto
 
-FAST = Wishes(fast=True)
+FAST = PlanOptions(fast=True)
 SMALL = Shape(layers=8, width=1024, heads=16, kv_heads=16, feed_forward=4096, vocabulary=32000, length=1024)
 
 
@@ -44,12 +44,12 @@ def test_every_candidate_is_a_plan_or_has_a_reason(ranking: Ranking) -> None:
 
 
 def test_in_a_search_over_all_only_what_fits_is_timed() -> None:
-    known, cluster = described("preset:gpt2-xl"), Cluster.parse("8xT4")
+    known, cluster = describe_job("preset:gpt2-xl"), Cluster.parse("8xT4")
     planner = Planner(known.job, known.facts, 64, costs=known.costs)
     allowed = Allowed(precisions=("fp16",))
-    planner.search(cluster, Wishes(allowed=allowed))
-    setting, all_of_them = planner.setting(cluster), list(candidates(known.facts, cluster, 64, allowed))
-    quick, whole = (search(setting, all_of_them, time_all=time_all) for time_all in (False, True))
+    planner.search(cluster, PlanOptions(allowed=allowed))
+    context, all_of_them = planner.context(cluster), list(candidates(known.facts, cluster, 64, allowed))
+    quick, whole = (search(context, all_of_them, time_all=time_all) for time_all in (False, True))
     assert quick.plans == whole.plans and quick.refused == whole.refused and quick.plans and quick.unfit
     assert not any(found.forecast.time for found in quick.unfit)
     assert all(found.forecast.step > 0 and found.speed.mfu > 0 for found in whole.unfit)
@@ -81,7 +81,7 @@ def test_a_plan_survives_json(ranking: Ranking) -> None:
 
 def test_only_what_is_named(job: Job) -> None:
     found = plan(
-        job, Cluster.parse("8xA100-40GB"), Wishes(fast=True, strategies=("fsdp,bf16", "tp=8,bf16", "tp=16,bf16"))
+        job, Cluster.parse("8xA100-40GB"), PlanOptions(fast=True, strategies=("fsdp,bf16", "tp=8,bf16", "tp=16,bf16"))
     )
     assert {str(each.strategy) for each in found.plans} == {"fsdp=8,bf16", "tp=8,bf16"}
     assert "tp=16" in found.refused[0].strategy

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from architecture_jobs import ARCHITECTURES, HABITS
-from meshwright.build.check import check
-from meshwright.build.rehearsal import rehearse
+from meshwright.assemble.check import check
+from meshwright.assemble.dry_run import dry_run
 from meshwright.describe.model import describe
 from meshwright.errors import Refused
 from meshwright.facts.strategy import Strategy
@@ -52,7 +52,7 @@ def test_what_a_stage_could_not_know_is_refused(name: str) -> None:
     job = HABITS[name]
     facts = describe(job)
     with pytest.raises(Refused, match=ADVICE[name]):
-        rehearse(job, facts, check(job, facts, Strategy.parse("pp=2:1f1b"), place_for("cpu", 2)))
+        dry_run(job, facts, check(job, facts, Strategy.parse("pp=2:1f1b"), place_for("cpu", 2)))
 
 
 def test_two_towers_of_one_class_over_one_embedding_are_looked_into() -> None:

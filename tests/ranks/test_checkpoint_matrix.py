@@ -168,4 +168,4 @@ def test_policies(pools: dict[int, RankPool], folder: Path, name: str) -> None:
     problems = [move.problem(policy.loss_rtol, compare_state=policy.compare_state) for move in moves]
     assert [problem for problem in problems if problem] == []
     for source in policy.sources:
-        assert read_manifest(matrix.folder_of(source)).little.loss_scale == policy.loss_scale
+        assert read_manifest(matrix.folder_of(source)).run_state.loss_scale == policy.loss_scale

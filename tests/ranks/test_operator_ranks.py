@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import operator_programs as programs
-from meshwright.strategies import operator_rules
+from meshwright.strategies.operator import rules
 from rank_pool import RankPool
 
 pytestmark = pytest.mark.slow
@@ -89,4 +89,4 @@ def test_nothing_is_sent_for_an_input_without_gradient(two_ranks: RankPool) -> N
 
 
 def test_defects_name_what_the_module_uses() -> None:
-    assert all(hasattr(operator_rules, name) for name in programs.DEFECTS)
+    assert all(hasattr(rules, name) for name in programs.DEFECTS)

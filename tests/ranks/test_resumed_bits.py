@@ -10,7 +10,7 @@ from checkpoint_contents import first_change
 from checkpoint_jobs import facts_of
 from checkpoint_programs import AFTER, Setup
 from meshwright.checkpoint.manifest import RNG
-from meshwright.checkpoint.whole import WholeTensors
+from meshwright.checkpoint.whole_tensors import WholeTensors
 from rank_pool import RankPool
 
 pytestmark = pytest.mark.slow
@@ -26,11 +26,11 @@ THOROUGH = [pytest.param(strategy, marks=pytest.mark.thorough) for strategy in (
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *THOROUGH])
 def test_a_resumed_run_ends_at_the_same_bits(four_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
-    setting = Setup(JOB, facts_of(JOB), strategy)
+    context = Setup(JOB, facts_of(JOB), strategy)
     whole, half, end = (tmp_path / name for name in ("whole", "half", "end"))
-    four_ranks(checkpoint_programs.train_and_save_twice, setting, str(half), str(whole))
+    four_ranks(checkpoint_programs.train_and_save_twice, context, str(half), str(whole))
     assert first_change(half, whole) is not None
-    four_ranks(recovery_programs.resume_and_save, setting, str(half), AFTER, str(end))
+    four_ranks(recovery_programs.resume_and_save, context, str(half), AFTER, str(end))
     assert first_change(end, whole) is None
     assert generators(end) == generators(whole)
 

@@ -6,8 +6,8 @@ import torch
 import builder_habits
 import rank_programs
 import tiny_jobs
-from meshwright.build.world import World
-from meshwright.describe.blueprint import build_plainly
+from meshwright.assemble.world import World
+from meshwright.recording.blueprint import build_plainly
 from rank_pool import RankPool
 
 pytestmark = pytest.mark.slow

@@ -124,7 +124,7 @@ def test_without_plotly_it_is_said_before_anything_starts(
 
     monkeypatch.setattr(charts, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "plotly", None)
-    for function in ("planning.open_planner", "comparing.compare_command", "serve.server.make_models"):
+    for function in ("api.job_planner.open_planner", "api.compare.compare_command", "serve.server.make_models"):
         monkeypatch.setattr(f"meshwright.{function}", started)
     monkeypatch.setattr(sys, "argv", ["meshwright", *words])
     assert main_with_exit_codes(app) == 2

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from meshwright.api.job_planner import PlanOptions, open_planner, read_cluster
+from meshwright.api.timeline import first_timeline, forecast_timeline
 from meshwright.cli.main import app
 from meshwright.errors import BadInput, Refused
 from meshwright.facts.strategy import Strategy
@@ -26,14 +28,12 @@ from meshwright.facts.timeline import (
     Timeline,
     with_idle,
 )
-from meshwright.planner.search import Setting, consider
-from meshwright.planning import Wishes, open_planner, read_cluster
+from meshwright.planner.search import PlanContext, consider
 from meshwright.report.charts import Plot, plotly_script, scripts
 from meshwright.report.charts_timeline import piece_lines
 from meshwright.report.timeline import DRAWN, draw
 from meshwright.report.timeline_html import timeline_page, write_timeline
 from meshwright.report.timeline_trace import trace_document
-from meshwright.timelines import first_timeline, forecast_timeline
 from meshwright.units import show_seconds
 
 pytest.importorskip("plotly", reason="pages need meshwright[pages]")
@@ -43,22 +43,22 @@ BATCH = 64
 
 
 @cache
-def setting() -> Setting:
-    planner, cluster = open_planner("preset:gpt2:seq=256", Wishes(global_batch=BATCH)), read_cluster("4xA100-40GB")
+def context() -> PlanContext:
+    planner, cluster = open_planner("preset:gpt2:seq=256", PlanOptions(global_batch=BATCH)), read_cluster("4xA100-40GB")
     planner.search_named(cluster, [Strategy.parse("ddp,bf16"), Strategy.parse("ddp,bf16,ac=full")])
-    return planner.setting(cluster)
+    return planner.context(cluster)
 
 
 @cache
 def timeline(text: str) -> Timeline:
-    return forecast_timeline(setting(), Strategy.parse(text).resolve(4))
+    return forecast_timeline(context(), Strategy.parse(text).resolve(4))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb", "zbv"])
 @pytest.mark.parametrize("policy", ["", ",ac=full"])
 def test_playing_it_through_agrees_with_the_closed_form(schedule: str, policy: str) -> None:
     text = f"pp=4:{schedule},bf16,mb=1{policy}"
-    closed = consider(setting(), Strategy.parse(text)).forecast.step
+    closed = consider(context(), Strategy.parse(text)).forecast.step
     assert timeline(text).total == pytest.approx(closed, rel=0.06)
 
 
@@ -120,11 +120,11 @@ def test_gaps_are_idle() -> None:
 
 def test_a_plan_without_a_pipeline_has_none() -> None:
     with pytest.raises(Refused, match="has no pipeline"):
-        forecast_timeline(setting(), Strategy.parse("ddp=4,bf16"))
-    plans = [consider(setting(), Strategy.parse(text)) for text in ("ddp=4,bf16", "pp=4:1f1b,bf16,mb=1")]
-    found = first_timeline(setting(), plans)
+        forecast_timeline(context(), Strategy.parse("ddp=4,bf16"))
+    plans = [consider(context(), Strategy.parse(text)) for text in ("ddp=4,bf16", "pp=4:1f1b,bf16,mb=1")]
+    found = first_timeline(context(), plans)
     assert found is not None and found.strategy == "pp=4:1f1b,bf16,mb=1"
-    assert first_timeline(setting(), plans, largest=100) is None
+    assert first_timeline(context(), plans, largest=100) is None
 
 
 def boxes(plot: Plot, kind: str, rank: int) -> list[tuple[float, float]]:

@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
+from meshwright.api.job_planner import PlanOptions, open_planner, read_cluster
+from meshwright.api.timeline import forecast_timeline
 from meshwright.facts.strategy import Strategy
-from meshwright.planning import Wishes, open_planner, read_cluster
 from meshwright.report.compare_trace import trace_events
 from meshwright.report.timeline_trace import timeline_events
-from meshwright.timelines import forecast_timeline
 
 Event = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def timelines() -> dict[str, Any]:
-    planner, cluster = open_planner("preset:gpt2:seq=256", Wishes(global_batch=32)), read_cluster("4xA100-40GB")
+    planner, cluster = open_planner("preset:gpt2:seq=256", PlanOptions(global_batch=32)), read_cluster("4xA100-40GB")
     strategies = [Strategy.parse(f"pp=4:{schedule},bf16,mb=1") for schedule in ("1f1b", "interleaved", "zbv")]
     planner.search_named(cluster, strategies)
-    return {str(s): forecast_timeline(planner.setting(cluster), s.resolve(4)) for s in strategies}
+    return {str(s): forecast_timeline(planner.context(cluster), s.resolve(4)) for s in strategies}
 
 
 def complain(events: Iterable[Event]) -> list[str]:

@@ -12,9 +12,9 @@ import pytest
 import meshwright as mw
 from checkpoint_contents import first_change
 from checkpoint_samples import save_in_boxes
+from meshwright.checkpoint.file_integrity import find_damage
 from meshwright.checkpoint.folder import find_checkpoint, list_checkpoints
 from meshwright.checkpoint.manifest import read_manifest
-from meshwright.checkpoint.soundness import find_damage
 from meshwright.errors import CheckpointError, OutputError, WrongCheckpoint
 from meshwright.runtime.checkpoints import Checkpoints, saved_seed
 from meshwright.runtime.train import train
@@ -104,7 +104,7 @@ def test_a_save_that_fails(run: mw.Run, out: Path, capsys: pytest.CaptureFixture
     assert (checkpoints.failures, checkpoints.saved) == (2, 3)
     assert names(out) == ["latest", "step-00000003"]
     saved = find_checkpoint(out)
-    assert read_manifest(saved).little.step == 3 and not find_damage(saved, read_manifest(saved))
+    assert read_manifest(saved).run_state.step == 3 and not find_damage(saved, read_manifest(saved))
 
     put_a_file_there(out)
     take_steps(run)

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from meshwright.build.batch import Batch, Share, has_stand_ins
-from meshwright.build.passes import Dropout
+from meshwright.assemble.batch import Batch, Share, has_stand_ins
+from meshwright.assemble.passes import Dropout
 from meshwright.errors import MeshwrightError
-from meshwright.runtime.data import Loader, Order, Part
+from meshwright.runtime.data import Loader, Order, RankSamples
 from minimal import CPU, make_job
 
 ORDER = Order(samples=22, global_batch=6, seed=3)  # the last batch of an epoch has 4
 PER_EPOCH = 4
 
 
-def parts(order: Order, count: int, position: int = 0) -> list[Part]:
+def parts(order: Order, count: int, position: int = 0) -> list[RankSamples]:
     return list(islice(order.parts(position), count))
 
 

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW
 
-from meshwright.build.world import pretend
+from meshwright.assemble.world import fake_world
 from meshwright.runtime.measure import held_states, peak_bytes, storage_bytes, storages
 from minimal import CPU, make_job, make_trainer, sample
 
@@ -29,7 +29,7 @@ def test_nothing() -> None:
 
 
 def test_a_shard_counts_what_this_rank_holds() -> None:
-    world = pretend(4, CPU)
+    world = fake_world(4, CPU)
     try:
         mesh = init_device_mesh("cpu", (4,))
         shard = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], run_check=False)

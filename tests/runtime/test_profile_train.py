@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.errors import BadInput
-from meshwright.runtime.profile_train import ProfileWish, TrainProfiler
+from meshwright.runtime.profile_train import ProfileOptions, TrainProfiler
 
 CPU = torch.device("cpu")
 
@@ -18,25 +18,25 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("steps", "ranks", "wish"),
     [
-        ("5", "0", ProfileWish(first=5, last=5)),
-        ("5-7", "0, 3", ProfileWish(first=5, last=7, ranks=(0, 3))),
-        ("1-2", "all", ProfileWish(first=1, last=2, ranks=None)),
+        ("5", "0", ProfileOptions(first=5, last=5)),
+        ("5-7", "0, 3", ProfileOptions(first=5, last=7, ranks=(0, 3))),
+        ("1-2", "all", ProfileOptions(first=1, last=2, ranks=None)),
     ],
 )
-def test_wishes_as_they_are_written(steps: str, ranks: str, wish: ProfileWish) -> None:
-    assert ProfileWish.parse(steps, ranks) == wish
+def test_wishes_as_they_are_written(steps: str, ranks: str, wish: ProfileOptions) -> None:
+    assert ProfileOptions.parse(steps, ranks) == wish
     assert pickle.loads(pickle.dumps(wish)) == wish
 
 
 @pytest.mark.parametrize("steps", ["0", "7-5", "first", "1-", "1-101", ""])
 def test_steps_that_are_none(steps: str) -> None:
     with pytest.raises(BadInput, match="names no steps: write 5 or 5-7"):
-        ProfileWish.parse(steps)
+        ProfileOptions.parse(steps)
 
 
 def test_ranks_that_are_none() -> None:
     with pytest.raises(BadInput, match="names no ranks"):
-        ProfileWish.parse("5", "first")
+        ProfileOptions.parse("5", "first")
 
 
 def run(profiler: TrainProfiler, steps: int) -> None:
@@ -47,7 +47,7 @@ def run(profiler: TrainProfiler, steps: int) -> None:
 
 
 def test_only_the_wished_steps_are_traced(tmp_path: Path) -> None:
-    run(TrainProfiler(ProfileWish.parse("2-3"), tmp_path, rank=0, device=CPU), steps=5)
+    run(TrainProfiler(ProfileOptions.parse("2-3"), tmp_path, rank=0, device=CPU), steps=5)
     (file,) = (tmp_path / "profile").iterdir()
     assert file.name == "rank-0_steps-2-3.json"
     events = json.loads(file.read_text())["traceEvents"]
@@ -55,14 +55,14 @@ def test_only_the_wished_steps_are_traced(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_early_keeps_what_it_traced(tmp_path: Path) -> None:
-    run(TrainProfiler(ProfileWish.parse("2-9"), tmp_path, rank=3, device=CPU), steps=0)
+    run(TrainProfiler(ProfileOptions.parse("2-9"), tmp_path, rank=3, device=CPU), steps=0)
     assert not (tmp_path / "profile").exists()
-    wish = ProfileWish.parse("2-9", "all")
+    wish = ProfileOptions.parse("2-9", "all")
     run(TrainProfiler(wish, tmp_path, rank=3, device=CPU), steps=4)
     assert [file.name for file in (tmp_path / "profile").iterdir()] == ["rank-3_steps-2-4.json"]
 
 
 def test_other_ranks_keep_nothing(tmp_path: Path) -> None:
-    run(TrainProfiler(ProfileWish.parse("1", "0"), tmp_path, rank=1, device=CPU), steps=2)
+    run(TrainProfiler(ProfileOptions.parse("1", "0"), tmp_path, rank=1, device=CPU), steps=2)
     run(TrainProfiler(None, tmp_path, rank=0, device=CPU), steps=2)
     assert list(tmp_path.iterdir()) == []

@@ -9,9 +9,9 @@ import pytest
 import tiny_jobs
 from meshwright.describe.model import describe
 from meshwright.facts.strategy import Strategy
+from meshwright.launch.attempt import Attempt, Orders
 from meshwright.runtime import request
-from meshwright.runtime.attempt import Attempt, Orders
-from meshwright.runtime.profile_train import ProfileWish
+from meshwright.runtime.profile_train import ProfileOptions
 from meshwright.runtime.request import (
     CauseTask,
     CompareRequest,
@@ -33,7 +33,7 @@ TASKS = (
             job="job.py",
             strategy=STRATEGY,
             out=Path("runs"),
-            profile=ProfileWish(first=1, last=2, ranks=None),
+            profile=ProfileOptions(first=1, last=2, ranks=None),
             deepspeed_config={"zero_optimization": {"stage": 1}},
         ),
         facts=FACTS,

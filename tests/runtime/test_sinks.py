@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.errors import BadInput
 from meshwright.runtime import sinks
-from meshwright.runtime.record import Recorder
+from meshwright.runtime.run_records import RunRecorder
 from meshwright.runtime.sinks import CSV, check_services, numbers, open_services
 
 
@@ -25,7 +25,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 
 def test_csv_is_always_written_line_by_line(tmp_path: Path) -> None:
-    with Recorder(tmp_path) as recorder:
+    with RunRecorder(tmp_path) as recorder:
         recorder.write(record(1))
         assert [row["step"] for row in rows(tmp_path)] == ["1"]
         recorder.write(record(2))
@@ -36,12 +36,12 @@ def test_csv_is_always_written_line_by_line(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_goes_on_after_its_step(tmp_path: Path) -> None:
-    with Recorder(tmp_path) as recorder:
+    with RunRecorder(tmp_path) as recorder:
         for step in (1, 2, 3):
             recorder.write(record(step))
     with (tmp_path / CSV).open("a") as file:
         file.write("4,0.2")  # what a killed run leaves
-    with Recorder(tmp_path, after=2) as recorder:
+    with RunRecorder(tmp_path, after=2) as recorder:
         recorder.write(record(3, loss=9.0))
     assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [("1", "1.0"), ("2", "0.5"), ("3", "9.0")]
 
@@ -64,7 +64,7 @@ def test_a_client_that_fails_is_one_warning_and_the_rest_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = Broken()
-    with Recorder(tmp_path, services=[broken]) as recorder:
+    with RunRecorder(tmp_path, services=[broken]) as recorder:
         recorder.write(record(1))
         recorder.write(record(2))
     assert broken.written == 2 and len(rows(tmp_path)) == 2
@@ -109,7 +109,7 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WANDB_SILENT", "true")
     for after in (0, 1):
         services = open_services(["wandb"], tmp_path, {"strategy": "ddp"})
-        with Recorder(tmp_path, after=after, services=services) as recorder:
+        with RunRecorder(tmp_path, after=after, services=services) as recorder:
             recorder.write(record(after + 1))
         wandb.teardown()  # its service writes in the background
     identity = (tmp_path / "wandb-run").read_text()
@@ -127,7 +127,7 @@ def test_mlflow_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for after in (0, 1):
         services = open_services(["mlflow"], tmp_path, {"strategy": "ddp", "ranks": 2})
-        with Recorder(tmp_path, after=after, services=services) as recorder:
+        with RunRecorder(tmp_path, after=after, services=services) as recorder:
             recorder.write(record(after + 1))
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     run = client.get_run((tmp_path / "mlflow-run").read_text())

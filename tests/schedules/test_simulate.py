@@ -1,6 +1,6 @@
 import pytest
 
-from meshwright.schedules import FAMILIES, Schedule, ScheduleError, Span, make, simulate
+from meshwright.schedules import FAMILIES, Schedule, ScheduleError, TimedAction, make, simulate
 
 SIZES = [(2, 2), (2, 8), (3, 6), (4, 4), (4, 16), (8, 8), (8, 24)]
 """Ranks and micro-batches, a multiple of them: the closed forms hold for whole rounds."""
@@ -48,7 +48,7 @@ def test_spans_and_sends() -> None:
     assert times == [[("0F0", 0.0, 1.0), ("0B0", 8.0, 13.0)], [("1F0", 1.5, 2.5), ("1B0", 2.5, 7.5)]]
     assert (result.total, result.busy) == (13.0, (6.0, 6.0))
     assert result.bubble == pytest.approx(1 - 12 / 26)
-    assert isinstance(result.spans[0][0], Span)
+    assert isinstance(result.spans[0][0], TimedAction)
 
 
 def test_costs_by_stage() -> None:

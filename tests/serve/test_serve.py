@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from meshwright.cli.main import app
 from meshwright.errors import BadInput, JobError
-from meshwright.serve import desk as desks
-from meshwright.serve.desk import Answer, Answers, Desk
+from meshwright.serve import planner_queue
 from meshwright.serve.errors import Busy
 from meshwright.serve.models import Models
+from meshwright.serve.planner_queue import Answer, Answers, PlannerQueue
 from meshwright.serve.request import read_request
 from meshwright.serve.server import make_models, open_socket
 from serve_address import Address
@@ -84,16 +84,16 @@ def answer_within(limit: float, program: str, monkeypatch: pytest.MonkeyPatch, t
         return False
 
     async def ask() -> list[str]:
-        desk, said = Desk(limit=limit), []
+        queue, said = PlannerQueue(limit=limit), []
         for _ in range(times):
             try:
-                said.append((await desk.ask(request, here)).body.decode())
+                said.append((await queue.ask(request, here)).body.decode())
             except Busy as error:
                 said.append(str(error))
-        await desk.close()
+        await queue.close()
         return said
 
-    monkeypatch.setattr(desks, "_start", start)
+    monkeypatch.setattr(planner_queue, "_start", start)
     request = read_request(PLAIN, Models(folder=Path()))
     return asyncio.run(ask())
 

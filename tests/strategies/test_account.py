@@ -11,7 +11,7 @@ from meshwright.describe.model import describe
 from meshwright.facts.data_axis import DATA_AXES
 from meshwright.facts.model import ModelFacts, ParameterFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies import DATA_STRATEGIES, Layout
+from meshwright.strategies import DATA_STRATEGIES, StateLayout
 from minimal import make_job
 from promised_states import promised_states
 
@@ -54,7 +54,7 @@ def account(text: str, ranks: int, facts: ModelFacts = FACTS) -> tuple[int, ...]
     return tuple(memory.values())
 
 
-def layout(text: str, ranks: int) -> Layout:
+def layout(text: str, ranks: int) -> StateLayout:
     strategy = Strategy.parse(text).resolve(ranks)
     return DATA_STRATEGIES[str(strategy.data)].layout(strategy)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.build.world import pretend
+from meshwright.assemble.world import fake_world
 from meshwright.strategies import collectives
 from meshwright.strategies.cuts import Cut, narrow
 
@@ -75,7 +75,7 @@ def test_a_part_has_memory_of_its_own() -> None:
 
 
 def test_in_a_world() -> None:
-    world = pretend(4, torch.device("cpu"), rank=2)
+    world = fake_world(4, torch.device("cpu"), rank=2)
     try:
         from torch.distributed.device_mesh import init_device_mesh
 

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshwright.build.world import pretend
+from meshwright.assemble.world import fake_world
 from meshwright.strategies.norm import global_norm, local, scale_
 from minimal import CPU
 
@@ -46,7 +46,7 @@ def test_overflow_is_seen(value: float) -> None:
 
 def test_shards_and_whole_tensors_together() -> None:
     """In a fake world a sum over ranks brings nothing, so the norm is that of what this rank holds."""
-    world = pretend(2, CPU)
+    world = fake_world(2, CPU)
     try:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
         own = [torch.tensor([3.0]), torch.tensor([4.0]), torch.tensor([12.0])]

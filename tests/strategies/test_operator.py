@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import operator_programs as programs
-from meshwright.build.world import World, pretend
+from meshwright.assemble.world import World, fake_world
 from meshwright.errors import Refused
-from meshwright.strategies.operator import Operator, OperatorPlan, plan_operators, split_operators
+from meshwright.strategies.operator.split import Operator, OperatorPlan, plan_operators, split_operators
 
 
 def plan(model: nn.Module, ranks: int = 4, *read: str) -> dict[str, Operator]:
@@ -179,7 +179,7 @@ def test_a_plan_is_a_value() -> None:
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    made = pretend(4, torch.device("cpu"), rank=1)
+    made = fake_world(4, torch.device("cpu"), rank=1)
     yield made
     made.leave()
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 import tiny_jobs
-from meshwright.describe.blueprint import record
-from meshwright.describe.jobfile import load_job
 from meshwright.describe.model import describe
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.operator import plan_operators
-from meshwright.strategies.operator_division import OperatorDivision
-from meshwright.strategies.operator_rules import recognise
+from meshwright.jobs.load import load_job
+from meshwright.recording.blueprint import record
+from meshwright.strategies.operator.division import OperatorDivision
+from meshwright.strategies.operator.rules import recognise
+from meshwright.strategies.operator.split import plan_operators
 from meshwright.tracing import trace_step
 from meshwright.tracing.costs import measure_costs
 

@@ -8,7 +8,7 @@ from meshwright import schedules
 from meshwright.errors import Refused
 from meshwright.facts.model import ModelFacts, ParameterFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.pipeline import (
+from meshwright.strategies.pipeline.sizes import (
     BUSY,
     count_micro_batches,
     count_stages,

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pipeline_jobs
-from meshwright.describe.blueprint import record
 from meshwright.describe.calls import Flow, Value
 from meshwright.describe.flow import Watcher
 from meshwright.describe.model import describe
@@ -20,7 +19,8 @@ from meshwright.describe.observe import trace
 from meshwright.errors import Refused
 from meshwright.facts.job import Job
 from meshwright.facts.model import CallFacts, ModelFacts, ParameterFacts
-from meshwright.strategies.stages import SENDS_INTEGERS, Stages, cut_stages, find_crossings, held_parameters
+from meshwright.recording.blueprint import record
+from meshwright.strategies.pipeline.stages import SENDS_INTEGERS, Stages, cut_stages, find_crossings, held_parameters
 
 
 def made_up(flops: Sequence[float], sizes: Sequence[int] | None = None, outside: int = 0) -> ModelFacts:

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.build.world import pretend
+from meshwright.assemble.world import fake_world
 from meshwright.torch_private.collectives import COLLECTIVES, FIRST_BUCKET_BYTES, assign_buckets, group_given_as
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.trees import tree_leaves
@@ -26,7 +26,7 @@ class Seen(TorchDispatchMode):
 
 @pytest.fixture
 def two_fake_ranks() -> Iterator[None]:
-    world = pretend(2, torch.device("cpu"))
+    world = fake_world(2, torch.device("cpu"))
     yield
     world.leave()
 

@@ -6,13 +6,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright.build.world import pretend
+from meshwright.assemble.world import fake_world
 from meshwright.torch_private.dtensor import forget_layouts, local_tensor, set_local_tensor, shape_search_wrapped
 
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    world = pretend(2, torch.device("cpu"))
+    world = fake_world(2, torch.device("cpu"))
     yield init_device_mesh("cpu", (2,))
     world.leave()
     forget_layouts()

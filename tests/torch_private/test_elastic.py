@@ -5,7 +5,7 @@ from pathlib import Path
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from meshwright.runtime.agent import Meeting
+from meshwright.launch.agent import LocalRendezvous
 from meshwright.torch_private.elastic import RankAgent, SignalException
 
 
@@ -25,7 +25,7 @@ def agent_for(program: str, folder: Path, max_restarts: int = 0) -> Counting:
     spec = WorkerSpec(
         role="rank",
         local_world_size=1,
-        rdzv_handler=Meeting("test"),
+        rdzv_handler=LocalRendezvous("test"),
         entrypoint=sys.executable,
         args=("-c", program),
         max_restarts=max_restarts,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from meshwright.build.world import pretend
+from meshwright.assemble.world import fake_world
 from meshwright.torch_private.pipelining import (
     NoVotes,
     Passed,
@@ -21,7 +21,7 @@ RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 @pytest.fixture
 def stage() -> Iterator[Stage]:
-    world = pretend(2, torch.device("cpu"))
+    world = fake_world(2, torch.device("cpu"))
     yield Stage(nn.Linear(2, 2), 0, 2, torch.device("cpu"), input_args=torch.ones(1, 2), output_args=torch.ones(1, 2))
     world.leave()
 

@@ -15,7 +15,7 @@ from meshwright.describe.model import describe
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
 from meshwright.tracing import trace_step
-from meshwright.tracing.fusion import Kernel, Program, fuse
+from meshwright.tracing.fusion import CompiledKernel, Program, fuse
 from meshwright.tracing.layouts import aligned_strides, find_padding
 
 WIDTH, HEADS, LENGTH, VOCABULARY, SAMPLES, LAYERS = 64, 4, 32, 512, 16, 2
@@ -169,7 +169,7 @@ def written(program: Program) -> list[tuple[int, ...]]:
     return [program.buffers[key].shape for key in keys]
 
 
-def fused(program: Program) -> list[Kernel]:
+def fused(program: Program) -> list[CompiledKernel]:
     return [kernel for kernel in program.kernels if kernel.node is None]
 
 

@@ -17,8 +17,8 @@ from meshwright.errors import Refused
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
 from meshwright.tracing import recorder, trace_roles, trace_step
+from meshwright.tracing.fewer_blocks import find_repeated_blocks
 from meshwright.tracing.messages import Messages
-from meshwright.tracing.shorter import find_stack
 
 WIDTH, LENGTH, VOCABULARY, SAMPLES, LAYERS = 64, 32, 512, 16, 2
 CUBLAS = 64 << 20
@@ -214,8 +214,8 @@ def test_blocks_that_differ_are_no_stack() -> None:
         model.blocks[1].down = nn.Linear(8 * WIDTH, WIDTH, bias=False)
         return model
 
-    assert find_stack(facts_of(job_of())) is not None
-    assert find_stack(describe(replace(job_of(), model=build))) is None
+    assert find_repeated_blocks(facts_of(job_of())) is not None
+    assert find_repeated_blocks(describe(replace(job_of(), model=build))) is None
 
 
 def test_an_optimizer_that_was_left_open_updates_lists() -> None:
@@ -258,7 +258,7 @@ def test_views_are_made_as_a_fake_mode_makes_them() -> None:
     with FakeTensorMode():
         x = torch.empty(4, 3)
         plain = [(v.shape, v.stride(), v.storage_offset(), v.device) for v in views(x)]
-        with recorder.Recorder(Messages()) as active:
+        with recorder.StepRecorder(Messages()) as active:
             found = views(x)
             assert [(v.shape, v.stride(), v.storage_offset(), v.device) for v in found] == plain
             assert {v.untyped_storage()._cdata for v in found} == {x.untyped_storage()._cdata}

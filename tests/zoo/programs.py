@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from meshwright import Job, Strategy
-from meshwright.build.check import check
-from meshwright.build.rehearsal import rehearse
-from meshwright.build.step import Trainer
-from meshwright.build.world import World
+from meshwright.assemble.check import check
+from meshwright.assemble.dry_run import dry_run
+from meshwright.assemble.step import Trainer
+from meshwright.assemble.world import World
 from meshwright.describe.model import describe
 from meshwright.errors import BadInput, MeshwrightError, one_line
 from meshwright.facts.model import ModelFacts
@@ -34,7 +34,7 @@ from zoo.judge import (
 
 def refuse(job: Job, facts: ModelFacts, strategy: str, ranks: int) -> None:
     """Raise what a user is told before any process starts."""
-    rehearse(job, facts, check(job, facts, Strategy.parse(strategy), place_for("cpu", ranks)))
+    dry_run(job, facts, check(job, facts, Strategy.parse(strategy), place_for("cpu", ranks)))
 
 
 def course(world: World, job: Job, facts: ModelFacts, strategy: str, *, steps: int = STEPS) -> Course:

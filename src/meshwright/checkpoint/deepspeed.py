@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.parts import Laid, lay
+from meshwright.checkpoint.parts import HeldParts, held_parts
 from meshwright.describe.dtypes import LOW
 from meshwright.errors import CheckpointError, one_line
 from meshwright.reading import read_text, refuse_special
@@ -38,7 +38,7 @@ class TrainingState:
     """The optimizer's hyperparameters, by group."""
     names: list[list[str]] | None
     """Parameters of each group; None if the folder does not name them: then they are in the job's order."""
-    slots: dict[str, dict[str, Laid]] = field(default_factory=dict)
+    slots: dict[str, dict[str, HeldParts]] = field(default_factory=dict)
     """By parameter and key; empty if names are not known."""
     unnamed: list[tuple[torch.Tensor | None, dict[str, Any]]] = field(default_factory=list)
     """Replaces `slots` if names are not known: masters and state, group by group."""
@@ -143,7 +143,7 @@ def _of_stage_1_or_2(model: Mapping[str, Any], states: list[dict[str, Any]]) -> 
     if any(padding for group in states[0].get("param_alignment_paddings") or () for padding in group):
         raise CheckpointError("The folder was written with parameter_alignment, whose padding cannot be read.")
     shapes = [dict(group) for group in model["param_shapes"]]
-    slots: dict[str, dict[str, Laid]] = {}
+    slots: dict[str, dict[str, HeldParts]] = {}
     pieces: dict[str, list[torch.Tensor]] = {}
     for number, group in enumerate(shapes):
         done = dict.fromkeys(group, 0)
@@ -169,7 +169,7 @@ def _of_stage_3(models: list[dict[str, Any]], states: list[dict[str, Any]]) -> D
     """Stage 3: every parameter is split evenly, and the pieces follow each other in each rank's flat groups."""
     ranks, model = len(states), models[0]
     shapes = [dict(group) for group in model["param_shapes"]]
-    slots: dict[str, dict[str, Laid]] = {}
+    slots: dict[str, dict[str, HeldParts]] = {}
     masters = {}
     flats = [_Flats(state["fp32_flat_groups"], state["optimizer_state_dict"]["state"]) for state in states]
     for name, shape in ((name, tuple(shape)) for group in shapes for name, shape in group.items()):
@@ -210,16 +210,16 @@ class _Flats:
         return self._number, self._at - room
 
 
-def _add(slots: dict[str, Laid], kept: Mapping[str, Any], whole: int, own: slice, stretch: Stretch) -> None:
+def _add(slots: dict[str, HeldParts], kept: Mapping[str, Any], whole: int, own: slice, stretch: Stretch) -> None:
     """Add a rank's piece of all optimizer state; a scalar counter is taken once."""
     for key, value in kept.items():
         if not torch.is_tensor(value):
             continue
         if value.dim() == 1 and value.numel() >= whole:
-            laid = lay(value[own], stretch)
+            laid = held_parts(value[own], stretch)
             slots[key] = slots[key] + laid if key in slots else laid
         else:
-            slots.setdefault(key, lay(value))
+            slots.setdefault(key, held_parts(value))
 
 
 def _parameters(module: Mapping[str, Any]) -> dict[str, torch.Tensor]:

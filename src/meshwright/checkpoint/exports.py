@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.aside import reading, refuse_taken, written_aside
+from meshwright.checkpoint.atomic_folder import atomic_folder, reading, refuse_taken
+from meshwright.checkpoint.file_integrity import raise_damage
 from meshwright.checkpoint.folder import find_checkpoint
 from meshwright.checkpoint.formats import SAFETENSORS, TORCH, Format, Item, index_of, pack
 from meshwright.checkpoint.hugging_face import differing_names
-from meshwright.checkpoint.inspection import inspect
+from meshwright.checkpoint.integrity import inspect
 from meshwright.checkpoint.manifest import MODEL, Manifest, read_manifest
 from meshwright.checkpoint.progress import Progress, silent
-from meshwright.checkpoint.soundness import raise_damage
 from meshwright.checkpoint.storage import write_durably
-from meshwright.checkpoint.whole import WholeTensors
+from meshwright.checkpoint.whole_tensors import WholeTensors
 from meshwright.describe.dtypes import DTYPES
 from meshwright.errors import BadInput, CheckpointError, OutputError
 from meshwright.units import parse_bytes
@@ -87,7 +87,7 @@ def all_names(manifest: Manifest, *, shared: bool) -> Content:
 
 def of_hugging_face(manifest: Manifest) -> Content:
     """Each parameter once, under its transformers name."""
-    found = manifest.little.hugging_face
+    found = manifest.run_state.hugging_face
     if found is None:
         raise CheckpointError(
             "This checkpoint is not of a transformers model, so it cannot be exported to hf; "
@@ -177,7 +177,7 @@ def _refuse_inside(out: Path, folder: Path) -> None:
 def _named(manifest: Manifest) -> list[tuple[str, tuple[str, ...]]]:
     """The model's tensors by key, each with all of its names."""
     aliases: dict[str, list[str]] = {}
-    for alias, first in manifest.little.tied.items():
+    for alias, first in manifest.run_state.tied.items():
         aliases.setdefault(first, []).append(alias)
     keys = [key for key in manifest.tensors if key.startswith(MODEL)]
     return [(key, (key[len(MODEL) :], *aliases.get(key[len(MODEL) :], ()))) for key in keys]
@@ -207,14 +207,16 @@ def _write(
 ) -> list[tuple[str, int]]:
     """Write all files; return their names and sizes."""
     total = sum(item.bytes for items in shards.values() for item in items)
-    with written_aside(out) as aside, progress(f"writing {out.name}", total) as advance:
+    with atomic_folder(out) as temporary, progress(f"writing {out.name}", total) as advance:
         for name, items in shards.items():
-            form.write(aside / name, items, lambda item: _read(tensors, item), advance)
+            form.write(temporary / name, items, lambda item: _read(tensors, item), advance)
         if len(shards) > 1:
-            write_durably(aside / form.index, index_of(shards))
+            write_durably(temporary / form.index, index_of(shards))
         if content.config is not None:
-            write_durably(aside / content.config_file, _config(content.config, shards, of_adapter=bool(content.alone)))
-        return [(path.name, path.stat().st_size) for path in sorted(aside.iterdir())]
+            write_durably(
+                temporary / content.config_file, _config(content.config, shards, of_adapter=bool(content.alone))
+            )
+        return [(path.name, path.stat().st_size) for path in sorted(temporary.iterdir())]
 
 
 def _read(tensors: WholeTensors, item: Item) -> torch.Tensor:

@@ -58,10 +58,10 @@ class RunFolder:
     """The `checkpoints` folder of one run. Only one process, the coordinator, changes it."""
 
     def __init__(self, folder: Path, *, keep: int = 0, keep_every: int = 0) -> None:
-        """Keep the newest `keep` (0: all), and also those whose step is a multiple of `keep_every`."""
+        """Keep the newest `write_preset` (0: all), and also those whose step is a multiple of `keep_every`."""
         self.folder, self._keep, self._keep_every = folder, keep, keep_every
 
-    def aside(self, step: int) -> Path:
+    def temporary(self, step: int) -> Path:
         """Where the checkpoint of a step is written before it is published."""
         return self.folder / f".{self._name(step)}.part"
 
@@ -70,14 +70,14 @@ class RunFolder:
         for path in self.folder.glob(".step-*"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def publish(self, aside: Path) -> None:
-        """Publish the complete and flushed folder `aside` as a checkpoint, then delete those no longer kept."""
-        target = self.folder / aside.name.removeprefix(".").removesuffix(".part")
-        sync_folder(aside)
+    def publish(self, temporary: Path) -> None:
+        """Publish the complete and flushed folder `temporary` as a checkpoint, then delete those no longer kept."""
+        target = self.folder / temporary.name.removeprefix(".").removesuffix(".part")
+        sync_folder(temporary)
         if target.exists():  # a run that resumed from an older checkpoint reaches this step again
             self._point_elsewhere(target)
             self._remove(target)
-        aside.rename(target)
+        temporary.rename(target)
         sync_folder(self.folder)
         self.point_to(target)
         self._retire(target)

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-from meshwright.checkpoint.aside import new_folder, reading
-from meshwright.checkpoint.carried import carry
-from meshwright.checkpoint.expected import expected_by
+from meshwright.checkpoint.atomic_folder import new_folder, reading
+from meshwright.checkpoint.dcp_planner import PartsSavePlanner, State
+from meshwright.checkpoint.deepspeed_optimizer import import_training
+from meshwright.checkpoint.expected_state import expected_by
 from meshwright.checkpoint.folder import CHECKPOINTS, RunFolder, list_checkpoints
+from meshwright.checkpoint.foreign_weights import ForeignWeights, open_weights
 from meshwright.checkpoint.hugging_face import hugging_face_of
-from meshwright.checkpoint.manifest import MODEL, Little
-from meshwright.checkpoint.naming import Match, Prefix, match_to
-from meshwright.checkpoint.parts import lay
-from meshwright.checkpoint.planner import PartsSavePlanner, State
+from meshwright.checkpoint.manifest import MODEL, RunState
+from meshwright.checkpoint.name_matching import Match, Prefix, match_to
+from meshwright.checkpoint.parts import held_parts
 from meshwright.checkpoint.progress import Advance, Progress, silent
-from meshwright.checkpoint.sources import Source, open_source
 from meshwright.checkpoint.storage import NAMES, Writer
 from meshwright.errors import CheckpointError, OutputError
 
@@ -33,27 +33,27 @@ def import_weights(path: Path, run: Path, *, job: str | None = None, progress: P
     with reading(run):
         _refuse_used(run)
     expected = expected_by(job) if job is not None else None
-    source = open_source(path)
+    source = open_weights(path)
     match = Match(dict(source.tensors), Prefix(), ()) if expected is None else match_to(source, expected)
-    carried = None
+    imported = None
     if source.training is not None and expected is not None and source.training.groups:
-        carried = carry(source.training, match, expected)
-    tensors = match.tensors | (carried.masters if carried else {})
+        imported = import_training(source.training, match, expected)
+    tensors = match.tensors | (imported.masters if imported else {})
     _refuse_strange(path, tensors)
-    little = Little(
-        **(carried.little if carried else {"step": 0, "samples": 0, "strategy": "single", "ranks": 1}),
+    run_state = RunState(
+        **(imported.run_state if imported else {"step": 0, "samples": 0, "strategy": "single", "ranks": 1}),
         seed=0,
         tied={} if expected is None else expected.tied,
         hugging_face=_of_folder(source) if expected is None else hugging_face_of(expected.model, expected.names),
     )
-    state: State = {MODEL + name: lay(tensor) for name, tensor in tensors.items()}
-    target = _write(run, state | (carried.state if carried else {}), little, progress)
+    state: State = {MODEL + name: held_parts(tensor) for name, tensor in tensors.items()}
+    target = _write(run, state | (imported.state if imported else {}), run_state, progress)
     return {
-        **{"source": str(path), "path": str(target), "step": little.step, "optimizer": carried is not None},
+        **{"source": str(path), "path": str(target), "step": run_state.step, "optimizer": imported is not None},
         "tensors": len(tensors),
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
         "bytes": sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()),
-        "tied": dict(little.tied),
+        "tied": dict(run_state.tied),
         "prefix": {"off": match.prefix.off, "on": match.prefix.on},
         "left_out": list(match.left_out),
     }
@@ -74,15 +74,15 @@ class _TellingPlanner(PartsSavePlanner):
         return tensor
 
 
-def _write(run: Path, state: State, little: Little, progress: Progress) -> Path:
+def _write(run: Path, state: State, run_state: RunState, progress: Progress) -> Path:
     """Write with the same writer as a run; tensors are copied from file to file, one after another."""
     total = sum(prod(laid.shape) * laid.dtype.itemsize for laid in state.values())
     folder = RunFolder(run / CHECKPOINTS)
-    aside = folder.aside(little.step)
-    with new_folder(aside, wanted=run), progress(f"writing {run.name}", total) as advance:
+    temporary = folder.temporary(run_state.step)
+    with new_folder(temporary, wanted=run), progress(f"writing {run.name}", total) as advance:
         planner = _TellingPlanner(state, advance)
         plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-        writer = Writer(aside, 0, little, folder.publish)
+        writer = Writer(temporary, 0, run_state, folder.publish)
         writer.finish(metadata, [writer.write_data(plans[0], planner).wait()])
     return list_checkpoints(folder.folder)[-1]
 
@@ -100,5 +100,5 @@ def _refuse_strange(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             raise CheckpointError(f"{path} has {name} in {tensor.dtype}, which a checkpoint cannot store.")
 
 
-def _of_folder(source: Source) -> dict[str, Any] | None:
+def _of_folder(source: ForeignWeights) -> dict[str, Any] | None:
     return None if source.config is None else {"prefix": "", "config": dict(source.config)}

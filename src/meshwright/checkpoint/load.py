@@ -13,15 +13,15 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 from meshwright import errors
-from meshwright.build.step import Trainer
-from meshwright.build.world import World
-from meshwright.checkpoint.fit import Fit, fit_to, group_of
-from meshwright.checkpoint.inspection import find_gaps
-from meshwright.checkpoint.manifest import OPTIMIZER, RNG, Entry, Little, Manifest, read_manifest
-from meshwright.checkpoint.parts import lay
-from meshwright.checkpoint.plain import decode
-from meshwright.checkpoint.planner import PartsLoadPlanner, State
-from meshwright.checkpoint.soundness import Damage, find_damage, raise_damage
+from meshwright.assemble.step import Trainer
+from meshwright.assemble.world import World
+from meshwright.checkpoint.dcp_planner import PartsLoadPlanner, State
+from meshwright.checkpoint.file_integrity import Damage, find_damage, raise_damage
+from meshwright.checkpoint.integrity import find_gaps
+from meshwright.checkpoint.job_match import JobMatch, fit_to, group_of
+from meshwright.checkpoint.json_state import decode
+from meshwright.checkpoint.manifest import OPTIMIZER, RNG, Entry, Manifest, RunState, read_manifest
+from meshwright.checkpoint.parts import held_parts
 from meshwright.checkpoint.state import model_state, set_rng
 from meshwright.checkpoint.storage import MappedFiles, Reader
 from meshwright.errors import CheckpointError, MeshwrightError
@@ -33,14 +33,14 @@ _OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
 T = TypeVar("T")
 
 
-def load(trainer: Trainer, folder: Path) -> Little:
+def load(trainer: Trainer, folder: Path) -> RunState:
     """Load a checkpoint into a run. All ranks call it. Nothing changes if it does not fit or is damaged."""
     world = trainer.world
     manifest = agreed(world, lambda: read_manifest(folder))
     fit = agreed(world, lambda: fit_to(trainer, manifest, model_state(trainer)))
     agreed(world, lambda: raise_damage(folder, _damage_of_own_share(folder, manifest, world)))
     _take(trainer, manifest, fit, MappedFiles(folder))
-    return manifest.little
+    return manifest.run_state
 
 
 def agreed(world: World, look: Callable[[], T]) -> T:
@@ -65,26 +65,26 @@ def _damage_of_own_share(folder: Path, manifest: Manifest, world: World) -> list
     return gaps + find_damage(folder, manifest, sorted(manifest.files)[world.rank :: world.ranks])
 
 
-def _take(trainer: Trainer, manifest: Manifest, fit: Fit, mapped: MappedFiles) -> None:
-    little = manifest.little
+def _take(trainer: Trainer, manifest: Manifest, fit: JobMatch, mapped: MappedFiles) -> None:
+    run_state = manifest.run_state
     optimizer_state = _Slots(trainer, manifest)
     generators = _generators(trainer, manifest)
-    rng: State = {key: lay(tensor) for key, tensor in generators.items()}
+    rng: State = {key: held_parts(tensor) for key, tensor in generators.items()}
     state = {**fit.state, **optimizer_state.state, **rng}
     agreed(trainer.world, lambda: _read(state, Reader(manifest, mapped)))
     trainer.engine.loaded()
     if trainer.host is not None:
         trainer.host.take_parameters()
-    if little.optimizer is not None:
-        _load_optimizer(trainer, little.optimizer["groups"], optimizer_state)
-    if trainer.schedule is not None and little.schedule is not None:
-        trainer.schedule.load_state_dict(decode(little.schedule["state"]))
-    if trainer.loss_scale is not None and little.loss_scale is not None:
-        for key, value in little.loss_scale.items():
+    if run_state.optimizer is not None:
+        _load_optimizer(trainer, run_state.optimizer["groups"], optimizer_state)
+    if trainer.schedule is not None and run_state.schedule is not None:
+        trainer.schedule.load_state_dict(decode(run_state.schedule["state"]))
+    if trainer.loss_scale is not None and run_state.loss_scale is not None:
+        for key, value in run_state.loss_scale.items():
             setattr(trainer.loss_scale, key, value)
     for key, tensor in generators.items():
         set_rng(key.rpartition("/")[2], tensor, trainer.world.device)
-    trainer.steps = little.step
+    trainer.steps = run_state.step
 
 
 def _read(state: State, reader: Reader) -> None:
@@ -107,7 +107,7 @@ class _Slots:
                 by_name.setdefault(key[len(OPTIMIZER) :].rpartition("/")[0], []).append(key)
         for name, parameter in trainer.optimized.named():
             cut = trainer.engine.cut_of(name)
-            shape = lay(parameter, cut).shape
+            shape = held_parts(parameter, cut).shape
             for key in by_name.get(name, ()):
                 self._add(key, manifest.tensors[key], parameter, cut, shape)
 
@@ -127,10 +127,10 @@ class _Slots:
             there = self._there.get(parameter, {}).get(slot)
             fits = torch.is_tensor(there) and there.shape == parameter.shape and there.dtype == dtype
             value = there if fits else torch.empty_like(parameter.detach(), dtype=dtype)
-            laid = lay(value, cut)
+            laid = held_parts(value, cut)
         else:
             value = torch.empty(entry.shape, dtype=entry.torch_dtype)
-            laid = lay(value)
+            laid = held_parts(value)
         self.state[key] = self.state[key] + laid if key in self.state else laid
         self._values.setdefault(id(parameter), {})[slot] = value
 
@@ -159,7 +159,7 @@ def _load_optimizer(trainer: Trainer, saved: list[dict[str, Any]], slots: _Slots
 
 def _generators(trainer: Trainer, manifest: Manifest) -> dict[str, torch.Tensor]:
     """Memory for this rank's RNG states; none if the number of ranks changed, since they drew differently."""
-    if manifest.little.ranks != trainer.world.ranks:
+    if manifest.run_state.ranks != trainer.world.ranks:
         return {}
     own = f"{RNG}{trainer.world.rank}/"
     return {

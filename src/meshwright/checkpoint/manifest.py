@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from meshwright import version
-from meshwright.checkpoint.plain import decode
-from meshwright.checkpoint.typed import typed
+from meshwright.checkpoint.json_dataclass import read_dataclass
+from meshwright.checkpoint.json_state import decode
 from meshwright.errors import CheckpointError, DamagedCheckpoint, Unreadable, WrongCheckpoint, one_line
 from meshwright.reading import Limits, parse_json, read_text, shown
 from meshwright.units import GIB
@@ -79,7 +79,7 @@ class File:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Little:
+class RunState:
     """The run's state other than tensors."""
 
     step: int
@@ -104,7 +104,7 @@ class Little:
 class Manifest:
     """A checkpoint without its tensor data."""
 
-    little: Little
+    run_state: RunState
     tensors: Mapping[str, Entry]
     files: Mapping[str, File]
 
@@ -115,7 +115,7 @@ class Manifest:
     def text(self) -> str:
         tensors = {name: asdict(entry) for name, entry in self.tensors.items()}
         files = {name: asdict(file) for name, file in self.files.items()}
-        document = {"format": FORMAT, "version": VERSION, **asdict(self.little), "files": files, "tensors": tensors}
+        document = {"format": FORMAT, "version": VERSION, **asdict(self.run_state), "files": files, "tensors": tensors}
         return json.dumps(document, indent=1) + "\n"
 
     def chunks_in(self, file: str) -> list[tuple[str, Entry, Chunk]]:
@@ -182,7 +182,7 @@ def made_now() -> dict[str, str]:
 
 def _from_document(document: dict[str, Any]) -> Manifest:
     tensors = {name: _entry(entry) for name, entry in document.pop("tensors").items()}
-    files = {name: typed(File, file) for name, file in document.pop("files").items()}
+    files = {name: read_dataclass(File, file) for name, file in document.pop("files").items()}
     for name in files:
         if Path(name).name != name:
             raise ValueError(f"{name!r} is not a plain file name")
@@ -193,14 +193,14 @@ def _from_document(document: dict[str, Any]) -> Manifest:
     strays = [chunk.file for chunk in chunks if chunk.file not in files]
     if strays:
         raise ValueError(f"{strays[0]!r} is not among its files")
-    little = typed(Little, document)
-    _refuse_odd(little)
-    return Manifest(little=little, tensors=tensors, files=files)
+    run_state = read_dataclass(RunState, document)
+    _refuse_odd(run_state)
+    return Manifest(run_state=run_state, tensors=tensors, files=files)
 
 
 def _entry(entry: dict[str, Any]) -> Entry:
-    chunks = [typed(Chunk, chunk) for chunk in entry["chunks"]]
-    made = typed(Entry, {**entry, "chunks": chunks})
+    chunks = [read_dataclass(Chunk, chunk) for chunk in entry["chunks"]]
+    made = read_dataclass(Entry, {**entry, "chunks": chunks})
     if not isinstance(getattr(torch, made.dtype, None), torch.dtype):
         raise ValueError(f"{made.dtype!r} is not a dtype")
     return made
@@ -224,19 +224,19 @@ class _HuggingFace:
     """For a peft model: its adapters, and the config and names of the adapter if there is just one."""
 
 
-def _refuse_odd(little: Little) -> None:
+def _refuse_odd(run_state: RunState) -> None:
     """Check what the field types cannot express."""
-    if little.step < 0 or little.samples < 0 or little.ranks < 1:
-        raise ValueError(f"it has step {little.step}, {little.samples} samples and {little.ranks} ranks")
-    if little.optimizer is not None:
-        groups = [typed(_Group, group) for group in little.optimizer["groups"]]
-        _refuse_unkept(little.optimizer["class"], *(group.values for group in groups))
+    if run_state.step < 0 or run_state.samples < 0 or run_state.ranks < 1:
+        raise ValueError(f"it has step {run_state.step}, {run_state.samples} samples and {run_state.ranks} ranks")
+    if run_state.optimizer is not None:
+        groups = [read_dataclass(_Group, group) for group in run_state.optimizer["groups"]]
+        _refuse_unkept(run_state.optimizer["class"], *(group.values for group in groups))
         for group in groups:
             _refuse_odd_rate(decode(group.values).get("lr"))
-    if little.hugging_face is not None:
-        typed(_HuggingFace, little.hugging_face)
-    if little.schedule is not None:
-        _refuse_unkept(little.schedule["class"], little.schedule["state"])
+    if run_state.hugging_face is not None:
+        read_dataclass(_HuggingFace, run_state.hugging_face)
+    if run_state.schedule is not None:
+        _refuse_unkept(run_state.schedule["class"], run_state.schedule["state"])
 
 
 def _refuse_odd_rate(rate: Any) -> None:

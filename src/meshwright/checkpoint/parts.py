@@ -26,7 +26,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Laid:
+class HeldParts:
     """All that this rank holds of one tensor; without parts if it holds nothing of it."""
 
     shape: tuple[int, ...]
@@ -34,22 +34,22 @@ class Laid:
     dtype: torch.dtype
     parts: tuple[Part, ...]
 
-    def __add__(self, other: Laid) -> Laid:
+    def __add__(self, other: HeldParts) -> HeldParts:
         """Join two copies that one rank holds of the same tensor, as two pipeline stages do."""
-        return Laid(self.shape, self.dtype, self.parts + other.parts)
+        return HeldParts(self.shape, self.dtype, self.parts + other.parts)
 
 
-def lay(tensor: torch.Tensor, cut: Cut | Stretch | None = None) -> Laid:
+def held_parts(tensor: torch.Tensor, cut: Cut | Stretch | None = None) -> HeldParts:
     """The boxes of a rank's tensor: a DTensor on the data axis, whose parameter `cut` may also divide."""
     if isinstance(cut, Stretch):
-        return Laid(cut.shape, tensor.dtype, tuple(_along(tensor.detach(), cut)))
+        return HeldParts(cut.shape, tensor.dtype, tuple(_along(tensor.detach(), cut)))
     local, offsets = _own_box(tensor)
     shape = tuple(tensor.shape)
     if cut is None:
-        return Laid(shape, tensor.dtype, _without_empty((Part(offsets, local),), shape))
+        return HeldParts(shape, tensor.dtype, _without_empty((Part(offsets, local),), shape))
     parts = tuple(_in_the_whole(local, offsets, cut, shape))
     whole = tuple(size * cut.ranks if dim == cut.dim else size for dim, size in enumerate(shape))
-    return Laid(whole, tensor.dtype, _without_empty(parts, whole))
+    return HeldParts(whole, tensor.dtype, _without_empty(parts, whole))
 
 
 def _along(flat: torch.Tensor, stretch: Stretch) -> Iterator[Part]:

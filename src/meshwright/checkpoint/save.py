@@ -13,12 +13,12 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 
-from meshwright.build.axes import host_group
-from meshwright.build.step import Trainer
+from meshwright.assemble.axes import host_group
+from meshwright.assemble.step import Trainer
+from meshwright.checkpoint.dcp_planner import PartsSavePlanner, State, share_out
 from meshwright.checkpoint.folder import RunFolder, refuse_existing, sync_folder
-from meshwright.checkpoint.manifest import Little
-from meshwright.checkpoint.parts import Laid, Part
-from meshwright.checkpoint.planner import PartsSavePlanner, State, share_out
+from meshwright.checkpoint.manifest import RunState
+from meshwright.checkpoint.parts import HeldParts, Part
 from meshwright.checkpoint.state import Snapshot, group_names, snapshot
 from meshwright.checkpoint.storage import Writer
 from meshwright.errors import CheckpointError, MeshwrightError, OutputError, one_line
@@ -45,15 +45,16 @@ class Saver:
         self._share: frozenset[Box] = frozenset()
         self._copies: dict[Box, torch.Tensor] = {}
 
-    def save(self, samples: int, aside: Path, publish: Callable[[Path], None], *, background: bool) -> None:
-        """Write to the folder `aside` and have rank 0 call `publish` on it. All ranks call it between the same steps.
+    def save(self, samples: int, temporary: Path, publish: Callable[[Path], None], *, background: bool) -> None:
+        """Write to the folder `temporary` and have rank 0 call `publish` on it. All ranks call it between the same
+        steps.
 
         Raises OutputError on all ranks if it fails; a background failure is raised by the next `wait`.
         """
         self.wait()
         taken = self._take(samples)
         state = self._copied(taken.state) if background else taken.state
-        self._under_way = self._thread.submit(self._write, state, taken.little, aside, publish)
+        self._under_way = self._thread.submit(self._write, state, taken.run_state, temporary, publish)
         if not background:
             self.wait()
 
@@ -89,7 +90,7 @@ class Saver:
         if any(changed for _, changed in answers):
             self._offered, self._copies = offered, {}
             self._share = self._agree(plan)
-        return Snapshot(_only(taken.state, self._share), taken.little)
+        return Snapshot(_only(taken.state, self._share), taken.run_state)
 
     def _agree(self, plan: SavePlan) -> frozenset[Box]:
         """Agree which of this rank's boxes it writes."""
@@ -116,7 +117,7 @@ class Saver:
     def _copied(self, state: State) -> State:
         """Copy the state to memory that training does not touch."""
         copied = {
-            name: Laid(laid.shape, laid.dtype, tuple(self._copy(name, part) for part in laid.parts))
+            name: HeldParts(laid.shape, laid.dtype, tuple(self._copy(name, part) for part in laid.parts))
             for name, laid in state.items()
         }
         if self._trainer.world.device.type == "cuda":
@@ -129,21 +130,21 @@ class Saver:
             self._copies[key] = torch.empty(part.tensor.shape, dtype=part.tensor.dtype, pin_memory=part.tensor.is_cuda)
         return Part(part.offsets, self._copies[key].copy_(part.tensor, non_blocking=True))
 
-    def _write(self, state: State, little: Little, aside: Path, publish: Callable[[Path], None]) -> None:
+    def _write(self, state: State, run_state: RunState, temporary: Path, publish: Callable[[Path], None]) -> None:
         world = self._trainer.world
-        writer = Writer(aside, world.rank, little, publish)
+        writer = Writer(temporary, world.rank, run_state, publish)
         try:
             dcp.save(state, storage_writer=writer, planner=PartsSavePlanner(), process_group=self._group)
         except CheckpointException as failure:
             if world.is_main:
-                shutil.rmtree(aside, ignore_errors=True)
+                shutil.rmtree(temporary, ignore_errors=True)
             raise OutputError(_said(failure)) from None
 
 
 def save_at(saver: Saver, samples: int, target: Path) -> None:
     """Save to a path of the user's choice, now."""
     target = target.resolve()  # "." has no name
-    aside = target.with_name(f".{target.name}.part")
+    temporary = target.with_name(f".{target.name}.part")
 
     def publish(folder: Path) -> None:
         refuse_existing(target)
@@ -151,12 +152,12 @@ def save_at(saver: Saver, samples: int, target: Path) -> None:
         folder.replace(target)
         sync_folder(target.parent)
 
-    saver.save(samples, aside, publish, background=False)
+    saver.save(samples, temporary, publish, background=False)
 
 
 def save_in(saver: Saver, samples: int, step: int, folder: RunFolder, *, background: bool) -> None:
     """Save as the newest checkpoint of a run."""
-    saver.save(samples, folder.aside(step), folder.publish, background=background)
+    saver.save(samples, folder.temporary(step), folder.publish, background=background)
 
 
 def _only(state: State, share: frozenset[Box]) -> State:
@@ -164,7 +165,7 @@ def _only(state: State, share: frozenset[Box]) -> State:
     for name, laid in state.items():
         distinct = {part.offsets: part for part in laid.parts if (name, part.offsets) in share}
         if distinct:
-            found[name] = Laid(laid.shape, laid.dtype, tuple(distinct.values()))
+            found[name] = HeldParts(laid.shape, laid.dtype, tuple(distinct.values()))
     return found
 
 

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.build.assembly import Assembly
-from meshwright.build.step import Trainer
+from meshwright.assemble.rank_engine import RankEngine
+from meshwright.assemble.step import Trainer
+from meshwright.checkpoint.dcp_planner import State
 from meshwright.checkpoint.hugging_face import hugging_face_of
-from meshwright.checkpoint.manifest import MODEL, OPTIMIZER, RNG, Little
-from meshwright.checkpoint.parts import lay
-from meshwright.checkpoint.plain import encode
-from meshwright.checkpoint.planner import State
+from meshwright.checkpoint.json_state import encode
+from meshwright.checkpoint.manifest import MODEL, OPTIMIZER, RNG, RunState
+from meshwright.checkpoint.parts import held_parts
 from meshwright.errors import CheckpointError
 from meshwright.strategies.cuts import Cut, Stretch
 
@@ -31,13 +31,13 @@ class Snapshot:
     """Everything to write: this rank's boxes, and what is the same on all ranks."""
 
     state: State
-    little: Little
+    run_state: RunState
 
 
 def snapshot(trainer: Trainer, samples: int, groups: GroupNames) -> Snapshot:
     """The state between two steps. Tensors are not copied, so it is valid only until the next step."""
     state = model_state(trainer, current_only=True) | _optimizer_state(trainer) | rng_state(trainer)
-    return Snapshot(state, _little(trainer, samples, groups))
+    return Snapshot(state, _run_state(trainer, samples, groups))
 
 
 def model_state(trainer: Trainer, *, current_only: bool = False) -> State:
@@ -46,7 +46,7 @@ def model_state(trainer: Trainer, *, current_only: bool = False) -> State:
     state: State = {}
     for held in trainer.engine.held():
         if first.get(held.name, held.name) == held.name and (held.current or not current_only):
-            _add(state, MODEL + held.name, lay(held.tensor, held.cut))
+            _add(state, MODEL + held.name, held_parts(held.tensor, held.cut))
     return state
 
 
@@ -63,7 +63,7 @@ def rng_state(trainer: Trainer) -> State:
     tensors = {"torch": torch.get_rng_state(), "python": _python_generator(), "numpy": _numpy_generator()}
     if trainer.world.device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(trainer.world.device)
-    return {f"{RNG}{trainer.world.rank}/{kind}": lay(tensor) for kind, tensor in tensors.items()}
+    return {f"{RNG}{trainer.world.rank}/{kind}": held_parts(tensor) for kind, tensor in tensors.items()}
 
 
 def set_rng(kind: str, tensor: torch.Tensor, device: torch.device) -> None:
@@ -90,7 +90,7 @@ def _optimizer_state(trainer: Trainer) -> State:
     for name, parameter in trainer.optimized.named():
         for key, value in remembered.get(parameter, {}).items():
             for suffix, tensor, cut in _boxed(name, key, value, parameter, trainer.engine.cut_of(name)):
-                _add(state, f"{OPTIMIZER}{name}/{key}{suffix}", lay(tensor, cut))
+                _add(state, f"{OPTIMIZER}{name}/{key}{suffix}", held_parts(tensor, cut))
     return state
 
 
@@ -125,10 +125,10 @@ def _stands_alone(value: torch.Tensor, parameter: nn.Parameter, cut: Cut | Stret
 NUMBERS = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
 
-def _little(trainer: Trainer, samples: int, groups: GroupNames) -> Little:
+def _run_state(trainer: Trainer, samples: int, groups: GroupNames) -> RunState:
     optimizer, schedule = trainer.optimizer, trainer.schedule
     values = [{k: v for k, v in group.items() if k != "params"} for group in trainer.remembered.param_groups]
-    return Little(
+    return RunState(
         step=trainer.steps,
         samples=samples,
         seed=trainer.seed,
@@ -153,7 +153,7 @@ def _little(trainer: Trainer, samples: int, groups: GroupNames) -> Little:
 def _one_model(trainer: Trainer) -> nn.Module:
     """The job's model; under a pipeline, one stage of it, which has the same modules."""
     engine = trainer.engine
-    return engine.engines[0].model if isinstance(engine, Assembly) else engine.model
+    return engine.engines[0].model if isinstance(engine, RankEngine) else engine.model
 
 
 def _python_generator() -> torch.Tensor:

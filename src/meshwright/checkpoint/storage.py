@@ -37,8 +37,8 @@ from meshwright.checkpoint.manifest import (
     Chunk,
     Entry,
     File,
-    Little,
     Manifest,
+    RunState,
     digest_line,
     digest_of_file,
 )
@@ -58,9 +58,9 @@ NAMES = {
 class Writer(StorageWriter):
     """Writes one file per rank into a folder, and the manifest last; `publish` makes the folder a checkpoint."""
 
-    def __init__(self, folder: Path, rank: int, little: Little, publish: Callable[[Path], None]) -> None:
-        """`publish` and `little` matter on the coordinator only."""
-        self.folder, self._rank, self._little, self._publish = folder, rank, little, publish
+    def __init__(self, folder: Path, rank: int, run_state: RunState, publish: Callable[[Path], None]) -> None:
+        """`publish` and `run_state` matter on the coordinator only."""
+        self.folder, self._rank, self._little, self._publish = folder, rank, run_state, publish
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -100,7 +100,7 @@ class Writer(StorageWriter):
 
 
 @dataclass(frozen=True)
-class Whole:
+class FinishedFile:
     """A rank's finished file, reported to the coordinator along with its items."""
 
     name: str
@@ -227,12 +227,12 @@ def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> Ite
         chunk = Chunk(offsets=_offsets(item), sizes=_sizes(item), file=path.name, at=at, sha256=digest)
         size = prod(chunk.sizes) * _data(item).properties.dtype.itemsize
         yield WriteResult(index=item.index, size_in_bytes=size, storage_data=chunk)
-    whole = Whole(path.name, written.file)
+    whole = FinishedFile(path.name, written.file)
     yield WriteResult(index=MetadataIndex(path.name), size_in_bytes=written.file.bytes, storage_data=whole)
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """A file that is on disk: the offset and digest of each content."""
 
     file: File
@@ -240,7 +240,7 @@ class Written:
     digests: list[str]
 
 
-def write_file(path: Path, header: bytes, contents: Iterable[memoryview]) -> Written:
+def write_file(path: Path, header: bytes, contents: Iterable[memoryview]) -> WrittenFile:
     """Write and flush. A second thread hashes what the first writes, at most two contents behind."""
     places, digests = [], []
     with ThreadPoolExecutor(1) as hashing, path.open("wb", buffering=0) as file:
@@ -254,7 +254,7 @@ def write_file(path: Path, header: bytes, contents: Iterable[memoryview]) -> Wri
         os.fsync(file.fileno())
         found = [digest.result() for digest in digests]
     whole = digest_of_file(_sha256(memoryview(header)), found)
-    return Written(File(bytes=at, sha256=whole), places, found)
+    return WrittenFile(File(bytes=at, sha256=whole), places, found)
 
 
 def _sha256(content: memoryview) -> str:
@@ -268,8 +268,8 @@ def _write_all(file: Any, content: memoryview) -> int:
     return len(content)
 
 
-def _manifest(little: Little, metadata: Metadata, results: list[WriteResult]) -> Manifest:
-    files = {r.storage_data.name: r.storage_data.file for r in results if isinstance(r.storage_data, Whole)}
+def _manifest(run_state: RunState, metadata: Metadata, results: list[WriteResult]) -> Manifest:
+    files = {r.storage_data.name: r.storage_data.file for r in results if isinstance(r.storage_data, FinishedFile)}
     chunks: dict[str, list[Chunk]] = {}
     for result in results:
         if isinstance(result.storage_data, Chunk):
@@ -279,7 +279,7 @@ def _manifest(little: Little, metadata: Metadata, results: list[WriteResult]) ->
         assert isinstance(kind, TensorStorageMetadata)
         dtype = str(kind.properties.dtype).removeprefix("torch.")
         tensors[name] = Entry(dtype=dtype, shape=tuple(kind.size), chunks=tuple(chunks[name]))
-    return Manifest(little=little, tensors=tensors, files=files)
+    return Manifest(run_state=run_state, tensors=tensors, files=files)
 
 
 def _data(item: WriteItem) -> Any:

@@ -39,10 +39,10 @@ def show(
 
     [bold]meshwright checkpoint show runs/gpt/checkpoints/step-00000120 --tensors --json[/]
     """
-    from meshwright.checkpoint import look
+    from meshwright.checkpoint import overview
     from meshwright.report.checkpoint import show_page
 
-    document = look.show(path, tensors=tensors)
+    document = overview.show(path, tensors=tensors)
     print_result(document, show_page(document), as_json=as_json)
 
 
@@ -59,11 +59,11 @@ def check(
 
     [bold]meshwright checkpoint check runs/gpt/checkpoints/step-00000120 --job examples/gpt.py --json[/]
     """
-    from meshwright.checkpoint import look
+    from meshwright.checkpoint import overview
     from meshwright.report.checkpoint import check_page
     from meshwright.report.progress import bytes_bar
 
-    verdict = look.check(path, job, bytes_bar)
+    verdict = overview.check(path, job, bytes_bar)
     document = verdict.to_json()
     if as_json or (document["sound"] and not verdict.misfit):
         print_result(document, check_page(document), as_json=as_json)

@@ -43,11 +43,11 @@ def compare(
 
     [bold]meshwright compare job.py --ranks 4 --steps 20 --rounds 3 --csv rows.csv --trace steps.json --json[/]
     """
-    from meshwright.comparing import compare_command
+    from meshwright.api.compare import compare_command
+    from meshwright.compare.start import OK
     from meshwright.report.charts import check_plotly
     from meshwright.report.compare import check_folders, comparison_page, write_csv
     from meshwright.report.compare_trace import write_trace
-    from meshwright.runtime.compare_start import OK
     from meshwright.runtime.request import CompareRequest
 
     asked = CompareRequest(

@@ -14,7 +14,7 @@ from meshwright.reading import Limits, read_json, shown
 from meshwright.units import MIB
 
 if TYPE_CHECKING:
-    from meshwright.exchange import Subject
+    from meshwright.exchange import ExportRequest
     from meshwright.facts.cluster import Cluster
     from meshwright.facts.strategy import Strategy
 
@@ -47,7 +47,7 @@ def export(
     """
     from meshwright.exchange import export as exported
 
-    found = exported(_subject(what, to, job=job, on=on, ranks=ranks, pick=pick, batch=batch), to)
+    found = exported(_request(what, to, job=job, on=on, ranks=ranks, pick=pick, batch=batch), to)
     document = found.to_json() | {"file": None if out is None else str(out)}
     if out is not None:
         _write(found.text, out)
@@ -59,11 +59,11 @@ def export(
     print(found.text if out is None else f"{found.strategy} -> {out}", end="" if out is None else "\n")
 
 
-def _subject(
+def _request(
     what: str, to: str, *, job: str | None, on: str | None, ranks: int | None, pick: str | None, batch: int | None
-) -> Subject:
+) -> ExportRequest:
     """The export request, from the arguments and, where they are missing, from the plan."""
-    from meshwright.exchange import Subject
+    from meshwright.exchange import ExportRequest
     from meshwright.facts.strategy import Strategy
 
     plan = _read_plan(Path(what)) if what.endswith(".json") else {}
@@ -74,10 +74,10 @@ def _subject(
     job = job or plan.get("job")
     loaded = None
     if job is not None and to not in LAUNCHERS:
-        from meshwright.describe.jobfile import load_job
+        from meshwright.jobs.load import load_job
 
         loaded = load_job(job)
-    return Subject(
+    return ExportRequest(
         strategy=strategy.resolve(cluster.devices),
         ranks=cluster.devices,
         nodes=cluster.nodes,
@@ -98,7 +98,7 @@ def _cluster(strategy: Strategy, on: str | None, ranks: int | None) -> Cluster:
         cluster = Cluster.parse(on)
         if cluster.device != LOCAL:
             return cluster
-        from meshwright.runtime.probe_machine import local_cluster
+        from meshwright.probe.machine import local_cluster
 
         return local_cluster()
     named = strategy.data is not None or strategy.model_ranks == 1

@@ -25,8 +25,8 @@ def layout(
 
     [bold]meshwright layout examples/cnn.py --strategy op=2 --json[/]
     """
+    from meshwright.commands.train import layout_command
     from meshwright.report.layout import layout_page
-    from meshwright.runtime.command import layout_command
 
     document = layout_command(job=job, strategy=strategy, ranks=ranks)
     print_result(document, layout_page(document), as_json=as_json)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from meshwright.exchange import Imported
     from meshwright.facts.plan import Ranking
     from meshwright.planner.calibrate import Calibration
-    from meshwright.planner.search import Setting
+    from meshwright.planner.search import PlanContext
 
 NOTES = """Needs no GPU. Finalists are traced on fake tensors unless --fast. Exit 1 if nothing fits."""
 
@@ -58,8 +58,8 @@ def plan(
     [bold]meshwright plan job.py --on 4xA100-40GB --strategies pp=4:1f1b,bf16 --timeline timeline.html[/]
     """
     with importing(briefly=True):
-        from meshwright.planning import Wishes, named_strategies, open_planner, read_allowed, read_cluster
-        from meshwright.ranking import rank
+        from meshwright.api.job_planner import PlanOptions, named_strategies, open_planner, read_allowed, read_cluster
+        from meshwright.api.plan import rank
         from meshwright.report.charts import check_plotly
         from meshwright.report.plan import plan_page
         from meshwright.report.timeline_html import check_ending
@@ -73,7 +73,7 @@ def plan(
     )
     named = named_strategies([*(strategies or []), *(more or [])])
     fitted = _fit(calibrate) if calibrate else None
-    wishes = Wishes(
+    options = PlanOptions(
         allowed=allowed,
         strategies=named,
         fast=fast,
@@ -83,24 +83,24 @@ def plan(
         against=_read(against, on) if against else None,
     )
     cluster, started = read_cluster(on), time.perf_counter()
-    planner = open_planner(job, wishes)
-    ranking = rank(planner, cluster, wishes, name=job, started=started)
+    planner = open_planner(job, options)
+    ranking = rank(planner, cluster, options, name=job, started=started)
     document = ranking.to_json()
     if html is not None or timeline is not None:
-        _write(planner.setting(cluster), ranking, html=html, timeline=timeline)
+        _write(planner.context(cluster), ranking, html=html, timeline=timeline)
     print_result(document, plan_page(document), as_json=as_json)
     if not ranking.plans:
         raise typer.Exit(1)
 
 
-def _write(setting: Setting, ranking: Ranking, *, html: Path | None, timeline: Path | None) -> None:
+def _write(context: PlanContext, ranking: Ranking, *, html: Path | None, timeline: Path | None) -> None:
     """Write the requested files."""
+    from meshwright.api.timeline import first_timeline
     from meshwright.errors import Refused
     from meshwright.report.plan_html import write_page
     from meshwright.report.timeline_html import write_timeline
-    from meshwright.timelines import first_timeline
 
-    found = first_timeline(setting, ranking.plans)
+    found = first_timeline(context, ranking.plans)
     if html is not None:
         write_page(ranking.to_json(), html, found)
     if timeline is not None and found is not None:
@@ -122,7 +122,7 @@ def _read(file: Path, on: str) -> Imported:
 
 
 def _fit(rows: Path) -> Calibration:
+    from meshwright.api.validate import validate_rows
     from meshwright.planner.calibrate import calibrate
-    from meshwright.validation import validate_rows
 
     return calibrate(validate_rows(rows))

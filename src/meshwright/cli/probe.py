@@ -26,8 +26,8 @@ def probe(
 
     [bold]meshwright probe --ranks 8 --out cluster.json[/]
     """
+    from meshwright.probe.probe import probe_command
     from meshwright.report.probe import probe_page
-    from meshwright.runtime.probe import probe_command
     from meshwright.runtime.request import ProbeRequest
 
     document = probe_command(ProbeRequest(ranks=ranks, device=device, out=out))

@@ -15,7 +15,7 @@ from meshwright.importing import importing
 
 if TYPE_CHECKING:
     from meshwright.facts.strategy import Strategy
-    from meshwright.runtime.profile_train import ProfileWish
+    from meshwright.runtime.profile_train import ProfileOptions
     from meshwright.runtime.request import TrainRequest
 
 NOTES = """A strategy is comma-separated terms: ddp, zero1, zero2, fsdp, fsdp:grad-op, fsdp:no-shard, hsdp=2x4; bf16,
@@ -77,13 +77,13 @@ def train(
     [bold]torchrun --nproc-per-node 8 -m meshwright train job.py --strategy fsdp,bf16,ac=selective[/]
     """
     with importing():
+        from meshwright.commands.train import train_command
         from meshwright.environment import silent_profiler
         from meshwright.facts.strategy import Strategy
         from meshwright.report.tables import summary_table
-        from meshwright.runtime.command import train_command
         from meshwright.runtime.request import TrainRequest
         from meshwright.runtime.sinks import check_services
-        from meshwright.strategies.deepspeed.written import read_config, strategy_of
+        from meshwright.strategies.deepspeed.user_config import read_config, strategy_of
 
     config = None if deepspeed_config is None else read_config(deepspeed_config)
     if strategy is None and config is not None:
@@ -122,23 +122,23 @@ def train(
             raise MeshwrightError(f"The run's last state, step {summary['steps']}, could not be saved; see above.")
 
 
-def _profile(steps: str | None, ranks: str, out: Path | None) -> ProfileWish | None:
+def _profile(steps: str | None, ranks: str, out: Path | None) -> ProfileOptions | None:
     """Which steps of which ranks to profile."""
-    from meshwright.runtime.profile_train import ProfileWish
+    from meshwright.runtime.profile_train import ProfileOptions
 
     if steps is None:
         return None
     if out is None:
         raise BadInput("--profile writes traces into the run's folder; give --out a folder.")
-    return ProfileWish.parse(steps, ranks)
+    return ProfileOptions.parse(steps, ranks)
 
 
 def _chosen(request: TrainRequest) -> Strategy:
     """The strategy that was asked for; for `auto`, the planner's choice, which is printed."""
     if not request.strategy.auto:
         return request.strategy
-    from meshwright.describe.jobfile import load_job
-    from meshwright.starting import resolve_auto
+    from meshwright.api.setup import resolve_auto
+    from meshwright.jobs.load import load_job
 
     chosen = resolve_auto(load_job(request.job), request.strategy, ranks=request.ranks, device=request.device)
     print(f"auto: {chosen}", file=sys.stderr)

@@ -30,9 +30,9 @@ def validate(
     from rich.console import Console
     from rich.progress import Progress
 
+    from meshwright.api.validate import validate_rows
     from meshwright.planner.scores import score
     from meshwright.report.validate import validate_page
-    from meshwright.validation import validate_rows
 
     with Progress(console=Console(file=sys.stderr), transient=True) as progress:
         task = progress.add_task("rows", total=None)

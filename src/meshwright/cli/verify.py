@@ -36,9 +36,9 @@ def verify(
     [bold]meshwright verify examples/gpt.py --ranks 4 --strategies ddp zero1 fsdp,bf16 hsdp=2x2,ac=full --json[/]
     """
     with importing():
+        from meshwright.commands.verify import verify_command
         from meshwright.report.tables import verdict_table
         from meshwright.runtime.request import VerifyRequest
-        from meshwright.runtime.verify_command import verify_command
 
     asked = (*(strategies or ()), *(more or ()))
     document = verify_command(

@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from meshwright.describe.dtensor import dtensor_type
 from meshwright.describe.dtypes import HALF
+from meshwright.recording.dtensor import dtensor_type
 from meshwright.torch_private.modes import TorchDispatchMode, outside_of_modes
 from meshwright.torch_private.operators import (
     EFFICIENT_ATTENTION,

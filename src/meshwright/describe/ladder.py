@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from meshwright.describe.as_on_cuda import as_on_cpu
-from meshwright.describe.blueprint import as_it_was
-from meshwright.describe.shadows import shadow_of, shadows
+from meshwright.describe.meta_pass import meta_of, meta_pass
 from meshwright.describe.structure import map_tensors
+from meshwright.recording.blueprint import as_it_was
 from meshwright.torch_private.fake_tensors import FAKE_TENSOR_LOG, FakeTensorMode
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
@@ -47,8 +47,8 @@ def is_small(model: nn.Module) -> bool:
 
 @contextmanager
 def on_meta(model: nn.Module, *, device: Device = as_on_cpu) -> Iterator[Convert]:
-    with as_it_was(model), shadows(model), device():
-        yield shadow_of
+    with as_it_was(model), meta_pass(model), device():
+        yield meta_of
 
 
 @contextmanager

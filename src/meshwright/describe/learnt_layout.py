@@ -20,7 +20,7 @@ Draws = Sequence[tuple[int, Any]]
 """Batches with their numbers of samples."""
 
 
-def learn(draws: Draws, path: str = "batch") -> Layout:
+def learn_layout(draws: Draws, path: str = "batch") -> Layout:
     """Where samples lie in batches like these, which must be of several sizes, and of one size more than once."""
     values = [value for _, value in draws]
     first = values[0]
@@ -42,7 +42,7 @@ def learn(draws: Draws, path: str = "batch") -> Layout:
         return Unknown(path, "holds another number of values, or under other names, in another batch")
     columns = zip(held[0].names, *(part.values for part in held), strict=True)
     sizes = [samples for samples, _ in draws]
-    found = [learn(list(zip(sizes, column, strict=True)), path + name) for name, *column in columns]
+    found = [learn_layout(list(zip(sizes, column, strict=True)), path + name) for name, *column in columns]
     return Container(path, held[0].names, tuple(found))
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from meshwright.describe.batch_layout import CannotCut, Layout, Rows, Shared, pairs_of, rebuilt
 from meshwright.describe.dropout_off import NoDropout, switch_dropout_off
-from meshwright.describe.learnt_layout import learn
+from meshwright.describe.learnt_layout import learn_layout
 from meshwright.describe.observe import call_loss, call_model, make_batch
 from meshwright.describe.samples import Cutter, own_random_numbers
 from meshwright.describe.structure import map_tensors
@@ -90,7 +90,7 @@ def _compare(job: Job, model: nn.Module, batch: Any, pieces: list[Any]) -> LossO
         if not _near(whole, _loss(job, _seeded(job, model, batch, seed=1), batch), parts):
             return LossOver()  # it draws numbers, or keeps something from pass to pass: nothing can be told
         sizes = [WHOLE, *(length for _, length in RANGES)]
-        layout = learn(list(zip(sizes, [output, *outputs], strict=True)), "output")
+        layout = learn_layout(list(zip(sizes, [output, *outputs], strict=True)), "output")
         if _near(whole, _loss_together(job, layout, outputs, batch), parts):
             return LossOver("batch")
     return LossOver("model", _mixed(layout, output, outputs))

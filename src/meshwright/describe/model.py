@@ -10,23 +10,23 @@ from dataclasses import replace
 from torch import nn
 
 from meshwright.describe.blocks import find_blocks
-from meshwright.describe.blueprint import Blueprint, record
 from meshwright.describe.calls import Flow
-from meshwright.describe.drops import DropoutWatcher
+from meshwright.describe.dropout_use import DropoutWatcher
 from meshwright.describe.flow import Watcher
-from meshwright.describe.looks import find_looks
 from meshwright.describe.loss_over import find_loss_over
+from meshwright.describe.moved_state import StateWatch, Watches, find_moved, refuse_made
 from meshwright.describe.observe import Observed, observe, trace
 from meshwright.describe.optimizer import check_optimizer, couplings, optimizer_slots
-from meshwright.describe.outside import OutsideReads
-from meshwright.describe.pass_cache import Understudy
+from meshwright.describe.outside_reads import OutsideReads
+from meshwright.describe.pass_cache import PassCache
 from meshwright.describe.repeats import find_repeats
-from meshwright.describe.state import StateWatch, Watches, find_moved, refuse_made
-from meshwright.describe.tensor import find_tensor_plan
-from meshwright.describe.units import find_units
+from meshwright.describe.stage_units import find_units
+from meshwright.describe.tensor_plan import find_tensor_plan
+from meshwright.describe.value_reads import find_value_reads
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.model import CallFacts, ModelFacts, ParameterFacts
+from meshwright.recording.blueprint import Blueprint, record
 from meshwright.torch_private.modules import BatchNorm
 
 
@@ -55,20 +55,20 @@ def _describe(job: Job) -> ModelFacts:
         raise JobError("The model has no trainable parameter; nothing could be trained.")
     check_optimizer(job, model)
     blocks = find_blocks(model, hint=job.blocks)
-    understudy = Understudy(find_repeats(model, blocks))
+    pass_cache = PassCache(find_repeats(model, blocks))
     outside = OutsideReads(model, blocks)
     state = StateWatch(model)
-    observed, unseen = observe(job, blueprint, Watches(outside, state), understudy=understudy)
+    observed, unseen = observe(job, blueprint, Watches(outside, state), pass_cache=pass_cache)
     refuse_made(state.made)
     if observed and job.blocks is None:
         blocks = tuple(name for name in blocks if name in observed.called)
     # A model that cannot be run at all is taken to look at values in its blocks, as a mixture of experts does.
     in_blocks, around_blocks = (True, False) if observed is None else (False, False)
     if observed and observed.by_value:
-        in_blocks, around_blocks = find_looks(job, record(job.model, seed=0), blocks)
+        in_blocks, around_blocks = find_value_reads(job, record(job.model, seed=0), blocks)
         observed = replace(observed, by_value=in_blocks or around_blocks)
     watcher = DropoutWatcher(find_units(model, blocks, observed.called) if observed else ())
-    flow, _ = trace(job, blueprint, watcher, understudy=understudy) if observed else (None, "")
+    flow, _ = trace(job, blueprint, watcher, pass_cache=pass_cache) if observed else (None, "")
     loss_over = find_loss_over(job, sum(parameter.numel() for parameter in model.parameters()))
     return ModelFacts(
         parameters=parameter_facts(model, observed),
@@ -80,8 +80,8 @@ def _describe(job: Job) -> ModelFacts:
         weight_per_sample=observed.weight_per_sample if observed and loss_over.kind != "batch" else None,
         loss_over=loss_over.kind,
         mixed_output=loss_over.mixed,
-        tensor_plan=find_tensor_plan(job, blueprint, blocks, understudy, observed.read_elsewhere) if observed else None,
-        read_elsewhere=tuple(sorted(observed.read_elsewhere | read_elsewhere(job, blueprint, understudy)))
+        tensor_plan=find_tensor_plan(job, blueprint, blocks, pass_cache, observed.read_elsewhere) if observed else None,
+        read_elsewhere=tuple(sorted(observed.read_elsewhere | read_elsewhere(job, blueprint, pass_cache)))
         if observed
         else (),
         read_outside=tuple(sorted(name for name, block in outside.found.items() if block in blocks)),
@@ -97,12 +97,12 @@ def call_facts(flow: Flow) -> tuple[CallFacts, ...]:
     return tuple(CallFacts(name=c.name, flops=c.flops, reads=tuple(sorted(c.reads))) for c in flow.calls)
 
 
-def read_elsewhere(job: Job, blueprint: Blueprint, understudy: Understudy | None = None) -> frozenset[str]:
+def read_elsewhere(job: Job, blueprint: Blueprint, pass_cache: PassCache | None = None) -> frozenset[str]:
     """Names of parameters that operators read outside of the modules that hold them, by whatever way they got there."""
     owners = frozenset(name for name, module in blueprint.model.named_modules() if name and _holds(module))
-    flow = understudy.flows.get(owners) if understudy else None
+    flow = pass_cache.flows.get(owners) if pass_cache else None
     if flow is None:
-        flow, _ = trace(job, blueprint, Watcher(owners), understudy=understudy)
+        flow, _ = trace(job, blueprint, Watcher(owners), pass_cache=pass_cache)
     if flow is None:
         return frozenset()
     found = {source for sources in (flow.needs, *(call.needs for call in flow.calls)) for source in sources}

@@ -13,19 +13,19 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from meshwright.describe.blueprint import Blueprint
 from meshwright.describe.calls import Flow
 from meshwright.describe.flow import Watcher
 from meshwright.describe.ladder import climb, is_small, on_fake, on_real
-from meshwright.describe.pass_cache import Understudy
-from meshwright.describe.reads import Reads
-from meshwright.describe.repeats import Follower
+from meshwright.describe.parameter_reads import Reads
+from meshwright.describe.pass_cache import PassCache
+from meshwright.describe.repeats import PassObserver
 from meshwright.describe.stand_ins import has_no_values, lend, stand_ins
 from meshwright.describe.structure import tensors_of
 from meshwright.describe.template import watch_calls
-from meshwright.describe.values import following, moved_buffers
+from meshwright.describe.watch_values import following, moved_buffers
 from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
+from meshwright.recording.blueprint import Blueprint
 from meshwright.torch_private.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -102,14 +102,14 @@ def observe(
     blueprint: Blueprint,
     watch: AbstractContextManager[Any] | None = None,
     *,
-    understudy: Understudy | None = None,
+    pass_cache: PassCache | None = None,
 ) -> tuple[Observed | None, str]:
     """One step on fake tensors; on real ones where the model looks at values and is small; else the reason why not.
 
     `watch` is active meanwhile, closer to the model than the fake tensors are.
     """
     batch = make_batch(job, SAMPLES)
-    return _run(blueprint, batch, partial(_step, job, blueprint, watch), understudy)
+    return _run(blueprint, batch, partial(_step, job, blueprint, watch), pass_cache)
 
 
 def trace(
@@ -118,13 +118,13 @@ def trace(
     watcher: Watcher,
     batch: Any = None,
     *,
-    understudy: Understudy | None = None,
-    follower: Follower | None = None,
+    pass_cache: PassCache | None = None,
+    follower: PassObserver | None = None,
 ) -> tuple[Flow | None, str]:
     """The flow of one forward pass and loss between the modules that `watcher` watches, as `observe` sees it."""
     batch = make_batch(job, SAMPLES) if batch is None else batch
 
-    def run(data: Any, under: Understudy | None) -> Flow:
+    def run(data: Any, under: PassCache | None) -> Flow:
         watcher.forget()
         tensors = under.stand_ins(blueprint) if under else stand_ins(blueprint)
         parameters = {name: tensors[name] for name, _ in blueprint.model.named_parameters()}
@@ -137,13 +137,13 @@ def trace(
         changes_batch = any(watcher.writers(tensor) for tensor in tensors_of(data))
         return replace(watcher.flow(total, output), moved=moved, changes_batch=changes_batch)
 
-    return _run(blueprint, batch, run, understudy)
+    return _run(blueprint, batch, run, pass_cache)
 
 
 def forward_passes(job: Job, blueprint: Blueprint, *watches: AbstractContextManager[Any]) -> bool:
     """Forward passes one after another from the same stand-ins, each under a watch; False where none can be run."""
 
-    def run(data: Any, under: Understudy | None) -> bool:
+    def run(data: Any, under: PassCache | None) -> bool:
         with lend(blueprint.model, stand_ins(blueprint)):
             for watch in watches:
                 with watch:
@@ -168,7 +168,7 @@ def forward_on_real_tensors(
 def see_output(job: Job, blueprint: Blueprint, batch: Any, look: Callable[[Any, Any], Result]) -> Result | None:
     """What `look` makes of the model's output and the batch, without values if that can be; None if nothing ran."""
 
-    def run(data: Any, under: Understudy | None) -> Result:
+    def run(data: Any, under: PassCache | None) -> Result:
         with lend(blueprint.model, stand_ins(blueprint)):
             return look(call_model(job, blueprint.model, data), data)
 
@@ -176,14 +176,14 @@ def see_output(job: Job, blueprint: Blueprint, batch: Any, look: Callable[[Any, 
 
 
 def _run(
-    blueprint: Blueprint, batch: Any, run: Callable[[Any, Understudy | None], Result], understudy: Understudy | None
+    blueprint: Blueprint, batch: Any, run: Callable[[Any, PassCache | None], Result], pass_cache: PassCache | None
 ) -> tuple[Result | None, str]:
     """What `run` gives without values, or with them where the model is small, or the reason why neither can be."""
     model = blueprint.model
-    if understudy is not None:
+    if pass_cache is not None:
         # Whatever goes wrong where blocks are left out is looked at again with all of them.
         with suppress(Exception):
-            return climb(model, batch, lambda data: run(data, understudy), *understudy.rungs), ""
+            return climb(model, batch, lambda data: run(data, pass_cache), *pass_cache.rungs), ""
     try:
         return climb(model, batch, lambda data: run(data, None), on_fake), ""
     except JobError:
@@ -238,7 +238,7 @@ def _gradients(total: torch.Tensor, leaves: dict[str, torch.Tensor]) -> list[tor
 
 
 def _step(
-    job: Job, blueprint: Blueprint, watch: AbstractContextManager[Any] | None, batch: Any, under: Understudy | None
+    job: Job, blueprint: Blueprint, watch: AbstractContextManager[Any] | None, batch: Any, under: PassCache | None
 ) -> Observed:
     """Forward and backward with stand-ins for all parameters, buffers and plain tensors."""
     model = blueprint.model

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
-from meshwright.facts.named import NamedParameters
-from meshwright.facts.schedule import refuse_schedule, required
+from meshwright.facts.lr_schedule import refuse_schedule, required
+from meshwright.facts.named_parameters import NamedParameters
 
 SMALL, LARGE = 8, 128
 """Longest dims of tensors that are not stepped, and of those that are: some optimizers factor moments only of dims that
@@ -97,7 +97,7 @@ class OptimizerTrial:
         self.has_others = len(self._stepped) > 1
 
     def run(self, lay: Lay = lambda name, value: value, *, scaled: bool = False) -> dict[str, torch.Tensor]:
-        """By how much some steps move each parameter, given as `lay` lays it out.
+        """By how much some steps move each parameter, given as `held_parts` lays it out.
 
         `scaled` makes every second one's gradients larger.
         """

@@ -9,15 +9,15 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from meshwright.describe.blueprint import Blueprint
 from meshwright.describe.calls import Flow
 from meshwright.describe.ladder import Convert, Rung, fake_mode, on_fake, on_meta
 from meshwright.describe.repeats import Repeats
 from meshwright.describe.stand_ins import fill_attributes, stand_ins
+from meshwright.recording.blueprint import Blueprint
 from meshwright.torch_private.fake_tensors import FakeTensorMode
 
 
-class Understudy:
+class PassCache:
     """What one model keeps from pass to pass."""
 
     def __init__(self, repeats: Repeats) -> None:

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.describe.block_equality import NotComparable, arrival_of, kind_of, numbers_of, surroundings
 from meshwright.describe.calls import Source
 from meshwright.describe.flow import Watcher
-from meshwright.describe.forward import replaced_forwards
-from meshwright.describe.kinds import NotAlike, arrival_of, kind_of, numbers_of, surroundings
-from meshwright.describe.template import Template, input_source, learn
+from meshwright.describe.template import Template, input_source, learn_block
+from meshwright.recording.wrap_forward import replaced_forwards
 
 
-class Follower:
+class PassObserver:
     """Somebody who notes things of his own during a pass, and is told of blocks that do not run."""
 
     def may_repeat(self, inputs: Sequence[torch.Tensor]) -> bool:
@@ -55,9 +55,9 @@ class Repeats:
     """Parameters of blocks that were left out, to which a gradient would have come."""
 
     @contextmanager
-    def running(self, watcher: Watcher | None = None, follower: Follower | None = None) -> Iterator[None]:
+    def running(self, watcher: Watcher | None = None, follower: PassObserver | None = None) -> Iterator[None]:
         """Leave out what need not run, until the context ends."""
-        run = _Pass(self, _Echo(watcher) if watcher else None, follower or Follower())
+        run = _Pass(self, _Echo(watcher) if watcher else None, follower or PassObserver())
         with replaced_forwards(self.blocks, run.forward):
             yield
         if run.echo is not None:
@@ -78,7 +78,7 @@ def find_repeats(model: nn.Module, blocks: Iterable[str]) -> Repeats:
 def _grouped(modules: dict[str, nn.Module], *, numbered: bool) -> list[list[str]]:
     found: dict[Any, list[str]] = {}
     for name, module in modules.items():
-        with suppress(NotAlike):
+        with suppress(NotComparable):
             found.setdefault(kind_of(module, numbered=numbered), []).append(name)
     return list(found.values())
 
@@ -95,7 +95,7 @@ class _Pass:
 
     repeats: Repeats
     echo: _Echo | None
-    follower: Follower
+    follower: PassObserver
     templates: dict[Any, Template | None] = field(default_factory=dict)
     """By kind, layout of inputs and surroundings; None where every block has to run."""
 
@@ -103,7 +103,7 @@ class _Pass:
         inputs: list[torch.Tensor] = []
         try:
             arrival = arrival_of((args, kwargs), inputs)
-        except NotAlike:
+        except NotComparable:
             return forward(*args, **kwargs)
         if self.echo is not None and self.echo.is_hidden(name):
             return forward(*args, **kwargs)
@@ -119,7 +119,7 @@ class _Pass:
     def _learn(self, key: Any, name: str, inputs: list[torch.Tensor], run: Callable[[], Any]) -> Any:
         watched = self.echo.watched_in(name) if self.echo is not None else ()
         block, numbers = self.repeats.blocks[name], self.repeats.numbers[self.repeats.kinds[name]]
-        output, self.templates[key] = learn(name, block, inputs, run, watched=watched, numbers=numbers)
+        output, self.templates[key] = learn_block(name, block, inputs, run, watched=watched, numbers=numbers)
         self.follower.learned(name)
         return output
 

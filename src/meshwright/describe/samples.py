@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import default_collate
 
 from meshwright.describe.batch_layout import CannotCut, Layout, Unknown
-from meshwright.describe.learnt_layout import Draws, learn
+from meshwright.describe.learnt_layout import Draws, learn_layout
 from meshwright.describe.observe import make_batch
 from meshwright.describe.structure import leaves_of, tensors_of
 from meshwright.errors import JobError, one_line
@@ -109,7 +109,7 @@ class Cutter:
     def _layout_of(self, batch: Any) -> Layout:
         return self.source_of(batch).layout
 
-    def source_of(self, batch: Any) -> Source:
+    def source_of(self, batch: Any) -> BatchSource:
         """What makes batches like this one; where nothing does, the layout of the first says what is missing."""
         for source in self._sources():
             try:
@@ -119,7 +119,7 @@ class Cutter:
             return source
         return next(self._sources())
 
-    def _sources(self) -> Iterator[Source]:
+    def _sources(self) -> Iterator[BatchSource]:
         if self._job.sample is not None:
             yield self.made_up
         if self._job.data is not None:
@@ -131,12 +131,12 @@ class Cutter:
         return self._job.dataset()
 
     @cached_property
-    def made_up(self) -> Source:
+    def made_up(self) -> BatchSource:
         assert self._job.sample is not None
-        return look_at(self._job.sample, "Job(sample=...)")
+        return inspect_samples(self._job.sample, "Job(sample=...)")
 
     @cached_property
-    def data(self) -> Source:
+    def data(self) -> BatchSource:
         taken = 0
 
         def draw(samples: int) -> Any:
@@ -145,7 +145,7 @@ class Cutter:
             taken += samples
             return self._collate(items)
 
-        return look_at(draw, "Job(data=..., collate=...)")
+        return inspect_samples(draw, "Job(data=..., collate=...)")
 
     def _collate(self, samples: list[Any]) -> Any:
         return (self._job.collate or default_collate)(samples)
@@ -176,7 +176,7 @@ class Cutter:
 
 
 @dataclass(frozen=True)
-class Source:
+class BatchSource:
     """What a few batches from one source show."""
 
     draw: Callable[[int], Any]
@@ -186,7 +186,7 @@ class Source:
     """Whether samples are all of one size."""
 
 
-def look_at(make: Callable[[int], Any], name: str) -> Source:
+def inspect_samples(make: Callable[[int], Any], name: str) -> BatchSource:
     """Make a few batches and compare them."""
 
     def draw(samples: int) -> Any:
@@ -198,9 +198,9 @@ def look_at(make: Callable[[int], Any], name: str) -> Source:
         draws: Draws = [(samples, draw(samples)) for samples in SIZES]
     except Exception as error:
         reason = f"could not be looked at: {name} raised {one_line(error)}"
-        return Source(draw, Unknown("batch", reason), regular=False)
-    layout = learn(draws)
-    return Source(draw, layout, regular=layout.unknown() is None and _are_alike(layout, draws))
+        return BatchSource(draw, Unknown("batch", reason), regular=False)
+    layout = learn_layout(draws)
+    return BatchSource(draw, layout, regular=layout.unknown() is None and _are_alike(layout, draws))
 
 
 def _are_alike(layout: Layout, draws: Draws) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.describe.blueprint import Blueprint, set_attributes
-from meshwright.describe.disguise import is_meta
-from meshwright.describe.operation import Slot
+from meshwright.recording.blueprint import Blueprint, set_attributes
+from meshwright.recording.operation import Slot
+from meshwright.recording.report_as_cpu import is_meta
 from meshwright.torch_private.fake_tensors import FakeTensor
 from meshwright.torch_private.modules import lend_tensors
 

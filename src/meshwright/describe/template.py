@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.describe.block_equality import NotComparable, state_of
 from meshwright.describe.calls import CONSTANTS, NUMBERS, Call, Source
 from meshwright.describe.flow import Watcher
-from meshwright.describe.kinds import NotAlike, state_of
-from meshwright.describe.number import counting
+from meshwright.describe.layer_index import counting
 from meshwright.torch_private.autograd import BackwardCFunction
 from meshwright.torch_private.modes import TorchDispatchMode, without_torch_function
 from meshwright.torch_private.tensors import storage_id, version_of
@@ -21,7 +21,7 @@ from meshwright.torch_private.trees import tree_leaves
 
 
 @dataclass(frozen=True)
-class Made:
+class MadeTensor:
     """A tensor that a block made and returned; another block returns one like it."""
 
     size: torch.Size
@@ -30,7 +30,7 @@ class Made:
     differentiable: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Made:
+    def of(cls, tensor: torch.Tensor) -> MadeTensor:
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     def empty(self) -> torch.Tensor:
@@ -42,7 +42,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Given:
+class PassedInput:
     """One of the block's own inputs, returned as it came."""
 
     place: int
@@ -54,7 +54,7 @@ class Template:
 
     block: str
     output: Any
-    """With `Made` and `Given` for tensors."""
+    """With `MadeTensor` and `PassedInput` for tensors."""
     touched: frozenset[int]
     """Inputs that an operator reads."""
     reads: frozenset[str]
@@ -68,7 +68,7 @@ class Template:
     calls: tuple[Call, ...] = ()
     """The watched calls in it. Their sources are each other, the block's parameters, and `input_source`s."""
     sources: tuple[frozenset[Source], ...] = ()
-    """Of each `Made`, as those of the calls are."""
+    """Of each `MadeTensor`, as those of the calls are."""
 
     def make(
         self, inputs: Sequence[torch.Tensor], trained: Sequence[torch.Tensor], mark: Callable[[], None]
@@ -78,9 +78,9 @@ class Template:
         reached = [inputs[place] for place in sorted(self.reach)]
 
         def build(part: Any) -> Any:
-            if isinstance(part, Given):
+            if isinstance(part, PassedInput):
                 return inputs[part.place]
-            if isinstance(part, Made):
+            if isinstance(part, MadeTensor):
                 # One parameter is enough to make the output differentiable; `mark` speaks for all.
                 made.append(part.hanging_on([*reached, *trained[:1]], mark))
                 return made[-1]
@@ -94,7 +94,7 @@ def input_source(place: int) -> str:
     return f"input {place}"
 
 
-def learn(
+def learn_block(
     name: str,
     block: nn.Module,
     inputs: list[torch.Tensor],
@@ -109,7 +109,7 @@ def learn(
     """
     watcher, parameters = Watcher(watched), dict(block.named_parameters())
     sources = {input_source(place): tensor for place, tensor in enumerate(inputs)}
-    guard = _Guard(block, parameters, inputs)
+    guard = _BlockGuard(block, parameters, inputs)
     with ExitStack() as stack:
         called = stack.enter_context(watch_calls(block))
         counted = stack.enter_context(counting(block, numbers))
@@ -122,7 +122,7 @@ def learn(
     try:
         described, made = guard.describe(output)
         reach, trains = _gradients(made, inputs, parameters)
-    except NotAlike:
+    except NotComparable:
         return output, None
     return output, Template(
         block=name,
@@ -152,7 +152,7 @@ def watch_calls(model: nn.Module) -> Iterator[set[str]]:
             hook.remove()
 
 
-class _Guard(TorchDispatchMode):
+class _BlockGuard(TorchDispatchMode):
     """Sees whether a block deals with anything but its inputs, its own tensors, and what it makes of them."""
 
     def __init__(
@@ -186,24 +186,24 @@ class _Guard(TorchDispatchMode):
             self.reads.add(self._names[id(tensor)])
 
     def describe(self, output: Any) -> tuple[Any, list[torch.Tensor]]:
-        """The output with `Made` and `Given` in it, and the tensors that stand behind the former."""
+        """The output with `MadeTensor` and `PassedInput` in it, and the tensors that stand behind the former."""
         changed = [version_of(tensor) for tensor in self._outer] != self._versions
         if self._strange or changed or state_of(self._block) != self._state:
-            raise NotAlike
+            raise NotComparable
         made: list[torch.Tensor] = []
         described = self._part(output, made)
         storages = [storage_id(tensor.untyped_storage()) for tensor in (*self._outer, *made)]
         apart = len(set(storages)) - len(set(storages[: len(self._outer)])) == len(made)
         if not apart or sum(tensor.requires_grad for tensor in made) > 1:
-            raise NotAlike
+            raise NotComparable
         return described, made
 
     def _part(self, part: Any, made: list[torch.Tensor]) -> Any:
         if id(part) in self._places:
-            return Given(self._places[id(part)])
+            return PassedInput(self._places[id(part)])
         if isinstance(part, torch.Tensor) and id(part) in self._known:
             made.append(part)
-            return Made.of(part)
+            return MadeTensor.of(part)
         return _mapped(lambda inner: self._part(inner, made), part)
 
 
@@ -211,7 +211,7 @@ class _Hang(torch.autograd.Function):
     """An output that hangs on inputs and a parameter as far as gradients are concerned, and is computed of nothing."""
 
     @staticmethod
-    def forward(ctx: Any, made: Made, mark: Callable[[], None], *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, made: MadeTensor, mark: Callable[[], None], *tensors: torch.Tensor) -> torch.Tensor:
         with without_torch_function():  # the model itself does not ask for a parameter's shape here
             ctx.mark, ctx.layouts = mark, [(tensor.shape, tensor.dtype) for tensor in tensors]
         return made.empty()
@@ -246,7 +246,7 @@ def _edges(made: Sequence[torch.Tensor], ends: set[tuple[Any, int]]) -> tuple[se
         if edge in ends:
             continue
         if isinstance(node, BackwardCFunction):
-            raise NotAlike  # an author's own function may keep a gradient to itself
+            raise NotComparable  # an author's own function may keep a gradient to itself
         if hasattr(node, "variable"):
             leaves.add(id(node.variable))
         fresh = {following for following in node.next_functions if following[0] is not None} - seen
@@ -263,4 +263,4 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
         return {key: change(part) for key, part in value.items()}
     if isinstance(value, CONSTANTS):
         return value
-    raise NotAlike
+    raise NotComparable

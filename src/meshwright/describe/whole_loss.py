@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.describe.batch_layout import Layout, pairs_of
-from meshwright.describe.blueprint import record
-from meshwright.describe.disguise import tensors_in
-from meshwright.describe.learnt_layout import learn
+from meshwright.describe.learnt_layout import learn_layout
 from meshwright.describe.observe import call_loss, see_output
-from meshwright.describe.samples import Source
+from meshwright.describe.samples import BatchSource
 from meshwright.describe.structure import tensors_of
 from meshwright.errors import Refused
 from meshwright.facts.job import Job
+from meshwright.recording.blueprint import record
+from meshwright.recording.report_as_cpu import tensors_in
 from meshwright.torch_private.modes import TorchDispatchMode
 
 SIZES = (2, 3, 5)
@@ -29,7 +29,7 @@ class WholeLoss:
     """Of each value of a batch, whether the loss looks at it."""
 
 
-def look_at_loss(job: Job, source: Source) -> WholeLoss:
+def inspect_whole_loss(job: Job, source: BatchSource) -> WholeLoss:
     """Run model and loss for a few numbers of samples, without values where that can be."""
     blueprint = record(job.model, seed=0)
     draws, reads = [], []
@@ -46,18 +46,20 @@ def look_at_loss(job: Job, source: Source) -> WholeLoss:
             )
         draws.append((samples, seen[0]))
         reads.append(seen[1])
-    return WholeLoss(learn(draws, "output"), source.layout, tuple(any(column) for column in zip(*reads, strict=True)))
+    return WholeLoss(
+        learn_layout(draws, "output"), source.layout, tuple(any(column) for column in zip(*reads, strict=True))
+    )
 
 
 def _reads(job: Job, layout: Layout, output: Any, batch: Any) -> list[bool]:
     """Of each value of the batch, whether an operator of the loss takes a tensor of it, or it holds none."""
-    with _Reads() as seen:
+    with _LossReads() as seen:
         call_loss(job, output, batch)
     held = [tensors_of(value) for _, value in pairs_of(layout, batch)]
     return [not tensors or any(id(tensor) in seen.found for tensor in tensors) for tensors in held]
 
 
-class _Reads(TorchDispatchMode):
+class _LossReads(TorchDispatchMode):
     """Remembers every tensor that an operator takes."""
 
     def __init__(self) -> None:

@@ -8,12 +8,10 @@ from typing import Any
 
 import yaml
 
-from meshwright.exchange.batches import cut
-from meshwright.exchange.comments import comments
-from meshwright.exchange.deepspeed import ZERO, zero_section
-from meshwright.exchange.settle import (
+from meshwright.exchange.approximate import (
     PLAIN_WORDS,
     Rule,
+    approximate,
     as_data,
     axes_missing_in,
     drop,
@@ -21,11 +19,13 @@ from meshwright.exchange.settle import (
     impure,
     offloaded,
     replicates,
-    settle,
     without_autocast,
     zero_alone,
 )
-from meshwright.exchange.subject import Exported, Loss, Subject
+from meshwright.exchange.batches import cut
+from meshwright.exchange.comments import comments
+from meshwright.exchange.deepspeed import ZERO, zero_section
+from meshwright.exchange.export_request import Exported, ExportRequest, Unsupported
 from meshwright.facts.grammar import show_data
 from meshwright.facts.strategy import Strategy
 
@@ -74,27 +74,27 @@ _DEEPSPEED: tuple[Rule, ...] = (
 )
 
 
-def write_accelerate(subject: Subject) -> Exported:
+def write_accelerate(request: ExportRequest) -> Exported:
     """FSDP2 or DDP; the DeepSpeed plugin where DeepSpeed is asked for, or is all that has the strategy."""
-    settled, losses, config = _deepspeed(subject) if _needs_deepspeed(subject.strategy) else _torch(subject)
-    text = comments(subject, losses, _remarks(subject, config)) + yaml.safe_dump(config, sort_keys=False)
-    return Exported(to="accelerate", text=text, subject=subject, strategy=settled, without_equal=losses)
+    settled, losses, config = _deepspeed(request) if _needs_deepspeed(request.strategy) else _torch(request)
+    text = comments(request, losses, _remarks(request, config)) + yaml.safe_dump(config, sort_keys=False)
+    return Exported(to="accelerate", text=text, request=request, strategy=settled, without_equal=losses)
 
 
-Written = tuple[Strategy, tuple[Loss, ...], dict[str, Any]]
+Written = tuple[Strategy, tuple[Unsupported, ...], dict[str, Any]]
 
 
 def _needs_deepspeed(strategy: Strategy) -> bool:
     return strategy.engine == "deepspeed" or zero_alone(strategy)
 
 
-def _torch(subject: Subject) -> Written:
-    on_cpu = _ON_CPU if subject.device == "cpu" else ()
-    settled, losses = settle(subject, (*on_cpu, *_TORCH, _recompute))
+def _torch(request: ExportRequest) -> Written:
+    on_cpu = _ON_CPU if request.device == "cpu" else ()
+    settled, losses = approximate(request, (*on_cpu, *_TORCH, _recompute))
     if settled.traits.gathers:
-        config = _base(subject, settled, "FSDP") | {"fsdp_config": _fsdp(settled)}
+        config = _base(request, settled, "FSDP") | {"fsdp_config": _fsdp(settled)}
     else:
-        config = _base(subject, settled, "NO" if settled.traits.alone else "MULTI_GPU")
+        config = _base(request, settled, "NO" if settled.traits.alone else "MULTI_GPU")
     if settled.axes or settled.traits.hybrid:
         config["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": settled.replicas,
@@ -104,41 +104,41 @@ def _torch(subject: Subject) -> Written:
     return settled, losses, config
 
 
-def _deepspeed(subject: Subject) -> Written:
-    settled, losses = settle(subject, (_handed_over, *_DEEPSPEED))
-    steps = cut(subject, replace(settled, micro_batch=subject.strategy.micro_batch), alone=1).steps
+def _deepspeed(request: ExportRequest) -> Written:
+    settled, losses = approximate(request, (_handed_over, *_DEEPSPEED))
+    steps = cut(request, replace(settled, micro_batch=request.strategy.micro_batch), alone=1).steps
     zero = zero_section(settled)
     section: dict[str, Any] = {
         "gradient_accumulation_steps": steps,
-        "gradient_clipping": subject.max_norm or 0.0,
+        "gradient_clipping": request.max_norm or 0.0,
         "offload_optimizer_device": zero.get("offload_optimizer", {}).get("device", "none"),
         "offload_param_device": zero.get("offload_param", {}).get("device", "none"),
         "zero3_init_flag": zero["stage"] == 3,
         "zero3_save_16bit_model": zero["stage"] == 3,
         "zero_stage": zero["stage"],
     }
-    return settled, losses, _base(subject, settled, "DEEPSPEED") | {"deepspeed_config": section}
+    return settled, losses, _base(request, settled, "DEEPSPEED") | {"deepspeed_config": section}
 
 
-def _handed_over(strategy: Strategy) -> Loss | None:
+def _handed_over(strategy: Strategy) -> Unsupported | None:
     """ZeRO-1 and ZeRO-2 of the torch engine."""
     if strategy.engine == "deepspeed":
         return None
     says = "Accelerate has it through DeepSpeed only, which then runs it"
-    return Loss(term=show_data(strategy), says=says, becomes={"engine": "deepspeed"})
+    return Unsupported(term=show_data(strategy), says=says, becomes={"engine": "deepspeed"})
 
 
-def _recompute(strategy: Strategy) -> Loss | None:
+def _recompute(strategy: Strategy) -> Unsupported | None:
     """FSDP's plugin recomputes whole blocks; the others have no switch."""
     if strategy.recompute == "none" or (strategy.recompute == "full" and strategy.traits.gathers):
         return None
     sharded = strategy.traits.gathers
     says = "FSDP's plugin recomputes whole blocks" if sharded else "only FSDP's plugin has a switch for it"
     becomes = {"recompute": "full" if sharded else "none"}
-    return Loss(term=f"ac={strategy.recompute}", says=says, becomes=becomes)
+    return Unsupported(term=f"ac={strategy.recompute}", says=says, becomes=becomes)
 
 
-def _base(subject: Subject, strategy: Strategy, kind: str) -> dict[str, Any]:
+def _base(request: ExportRequest, strategy: Strategy, kind: str) -> dict[str, Any]:
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
@@ -146,11 +146,11 @@ def _base(subject: Subject, strategy: Strategy, kind: str) -> dict[str, Any]:
         "machine_rank": 0,
         "main_training_function": "main",
         "mixed_precision": strategy.precision if strategy.number_format.is_low else "no",
-        "num_machines": subject.nodes,
-        "num_processes": subject.ranks,
+        "num_machines": request.nodes,
+        "num_processes": request.ranks,
         "rdzv_backend": "static",
         "same_network": True,
-        "use_cpu": subject.device == "cpu",
+        "use_cpu": request.device == "cpu",
     }
     if strategy.precision == "fp8":
         config["fp8_config"] = {"backend": "AO"}
@@ -171,12 +171,12 @@ def _fsdp(strategy: Strategy) -> dict[str, Any]:
     }
 
 
-def _remarks(subject: Subject, config: dict[str, Any]) -> list[str]:
+def _remarks(request: ExportRequest, config: dict[str, Any]) -> list[str]:
     """What the user of the file should know."""
     known: list[tuple[str, Callable[[], bool]]] = [
         (WRAP, lambda: "fsdp_config" in config),
         (TENSOR, lambda: config.get("parallelism_config", {}).get("parallelism_config_tp_size", 1) > 1),
-        (SEVERAL, lambda: subject.nodes > 1),
-        (ON_CPU, lambda: config["use_cpu"] and subject.ranks > 1),
+        (SEVERAL, lambda: request.nodes > 1),
+        (ON_CPU, lambda: config["use_cpu"] and request.ranks > 1),
     ]
     return [remark for remark, holds in known if holds()]

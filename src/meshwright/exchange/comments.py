@@ -5,14 +5,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from meshwright.exchange.subject import Loss, Subject
+from meshwright.exchange.export_request import ExportRequest, Unsupported
 
 
-def comments(subject: Subject, losses: Sequence[Loss], remarks: Sequence[str] = ()) -> str:
+def comments(request: ExportRequest, losses: Sequence[Unsupported], remarks: Sequence[str] = ()) -> str:
     """Where the file came from, what its user should know, and what has no equal in it; each line behind a `#`."""
-    nodes = f" in {subject.nodes} nodes" if subject.nodes > 1 else ""
-    ranks = f"{subject.ranks} rank{'s' * (subject.ranks > 1)}"
-    lines = [f"meshwright export: {subject.strategy} on {ranks}{nodes}.", *remarks]
+    nodes = f" in {request.nodes} nodes" if request.nodes > 1 else ""
+    ranks = f"{request.ranks} rank{'s' * (request.ranks > 1)}"
+    lines = [f"meshwright export: {request.strategy} on {ranks}{nodes}.", *remarks]
     if losses:
         lines += ["Without an equal here:", *(f"- {loss}" for loss in losses)]
     return "".join(f"# {line}\n" for text in lines for line in _wrapped(text))

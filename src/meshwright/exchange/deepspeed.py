@@ -6,10 +6,10 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from meshwright.exchange.batches import cut, named
-from meshwright.exchange.settle import (
+from meshwright.exchange.approximate import (
     PLAIN_WORDS,
     Rule,
+    approximate,
     as_data,
     axes_missing_in,
     becomes_precision,
@@ -17,10 +17,10 @@ from meshwright.exchange.settle import (
     impure,
     offloaded,
     replicates,
-    settle,
     without_autocast,
 )
-from meshwright.exchange.subject import Exported, Loss, Subject
+from meshwright.exchange.batches import cut, named
+from meshwright.exchange.export_request import Exported, ExportRequest, Unsupported
 from meshwright.facts.strategy import Strategy
 
 
@@ -51,10 +51,10 @@ def stage(strategy: Strategy) -> int:
     return strategy.traits.zero_stage or 0
 
 
-def write_deepspeed(subject: Subject) -> Exported:
+def write_deepspeed(request: ExportRequest) -> Exported:
     """The config that `deepspeed.initialize(config=...)` takes."""
-    settled, losses = settle(subject, (axes_missing_in("deepspeed"), *ZERO, *NOT_IN_CODE))
-    batches = cut(subject, settled, alone=1)
+    settled, losses = approximate(request, (axes_missing_in("deepspeed"), *ZERO, *NOT_IN_CODE))
+    batches = cut(request, settled, alone=1)
     losses = (*losses, *named(settled, batches.micro))
     said = replace(settled, micro_batch=batches.micro, engine="deepspeed")
     config: dict[str, Any] = {
@@ -62,16 +62,16 @@ def write_deepspeed(subject: Subject) -> Exported:
         "train_micro_batch_size_per_gpu": batches.micro,
         "gradient_accumulation_steps": batches.steps,
         # Left out, it is 1.0 in DeepSpeed 0.19, and clips what nobody asked to clip.
-        "gradient_clipping": subject.max_norm or 0.0,
+        "gradient_clipping": request.max_norm or 0.0,
         "zero_optimization": zero_section(said),
         # The script's optimizer is kept, whatever it is, also where it runs on the host.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         **_precision(said),
-        "meshwright": _remarks(subject, losses),
+        "meshwright": _remarks(request, losses),
     }
     text = json.dumps(config, indent=2) + "\n"
-    return Exported(to="deepspeed", text=text, subject=subject, strategy=said, without_equal=losses)
+    return Exported(to="deepspeed", text=text, request=request, strategy=said, without_equal=losses)
 
 
 def zero_section(strategy: Strategy) -> dict[str, Any]:
@@ -100,10 +100,10 @@ def _precision(strategy: Strategy) -> dict[str, Any]:
     return {word: section}
 
 
-def _remarks(subject: Subject, losses: tuple[Loss, ...]) -> dict[str, Any]:
+def _remarks(request: ExportRequest, losses: tuple[Unsupported, ...]) -> dict[str, Any]:
     """JSON has no comments, and DeepSpeed passes over top-level keys that it does not know."""
     return {
-        "strategy": str(subject.strategy),
-        "ranks": subject.ranks,
+        "strategy": str(request.strategy),
+        "ranks": request.ranks,
         "without_equal": [str(loss) for loss in losses],
     }

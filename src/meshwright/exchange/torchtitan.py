@@ -9,22 +9,22 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from meshwright.exchange.batches import Batches, cut, named
-from meshwright.exchange.comments import comments
-from meshwright.exchange.settle import (
+from meshwright.exchange.approximate import (
     PLAIN_WORDS,
     Rule,
+    approximate,
     as_data,
     axes_missing_in,
     becomes_precision,
     drop,
     offloaded,
     replicates,
-    settle,
     without_autocast,
     zero_alone,
 )
-from meshwright.exchange.subject import Exported, Subject
+from meshwright.exchange.batches import Batches, cut, named
+from meshwright.exchange.comments import comments
+from meshwright.exchange.export_request import Exported, ExportRequest
 from meshwright.facts.strategy import Strategy
 
 SCHEDULES = {
@@ -72,19 +72,19 @@ def _unmixed(strategy: Strategy) -> bool:
     return not strategy.traits.gathers and strategy.model_ranks > 1
 
 
-def write_torchtitan(subject: Subject) -> Exported:
+def write_torchtitan(request: ExportRequest) -> Exported:
     """The file that `--job.config_file` names."""
-    settled, losses = settle(subject, _RULES)
-    batches = cut(subject, settled, alone=1 if settled.stage_axis else LOCAL_BATCH)
+    settled, losses = approximate(request, _RULES)
+    batches = cut(request, settled, alone=1 if settled.stage_axis else LOCAL_BATCH)
     losses = (*losses, *named(settled, batches.micro))
     said = replace(settled, micro_batch=batches.micro)
-    text = comments(subject, losses, (REMARK,)) + _toml(_sections(subject, said, batches))
-    return Exported(to="torchtitan", text=text, subject=subject, strategy=said, without_equal=losses)
+    text = comments(request, losses, (REMARK,)) + _toml(_sections(request, said, batches))
+    return Exported(to="torchtitan", text=text, request=request, strategy=said, without_equal=losses)
 
 
-def _sections(subject: Subject, strategy: Strategy, batches: Batches) -> dict[str, dict[str, Any]]:
+def _sections(request: ExportRequest, strategy: Strategy, batches: Batches) -> dict[str, dict[str, Any]]:
     sections: dict[str, dict[str, Any]] = {
-        "training": _training(subject, strategy, batches),
+        "training": _training(request, strategy, batches),
         "parallelism": _parallelism(strategy, batches),
         "activation_checkpoint": {"mode": strategy.recompute},
         "compile": {"enable": strategy.compile},
@@ -96,25 +96,25 @@ def _sections(subject: Subject, strategy: Strategy, batches: Batches) -> dict[st
     return sections
 
 
-def _training(subject: Subject, strategy: Strategy, batches: Batches) -> dict[str, Any]:
+def _training(request: ExportRequest, strategy: Strategy, batches: Batches) -> dict[str, Any]:
     small = strategy.number_format.is_low
     section: dict[str, Any] = {
-        "local_batch_size": _local_batch(subject, strategy, batches),
+        "local_batch_size": _local_batch(request, strategy, batches),
         "dtype": "bfloat16" if strategy.pure else "float32",
         "mixed_precision_param": "bfloat16" if small else "float32",
         "enable_cpu_offload": strategy.offload == "params",
     }
-    if subject.global_batch is not None:
+    if request.global_batch is not None:
         # Left out, torchtitan clips to 1.0.
-        section |= {"global_batch_size": batches.total, "max_norm": subject.max_norm or float("inf")}
+        section |= {"global_batch_size": batches.total, "max_norm": request.max_norm or float("inf")}
     return section
 
 
-def _local_batch(subject: Subject, strategy: Strategy, batches: Batches) -> int:
+def _local_batch(request: ExportRequest, strategy: Strategy, batches: Batches) -> int:
     """What a data rank goes through between two updates of its schedule: under a pipeline all its micro-batches."""
     if not strategy.stage_axis:
         return batches.micro
-    if subject.global_batch is not None:
+    if request.global_batch is not None:
         return batches.micro * batches.steps
     return batches.micro * 2 * strategy.stage_ranks  # enough to fill two stages a rank
 

@@ -52,7 +52,7 @@ class Term:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TermRow:
     """Terms that fill the same fields, so that at most one of them may be written."""
 
     forms: tuple[str, ...]
@@ -89,7 +89,7 @@ def show_terms(strategy: Strategy) -> str:
     return ",".join(filter(None, (row.show(strategy) for row in table()))) or FULL.word
 
 
-def _find_row(term: Term, rows: Sequence[Row]) -> int:
+def _find_row(term: Term, rows: Sequence[TermRow]) -> int:
     """The place in the table of the row that a term belongs to."""
     for place, row in enumerate(rows):
         if term.head in row.heads:
@@ -135,7 +135,7 @@ def _twice(first: Term, second: Term) -> str:
     return f"Strategy terms {first.text!r} and {second.text!r} exclude each other; keep one of them."
 
 
-def _unknown(term: Term, rows: Sequence[Row]) -> str:
+def _unknown(term: Term, rows: Sequence[TermRow]) -> str:
     forms = ", ".join(form for row in rows for form in row.forms)
     if not term.text:
         return f"Empty strategy term; write terms with one comma between them. Valid: {forms}."
@@ -155,17 +155,17 @@ def _mended(term: Term, head: str, form: str) -> str:
     return text
 
 
-def flag(name: str) -> Row:
+def flag(name: str) -> TermRow:
     """A term that is there or not, as `compile`."""
 
     def read(term: Term) -> Fields:
         bare(term)
         return {name: True}
 
-    return Row(forms=(name,), read=read, show=lambda strategy: name if getattr(strategy, name) else "")
+    return TermRow(forms=(name,), read=read, show=lambda strategy: name if getattr(strategy, name) else "")
 
 
-def size(head: str, *, field: str = "", default: int | None = 1) -> Row:
+def size(head: str, *, field: str = "", default: int | None = 1) -> TermRow:
     """A term with a whole number, as `tp=4`."""
     field = field or head
 
@@ -177,10 +177,10 @@ def size(head: str, *, field: str = "", default: int | None = 1) -> Row:
         number = getattr(strategy, field)
         return "" if number == default else f"{head}={number}"
 
-    return Row(forms=(f"{head}=N",), read=read, show=show)
+    return TermRow(forms=(f"{head}=N",), read=read, show=show)
 
 
-def choice(head: str, words: tuple[str, ...], *, field: str = "") -> Row:
+def choice(head: str, words: tuple[str, ...], *, field: str = "") -> TermRow:
     """A term with one of a few words, as `ac=full`; the first word is the default."""
     field = field or head
 
@@ -192,7 +192,7 @@ def choice(head: str, words: tuple[str, ...], *, field: str = "") -> Row:
         word = getattr(strategy, field)
         return "" if word == words[0] else f"{head}={word}"
 
-    return Row(forms=(f"{head}={'|'.join(words)}",), read=read, show=show)
+    return TermRow(forms=(f"{head}={'|'.join(words)}",), read=read, show=show)
 
 
 def read_data(term: Term) -> Fields:
@@ -229,7 +229,7 @@ def show_data(strategy: Strategy) -> str:
     return f"{strategy.data}{number}{suffix}"
 
 
-def axis_row(traits: AxisTraits) -> Row:
+def axis_row(traits: AxisTraits) -> TermRow:
     """The term of a registered model axis."""
     word = traits.word
     form = f"{word}=N" + (f":{'|'.join(traits.suffixes)}" if traits.suffixes else "")
@@ -245,7 +245,7 @@ def axis_row(traits: AxisTraits) -> Row:
     def show(strategy: Strategy) -> str:
         return "".join(str(term) for term in strategy.axes if term.word == word)
 
-    return Row(forms=(form,), read=read, show=show)
+    return TermRow(forms=(form,), read=read, show=show)
 
 
 def read_precision(term: Term) -> Fields:
@@ -287,16 +287,16 @@ def _data_forms() -> tuple[str, ...]:
 
 _BEFORE = (flag("auto"),)
 _AFTER = (
-    Row(forms=tuple(FORMATS), read=read_precision, show=show_precision),
+    TermRow(forms=tuple(FORMATS), read=read_precision, show=show_precision),
     choice("ac", get_args(Recompute), field="recompute"),
-    Row(forms=("offload=optimizer|params|nvme:DIR",), read=read_offload, show=show_offload),
+    TermRow(forms=("offload=optimizer|params|nvme:DIR",), read=read_offload, show=show_offload),
     size("mb", field="micro_batch", default=None),
     flag("compile"),
     choice("engine", get_args(Engine)),
 )
 
 
-def table() -> tuple[Row, ...]:
+def table() -> tuple[TermRow, ...]:
     """All rows. Their order is the order of the canonical text."""
-    data = Row(forms=_data_forms(), read=read_data, show=show_data)
+    data = TermRow(forms=_data_forms(), read=read_data, show=show_data)
     return (*_BEFORE, data, *map(axis_row, MODEL_AXES.values()), *_AFTER)

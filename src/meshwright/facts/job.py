@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import Dataset
 
-    from meshwright.facts.named import NamedParameters
+    from meshwright.facts.named_parameters import NamedParameters
 
 
 @dataclass(frozen=True, kw_only=True)

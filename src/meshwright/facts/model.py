@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from meshwright.facts.tensor import TensorPlan
+from meshwright.facts.tensor_plan import TensorPlan
 
 
 @dataclass(frozen=True, kw_only=True)

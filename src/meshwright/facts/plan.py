@@ -91,7 +91,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Against:
+class ForeignChoice:
     """Somebody's own choice, read from another framework's config, held against the plans."""
 
     file: str
@@ -137,7 +137,7 @@ class Ranking:
     seconds: float = 0.0
     advice: tuple[str, ...] = ()
     """What to change where nothing fits; else what is worth knowing."""
-    against: Against | None = None
+    against: ForeignChoice | None = None
     """A choice that was not ours, where one was asked for."""
 
     def to_json(self) -> dict[str, Any]:

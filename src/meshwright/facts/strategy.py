@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from meshwright.facts import grammar, soundness
+from meshwright.facts import grammar, strategy_rules
 from meshwright.facts.data_axis import DataTraits, find_traits
 from meshwright.facts.grammar import Engine, Offload, Recompute
 from meshwright.facts.model_axis import MODEL_AXES, AxisTerm, normalised
@@ -54,7 +54,7 @@ class Strategy:
     """Whether the planner chooses the axes."""
 
     def __post_init__(self) -> None:
-        soundness.check(self)
+        strategy_rules.check(self)
         object.__setattr__(self, "axes", normalised(self.axes))
 
     @classmethod

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from meshwright.facts.forecast import Forecast
 from meshwright.facts.hardware import Hardware
 from meshwright.facts.plan import GIB
-from meshwright.planner.arrangement import Arrangement
 from meshwright.planner.memory import forecast_memory
-from meshwright.planner.stagewise import Loads, held_twice
+from meshwright.planner.stage_costs import StageCosts, held_twice
+from meshwright.planner.step_layout import StepLayout
 from meshwright.planner.time import Timing, forecast_time
 
 CONTEXT = 1.2 * GIB
@@ -74,39 +74,39 @@ def allocated(forecast: Forecast) -> int:
 
 
 def account(
-    arrangement: Arrangement,
-    loads: Loads,
+    step_layout: StepLayout,
+    stage_costs: StageCosts,
     hardware: Hardware,
     per_node: int,
     *,
     worth_timing: Callable[[Forecast], bool] = lambda memory: True,
 ) -> Account:
-    """Memory and time of an arrangement; raises `Refused` where the model cannot be cut so.
+    """Memory and time of a step layout; raises `Refused` where the model cannot be cut so.
 
     `worth_timing` is told the fullest rank's memory, and says whether the time is asked for.
     """
-    timing = forecast_time(arrangement, loads, hardware, per_node) if arrangement.elastic else Timing()
-    held = _held_by_streams(arrangement, timing, per_node) if arrangement.elastic else 1.0
-    ranks = forecast_memory(arrangement, loads, gathered=held)
-    if arrangement.elastic and max(rank.peak for rank in ranks) > usable(hardware):
-        ranks = _squeezed(arrangement, loads, ranks, usable(hardware))
+    timing = forecast_time(step_layout, stage_costs, hardware, per_node) if step_layout.elastic else Timing()
+    held = _held_by_streams(step_layout, timing, per_node) if step_layout.elastic else 1.0
+    ranks = forecast_memory(step_layout, stage_costs, gathered=held)
+    if step_layout.elastic and max(rank.peak for rank in ranks) > usable(hardware):
+        ranks = _squeezed(step_layout, stage_costs, ranks, usable(hardware))
     fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].peak)
-    if not arrangement.elastic and worth_timing(ranks[fullest]):
-        timing = forecast_time(arrangement, loads, hardware, per_node)
+    if not step_layout.elastic and worth_timing(ranks[fullest]):
+        timing = forecast_time(step_layout, stage_costs, hardware, per_node)
     return Account(ranks=tuple(ranks), fullest=fullest, timing=timing)
 
 
-def _held_by_streams(arrangement: Arrangement, timing: Timing, per_node: int) -> float:
+def _held_by_streams(step_layout: StepLayout, timing: Timing, per_node: int) -> float:
     """Gathered inputs that streams hold, by those that backward needs: the more, the more they wait."""
-    far = arrangement.stage_ranks > 1 and arrangement.ranks > per_node
-    if far and (timing.stalls or arrangement.inner_ranks > per_node):
-        return held_twice(arrangement)
-    return AHEAD if arrangement.stage_ranks > 1 else 1.0
+    far = step_layout.stage_ranks > 1 and step_layout.ranks > per_node
+    if far and (timing.stalls or step_layout.inner_ranks > per_node):
+        return held_twice(step_layout)
+    return AHEAD if step_layout.stage_ranks > 1 else 1.0
 
 
-def _squeezed(arrangement: Arrangement, loads: Loads, ranks: list[Forecast], room: float) -> list[Forecast]:
+def _squeezed(step_layout: StepLayout, stage_costs: StageCosts, ranks: list[Forecast], room: float) -> list[Forecast]:
     """What is held where memory is short: streams give back what they only had not returned yet, and not more."""
-    least = forecast_memory(arrangement, loads, gathered=0.0)
+    least = forecast_memory(step_layout, stage_costs, gathered=0.0)
     if max(rank.peak for rank in least) > room:
         return ranks
     held = []

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.facts.forecast import Forecast
-from meshwright.planner.arrangement import inner_causes
-from meshwright.planner.scores import Outcome
+from meshwright.planner.scores import ScoredRun
+from meshwright.planner.step_layout import inner_causes
 
 KEPT = ("activations", "logits", "temporary", "gathered", "allocator")
 """What a factor on memory goes with: states are counted, not estimated."""
@@ -70,7 +70,7 @@ class Calibration:
         return (f"Fitted to {self.rows} runs: {listed}.",)
 
 
-def calibrate(outcomes: Sequence[Outcome]) -> Calibration:
+def calibrate(outcomes: Sequence[ScoredRun]) -> Calibration:
     """Fit factors to measured runs, each row counting alike and those far off less."""
     timed = [o for o in outcomes if o.account is not None and o.row.step is not None]
     held = [o for o in outcomes if o.account is not None and o.row.peak_gib is not None]
@@ -82,7 +82,7 @@ def calibrate(outcomes: Sequence[Outcome]) -> Calibration:
     return found
 
 
-def _fit_time(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def _fit_time(outcomes: Sequence[ScoredRun]) -> dict[str, float]:
     groups = list(_causes())
     shares = np.array([_shares(outcome) for outcome in outcomes])
     told = [index for index in range(len(groups)) if shares[:, index].mean() >= LEAST]
@@ -93,7 +93,7 @@ def _fit_time(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return {groups[place]: float(factor) for place, factor in zip(told, factors, strict=True)}
 
 
-def _shares(outcome: Outcome) -> list[float]:
+def _shares(outcome: ScoredRun) -> list[float]:
     """Forecast seconds of each group as shares of the measured step; they add up to 1 where a forecast is right."""
     assert outcome.account is not None
     assert outcome.row.step is not None
@@ -106,7 +106,7 @@ def _shares(outcome: Outcome) -> list[float]:
     return [seconds / outcome.row.step for seconds in sums.values()]
 
 
-def _fit_memory(outcomes: Sequence[Outcome]) -> float:
+def _fit_memory(outcomes: Sequence[ScoredRun]) -> float:
     rows = []
     for outcome in outcomes:
         assert outcome.account is not None

@@ -40,7 +40,7 @@ PAIRS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The ranks of one collective, and how they lie over nodes."""
 
     ranks: int
@@ -60,13 +60,13 @@ class Group:
         return min(1.0, self.per_node / self.devices_per_node)
 
 
-def group_on(axis_size: int, inner: int, devices_per_node: int) -> Group:
+def group_on(axis_size: int, inner: int, devices_per_node: int) -> RankGroup:
     """The group of a mesh axis with `inner` consecutive ranks inside one step of it; the innermost axis has 1."""
     per_node = min(axis_size, max(1, devices_per_node // inner))
-    return Group(axis_size, per_node, ceil(axis_size / per_node), devices_per_node)
+    return RankGroup(axis_size, per_node, ceil(axis_size / per_node), devices_per_node)
 
 
-def seconds(kind: str, bytes: float, group: Group, hardware: Hardware) -> float:
+def seconds(kind: str, bytes: float, group: RankGroup, hardware: Hardware) -> float:
     """Time of one collective of `bytes`, while all other groups of the same axis do the same.
 
     Bytes are those of the whole tensor: what all ranks hold together after an all_gather or before a reduce_scatter,
@@ -137,7 +137,7 @@ class _Paths:
 
 
 @lru_cache(maxsize=4096)
-def _paths(group: Group, links: _Links) -> _Paths:
+def _paths(group: RankGroup, links: _Links) -> _Paths:
     is_gpu = links.within.kind != "shared-memory"
     # A measured latency is of the protocol that was chosen when it was measured.
     far = group.nodes > 1 and links.between.kind in ONE_PROTOCOL
@@ -145,7 +145,7 @@ def _paths(group: Group, links: _Links) -> _Paths:
     return _Paths(LAUNCH if is_gpu else 0.0, tuple(_path(group, links, protocol) for protocol in protocols))
 
 
-def _path(group: Group, links: _Links, protocol: _Protocol) -> _Path:
+def _path(group: RankGroup, links: _Links, protocol: _Protocol) -> _Path:
     contention = KINDS[links.between.kind].contention
     return _Path(
         within=_within(group, links) * protocol.bandwidth,
@@ -158,11 +158,11 @@ def _path(group: Group, links: _Links, protocol: _Protocol) -> _Path:
     )
 
 
-def _is_half(group: Group, links: _Links) -> bool:
+def _is_half(group: RankGroup, links: _Links) -> bool:
     return group.nodes == 1 and links.within.kind == "nvlink-sharp" and not links.reached[0]
 
 
-def _within(group: Group, links: _Links) -> float:
+def _within(group: RankGroup, links: _Links) -> float:
     link = links.within
     if links.reached[0]:
         return link.bandwidth
@@ -170,12 +170,12 @@ def _within(group: Group, links: _Links) -> float:
     return link.bandwidth * KINDS[link.kind].efficiency * used
 
 
-def _between(group: Group, links: _Links) -> float:
+def _between(group: RankGroup, links: _Links) -> float:
     reached = 1.0 if links.reached[1] else KINDS[links.between.kind].efficiency
     return links.between.bandwidth * group.share * reached
 
 
-def _ring(kind: str, size: float, group: Group, path: _Path) -> float:
+def _ring(kind: str, size: float, group: RankGroup, path: _Path) -> float:
     """Every step waits for the slowest hop: an all-gather of 2 GB over 256 H100 runs as slowly as that says."""
     speeds = [path.within * (path.half_ring if kind in _HALF_RINGS else 1.0)] * (group.per_node > 1) + [
         path.between
@@ -188,7 +188,7 @@ def _sum_in_switch(size: float, path: _Path) -> float:
     return SWITCH_LATENCY + size / (path.within * SWITCH)
 
 
-def _tree(size: float, group: Group, path: _Path) -> float:
+def _tree(size: float, group: RankGroup, path: _Path) -> float:
     """NCCL's double tree over nodes: each sends the tensor up and down, and with two nodes only to the other."""
     far = size * (1 if group.nodes == 2 else 2) / path.crowded
     hops = 2 * ceil(log2(group.nodes)) * path.far_hop
@@ -198,7 +198,7 @@ def _tree(size: float, group: Group, path: _Path) -> float:
     return hops + 2 * (group.per_node - 1) * path.hop + max(far, near)
 
 
-def _all_reduce(kind: str, size: float, group: Group, path: _Path) -> float:
+def _all_reduce(kind: str, size: float, group: RankGroup, path: _Path) -> float:
     ways = [_ring(kind, size, group, path)]
     if group.nodes > 1:
         ways.append(_tree(size, group, path))
@@ -207,7 +207,7 @@ def _all_reduce(kind: str, size: float, group: Group, path: _Path) -> float:
     return min(ways)
 
 
-def _all_to_all(kind: str, size: float, group: Group, path: _Path) -> float:
+def _all_to_all(kind: str, size: float, group: RankGroup, path: _Path) -> float:
     """Each rank sends to all others at once; what leaves the node goes through the rank's part of its link."""
     far_ranks = group.ranks - group.per_node
     far = size * far_ranks / group.ranks / (path.between / group.per_node)
@@ -216,14 +216,14 @@ def _all_to_all(kind: str, size: float, group: Group, path: _Path) -> float:
     return rounds * (path.far_hop if far_ranks else path.hop) + max(far, near)
 
 
-def _send(kind: str, size: float, group: Group, path: _Path) -> float:
+def _send(kind: str, size: float, group: RankGroup, path: _Path) -> float:
     """To the next rank of the group, at the pace of the slowest pair: that which lies on two nodes."""
     if group.nodes > 1:
         return path.far_hop + size / path.between
     return path.hop + size / path.within
 
 
-_Cost = Callable[[str, float, Group, _Path], float]
+_Cost = Callable[[str, float, RankGroup, _Path], float]
 _COSTS: Mapping[str, _Cost] = {
     "all_reduce": _all_reduce,
     "all_gather": _ring,

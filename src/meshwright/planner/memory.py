@@ -6,8 +6,8 @@ from functools import lru_cache
 
 from meshwright import schedules
 from meshwright.facts.forecast import Forecast
-from meshwright.planner.arrangement import Arrangement, rank_of, stages_of
-from meshwright.planner.stagewise import Loads, StageLoad
+from meshwright.planner.stage_costs import StageCosts, StageWork
+from meshwright.planner.step_layout import StepLayout, rank_of, stages_of
 
 GATHERED_UNITS = 2
 """Blocks that FSDP2 holds whole at a time: the one that computes and the next one, which is being gathered."""
@@ -21,71 +21,71 @@ do not fit what is asked for next (measured on an H200: 2 to 9 % of the peak in 
 
 
 def forecast_memory(
-    arrangement: Arrangement, loads: Loads, *, gathered: float = 1.0, every: bool = False
+    step_layout: StepLayout, stage_costs: StageCosts, *, gathered: float = 1.0, every: bool = False
 ) -> list[Forecast]:
     """Forecasts of pipeline ranks, first to last; raises `Refused` where the model cannot be cut so.
 
     Of a long pipeline only the ranks that can be the fullest, unless `every` one is asked for. `gathered` is the share
     of the inputs that inner axes gather that is held.
     """
-    stages = loads.of(arrangement, gathered=gathered)
-    ranks = range(arrangement.stage_ranks) if every or arrangement.stage_ranks <= FEW else _ends(arrangement, stages)
-    return [_of_rank(arrangement, stages, rank) for rank in ranks]
+    stages = stage_costs.of(step_layout, gathered=gathered)
+    ranks = range(step_layout.stage_ranks) if every or step_layout.stage_ranks <= FEW else _ends(step_layout, stages)
+    return [_of_rank(step_layout, stages, rank) for rank in ranks]
 
 
-def _ends(arrangement: Arrangement, stages: tuple[StageLoad, ...]) -> list[int]:
+def _ends(step_layout: StepLayout, stages: tuple[StageWork, ...]) -> list[int]:
     """The first ranks have most in flight, the last the loss, and one the most parameters."""
     heaviest = max(range(len(stages)), key=lambda stage: stages[stage].elements)
-    last = arrangement.stage_ranks - 1
-    return sorted({0, 1, rank_of(arrangement, heaviest), last - 1, last})
+    last = step_layout.stage_ranks - 1
+    return sorted({0, 1, rank_of(step_layout, heaviest), last - 1, last})
 
 
-def _of_rank(arrangement: Arrangement, stages: tuple[StageLoad, ...], rank: int) -> Forecast:
-    own = [stages[stage] for stage in stages_of(arrangement)[rank]]
-    flights = in_flight(arrangement)[rank]
+def _of_rank(step_layout: StepLayout, stages: tuple[StageWork, ...], rank: int) -> Forecast:
+    own = [stages[stage] for stage in stages_of(step_layout)[rank]]
+    flights = in_flight(step_layout)[rank]
     kept, climb = _activations(own, flights)
-    kept += _received(arrangement, stages, rank, flights)
+    kept += _received(step_layout, stages, rank, flights)
     logits = min(climb, max(stage.logits for stage in own))
     memory = {
-        **_states(arrangement, own, flights),
+        **_states(step_layout, own, flights),
         "activations": kept + climb,
-        "gathered": _gathered(arrangement, own, True),
-        "communication": _buffers(arrangement, own),
+        "gathered": _gathered(step_layout, own, True),
+        "communication": _buffers(step_layout, own),
         "temporary": WORKSPACE,
     }
-    if not arrangement.gradients_rest:
-        memory |= _with_gradients(arrangement, own[0])
+    if not step_layout.gradients_rest:
+        memory |= _with_gradients(step_layout, own[0])
     memory["logits"] = min(logits, memory["activations"])
     memory["activations"] -= memory["logits"]
-    if arrangement.one_process:
-        memory["logits"] *= arrangement.data
+    if step_layout.one_process:
+        memory["logits"] *= step_layout.data
     memory["allocator"] = SLACK * (memory["activations"] + memory["logits"])
     return Forecast(memory={cause: round(size) for cause, size in memory.items()})
 
 
-def _states(arrangement: Arrangement, own: list[StageLoad], flights: tuple[int, ...]) -> dict[str, float]:
+def _states(step_layout: StepLayout, own: list[StageWork], flights: tuple[int, ...]) -> dict[str, float]:
     elements, trainable = sum(s.elements for s in own), sum(s.trainable for s in own)
-    on_device = 0 if arrangement.offload else 1
-    optimizer = trainable * arrangement.moment_bytes + elements * arrangement.master_bytes
-    parameters = elements * arrangement.parameter_bytes / arrangement.parameters_over
-    parameters += arrangement.cast_bytes * _cast(arrangement, own, flights)
+    on_device = 0 if step_layout.offload else 1
+    optimizer = trainable * step_layout.moment_bytes + elements * step_layout.master_bytes
+    parameters = elements * step_layout.parameter_bytes / step_layout.parameters_over
+    parameters += step_layout.cast_bytes * _cast(step_layout, own, flights)
     return {
-        "parameters": 0.0 if arrangement.offload == "params" else parameters,
-        "gradients": trainable * (arrangement.gradient_bytes / arrangement.gradients_over + arrangement.beside_bytes),
-        "optimizer": on_device * optimizer / arrangement.optimizer_over,
+        "parameters": 0.0 if step_layout.offload == "params" else parameters,
+        "gradients": trainable * (step_layout.gradient_bytes / step_layout.gradients_over + step_layout.beside_bytes),
+        "optimizer": on_device * optimizer / step_layout.optimizer_over,
     }
 
 
-def _cast(arrangement: Arrangement, own: list[StageLoad], flights: tuple[int, ...]) -> float:
+def _cast(step_layout: StepLayout, own: list[StageWork], flights: tuple[int, ...]) -> float:
     """Elements that lie cast beside the parameters, for each micro-batch in flight; of blocks that recompute, one."""
     cast = 0
     for stage, count in zip(own, flights, strict=True):
         around, blocks, one = stage.cast
-        cast += count * (around + blocks) if arrangement.recompute == "none" else count * around + one
+        cast += count * (around + blocks) if step_layout.recompute == "none" else count * around + one
     return cast
 
 
-def _activations(own: list[StageLoad], flights: tuple[int, ...]) -> tuple[float, float]:
+def _activations(own: list[StageWork], flights: tuple[int, ...]) -> tuple[float, float]:
     """Bytes that other micro-batches keep while the fullest moment of one is passed through, and that moment's."""
     others = [max(0, count - 1) * stage.kept for stage, count in zip(own, flights, strict=True)]
     fullest = max(range(len(own)), key=lambda i: own[i].climb - own[i].kept)
@@ -93,13 +93,13 @@ def _activations(own: list[StageLoad], flights: tuple[int, ...]) -> tuple[float,
     return sum(others) + resting, own[fullest].climb
 
 
-def _with_gradients(arrangement: Arrangement, stage: StageLoad) -> dict[str, float]:
+def _with_gradients(step_layout: StepLayout, stage: StageWork) -> dict[str, float]:
     """Activations, gradients and gathered parameters at the moment when they are most together.
 
     Backward frees what a unit kept and leaves its gradients, so it is fullest at the loss or at the first unit.
     """
-    each = arrangement.gradient_bytes / arrangement.gradients_over
-    inside, outside = _gathered(arrangement, [stage], True), _gathered(arrangement, [stage], False)
+    each = step_layout.gradient_bytes / step_layout.gradients_over
+    inside, outside = _gathered(step_layout, [stage], True), _gathered(step_layout, [stage], False)
     before, gradients = stage.kept, 0.0
     fullest = {"activations": 0.0, "gradients": stage.trainable * each, "gathered": outside}
     for unit in reversed(stage.units):
@@ -111,33 +111,33 @@ def _with_gradients(arrangement: Arrangement, stage: StageLoad) -> dict[str, flo
     return fullest
 
 
-def _received(arrangement: Arrangement, stages: tuple[StageLoad, ...], rank: int, flights: tuple[int, ...]) -> float:
+def _received(step_layout: StepLayout, stages: tuple[StageWork, ...], rank: int, flights: tuple[int, ...]) -> float:
     """What neighbours sent: the input of every micro-batch in flight, which no unit of the stage counts as its own."""
-    first = stages_of(arrangement)[rank][0]
+    first = stages_of(step_layout)[rank][0]
     return max(flights) * stages[first - 1].output if first else 0.0
 
 
-def _gathered(arrangement: Arrangement, own: list[StageLoad], inside: bool) -> float:
+def _gathered(step_layout: StepLayout, own: list[StageWork], inside: bool) -> float:
     """Parameters that are whole for a while, and gradients that are not divided yet; `inside` of a block or not."""
-    if not arrangement.gathers:
+    if not step_layout.gathers:
         return 0.0
-    low = arrangement.compute_bytes
+    low = step_layout.compute_bytes
     blocks = [unit.elements for stage in own for unit in stage.units if unit.is_block]
     whole = sum(stage.elements for stage in own)
     rest = whole - sum(blocks)
     """What is in no block is gathered with the model's root and stays."""
-    held = GATHERED_UNITS * inside * max(blocks, default=0) + rest if arrangement.reshards else whole
-    gradients = inside * max(blocks, default=0) * (low + arrangement.reduce_bytes)
+    held = GATHERED_UNITS * inside * max(blocks, default=0) + rest if step_layout.reshards else whole
+    gradients = inside * max(blocks, default=0) * (low + step_layout.reduce_bytes)
     return held * low + gradients
 
 
-def _buffers(arrangement: Arrangement, own: list[StageLoad]) -> float:
+def _buffers(step_layout: StepLayout, own: list[StageWork]) -> float:
     """What a sum over ranks needs beside the gradients themselves."""
-    if arrangement.data == 1 or arrangement.gathers:
+    if step_layout.data == 1 or step_layout.gathers:
         return 0.0
     largest = max((unit.elements for stage in own for unit in stage.units), default=0)
-    if arrangement.optimizer_over > 1:
-        return float(largest * arrangement.reduce_bytes)
+    if step_layout.optimizer_over > 1:
+        return float(largest * step_layout.reduce_bytes)
     return 0.0
 
 
@@ -157,8 +157,8 @@ def _flights(schedule: str, ranks: int, virtual: int, micro_batches: int) -> tup
     return tuple(tuple(found.stages[stage] for stage in made.stages_of(rank)) for rank in range(ranks))
 
 
-def in_flight(arrangement: Arrangement) -> tuple[tuple[int, ...], ...]:
+def in_flight(step_layout: StepLayout) -> tuple[tuple[int, ...], ...]:
     """For each pipeline rank, how many micro-batches each of its stages keeps activations of."""
-    if arrangement.stage_ranks == 1:
+    if step_layout.stage_ranks == 1:
         return ((1,),)
-    return _flights(arrangement.schedule, arrangement.stage_ranks, arrangement.virtual, arrangement.micro_batches)
+    return _flights(step_layout.schedule, step_layout.stage_ranks, step_layout.virtual, step_layout.micro_batches)

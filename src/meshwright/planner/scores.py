@@ -9,14 +9,14 @@ from typing import Any
 
 from meshwright.facts.plan import GIB
 from meshwright.planner.account import Account
-from meshwright.planner.rows import Row
+from meshwright.planner.measured_runs import MeasuredRun
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ScoredRun:
     """A row and what the planner says of it."""
 
-    row: Row
+    row: MeasuredRun
     account: Account | None
     """None where it is refused."""
     fits: bool
@@ -38,7 +38,7 @@ class Outcome:
         return self.account.timing.total / self.row.step - 1
 
 
-def score(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def score(outcomes: Sequence[ScoredRun]) -> dict[str, Any]:
     """All scores, as `validate --json` prints them."""
     return {
         "rows": len(outcomes),
@@ -61,7 +61,7 @@ def _errors(found: Iterable[float | None]) -> dict[str, Any]:
     }
 
 
-def _fit(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _fit(outcomes: Sequence[ScoredRun]) -> dict[str, Any]:
     failed = [outcome for outcome in outcomes if not outcome.row.fits]
     ran = [outcome for outcome in outcomes if outcome.row.fits]
     return {
@@ -71,9 +71,9 @@ def _fit(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def _regret(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _regret(outcomes: Sequence[ScoredRun]) -> dict[str, Any]:
     """In each cell, how much slower the measured run of our first choice is than the fastest measured run."""
-    cells: dict[Any, list[Outcome]] = {}
+    cells: dict[Any, list[ScoredRun]] = {}
     for outcome in outcomes:
         cells.setdefault((outcome.row.cell, outcome.row.shape), []).append(outcome)
     found = [_cell_regret(members) for members in cells.values() if len(members) > 1]
@@ -87,7 +87,7 @@ def _regret(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def _cell_regret(members: list[Outcome]) -> float | None:
+def _cell_regret(members: list[ScoredRun]) -> float | None:
     steps = [speed for outcome in members if (speed := outcome.row.tokens_per_s) is not None]
     known = [outcome for outcome in members if outcome.fits and outcome.account is not None]
     if not steps or not known:
@@ -97,7 +97,7 @@ def _cell_regret(members: list[Outcome]) -> float | None:
     return max(steps) / chosen.row.tokens_per_s - 1 if chosen.row.tokens_per_s else 1.0
 
 
-def _forecast_speed(outcome: Outcome) -> float:
+def _forecast_speed(outcome: ScoredRun) -> float:
     assert outcome.account is not None
-    a = outcome.row.arrangement
+    a = outcome.row.step_layout
     return a.data * a.micro_batch * a.micro_batches / outcome.account.timing.total

@@ -15,13 +15,13 @@ from meshwright.facts.plan import GIB, Plan, Refusal, Speed
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
 from meshwright.planner.account import Account, account, usable
-from meshwright.planner.arrangement import Arrangement, arrange
 from meshwright.planner.calibrate import Calibration
 from meshwright.planner.candidates import plainness
 from meshwright.planner.kernels import peak_flops
-from meshwright.planner.stagewise import Loads
+from meshwright.planner.stage_costs import StageCosts
+from meshwright.planner.step_layout import StepLayout, lay_out_step
 from meshwright.strategies import Place, data_strategy, model_axis
-from meshwright.strategies.moved import refuse_moved
+from meshwright.strategies.moved_state import refuse_moved
 
 TIE = 0.03
 """Plans whose times differ by less than this are as fast as each other, as far as we know."""
@@ -35,7 +35,7 @@ Tracer = Callable[[Strategy], list[Trace]]
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search has seen so far."""
 
     plans: list[Plan] = field(default_factory=list)
@@ -45,11 +45,11 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class PlanContext:
     """What is planned for, and with."""
 
     facts: ModelFacts
-    loads: Loads
+    stage_costs: StageCosts
     cluster: Cluster
     hardware: Hardware
     global_batch: int
@@ -62,12 +62,12 @@ class Setting:
         return Place(device=device, devices=per_node, ranks=self.cluster.devices, local_ranks=per_node)
 
 
-def search(setting: Setting, candidates: Iterable[Strategy], *, time_all: bool = False) -> Found:
+def search(context: PlanContext, candidates: Iterable[Strategy], *, time_all: bool = False) -> SearchResult:
     """Think through every candidate. Those that only take more memory than one that does not fit are passed over.
 
     How long a step would take is told of those that fit, or with `time_all` of the others as well.
     """
-    found, known = Found(), _Known()
+    found, known = SearchResult(), _Known()
     for candidate in candidates:
         found.candidates += 1
         reason = known.foretells(candidate)
@@ -75,7 +75,7 @@ def search(setting: Setting, candidates: Iterable[Strategy], *, time_all: bool =
             found.refused.append(Refusal(strategy=str(candidate), reason=reason))
             continue
         try:
-            plan = consider(setting, candidate, time_all=time_all)
+            plan = consider(context, candidate, time_all=time_all)
         except MeshwrightError as error:
             known.cannot(candidate, str(error))
             found.refused.append(Refusal(strategy=str(candidate), reason=str(error)))
@@ -128,55 +128,55 @@ def _policies(s: Strategy) -> tuple[object, ...]:
     return *_axes(s), s.recompute, s.offload
 
 
-def consider(setting: Setting, candidate: Strategy, *, time_all: bool = True) -> Plan:
+def consider(context: PlanContext, candidate: Strategy, *, time_all: bool = True) -> Plan:
     """One strategy's plan, whether it fits or not; raises where it cannot be. Without `time_all` only if it fits."""
-    strategy = candidate.resolve(setting.cluster.devices)
-    if reason := refuse(setting, strategy):
+    strategy = candidate.resolve(context.cluster.devices)
+    if reason := refuse(context, strategy):
         raise Refused(reason)
-    arrangement = arrange(strategy, setting.facts, setting.global_batch)
+    step_layout = lay_out_step(strategy, context.facts, context.global_batch)
     found = account(
-        arrangement,
-        setting.loads,
-        setting.hardware,
-        setting.cluster.devices_per_node,
-        worth_timing=lambda memory: time_all or setting.calibration.apply(memory).peak <= usable(setting.hardware),
+        step_layout,
+        context.stage_costs,
+        context.hardware,
+        context.cluster.devices_per_node,
+        worth_timing=lambda memory: time_all or context.calibration.apply(memory).peak <= usable(context.hardware),
     )
-    return _plan(setting, strategy, arrangement, found)
+    return _plan(context, strategy, step_layout, found)
 
 
-def refuse(setting: Setting, strategy: Strategy) -> str | None:
+def refuse(context: PlanContext, strategy: Strategy) -> str | None:
     """Why the engine would not run it."""
-    facts = setting.facts
-    if strategy.precision not in setting.hardware.flops:
-        return f"{setting.hardware.device} has no units for {strategy.precision}; use fp16 or fp32."
+    facts = context.facts
+    if strategy.precision not in context.hardware.flops:
+        return f"{context.hardware.device} has no units for {strategy.precision}; use fp16 or fp32."
     if strategy.autocast:
         return (
             f"{strategy.precision}:autocast can be trained, but its memory and time are not forecast: PyTorch chooses "
             f"each operator's dtype as it runs; plan for {strategy.precision} and expect more memory."
         )
-    if reason := data_strategy(strategy).refuse(strategy, facts, setting.place):
+    if reason := data_strategy(strategy).refuse(strategy, facts, context.place):
         return reason
     for term in strategy.inner_axes:
-        if reason := model_axis(term).refuse(term, strategy, facts, setting.global_batch):
+        if reason := model_axis(term).refuse(term, strategy, facts, context.global_batch):
             return reason
-    pieces = setting.global_batch // strategy.data_ranks // (strategy.micro_batch or setting.global_batch)
+    pieces = context.global_batch // strategy.data_ranks // (strategy.micro_batch or context.global_batch)
     if reason := refuse_moved(strategy, facts, max(1, pieces)):
         return reason
     if stage := strategy.stage_axis:
-        return model_axis(stage).refuse(stage, strategy, facts, setting.global_batch)
-    if facts.batch_norms and strategy.micro_batch not in (None, setting.global_batch // strategy.data_ranks):
+        return model_axis(stage).refuse(stage, strategy, facts, context.global_batch)
+    if facts.batch_norms and strategy.micro_batch not in (None, context.global_batch // strategy.data_ranks):
         return f"BatchNorm ({facts.batch_norms[0]}) normalises over a micro-batch, and cutting the batch changes that."
     return None
 
 
-def _plan(setting: Setting, strategy: Strategy, arrangement: Arrangement, found: Account) -> Plan:
-    room, host = usable(setting.hardware), _host_gib(setting, arrangement)
-    forecast = setting.calibration.apply(found.forecast)
+def _plan(context: PlanContext, strategy: Strategy, step_layout: StepLayout, found: Account) -> Plan:
+    room, host = usable(context.hardware), _host_gib(context, step_layout)
+    forecast = context.calibration.apply(found.forecast)
     why: tuple[str, ...] = ()
     if forecast.peak > room:
         why = (f"needs {forecast.peak / GIB:.1f} of {room / GIB:.1f} GiB: {_largest(forecast)}",)
-    elif host > setting.hardware.host_memory / GIB:
-        why = (f"needs {host:.0f} of {setting.hardware.host_memory / GIB:.0f} GiB of a node's host memory",)
+    elif host > context.hardware.host_memory / GIB:
+        why = (f"needs {host:.0f} of {context.hardware.host_memory / GIB:.0f} GiB of a node's host memory",)
     held = forecast.memory
     written = (held.get("parameters", 0) + held.get("optimizer", 0)) / GIB
     return Plan(
@@ -184,11 +184,11 @@ def _plan(setting: Setting, strategy: Strategy, arrangement: Arrangement, found:
         forecast=forecast,
         fits=not why,
         why=why,
-        speed=_speed(setting, arrangement, forecast.step) if forecast.time else Speed(),
+        speed=_speed(context, step_layout, forecast.step) if forecast.time else Speed(),
         error_bar=ERROR_BARS["account"],
         stages=found.places,
         host_gib=host,
-        saving_gib=written / max(1, arrangement.data // max(arrangement.shards, 1)),
+        saving_gib=written / max(1, step_layout.data // max(step_layout.shards, 1)),
     )
 
 
@@ -197,25 +197,25 @@ def _largest(forecast: Forecast) -> str:
     return " and ".join(f"{size / GIB:.1f} GiB of {cause}" for cause, size in parts)
 
 
-def _speed(setting: Setting, arrangement: Arrangement, step: float) -> Speed:
-    tokens = setting.facts.weight_per_sample
-    devices = setting.cluster.devices
-    flops = setting.loads.model_flops(arrangement.precision) * setting.global_batch
+def _speed(context: PlanContext, step_layout: StepLayout, step: float) -> Speed:
+    tokens = context.facts.weight_per_sample
+    devices = context.cluster.devices
+    flops = context.stage_costs.model_flops(step_layout.precision) * context.global_batch
     return Speed(
-        samples_per_s=setting.global_batch / step,
-        tokens_per_s_per_device=setting.global_batch * tokens / step / devices if tokens and tokens > 1 else None,
-        mfu=flops / (step * devices * peak_flops(setting.hardware, arrangement.precision)),
+        samples_per_s=context.global_batch / step,
+        tokens_per_s_per_device=context.global_batch * tokens / step / devices if tokens and tokens > 1 else None,
+        mfu=flops / (step * devices * peak_flops(context.hardware, step_layout.precision)),
     )
 
 
-def _host_gib(setting: Setting, arrangement: Arrangement) -> float:
+def _host_gib(context: PlanContext, step_layout: StepLayout) -> float:
     """Host memory of one node's ranks that holds what is offloaded."""
-    if not arrangement.offload:
+    if not step_layout.offload:
         return 0.0
-    stages = setting.loads.of(arrangement)
-    elements = max(stage.trainable for stage in stages) / arrangement.optimizer_over
-    each = arrangement.moment_bytes + arrangement.master_bytes + arrangement.gradient_bytes
-    return elements * each * setting.cluster.devices_per_node / GIB
+    stages = context.stage_costs.of(step_layout)
+    elements = max(stage.trainable for stage in stages) / step_layout.optimizer_over
+    each = step_layout.moment_bytes + step_layout.master_bytes + step_layout.gradient_bytes
+    return elements * each * context.cluster.devices_per_node / GIB
 
 
 def best_of_each_kind(plans: list[Plan]) -> list[Plan]:
@@ -231,21 +231,21 @@ def best_of_each_kind(plans: list[Plan]) -> list[Plan]:
     return sorted(kinds.values(), key=lambda plan: plan.forecast.step)
 
 
-def choose(setting: Setting, plans: list[Plan]) -> list[Plan]:
+def choose(context: PlanContext, plans: list[Plan]) -> list[Plan]:
     """Fastest first; but of those that are as fast as the first, the plainest that has room to spare leads."""
     if not plans:
         return []
-    fastest, enough = plans[0].forecast.step, ROOM * usable(setting.hardware)
+    fastest, enough = plans[0].forecast.step, ROOM * usable(context.hardware)
     ties = [plan for plan in plans if plan.forecast.step <= fastest * (1 + TIE)]
     first = min(ties, key=lambda plan: (plan.forecast.peak > enough, plainness(plan.strategy), plan.forecast.step))
     return [first, *(plan for plan in plans if plan is not first)]
 
 
-def with_traces(setting: Setting, plan: Plan, traces: list[Trace]) -> Plan:
+def with_traces(context: PlanContext, plan: Plan, traces: list[Trace]) -> Plan:
     """The plan with its memory as a step on fake tensors shows it."""
     fullest = max(traces, key=lambda trace: trace.reserved)
     memory = {**fullest.memory, "allocator": max(0, fullest.reserved - fullest.peak)}
-    fits = fullest.reserved <= usable(setting.hardware)
+    fits = fullest.reserved <= usable(context.hardware)
     stages = tuple(Forecast(memory=trace.memory) for trace in traces) if len(traces) > 1 else ()
     return replace(
         plan,

@@ -13,10 +13,10 @@ from math import prod
 
 from meshwright.facts.hardware import Hardware
 from meshwright.facts.strategy import AxisTerm
-from meshwright.planner.arrangement import Arrangement, inner_causes, stages_of
-from meshwright.planner.collectives import Group, group_on
+from meshwright.planner.collectives import RankGroup, group_on
 from meshwright.planner.kernels import moving
-from meshwright.planner.stagewise import WIDE, Loads, StageLoad, UnitLoad
+from meshwright.planner.stage_costs import WIDE, StageCosts, StageWork, UnitWork
+from meshwright.planner.step_layout import StepLayout, inner_causes, stages_of
 from meshwright.schedules import FAMILIES
 from meshwright.strategies.division import Sent
 
@@ -55,13 +55,13 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where an arrangement runs: who talks to whom over which links."""
+    """Where a step layout runs: who talks to whom over which links."""
 
     hardware: Hardware
     per_node: int
     """Devices of a node."""
-    arrangement: Arrangement
-    collective: Callable[[str, float, Group], float]
+    step_layout: StepLayout
+    collective: Callable[[str, float, RankGroup], float]
     """Seconds of one collective of so many bytes."""
 
     @property
@@ -73,35 +73,35 @@ class Site:
         return inner_causes()
 
     @cached_property
-    def inner(self) -> tuple[tuple[AxisTerm, Group], ...]:
+    def inner(self) -> tuple[tuple[AxisTerm, RankGroup], ...]:
         """Each inner axis and its group."""
-        terms = self.arrangement.inner
+        terms = self.step_layout.inner
         return tuple((term, group_on(term.size, self._stride(term.traits.place), self.per_node)) for term in terms)
 
     def _stride(self, place: int) -> int:
         """Ranks of the data axis and the inner axes that are further in than a place of the mesh."""
-        inner = prod(term.size for term in self.arrangement.inner if term.traits.place > place)
-        return inner * self.arrangement.data if place < DATA_PLACE else inner
+        inner = prod(term.size for term in self.step_layout.inner if term.traits.place > place)
+        return inner * self.step_layout.data if place < DATA_PLACE else inner
 
     @cached_property
-    def shard(self) -> Group:
-        return group_on(self.arrangement.shards, self._stride(DATA_PLACE), self.per_node)
+    def shard(self) -> RankGroup:
+        return group_on(self.step_layout.shards, self._stride(DATA_PLACE), self.per_node)
 
     @cached_property
-    def replica(self) -> Group:
-        a = self.arrangement
+    def replica(self) -> RankGroup:
+        a = self.step_layout
         return group_on(a.data // a.shards, self._stride(DATA_PLACE) * a.shards, self.per_node)
 
     @cached_property
-    def data(self) -> Group:
-        return group_on(self.arrangement.data, self._stride(DATA_PLACE), self.per_node)
+    def data(self) -> RankGroup:
+        return group_on(self.step_layout.data, self._stride(DATA_PLACE), self.per_node)
 
     @cached_property
-    def neighbour(self) -> Group:
+    def neighbour(self) -> RankGroup:
         """A stage and the next one."""
-        return group_on(2, self.arrangement.inner_ranks * self.arrangement.data, self.per_node)
+        return group_on(2, self.step_layout.inner_ranks * self.step_layout.data, self.per_node)
 
-    def time(self, kind: str, size: float, group: Group) -> float:
+    def time(self, kind: str, size: float, group: RankGroup) -> float:
         """Seconds to send so many bytes, in messages that are not larger than gradients are collected to."""
         if group.ranks == 1 or size <= 0:
             return 0.0
@@ -128,29 +128,29 @@ class Pass:
         return {"compute": self.compute, **self.sent, "host": self.host}
 
 
-def forecast_time(arrangement: Arrangement, loads: Loads, hardware: Hardware, per_node: int) -> Timing:
+def forecast_time(step_layout: StepLayout, stage_costs: StageCosts, hardware: Hardware, per_node: int) -> Timing:
     """Raises `Refused` where the model cannot be cut so."""
-    site = Site(hardware=hardware, per_node=per_node, arrangement=arrangement, collective=loads.collective)
-    stages = loads.of(arrangement)
+    site = Site(hardware=hardware, per_node=per_node, step_layout=step_layout, collective=stage_costs.collective)
+    stages = stage_costs.of(step_layout)
     timing = Timing()
-    if arrangement.stage_ranks > 1:
+    if step_layout.stage_ranks > 1:
         _pipeline(timing, site, stages)
-    elif arrangement.gathers:
+    elif step_layout.gathers:
         _gathering(timing, site, stages[0])
     else:
         _plain(timing, site, stages[0])
     _update(timing, site, stages)
-    timing.waits = 0.0 if site.is_cpu else arrangement.host.step
+    timing.waits = 0.0 if site.is_cpu else step_layout.host.step
     timing.add("host", timing.waits)
     return timing
 
 
-def stage_passes(site: Site, stage: StageLoad) -> tuple[Pass, Pass]:
+def stage_passes(site: Site, stage: StageWork) -> tuple[Pass, Pass]:
     """Forward and backward of one micro-batch on one stage."""
     return _pass(site, stage, backward=False), _pass(site, stage, backward=True)
 
 
-def _pass(site: Site, stage: StageLoad, *, backward: bool) -> Pass:
+def _pass(site: Site, stage: StageWork, *, backward: bool) -> Pass:
     compute = asked = 0.0
     sent = dict.fromkeys(site.causes, 0.0)
     axes = [(term.traits.mesh_name, group, _meeting(site, group.ranks)) for term, group in site.inner]
@@ -164,14 +164,14 @@ def _pass(site: Site, stage: StageLoad, *, backward: bool) -> Pass:
     if backward:
         compute += _accumulating(site, stage.trainable)
     if not site.is_cpu:
-        asked += site.arrangement.host.neighbour * (site.arrangement.stage_ranks > 1)
+        asked += site.step_layout.host.neighbour * (site.step_layout.stage_ranks > 1)
         asked += _sharded_host(site, stage, backward=backward)
     return Pass(compute=compute, sent=sent, host=max(0.0, asked - compute - sum(sent.values())))
 
 
-def _launching(site: Site, unit: UnitLoad, *, backward: bool) -> float:
+def _launching(site: Site, unit: UnitWork, *, backward: bool) -> float:
     """Host seconds of asking for all of a unit's kernels."""
-    a = site.arrangement
+    a = site.step_layout
     launches = unit.backward_launches if backward else unit.forward_launches
     if site.is_cpu:
         return launches * site.hardware.launch
@@ -186,9 +186,9 @@ def _launching(site: Site, unit: UnitLoad, *, backward: bool) -> float:
     return launches * each + casts * plain + again + selecting
 
 
-def _preparing(site: Site, unit: UnitLoad, *, backward: bool) -> float:
+def _preparing(site: Site, unit: UnitWork, *, backward: bool) -> float:
     """Device seconds until a unit's parameters lie where they are read, in the dtype that is computed with."""
-    a = site.arrangement
+    a = site.step_layout
     repeats = backward and a.recompute != "none" and unit.is_block
     if a.cast_bytes and (not backward or repeats):
         return moving(unit.elements * (a.parameter_bytes + a.compute_bytes), site.hardware)
@@ -197,9 +197,9 @@ def _preparing(site: Site, unit: UnitLoad, *, backward: bool) -> float:
     return 0.0
 
 
-def _sharded_host(site: Site, stage: StageLoad, *, backward: bool) -> float:
+def _sharded_host(site: Site, stage: StageWork, *, backward: bool) -> float:
     """Host seconds of the data axis's own collectives in one micro-batch, unit by unit."""
-    a = site.arrangement
+    a = site.step_layout
     if a.shards == 1:
         return 0.0
     gathers = a.gathers and (a.reshards or not backward)
@@ -210,7 +210,7 @@ def _sharded_host(site: Site, stage: StageLoad, *, backward: bool) -> float:
 
 def _accumulating(site: Site, elements: int) -> float:
     """Adding a micro-batch's gradients to the sum: one is read, the other read and written."""
-    a = site.arrangement
+    a = site.step_layout
     if a.micro_batches == 1 and a.compute_bytes == a.gradient_bytes:
         return 0.0
     return moving(elements * (a.compute_bytes + 2 * a.gradient_bytes), site.hardware)
@@ -220,19 +220,19 @@ def _meeting(site: Site, ranks: int) -> float:
     """Host seconds of one collective of an inner axis."""
     if site.is_cpu:
         return 0.0
-    crosses = site.arrangement.stage_ranks > 1 and site.neighbour.nodes > 1
-    host = site.arrangement.host
-    stall = host.stall * ranks * max(1.0, ranks / WIDE) if crosses and not site.arrangement.compile else 0.0
+    crosses = site.step_layout.stage_ranks > 1 and site.neighbour.nodes > 1
+    host = site.step_layout.host
+    stall = host.stall * ranks * max(1.0, ranks / WIDE) if crosses and not site.step_layout.compile else 0.0
     return host.collective + stall
 
 
-def _sending(site: Site, group: Group, messages: tuple[Sent, ...]) -> float:
+def _sending(site: Site, group: RankGroup, messages: tuple[Sent, ...]) -> float:
     return sum(message.times * site.time(message.kind, message.bytes, group) for message in messages)
 
 
-def _plain(timing: Timing, site: Site, stage: StageLoad) -> None:
+def _plain(timing: Timing, site: Site, stage: StageWork) -> None:
     """Whole parameters on every rank: micro-batches one after another, gradients summed in the last one."""
-    a = site.arrangement
+    a = site.step_layout
     forward, backward = stage_passes(site, stage)
     for part in (forward, backward):
         _add_pass(timing, part, a.micro_batches)
@@ -247,16 +247,16 @@ def _plain(timing: Timing, site: Site, stage: StageLoad) -> None:
 
 def _gradient_sum(site: Site, elements: int) -> float:
     """Seconds until every rank that updates an element has its sum over ranks."""
-    a = site.arrangement
+    a = site.step_layout
     size = elements * a.reduce_bytes
     if a.optimizer_over > 1 or a.gradients_over > 1:
         return site.time("reduce_scatter", size, site.shard) + site.time("all_reduce", size / a.shards, site.replica)
     return site.time("all_reduce", size, site.data)
 
 
-def _gathering(timing: Timing, site: Site, stage: StageLoad) -> None:
+def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
     """FSDP: each block's parameters are gathered while the one before computes; gradients leave while the next does."""
-    a = site.arrangement
+    a = site.step_layout
     moves = {
         unit.name: (
             site.time("all_gather", unit.elements * a.compute_bytes, site.shard),
@@ -298,9 +298,9 @@ def _exposed(row: list[tuple[float, float, float]]) -> float:
     return max(done, link if row and row[-1][2] else done) - computed
 
 
-def _pipeline(timing: Timing, site: Site, stages: tuple[StageLoad, ...]) -> None:
+def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None:
     """Closed form of a schedule: the dearest rank computes all its micro-batches, and waits for the others' first."""
-    a = site.arrangement
+    a = site.step_layout
     made: dict[object, tuple[Pass, Pass]] = {}
     for stage in stages:
         if stage.counted not in made:
@@ -324,7 +324,7 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageLoad, ...]) -> None
         timing.add("data", site.time("all_gather", busiest.elements * a.virtual * a.compute_bytes, site.shard))
 
 
-def _bubble(a: Arrangement, work: list[float]) -> float:
+def _bubble(a: StepLayout, work: list[float]) -> float:
     """Seconds that the dearest rank waits for others in one step."""
     others, family = sum(work) - max(work), FAMILIES[a.schedule]
     return a.micro_batches * others if family.one_at_a_time else others / family.gap_divisor
@@ -335,8 +335,8 @@ def _add_pass(timing: Timing, part: Pass, times: int) -> None:
         timing.add(cause, seconds * times)
 
 
-def _update(timing: Timing, site: Site, stages: tuple[StageLoad, ...]) -> None:
-    a, h = site.arrangement, site.hardware
+def _update(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None:
+    a, h = site.step_layout, site.hardware
     busiest = max(stage.trainable for stage in stages) * a.virtual
     own = busiest / a.optimizer_over
     timing.add("update", moving(_updated(a, busiest), h))
@@ -347,7 +347,7 @@ def _update(timing: Timing, site: Site, stages: tuple[StageLoad, ...]) -> None:
         timing.add("data", site.time("all_gather", busiest * a.compute_bytes, site.shard))
 
 
-def _updated(a: Arrangement, elements: int) -> float:
+def _updated(a: StepLayout, elements: int) -> float:
     """Bytes that the optimizer reads and writes."""
     return elements / a.optimizer_over * UPDATE_BYTES
 

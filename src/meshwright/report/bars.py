@@ -9,7 +9,7 @@ from meshwright.report.colours import UNKNOWN
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class BarPart:
     """One cause's segment of a bar."""
 
     cause: str
@@ -25,7 +25,7 @@ class Part:
 @dataclass(frozen=True, kw_only=True)
 class Bar:
     total: str
-    parts: tuple[Part, ...]
+    parts: tuple[BarPart, ...]
 
     def amount(self, cause: str) -> str:
         """The exact figure of a cause, "0" if the bar does not have it."""
@@ -84,7 +84,7 @@ class Quantity:
         return Bar(
             total=self.total(total),
             parts=tuple(
-                Part(
+                BarPart(
                     cause=cause,
                     colour=self.colours.get(cause, UNKNOWN),
                     size=amount,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.report.bars import Chart, Lane, Part
+from meshwright.report.bars import BarPart, Chart, Lane
 from meshwright.report.charts import MONOSPACE, Key, Plot, Values, axis, folded, plain, shared_layout
 from meshwright.report.colours import variable
 
@@ -72,7 +72,7 @@ def _traces(chart: Chart, rows: _Rows) -> Iterator[Values]:
         }
 
 
-def _tip(lane: Lane, kind: str, part: Part) -> str:
+def _tip(lane: Lane, kind: str, part: BarPart) -> str:
     whole = f"{kind} {lane.bars[kind].total}" if kind else lane.bars[kind].total
     return f"{folded(lane.strategy)}<br><b>{plain(part.cause)} {part.amount}</b><br>{part.share} of {whole}"
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.compare.rank import CHECKED
 from meshwright.facts.timeline import Timeline
 from meshwright.report.charts_bars import bar_plot
 from meshwright.report.compare import against, equality, show, speed_unit
@@ -19,7 +20,6 @@ from meshwright.report.compare_curves import curves_plot, loss_curves
 from meshwright.report.compare_mesh import draw_meshes
 from meshwright.report.html import render_page, write_file
 from meshwright.report.timeline import Drawing, draw
-from meshwright.runtime.compare_rank import CHECKED
 from meshwright.units import MIB, show_bytes, show_seconds
 
 Row = dict[str, Any]

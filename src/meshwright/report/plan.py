@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.report.plan_against import in_order, place_of, verdict
+from meshwright.report.plan_foreign import in_order, place_of, verdict
 from meshwright.report.terms import Terms
 
 REASONS = 6

@@ -14,8 +14,8 @@ from typing import Any
 from meshwright.facts.timeline import Timeline
 from meshwright.report.charts_bars import bar_plot
 from meshwright.report.html import render_page, template, write_file
-from meshwright.report.plan_against import in_order, place_of, verdict
 from meshwright.report.plan_bars import MEMORY, memory_chart, memory_room, time_chart
+from meshwright.report.plan_foreign import in_order, place_of, verdict
 from meshwright.report.plan_refusals import kinds_of_refusals
 from meshwright.report.timeline import draw
 from meshwright.units import show_seconds

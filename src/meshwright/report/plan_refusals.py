@@ -13,7 +13,7 @@ _NEED = re.compile(r"needs (\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class RefusalKind:
     """Candidates refused for the same reason."""
 
     title: str
@@ -26,7 +26,7 @@ class Kind:
         return self.count - len(self.shown)
 
 
-def kinds_of_refusals(refused: Sequence[dict[str, str]]) -> list[Kind]:
+def kinds_of_refusals(refused: Sequence[dict[str, str]]) -> list[RefusalKind]:
     """The most common kind first; within "too large", the smallest excess first."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for refusal in refused:
@@ -40,11 +40,11 @@ def _pattern(reason: str) -> str:
     return "Too large" if _NEED.match(reason) else _NUMBER.sub("…", reason)
 
 
-def _kind(pattern: str, found: list[tuple[str, str]]) -> Kind:
+def _kind(pattern: str, found: list[tuple[str, str]]) -> RefusalKind:
     same = len({reason for _, reason in found}) == 1
     title = found[0][1] if same else pattern
     nearest = sorted(found, key=lambda entry: _need(entry[1]))
-    return Kind(title=title[:1].upper() + title[1:], count=len(found), shown=tuple(nearest[:SHOWN]))
+    return RefusalKind(title=title[:1].upper() + title[1:], count=len(found), shown=tuple(nearest[:SHOWN]))
 
 
 def _need(reason: str) -> float:

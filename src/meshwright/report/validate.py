@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.planner.scores import Outcome
+from meshwright.planner.scores import ScoredRun
 
 
-def validate_page(document: dict[str, Any], outcomes: Sequence[Outcome], worst: int) -> RenderableType:
+def validate_page(document: dict[str, Any], outcomes: Sequence[ScoredRun], worst: int) -> RenderableType:
     """The output of `validate`."""
     table = Table(title=f"{document['rows']} measured runs", title_justify="left")
     for column in ("", "rows", "mean error", "median error", "bias"):
@@ -32,7 +32,7 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
-def _unexplained(outcomes: Sequence[Outcome]) -> Text:
+def _unexplained(outcomes: Sequence[ScoredRun]) -> Text:
     names = [outcome.row.name for outcome in outcomes if not outcome.row.fits and outcome.fits]
     if not names:
         return Text("")
@@ -40,7 +40,7 @@ def _unexplained(outcomes: Sequence[Outcome]) -> Text:
     return Text(f"failed although the forecast fits (another cause, or a wrong forecast): {len(names)} ({listed})\n")
 
 
-def _worst(outcomes: Sequence[Outcome], count: int) -> RenderableType:
+def _worst(outcomes: Sequence[ScoredRun], count: int) -> RenderableType:
     table = Table(title="largest errors", title_justify="left")
     for column in ("row", "memory", "time"):
         table.add_column(column, justify="left" if column == "row" else "right")

@@ -7,18 +7,18 @@ import time
 from pathlib import Path
 
 from meshwright.checkpoint.folder import CHECKPOINTS, RunFolder, list_checkpoints, read_latest
-from meshwright.checkpoint.manifest import Little, read_manifest
+from meshwright.checkpoint.manifest import RunState, read_manifest
 from meshwright.checkpoint.save import save_in
 from meshwright.errors import BadInput, CheckpointError, OutputError, WrongCheckpoint, named
-from meshwright.runtime.record import write_event
 from meshwright.runtime.run import Run
+from meshwright.runtime.run_records import write_event
 
 
 class Checkpoints:
     """Saves a run into its folder. A save that fails is reported, the one before stays, and the next is tried."""
 
     def __init__(self, run: Run, out: Path, *, every: int = 0, keep: int = 0, keep_every: int = 0) -> None:
-        """`every` steps (0: only at the end); keep the newest `keep` (0: all) and multiples of `keep_every`."""
+        """`every` steps (0: only at the end); keep the newest `write_preset` (0: all) and multiples of `keep_every`."""
         self._run, self._out, self._every = run, out, every
         self._folder = RunFolder(out / CHECKPOINTS, keep=keep, keep_every=keep_every)
         self._under_way: tuple[int, float] | None = None
@@ -76,7 +76,7 @@ class Checkpoints:
         if self.saved != self._run.trainer.steps and self._run.trainer.steps:
             self.save(background=False)
 
-    def resume(self) -> Little | None:
+    def resume(self) -> RunState | None:
         """Take up the newest sound checkpoint; None if there is none at all. All ranks call it."""
         (paths, *_) = self._run.world.gather([str(path) for path in _newest_first(self._folder.folder)])
         for path in paths:
@@ -99,7 +99,7 @@ class Checkpoints:
         self._say(f"{named(self._out)} holds no checkpoint yet; starting at step 0.")
         return None
 
-    def _welcome(self, loaded: Little) -> str:
+    def _welcome(self, loaded: RunState) -> str:
         weights = "" if loaded.optimizer is not None else ", weights only: the optimizer starts anew"
         ranks = f"{loaded.ranks} rank{'s' * (loaded.ranks > 1)}"
         return f"resumed at step {loaded.step} (saved under {loaded.strategy} on {ranks}{weights})"
@@ -127,13 +127,13 @@ def saved_seed(out: Path, asked: int | None) -> int:
         except CheckpointError:
             continue
         # An imported one has no run behind it, so no seed either.
-        if manifest.little.optimizer is None:
+        if manifest.run_state.optimizer is None:
             break
-        if asked is not None and asked != manifest.little.seed:
+        if asked is not None and asked != manifest.run_state.seed:
             raise WrongCheckpoint(
-                f"--seed {asked} was asked for, but the run in {named(out)} has seed {manifest.little.seed}."
+                f"--seed {asked} was asked for, but the run in {named(out)} has seed {manifest.run_state.seed}."
             )
-        return manifest.little.seed
+        return manifest.run_state.seed
     return asked or 0
 
 

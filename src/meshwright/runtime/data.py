@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from meshwright.build.batch import Batch, Rounds, Share, Span, assemble, cut, has_stand_ins
-from meshwright.build.passes import seed_host
+from meshwright.assemble.batch import Batch, Rounds, Share, Span, assemble, cut, has_stand_ins
+from meshwright.assemble.passes import seed_host
 from meshwright.describe.samples import Cutter
 from meshwright.describe.structure import tensors_of
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
-from meshwright.runtime.preemption import spare_loader
+from meshwright.launch.preemption import spare_loader
 
 _SAMPLE, _COLLATE = 0, 1  # what generators are seeded for
 
@@ -52,7 +52,7 @@ class Order:
     def _has_stand_ins(self, samples: int) -> bool:
         return has_stand_ins(samples, self.share.ranks, self.share.micro_batch)
 
-    def parts(self, position: int) -> Iterator[Part]:
+    def parts(self, position: int) -> Iterator[RankSamples]:
         """This rank's parts from `position` on, epoch after epoch, without end."""
         epoch, start = divmod(position, self.samples)
         while True:
@@ -67,16 +67,16 @@ class Order:
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
         return torch.randperm(self.samples, generator=generator).tolist()
 
-    def _part(self, batch: list[int], position: int) -> Part:
+    def _part(self, batch: list[int], position: int) -> RankSamples:
         rounds = self.share.rounds(len(batch))
         own = [batch[span.first : span.first + span.length] for round_ in rounds for span in round_]
         stand_in = next((indices[:1] for indices in own if indices), batch[:1])
         groups = tuple(tuple(indices or stand_in) for indices in own)
-        return Part(groups=groups, rounds=rounds, samples=len(batch), end=position + len(batch))
+        return RankSamples(groups=groups, rounds=rounds, samples=len(batch), end=position + len(batch))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RankSamples:
     """One rank's part of one global batch, as indices into the data set."""
 
     groups: tuple[tuple[int, ...], ...]
@@ -147,7 +147,7 @@ class Loader:
         loader: DataLoader[Any] = DataLoader(
             self._collated,
             batch_size=None,
-            sampler=_Parts(self.order, start),
+            sampler=_RankSampler(self.order, start),
             num_workers=self._workers,
             collate_fn=_as_it_is,
             pin_memory=self._device.type == "cuda",
@@ -158,7 +158,7 @@ class Loader:
         for part, pieces in zip(self.order.parts(start), loader, strict=False):
             yield self._batch(part, pieces), part.end
 
-    def _batch(self, part: Part, pieces: list[Any]) -> Batch:
+    def _batch(self, part: RankSamples, pieces: list[Any]) -> Batch:
         if self._together:
             first = part.spans[0].first
             return cut(pieces[0], part.rounds, self._cutter, samples=part.samples, first=first)
@@ -175,7 +175,7 @@ class _Collated(Dataset[list[Any]]):
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], *, seed: int, together: bool) -> None:
         self._dataset, self._collate, self._seed, self._together = dataset, collate, seed, together
 
-    def __getitem__(self, part: Part) -> list[Any]:
+    def __getitem__(self, part: RankSamples) -> list[Any]:
         groups = (part.indices,) if self._together else part.groups
         places = (part.all_places,) if self._together else part.places
         return [self._collated(list(group), of) for group, of in zip(groups, places, strict=True)]
@@ -200,11 +200,11 @@ class _Collated(Dataset[list[Any]]):
         seed_host((((self._seed * 1_000_003 + place) * 1_000_003) + what) % 2**63)
 
 
-class _Parts(Sampler[Part]):
+class _RankSampler(Sampler[RankSamples]):
     def __init__(self, order: Order, position: int) -> None:
         self._order, self._position = order, position
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[RankSamples]:
         return self._order.parts(self._position)
 
 

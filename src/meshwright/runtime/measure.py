@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.build.step import Trainer
+from meshwright.assemble.step import Trainer
 from meshwright.facts.forecast import Measurement
 
 

@@ -6,8 +6,8 @@ import os
 
 import torch
 
-from meshwright.build.placement import devices_for
-from meshwright.build.world import World
+from meshwright.assemble.device_placement import devices_for
+from meshwright.assemble.world import World
 from meshwright.errors import Refused
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies import Place

@@ -25,7 +25,7 @@ MOST = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileWish:
+class ProfileOptions:
     """Which steps, counted from 1, and which ranks."""
 
     first: int
@@ -34,7 +34,7 @@ class ProfileWish:
     """None: all."""
 
     @classmethod
-    def parse(cls, steps: str, ranks: str = "0") -> ProfileWish:
+    def parse(cls, steps: str, ranks: str = "0") -> ProfileOptions:
         """Reads `5` or `5-7`, and `0,3` or `all`."""
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", steps.strip())
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
@@ -55,7 +55,7 @@ def _read_ranks(text: str) -> tuple[int, ...] | None:
 class TrainProfiler:
     """Around every step of a loop. Steps that nobody wished for pass through."""
 
-    def __init__(self, wish: ProfileWish | None, out: Path | None, *, rank: int, device: torch.device) -> None:
+    def __init__(self, wish: ProfileOptions | None, out: Path | None, *, rank: int, device: torch.device) -> None:
         chosen = wish is not None and out is not None and (wish.ranks is None or rank in wish.ranks)
         self._wish = wish if chosen else None
         self._folder = None if out is None else out / FOLDER

@@ -14,8 +14,8 @@ from typing import Any
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.runtime.preemption import GRACE
-from meshwright.runtime.profile_train import ProfileWish
+from meshwright.launch.preemption import GRACE
+from meshwright.runtime.profile_train import ProfileOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class TrainRequest:
     device: str | None = None
     tensorboard: bool = False
     log_to: tuple[str, ...] = ()
-    profile: ProfileWish | None = None
+    profile: ProfileOptions | None = None
     deepspeed_config: Mapping[str, Any] | None = None
 
     def clip(self, job: Job) -> Job:

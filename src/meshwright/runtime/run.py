@@ -12,24 +12,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.build.batch import Batch
-from meshwright.build.check import check, check_engine_config, refuse_missing_gpus
-from meshwright.build.step import StepResult, Trainer
-from meshwright.build.world import PATIENCE, World, alone, join
+from meshwright.assemble.batch import Batch
+from meshwright.assemble.check import check, check_engine_config, refuse_missing_gpus
+from meshwright.assemble.step import StepResult, Trainer
+from meshwright.assemble.world import PATIENCE, World, alone, join
 from meshwright.checkpoint.folder import find_checkpoint
 from meshwright.checkpoint.load import load
-from meshwright.checkpoint.manifest import Little
+from meshwright.checkpoint.manifest import RunState
 from meshwright.checkpoint.save import Saver, save_at
 from meshwright.describe.model import describe
-from meshwright.environment import Launched, announce, launched, restart_count
+from meshwright.environment import LaunchedRank, announce, launched, restart_count
 from meshwright.errors import Refused
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.data import Loader, Order
 from meshwright.runtime.place import choose_device, place_for, place_of
-from meshwright.runtime.same_start import check_start
-from meshwright.strategies.deepspeed.written import understood
+from meshwright.runtime.start_check import check_start
+from meshwright.strategies.deepspeed.user_config import understood
 
 
 class Run:
@@ -85,7 +85,7 @@ class Run:
         """Write a checkpoint, the folder `path`; every strategy on any number of ranks loads it. All ranks call it."""
         save_at(self.saver, self.position, Path(path))
 
-    def load(self, path: str | Path) -> Little:
+    def load(self, path: str | Path) -> RunState:
         """Go on where a checkpoint (or a run's latest) left off. All ranks call it, before `batches`."""
         loaded = load(self.trainer, find_checkpoint(Path(path)))
         self._position, self._loader = loaded.samples, None
@@ -182,7 +182,7 @@ def enter_world(device: str | None, patience: timedelta = PATIENCE) -> World:
     )
 
 
-def _meeting_anew(place: Launched, patience: timedelta) -> dist.Store | None:
+def _meeting_anew(place: LaunchedRank, patience: timedelta) -> dist.Store | None:
     """A part of torchrun's store for ranks that it started anew; None is all of it.
 
     The store outlives the ranks: one that is quicker than its peers would find the addresses that they had before, and

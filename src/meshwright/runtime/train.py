@@ -14,15 +14,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from meshwright.build.step import StepResult
+from meshwright.assemble.step import StepResult
 from meshwright.errors import NonFiniteLoss
+from meshwright.launch.heartbeat import SAVING, own_heartbeat
+from meshwright.launch.preemption import Preemption
 from meshwright.runtime.checkpoints import Checkpoints
 from meshwright.runtime.measure import peak_bytes
-from meshwright.runtime.preemption import Preemption
-from meshwright.runtime.profile_train import ProfileWish, TrainProfiler
-from meshwright.runtime.pulse import SAVING, own_pulse
-from meshwright.runtime.record import Recorder, write_event
+from meshwright.runtime.profile_train import ProfileOptions, TrainProfiler
 from meshwright.runtime.run import Run
+from meshwright.runtime.run_records import RunRecorder, write_event
 from meshwright.runtime.sinks import open_services
 
 WARMUP = 2  # steps that are not counted into the speed: allocators and caches fill in them
@@ -60,10 +60,10 @@ class Summary:
         return asdict(self)
 
 
-class Watch:
+class StepWatch:
     """Turns step results into records; on a GPU one step late, because reading a number waits for the device."""
 
-    def __init__(self, run: Run, recorder: Recorder) -> None:
+    def __init__(self, run: Run, recorder: RunRecorder) -> None:
         self._run, self._recorder = run, recorder
         self._waiting: StepResult | None = None
         self._clock = time.perf_counter()
@@ -120,7 +120,7 @@ def train(
     preemption: Preemption | None = None,
     tensorboard: bool = False,
     log_to: Sequence[str] = (),
-    profile: ProfileWish | None = None,
+    profile: ProfileOptions | None = None,
     progress: bool = True,
 ) -> Summary:
     """Train until the run has taken `steps` optimizer steps. All ranks call it and get the same summary."""
@@ -131,11 +131,11 @@ def train(
     folder = out if run.is_main else None
     services = open_services(log_to, folder, _about(run)) if folder is not None else ()
     with (
-        Recorder(folder, tensorboard=tensorboard, after=begun_at, services=services) as recorder,
+        RunRecorder(folder, tensorboard=tensorboard, after=begun_at, services=services) as recorder,
         _bar(run, progress) as bar,
         closing(TrainProfiler(profile, out, rank=run.world.rank, device=run.world.device)) as profiler,
     ):
-        watch = Watch(run, recorder)
+        watch = StepWatch(run, recorder)
         try:
             _loop(run, watch, bar, profiler, steps=steps, checkpoints=checkpoints, preemption=preemption)
         except NonFiniteLoss:
@@ -144,7 +144,7 @@ def train(
             raise
     stopped = _who_asked(run, preemption) if watch.stop and run.trainer.steps < steps else None
     if checkpoints is not None:
-        with own_pulse().doing(SAVING):
+        with own_heartbeat().doing(SAVING):
             checkpoints.finish()
     if out is not None and stopped and run.is_main:
         write_event(out, "asked to stop", signal=stopped, step=run.trainer.steps)
@@ -154,7 +154,7 @@ def train(
 
 def _loop(
     run: Run,
-    watch: Watch,
+    watch: StepWatch,
     bar: Progress,
     profiler: TrainProfiler,
     *,
@@ -162,16 +162,16 @@ def _loop(
     checkpoints: Checkpoints | None,
     preemption: Preemption | None,
 ) -> None:
-    pulse = own_pulse()
+    heartbeat = own_heartbeat()
     task = bar.add_task(str(run.strategy), total=steps, completed=run.trainer.steps, loss="")
     for batch in run.batches(steps=max(0, steps - run.trainer.steps)):
         run.trainer.wish_to_stop = preemption is not None and preemption.asked is not None
         with profiler.around(run.trainer.steps + 1):
             watch.saw(run.step(batch))
-        pulse.step(run.trainer.steps)
+        heartbeat.step(run.trainer.steps)
         if checkpoints is not None and checkpoints.is_due():
             watch.catch_up()  # a state with a loss that is no number must not become the last checkpoint
-            with pulse.doing(SAVING):
+            with heartbeat.doing(SAVING):
                 checkpoints.save()
         bar.update(task, advance=1, loss=f"loss {watch.losses[-1]:.4f}" if watch.losses else "")
         if watch.stop:
@@ -210,7 +210,7 @@ def _who_asked(run: Run, preemption: Preemption | None) -> str:
 
 def _summarise(
     run: Run,
-    watch: Watch,
+    watch: StepWatch,
     begun_at: int,
     checkpoints: Checkpoints | None,
     *,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from meshwright.schedules.action import Action, Kind, Slot
 from meshwright.schedules.completeness import check_complete
-from meshwright.schedules.demands import least_micro_batches, micro_batches_near, refuse
 from meshwright.schedules.errors import ScheduleError
 from meshwright.schedules.families import FAMILIES, Family
 from meshwright.schedules.in_flight import InFlight, count_in_flight
 from meshwright.schedules.make import make
-from meshwright.schedules.schedule import Placement, Schedule, Shape
-from meshwright.schedules.simulate import Simulation, Span, simulate
+from meshwright.schedules.micro_batch_rules import least_micro_batches, micro_batches_near, refuse
+from meshwright.schedules.schedule import Placement, Schedule, ScheduleShape
+from meshwright.schedules.simulate import Simulation, TimedAction, simulate
 
 __all__ = [
     "FAMILIES",
@@ -21,10 +21,10 @@ __all__ = [
     "Placement",
     "Schedule",
     "ScheduleError",
-    "Shape",
+    "ScheduleShape",
     "Simulation",
     "Slot",
-    "Span",
+    "TimedAction",
     "check_complete",
     "count_in_flight",
     "least_micro_batches",

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from meshwright.errors import UnknownTerm
 from meshwright.facts.grammar import nearest
-from meshwright.schedules import folded, looped, plain
+from meshwright.schedules import looped, one_stage, v_shaped
 from meshwright.schedules.action import Slot
-from meshwright.schedules.schedule import Placement, Shape
+from meshwright.schedules.schedule import Placement, ScheduleShape
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """All schedules with one name, for any number of ranks and micro-batches."""
 
-    order: Callable[[int, Shape], tuple[Slot, ...]]
+    order: Callable[[int, ScheduleShape], tuple[Slot, ...]]
     """The slots of a rank, in order."""
     virtual: int = 1
     """Default number of stages per rank."""
@@ -51,10 +51,10 @@ def _even_rounds(ranks: int, micro_batches: int) -> bool:
 _ROUNDS = "a multiple of its number of rounds (micro-batches // ranks)"
 
 FAMILIES: dict[str, Family] = {
-    "layers": Family(order=plain.layers, one_at_a_time=True, complexity=0, in_flight=lambda rank, ranks, count: 1),
-    "gpipe": Family(order=plain.gpipe, complexity=0, in_flight=lambda rank, ranks, count: count),
+    "layers": Family(order=one_stage.layers, one_at_a_time=True, complexity=0, in_flight=lambda rank, ranks, count: 1),
+    "gpipe": Family(order=one_stage.gpipe, complexity=0, in_flight=lambda rank, ranks, count: count),
     "1f1b": Family(
-        order=plain.one_f_one_b,
+        order=one_stage.one_f_one_b,
         torch_class="Schedule1F1B",
         searched=True,
         complexity=0,
@@ -83,7 +83,7 @@ FAMILIES: dict[str, Family] = {
         gap_divisor=3,
     ),
     "zbv": Family(
-        order=folded.zero_bubble_v,
+        order=v_shaped.zero_bubble_v,
         torch_class="ScheduleZBVZeroBubble",
         virtual=2,
         placement="v",
@@ -92,7 +92,7 @@ FAMILIES: dict[str, Family] = {
         searched=True,
     ),
     "dualpipev": Family(
-        order=folded.dual_pipe_v,
+        order=v_shaped.dual_pipe_v,
         torch_class="ScheduleDualPipeV",
         virtual=2,
         placement="v",

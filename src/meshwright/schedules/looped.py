@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from meshwright.schedules.action import Slot
-from meshwright.schedules.row import Row
-from meshwright.schedules.schedule import Shape
+from meshwright.schedules.rank_order import RankOrder
+from meshwright.schedules.schedule import ScheduleShape
 
 
 def round_size(ranks: int, micro_batches: int) -> int | None:
@@ -19,12 +19,12 @@ def round_size(ranks: int, micro_batches: int) -> int | None:
     return None if over else size
 
 
-def interleaved(rank: int, shape: Shape) -> tuple[Slot, ...]:
+def interleaved(rank: int, shape: ScheduleShape) -> tuple[Slot, ...]:
     """1F1B over several stages on each rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2)."""
     forwards, backwards = _forward_stages(rank, shape), _backward_stages(rank, shape)
     # Each rank between this one and the last adds one step forward and one step back.
     warm_up = min(len(forwards), _last_rank_warm_up(shape) + 2 * (shape.ranks - 1 - rank))
-    row = Row()
+    row = RankOrder()
     for stage in forwards[:warm_up]:
         row.forward(stage)
     for step, stage in enumerate(backwards):
@@ -34,12 +34,12 @@ def interleaved(rank: int, shape: Shape) -> tuple[Slot, ...]:
     return row.slots
 
 
-def zero_bubble(rank: int, shape: Shape) -> tuple[Slot, ...]:
+def zero_bubble(rank: int, shape: ScheduleShape) -> tuple[Slot, ...]:
     """1F1B with delayed weight gradients, which fill idle time (Qi et al. 2024, arXiv:2401.10241)."""
     forwards, backwards = _forward_stages(rank, shape), _backward_stages(rank, shape)
     # Half of 1F1B's warm-up: a rank sends its input gradients before it computes its weight gradients.
     warm_up = min(len(forwards), _last_rank_warm_up(shape) + shape.ranks - 1 - rank)
-    row = Row()
+    row = RankOrder()
     for stage in forwards[:warm_up]:
         row.forward(stage)
     for step, stage in enumerate(backwards):
@@ -54,25 +54,25 @@ def zero_bubble(rank: int, shape: Shape) -> tuple[Slot, ...]:
     return row.slots
 
 
-def _last_rank_warm_up(shape: Shape) -> int:
+def _last_rank_warm_up(shape: ScheduleShape) -> int:
     """Forward passes of the last rank before its last stage receives the first micro-batch."""
     return (shape.virtual - 1) * _size(shape)
 
 
-def _forward_stages(rank: int, shape: Shape) -> list[int]:
+def _forward_stages(rank: int, shape: ScheduleShape) -> list[int]:
     """The stage of each forward pass: a round passes through all stages of the rank before the next round starts."""
     rounds = shape.micro_batches // _size(shape)
     own = range(rank, shape.stages, shape.ranks)
     return [stage for _ in range(rounds) for stage in own for _ in range(_size(shape))]
 
 
-def _backward_stages(rank: int, shape: Shape) -> list[int]:
+def _backward_stages(rank: int, shape: ScheduleShape) -> list[int]:
     rounds = shape.micro_batches // _size(shape)
     own = range(rank, shape.stages, shape.ranks)
     return [stage for _ in range(rounds) for stage in reversed(own) for _ in range(_size(shape))]
 
 
-def _size(shape: Shape) -> int:
+def _size(shape: ScheduleShape) -> int:
     size = round_size(shape.ranks, shape.micro_batches)
     assert size is not None, "make() refuses rounds that differ"
     return size

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from meshwright.errors import Refused
 from meshwright.schedules.action import Slot
-from meshwright.schedules.demands import refuse
+from meshwright.schedules.dependencies import SlotTimes, start_times
 from meshwright.schedules.families import Family, find_family
-from meshwright.schedules.flow import Flow, start_times
-from meshwright.schedules.schedule import Schedule, Shape
+from meshwright.schedules.micro_batch_rules import refuse
+from meshwright.schedules.schedule import Schedule, ScheduleShape
 
 
 def make(name: str, ranks: int, micro_batches: int, *, virtual: int | None = None) -> Schedule:
@@ -17,7 +17,7 @@ def make(name: str, ranks: int, micro_batches: int, *, virtual: int | None = Non
     family = find_family(name)
     if reason := refuse(name, ranks, micro_batches):
         raise Refused(reason)
-    shape = Shape(ranks=ranks, virtual=_stages_per_rank(name, family, virtual), micro_batches=micro_batches)
+    shape = ScheduleShape(ranks=ranks, virtual=_stages_per_rank(name, family, virtual), micro_batches=micro_batches)
     return Schedule(
         name=name,
         ranks=shape.ranks,
@@ -30,7 +30,7 @@ def make(name: str, ranks: int, micro_batches: int, *, virtual: int | None = Non
 
 def lay_out(orders: Sequence[Sequence[Slot]], stages: int) -> tuple[tuple[Slot, ...], ...]:
     """Rows of equal length with each slot at its earliest step, if every slot takes one step."""
-    flow = Flow(stages=stages, duration=lambda slot: 1.0, travel=lambda source, target: 0.0)
+    flow = SlotTimes(stages=stages, duration=lambda slot: 1.0, travel=lambda source, target: 0.0)
     steps = [[int(start) for start in starts] for starts in start_times(orders, flow)]
     length = 1 + max(row[-1] for row in steps)
     return tuple(_spread(order, row, length) for order, row in zip(orders, steps, strict=True))

@@ -30,7 +30,7 @@ _EXAMPLE = "1f1b ranks=4 virtual=1 micro_batches=8 placement=loop"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class ScheduleShape:
     """The size of a schedule."""
 
     ranks: int
@@ -52,7 +52,7 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule(Shape):
+class Schedule(ScheduleShape):
     """All ranks' actions on a common time grid; `parse(str(schedule)) == schedule`."""
 
     name: str

@@ -8,8 +8,8 @@ from math import isfinite
 
 from meshwright.schedules.action import Action, Kind, Slot
 from meshwright.schedules.completeness import check_complete
+from meshwright.schedules.dependencies import SlotTimes, start_times
 from meshwright.schedules.errors import ScheduleError
-from meshwright.schedules.flow import Flow, start_times
 from meshwright.schedules.in_flight import InFlight, count_in_flight
 from meshwright.schedules.schedule import Schedule
 
@@ -18,7 +18,7 @@ Cost = float | Sequence[float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class TimedAction:
     """When an action runs."""
 
     rank: int
@@ -31,7 +31,7 @@ class Span:
 class Simulation:
     """The timing of a schedule at given costs."""
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[TimedAction, ...], ...]
     """For each rank, its actions in order."""
     total: float
     """From the first action's start to the last one's end."""
@@ -96,7 +96,7 @@ class _Costs:
         return sum(by_kind[part.kind][part.stage] for part in action.parts)
 
 
-def _play(schedule: Schedule, costs: _Costs, send: float) -> tuple[tuple[Span, ...], ...]:
+def _play(schedule: Schedule, costs: _Costs, send: float) -> tuple[tuple[TimedAction, ...], ...]:
     def duration(slot: Slot) -> float:
         return sum(costs.seconds(action) for action in slot)
 
@@ -104,17 +104,17 @@ def _play(schedule: Schedule, costs: _Costs, send: float) -> tuple[tuple[Span, .
         return 0.0 if schedule.rank_of(source) == schedule.rank_of(target) else send
 
     orders = [[slot for slot in row if slot] for row in schedule.rows]
-    starts = start_times(orders, Flow(stages=schedule.stages, duration=duration, travel=travel))
+    starts = start_times(orders, SlotTimes(stages=schedule.stages, duration=duration, travel=travel))
     return tuple(
         tuple(span for slot, start in zip(order, times, strict=True) for span in _spans(rank, slot, start, costs))
         for rank, (order, times) in enumerate(zip(orders, starts, strict=True))
     )
 
 
-def _spans(rank: int, slot: Slot, start: float, costs: _Costs) -> Iterator[Span]:
+def _spans(rank: int, slot: Slot, start: float, costs: _Costs) -> Iterator[TimedAction]:
     for action in slot:
         end = start + costs.seconds(action)
-        yield Span(rank=rank, action=action, start=start, end=end)
+        yield TimedAction(rank=rank, action=action, start=start, end=end)
         start = end
 
 

@@ -20,10 +20,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meshwright.errors import MeshwrightError
 from meshwright.report.charts import plotly_script
-from meshwright.serve.desk import Answer, Desk, error_body
 from meshwright.serve.errors import Busy, Forbidden, LongHead, NotJson, RequestError, TooLarge, TooSlow, status_of
 from meshwright.serve.models import Models
 from meshwright.serve.page import Page, plotly_path
+from meshwright.serve.planner_queue import Answer, PlannerQueue, error_body
 from meshwright.serve.request import read_json, read_request
 
 LARGEST = 16 << 10
@@ -46,9 +46,9 @@ FOREVER = "private, max-age=31536000, immutable"
 """For a file whose name changes with its content."""
 
 
-def make_app(models: Models, *, hosts: Sequence[str], desk: Desk | None = None) -> ASGIApp:
+def make_app(models: Models, *, hosts: Sequence[str], queue: PlannerQueue | None = None) -> ASGIApp:
     """The application for visitors who address it by one of `hosts`, each a name with its port."""
-    asked = desk or Desk()
+    asked = queue or PlannerQueue()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -109,11 +109,11 @@ async def _draw(request: Request) -> Response:
     return response
 
 
-async def _plan(models: Models, desk: Desk, request: Request) -> Response:
+async def _plan(models: Models, queue: PlannerQueue, request: Request) -> Response:
     found = read_json(await _body(request))
     # Finding a model reads the disk.
     wanted = await asyncio.to_thread(read_request, found, models)
-    answer: Answer = await desk.ask(wanted, request.is_disconnected)
+    answer: Answer = await queue.ask(wanted, request.is_disconnected)
     return _answer(answer.status, answer.body)
 
 

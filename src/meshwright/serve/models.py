@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from meshwright.describe.presets import PRESETS, Text, preset_job
 from meshwright.errors import BadInput, Unreadable
+from meshwright.jobs.presets import PRESETS, Text, preset_job
 from meshwright.reading import Limits, read_json
 from meshwright.serve.errors import Forbidden
 

@@ -14,9 +14,9 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from meshwright.describe.presets import PRESETS, Text
 from meshwright.facts.catalogue import catalogue_names
 from meshwright.facts.links import BETWEEN_KINDS
+from meshwright.jobs.presets import PRESETS, Text
 from meshwright.report.charts import charts_script, plotly_script, policy
 from meshwright.serve.models import JOB, Models
 from meshwright.serve.request import DEFAULTS, LIMITS, WORDS

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.api.job_planner import PlanOptions, read_allowed
 from meshwright.errors import BadInput
 from meshwright.facts.catalogue import catalogue_names
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.grammar import nearest
 from meshwright.facts.precision import BUILT
 from meshwright.planner.candidates import Allowed
-from meshwright.planning import Wishes, read_allowed
 from meshwright.reading import parse_json
 from meshwright.serve.errors import RequestError
 from meshwright.serve.models import Models
@@ -58,8 +58,8 @@ class PlanRequest:
     pipeline: bool
 
     @property
-    def wishes(self) -> Wishes:
-        return Wishes(allowed=self.allowed, fast=True, global_batch=self.batch)
+    def options(self) -> PlanOptions:
+        return PlanOptions(allowed=self.allowed, fast=True, global_batch=self.batch)
 
     @property
     def allowed(self) -> Allowed:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.describe.jobfile import load_job
 from meshwright.errors import BadInput, one_line
+from meshwright.jobs.load import load_job
 from meshwright.serve.models import Models
 
 if TYPE_CHECKING:

@@ -13,14 +13,14 @@ import traceback
 from collections import OrderedDict
 from typing import Any, TextIO
 
-from meshwright.described import Described, described
+from meshwright.api.described_presets import JobDescription, describe_job
+from meshwright.api.job_planner import Planner
+from meshwright.api.plan import rank
+from meshwright.api.timeline import first_timeline
 from meshwright.errors import MeshwrightError
-from meshwright.planning import Planner
-from meshwright.ranking import rank
 from meshwright.report.plan_html import body
 from meshwright.serve.errors import status_of
 from meshwright.serve.request import PlanRequest
-from meshwright.timelines import first_timeline
 
 KEPT = 6
 """Models whose description is cached; the least recently used goes first."""
@@ -28,30 +28,30 @@ PLAYED = 4000
 """The largest pipeline, in actions, that is drawn: more would slow down every change of a setting."""
 
 
-class Shelf:
+class DescriptionCache:
     """Cache of model descriptions."""
 
     def __init__(self) -> None:
-        self._models: OrderedDict[tuple[str, int], Described] = OrderedDict()
+        self._models: OrderedDict[tuple[str, int], JobDescription] = OrderedDict()
 
-    def take(self, source: str, stamp: int) -> Described:
+    def take(self, source: str, stamp: int) -> JobDescription:
         """The description of a model whose file was written at `stamp`."""
         key = source, stamp
         if key not in self._models:
-            self._models[key] = described(source)
+            self._models[key] = describe_job(source)
         self._models.move_to_end(key)
         while len(self._models) > KEPT:
             self._models.popitem(last=False)
         return self._models[key]
 
 
-def answer(request: PlanRequest, shelf: Shelf) -> dict[str, Any]:
+def answer(request: PlanRequest, cache: DescriptionCache) -> dict[str, Any]:
     """The page's answer: the plans as data, and the rendered HTML."""
-    known = shelf.take(request.source, request.stamp)
+    known = cache.take(request.source, request.stamp)
     # Each request gets its own planner, because a planner keeps notes; only the costs are shared.
     planner = Planner(known.job, known.facts, request.batch or known.job.global_batch, costs=known.costs)
-    ranking = rank(planner, request.cluster, request.wishes, name=request.job)
-    timeline = first_timeline(planner.setting(request.cluster), ranking.plans, largest=PLAYED)
+    ranking = rank(planner, request.cluster, request.options, name=request.job)
+    timeline = first_timeline(planner.context(request.cluster), ranking.plans, largest=PLAYED)
     document = ranking.to_json()
     return {
         "command": request.command,
@@ -66,10 +66,10 @@ def answer(request: PlanRequest, shelf: Shelf) -> dict[str, Any]:
     }
 
 
-def answer_line(line: str, shelf: Shelf) -> dict[str, Any]:
+def answer_line(line: str, cache: DescriptionCache) -> dict[str, Any]:
     """An answer or an error; after any exception the next line is still read."""
     try:
-        return {"answer": answer(PlanRequest.from_json(json.loads(line)), shelf)}
+        return {"answer": answer(PlanRequest.from_json(json.loads(line)), cache)}
     except MeshwrightError as error:
         return {"error": str(error), "status": status_of(error)}
     except Exception as error:
@@ -81,9 +81,9 @@ def answer_line(line: str, shelf: Shelf) -> dict[str, Any]:
 
 
 def work(lines: TextIO, out: TextIO) -> None:
-    shelf = Shelf()
+    cache = DescriptionCache()
     for line in lines:
-        out.write(json.dumps(answer_line(line, shelf)) + "\n")
+        out.write(json.dumps(answer_line(line, cache)) + "\n")
         out.flush()
 
 

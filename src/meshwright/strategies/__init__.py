@@ -5,19 +5,19 @@ from __future__ import annotations
 from meshwright.facts.data_axis import DATA_AXES
 from meshwright.facts.model_axis import MODEL_AXES, AxisTerm
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.base import DataStrategy, Layout, Place
-from meshwright.strategies.ddp import Ddp
-from meshwright.strategies.dp import Dp
-from meshwright.strategies.fsdp import Fsdp
-from meshwright.strategies.hsdp import Hsdp
-from meshwright.strategies.layers import Layers
+from meshwright.strategies.base import DataStrategy, Place, StateLayout
+from meshwright.strategies.data.ddp import Ddp
+from meshwright.strategies.data.dp import Dp
+from meshwright.strategies.data.fsdp import Fsdp
+from meshwright.strategies.data.hsdp import Hsdp
+from meshwright.strategies.data.single import Single
+from meshwright.strategies.data.zero1 import Zero1
+from meshwright.strategies.data.zero2 import Zero2
 from meshwright.strategies.model_axis import InnerAxis, ModelAxis, StageAxis
-from meshwright.strategies.op import OperatorWise
-from meshwright.strategies.pp import Pipeline
-from meshwright.strategies.single import Single
-from meshwright.strategies.tp import Tensor
-from meshwright.strategies.zero1 import Zero1
-from meshwright.strategies.zero2 import Zero2
+from meshwright.strategies.operator.axis import OperatorParallel
+from meshwright.strategies.pipeline.axis import PipelineParallel
+from meshwright.strategies.pipeline.layers import LayerPlacement
+from meshwright.strategies.tensor.axis import TensorParallel
 
 DATA_STRATEGIES: dict[str, DataStrategy] = {}
 """By the word in the strategy's text."""
@@ -69,19 +69,19 @@ register(Zero1())
 register(Zero2())
 register(Fsdp())
 register(Hsdp())
-register(Tensor())
-register(OperatorWise())
-register(Pipeline())
-register(Layers())
+register(TensorParallel())
+register(OperatorParallel())
+register(PipelineParallel())
+register(LayerPlacement())
 
 __all__ = [
     "DATA_STRATEGIES",
     "DataStrategy",
     "InnerAxis",
-    "Layout",
     "ModelAxis",
     "Place",
     "StageAxis",
+    "StateLayout",
     "data_strategy",
     "inner_axis",
     "model_axis",

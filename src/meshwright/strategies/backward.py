@@ -1,6 +1,7 @@
 """A backward pass that no mode over torch functions handles, so that a mode can be on while it runs.
 
-`Tensor.backward` and `torch.autograd.backward` hand themselves to the mode, which is off then; the engine does not.
+`Tensor.backward` and `torch.autograd.backward` hand themselves to the mode, which is off then; the engine does
+not.
 """
 
 from __future__ import annotations

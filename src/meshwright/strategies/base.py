@@ -13,7 +13,7 @@ from meshwright.facts.strategy import Strategy
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshwright.strategies.engine import Engine, Setting
+    from meshwright.strategies.engine import ApplyContext, Engine
 
 """Bytes of one element in each precision."""
 
@@ -32,7 +32,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class StateLayout:
     """What a rank holds of each state: over how many ranks it is divided, and the bytes of one element."""
 
     parameters: int = 1
@@ -77,11 +77,11 @@ class DataStrategy(ABC):
         """Whether initial weights are made in host memory, from where `apply` takes them."""
         return strategy.offload == "params"
 
-    def layout(self, strategy: Strategy) -> Layout:
+    def layout(self, strategy: Strategy) -> StateLayout:
         """What each rank holds under a resolved strategy."""
         low = strategy.number_format.bytes
         masters = self.lowered_copy and strategy.number_format.is_low and not strategy.pure and not strategy.autocast
-        return Layout(
+        return StateLayout(
             **{state: strategy.shards for state in strategy.traits.shards},
             parameter_bytes=low if strategy.pure or masters else None,
             update_bytes=low if strategy.pure else None,
@@ -89,5 +89,5 @@ class DataStrategy(ABC):
         )
 
     @abstractmethod
-    def apply(self, model: nn.Module, setting: Setting) -> Engine:
-        """Lay the model out. It is on the meta device until `setting.fill()` is called."""
+    def apply(self, model: nn.Module, context: ApplyContext) -> Engine:
+        """Lay the model out. It is on the meta device until `context.fill()` is called."""

@@ -1,7 +1,7 @@
 """Communication over a mesh axis that autograd can go through, on plain local tensors.
 
-Autograd calls no `backward` for an input that needs no gradient, so nothing is sent for it. None but `Share` returns a
-view of its input: autograd forbids to change such a result in place, and the model's author may.
+Autograd calls no `backward` for an input that needs no gradient, so nothing is sent for it. None but `PartialGradient`
+returns a view of its input: autograd forbids to change such a result in place, and the model's author may.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 def copy_in(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The same on every rank; its gradient is the sum of what the ranks give."""
-    return Share.apply(x, mesh)  # type: ignore[no-any-return]
+    return PartialGradient.apply(x, mesh)  # type: ignore[no-any-return]
 
 
 def slice_in(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
@@ -66,7 +66,7 @@ class Join(torch.autograd.Function):
         return take, None, None, None, None
 
 
-class Share(torch.autograd.Function):
+class PartialGradient(torch.autograd.Function):
     """A whole tensor of whose gradient each rank has a share."""
 
     @staticmethod

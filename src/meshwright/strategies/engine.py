@@ -13,17 +13,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.describe.dtensor import is_dtensor
 from meshwright.describe.dtypes import DTYPES
 from meshwright.facts.model import ModelFacts
-from meshwright.facts.named import NamedParameters
+from meshwright.facts.named_parameters import NamedParameters
 from meshwright.facts.strategy import Strategy
+from meshwright.recording.dtensor import is_dtensor
 from meshwright.strategies.cuts import Cut, Stretch
 from meshwright.strategies.norm import global_norm
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class ApplyContext:
     """What `apply` needs to know beside the model."""
 
     strategy: Strategy
@@ -62,7 +62,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensor:
     """A parameter or persistent buffer as it lies on a rank."""
 
     name: str
@@ -75,7 +75,7 @@ class Held:
     """Whether training keeps it up to date: a stage's copy of another stage's buffer is not."""
 
 
-Read = Callable[[Held], torch.Tensor]
+Read = Callable[[HeldTensor], torch.Tensor]
 """Takes something of a held tensor's shape and layout off it: the tensor itself, or its gradient."""
 
 
@@ -134,11 +134,11 @@ class Engine:
             if names is None or held.name in names:
                 yield held.name, whole(read(held))
 
-    def held(self) -> Iterator[Held]:
+    def held(self) -> Iterator[HeldTensor]:
         """What this rank holds of every parameter and persistent buffer, as it lies here. No communication."""
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor):
-                yield Held(name, tensor)
+                yield HeldTensor(name, tensor)
 
     def cut_of(self, name: str) -> Cut | Stretch | None:
         """Which part of a parameter this rank's is along a model axis; None where it is whole."""

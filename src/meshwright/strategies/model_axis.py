@@ -15,7 +15,7 @@ from meshwright.facts.cluster import Cluster
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import AxisTerm, AxisTraits
-from meshwright.facts.named import NamedParameters
+from meshwright.facts.named_parameters import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.division import Division
 
@@ -89,11 +89,11 @@ class StageAxis(ModelAxis):
     """An axis that gives each rank consecutive layers. The pipeline engine runs its schedule."""
 
     def refuse(self, term: AxisTerm, strategy: Strategy, facts: ModelFacts, global_batch: int) -> str | None:
-        from meshwright.strategies.pipeline import refuse_pipeline
+        from meshwright.strategies.pipeline.sizes import refuse_pipeline
 
         return refuse_pipeline(strategy, facts, global_batch)
 
     def refuse_job(self, term: AxisTerm, strategy: Strategy, facts: ModelFacts, job: Job) -> str | None:
-        from meshwright.strategies.pipeline import refuse_stages
+        from meshwright.strategies.pipeline.sizes import refuse_stages
 
         return refuse_stages(strategy, facts, job)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import get_total_norm
 
-from meshwright.describe.dtensor import is_dtensor
+from meshwright.recording.dtensor import is_dtensor
 from meshwright.torch_private.foreach import foreach_mul_, foreach_norm
 
 PART = 1 << 16

@@ -24,7 +24,7 @@ OWN_ROUNDING = 2 * MIB
 
 
 @dataclass(eq=False)
-class Chunk:
+class SegmentChunk:
     """A part of a segment."""
 
     address: int
@@ -32,8 +32,8 @@ class Chunk:
     pool: tuple[bool, int]
     """Whether it serves small requests, and its stream."""
     free: bool = True
-    before: Chunk | None = None
-    after: Chunk | None = None
+    before: SegmentChunk | None = None
+    after: SegmentChunk | None = None
 
     @property
     def key(self) -> tuple[int, int]:
@@ -48,10 +48,10 @@ class Allocator:
     allocated: int = 0
     _free: dict[tuple[bool, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     """By pool: sizes and addresses of free chunks, smallest first."""
-    _chunks: dict[int, Chunk] = field(default_factory=dict)
+    _chunks: dict[int, SegmentChunk] = field(default_factory=dict)
     """By address."""
 
-    def allocate(self, size: int, stream: int = 0) -> Chunk:
+    def allocate(self, size: int, stream: int = 0) -> SegmentChunk:
         """Serve a request; the chunk may be larger than what was asked for."""
         size = max(ROUNDING, round_up(size, ROUNDING))
         pool = size <= SMALL, stream
@@ -63,7 +63,7 @@ class Allocator:
         self.allocated += chunk.size
         return chunk
 
-    def release(self, chunk: Chunk) -> None:
+    def release(self, chunk: SegmentChunk) -> None:
         """The chunk is free again, and one with its free neighbours."""
         self.allocated -= chunk.size
         chunk.free = True
@@ -77,37 +77,37 @@ class Allocator:
             self._join(chunk, chunk.after)
         insort(self._free[chunk.pool], chunk.key)
 
-    def _best_fit(self, size: int, pool: tuple[bool, int]) -> Chunk | None:
+    def _best_fit(self, size: int, pool: tuple[bool, int]) -> SegmentChunk | None:
         chunks = self._free[pool]
         place = bisect_left(chunks, (size, -1))
         return self._chunks[chunks.pop(place)[1]] if place < len(chunks) else None
 
-    def _new_segment(self, size: int, pool: tuple[bool, int]) -> Chunk:
+    def _new_segment(self, size: int, pool: tuple[bool, int]) -> SegmentChunk:
         if size <= SMALL:
             length = SMALL_SEGMENT
         else:
             length = LARGE_SEGMENT if size < OWN_SEGMENT else round_up(size, OWN_ROUNDING)
-        chunk = Chunk(self.reserved, length, pool)
+        chunk = SegmentChunk(self.reserved, length, pool)
         self._chunks[chunk.address] = chunk
         self.reserved += length
         return chunk
 
-    def _split(self, chunk: Chunk, size: int) -> None:
-        rest = Chunk(chunk.address + size, chunk.size - size, chunk.pool, before=chunk, after=chunk.after)
+    def _split(self, chunk: SegmentChunk, size: int) -> None:
+        rest = SegmentChunk(chunk.address + size, chunk.size - size, chunk.pool, before=chunk, after=chunk.after)
         if rest.after is not None:
             rest.after.before = rest
         chunk.size, chunk.after = size, rest
         self._chunks[rest.address] = rest
         insort(self._free[rest.pool], rest.key)
 
-    def _join(self, chunk: Chunk, after: Chunk) -> None:
+    def _join(self, chunk: SegmentChunk, after: SegmentChunk) -> None:
         chunk.size += after.size
         chunk.after = after.after
         if chunk.after is not None:
             chunk.after.before = chunk
         del self._chunks[after.address]
 
-    def _take(self, chunk: Chunk) -> None:
+    def _take(self, chunk: SegmentChunk) -> None:
         chunks = self._free[chunk.pool]
         del chunks[bisect_left(chunks, chunk.key)]
 

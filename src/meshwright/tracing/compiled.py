@@ -23,14 +23,14 @@ from torch import Tensor, fx, nn
 from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from meshwright.build import recompute
+from meshwright.assemble import recompute
 from meshwright.describe.as_on_cuda import as_compiled
 from meshwright.errors import one_line
 from meshwright.torch_private.modules import lend_tensors
 from meshwright.torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
 from meshwright.tracing.fusion import Program, fuse
 from meshwright.tracing.nodes import is_choice
-from meshwright.tracing.recorder import Recorder
+from meshwright.tracing.recorder import StepRecorder
 from meshwright.tracing.runner import Runner
 
 Function = Callable[..., Any]
@@ -40,10 +40,10 @@ Function = Callable[..., Any]
 class Compiler:
     """What was compiled so far. Modules that look the same are compiled once."""
 
-    recorder: Recorder
+    recorder: StepRecorder
     moments: Callable[[str], str]
     """From a parameter of the model to where a step is that reads it."""
-    made: dict[Any, Made | None] = field(default_factory=dict)
+    made: dict[Any, CompiledGraph | None] = field(default_factory=dict)
     failed: dict[str, None] = field(default_factory=dict)
     """Why something could not be drawn, and ran as it is."""
     policies: list[Any] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Compiler:
 
 
 @dataclass
-class Made:
+class CompiledGraph:
     """A function of tensors that was compiled for arguments of one kind."""
 
     call: Callable[[list[Tensor]], list[Tensor]]
@@ -134,7 +134,7 @@ class Compiled:
             return {}
         return dict(self._module.named_parameters()) | dict(self._module.named_buffers())
 
-    def _find(self, names: list[str], tree: TreeSpec, others: list[Any], given: list[Tensor]) -> Made | None:
+    def _find(self, names: list[str], tree: TreeSpec, others: list[Any], given: list[Tensor]) -> CompiledGraph | None:
         compiler = self._compiler
         whose = self._function if self._module is None else (type(self._module), repr(self._module))
         key = (whose, tree, tuple(map(repr, others)), torch.is_grad_enabled(), *map(_looks, given))
@@ -147,8 +147,8 @@ class Compiled:
                 compiler.failed[one_line(error)] = None
         return compiler.made[key]
 
-    def _draw(self, names: list[str], tree: TreeSpec, others: list[Any], given: list[Tensor]) -> Made:
-        made = Made(lambda tensors: [], tree)
+    def _draw(self, names: list[str], tree: TreeSpec, others: list[Any], given: list[Tensor]) -> CompiledGraph:
+        made = CompiledGraph(lambda tensors: [], tree)
 
         def run(tensors: list[Tensor]) -> list[Tensor]:
             state, rest = dict(zip(names, tensors, strict=False)), iter(tensors[len(names) :])

@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.build.precision import apply_precision, loss_under
-from meshwright.build.recompute import recompute_blocks
+from meshwright.assemble.precision import apply_precision, loss_under
+from meshwright.assemble.recompute import recompute_blocks
 from meshwright.describe.as_on_cuda import as_on_cuda
-from meshwright.describe.blueprint import Blueprint, record
+from meshwright.describe.block_equality import arrival_of, size_of
 from meshwright.describe.dtypes import DTYPES
-from meshwright.describe.forward import replaced_forwards
-from meshwright.describe.kinds import arrival_of, size_of
 from meshwright.describe.ladder import Rung, climb, is_small, on_fake, on_meta, on_real
 from meshwright.describe.observe import call_model, make_batch
 from meshwright.describe.stand_ins import lend, stand_in, stand_ins
 from meshwright.describe.structure import tensors_of
-from meshwright.describe.template import Made
+from meshwright.describe.template import MadeTensor
 from meshwright.errors import JobError, one_line
 from meshwright.facts.costs import Kernel, ModelCosts, Size, UnitCosts
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
+from meshwright.recording.blueprint import Blueprint, record
+from meshwright.recording.wrap_forward import replaced_forwards
 from meshwright.torch_private.trees import tree_flatten, tree_leaves, tree_map_only
 from meshwright.tracing.meter import Meter, Ran
 
@@ -217,11 +217,11 @@ def _watch(
         if segment.is_block and key in seen:
             segment.like, made = seen[key]
             reached = [tensor for tensor in inputs if tensor.requires_grad]
-            output = tree_map_only(Made, lambda tensor: tensor.hanging_on(reached), made)
+            output = tree_map_only(MadeTensor, lambda tensor: tensor.hanging_on(reached), made)
         else:
             segment.like = name
             output = forward(*args, **kwargs)
-            seen[key] = name, tree_map_only(torch.Tensor, Made.of, output)
+            seen[key] = name, tree_map_only(torch.Tensor, MadeTensor.of, output)
         recorder.leave(index, output)
         return output
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from meshwright.facts.trace import Message, Operation
-from meshwright.tracing.record import Recorded
+from meshwright.tracing.record_step import Recorded
 
 
 def extrapolate(shorter: Recorded, longer: Recorded, *, sizes: tuple[int, int], to: float) -> Recorded:

@@ -42,7 +42,7 @@ Keys = dict[Key, None]
 
 
 @dataclass(eq=False)
-class Kernel:
+class CompiledKernel:
     """What is launched at once: an operator with a kernel of its own, or fused ones."""
 
     node: fx.Node | None = None
@@ -73,7 +73,7 @@ class Program:
     inputs: tuple[fx.Node, ...]
     unread: tuple[fx.Node, ...]
     """Inputs that nobody reads."""
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[CompiledKernel, ...]
     buffers: dict[Key, Buffer]
     """Of every value that is in memory at some time."""
     outputs: tuple[tuple[Key, fx.Node] | None, ...]
@@ -88,7 +88,7 @@ def fuse(graph: fx.Graph, mine: frozenset[str] = frozenset()) -> Program:
 class _Fusion:
     def __init__(self, graph: fx.Graph, mine: frozenset[str]) -> None:
         self._nodes, self._mine = list(graph.nodes), mine
-        self._kernels: list[Kernel] = []
+        self._kernels: list[CompiledKernel] = []
         self._made_by: dict[Key, int] = {}
         """The kernel that writes a value."""
         self._inlined: dict[fx.Node, tuple[Keys, int]] = {}
@@ -132,7 +132,7 @@ class _Fusion:
         reads, operators = self._made_of(node)
         made = made_by(node)
         if is_alone(node):
-            self._launch(Kernel(node=node), made, self._padded(node, reads))
+            self._launch(CompiledKernel(node=node), made, self._padded(node, reads))
         elif self._is_written(node, len(reads), operators):
             self._launch(self._find_kernel(*domain_of(node), reads), made, reads)
         else:
@@ -178,7 +178,7 @@ class _Fusion:
                 reads = {key: None for key in reads if key != source} | {copy: None}
         return reads
 
-    def _find_kernel(self, rows: int, length: int, reads: Keys) -> Kernel:
+    def _find_kernel(self, rows: int, length: int, reads: Keys) -> CompiledKernel:
         """One that goes over as many elements, and makes or reads something of what is read; else a new one."""
         first = max((self._made_by.get(key, -1) for key in reads), default=-1)
         for kernel in self._kernels[max(first, len(self._kernels) - NEAR, 0) :]:
@@ -186,9 +186,9 @@ class _Fusion:
                 if kernel.length == 1:
                     kernel.rows, kernel.length = rows, length
                 return kernel
-        return Kernel(rows=rows, length=length)
+        return CompiledKernel(rows=rows, length=length)
 
-    def _launch(self, kernel: Kernel, writes: list[Key], reads: Keys) -> None:
+    def _launch(self, kernel: CompiledKernel, writes: list[Key], reads: Keys) -> None:
         if kernel not in self._kernels[-NEAR:]:
             self._kernels.append(kernel)
         place = self._kernels.index(kernel, max(0, len(self._kernels) - NEAR))
@@ -223,7 +223,7 @@ class _Fusion:
                     free.remove(over)
             kernel.frees = [*ending, *(key for key in kernel.writes if key not in last and key not in kept)]
 
-    def _may_take(self, kernel: Kernel, key: Key, wanted: Buffer) -> bool:
+    def _may_take(self, kernel: CompiledKernel, key: Key, wanted: Buffer) -> bool:
         """Whether something may be written over a value that is read for the last time."""
         has = self._buffer(key)
         if (has.elements, has.dtype) != (wanted.elements, wanted.dtype):

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from meshwright.tracing.allocator import Allocator, Chunk
+from meshwright.tracing.allocator import Allocator, SegmentChunk
 
 
 @dataclass(eq=False)
-class Block:
+class Allocation:
     """One allocation. Its cause may become clear later than it was made."""
 
-    chunk: Chunk
+    chunk: SegmentChunk
     bytes: int
     """As the allocator counts them: rounded up, and whole where it does not split what it has."""
     cause: str
 
 
 @dataclass(frozen=True)
-class Event:
+class MemoryEvent:
     """A block comes or goes."""
 
-    block: Block
+    block: Allocation
     comes: bool
     moment: str
     """What the rank was doing."""
@@ -33,22 +33,22 @@ class Ledger:
     """All blocks in the order in which they came and went."""
 
     allocator: Allocator = field(default_factory=Allocator)
-    events: list[Event] = field(default_factory=list)
+    events: list[MemoryEvent] = field(default_factory=list)
     moment: str = "build"
 
-    def allocate(self, size: int, cause: str, stream: int = 0) -> Block | None:
+    def allocate(self, size: int, cause: str, stream: int = 0) -> Allocation | None:
         """Nothing is allocated for a tensor without elements."""
         if not size:
             return None
         chunk = self.allocator.allocate(size, stream)
-        block = Block(chunk, chunk.size, cause)
-        self.events.append(Event(block, True, self.moment))
+        block = Allocation(chunk, chunk.size, cause)
+        self.events.append(MemoryEvent(block, True, self.moment))
         return block
 
-    def free(self, block: Block | None) -> None:
+    def free(self, block: Allocation | None) -> None:
         if block is not None:
             self.allocator.release(block.chunk)
-            self.events.append(Event(block, False, self.moment))
+            self.events.append(MemoryEvent(block, False, self.moment))
 
     def pass_by(self, size: int, cause: str) -> None:
         """What a kernel takes while it runs."""

@@ -20,7 +20,7 @@ from meshwright.torch_private.modes import TorchDispatchMode, without_torch_func
 from meshwright.torch_private.operators import DEVICE_OF
 from meshwright.torch_private.tensors import storage_id
 from meshwright.torch_private.trees import tree_leaves, tree_map_only
-from meshwright.tracing.memory import Block, Ledger
+from meshwright.tracing.memory import Allocation, Ledger
 from meshwright.tracing.messages import Messages, is_collective
 from meshwright.tracing.operations import Operations
 from meshwright.tracing.workspaces import Workspaces
@@ -34,7 +34,7 @@ _VIEWS = {
 _resize = torch.UntypedStorage.resize_
 
 
-class Recorder(TorchDispatchMode):
+class StepRecorder(TorchDispatchMode):
     """While active, every storage that is made is followed to its end, and every operator and collective is noted."""
 
     def __init__(self, messages: Messages) -> None:
@@ -46,7 +46,7 @@ class Recorder(TorchDispatchMode):
         self.drawn_losses = 0
         """How often a loss was gone through while paused."""
         self._workspaces = Workspaces(self.ledger)
-        self._blocks: dict[int, Block | None] = {}
+        self._blocks: dict[int, Allocation | None] = {}
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._hosts: set[int] = set()
         self._outputs: set[int] = set()

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from meshwright.tracing.fusion import Kernel, Program
+from meshwright.tracing.fusion import CompiledKernel, Program
 from meshwright.tracing.layouts import Buffer
 from meshwright.tracing.nodes import Key, operator_of, values_of
-from meshwright.tracing.recorder import Recorder
+from meshwright.tracing.recorder import StepRecorder
 
 
 class Runner:
@@ -19,7 +19,7 @@ class Runner:
     _boxed_call = True
     """Arguments come in a list that is emptied, so that each is freed when it was read for the last time."""
 
-    def __init__(self, program: Program, recorder: Recorder, moments: dict[Key, str]) -> None:
+    def __init__(self, program: Program, recorder: StepRecorder, moments: dict[Key, str]) -> None:
         """`moments` are where a step is once a value is read (an argument) or written (a result)."""
         self._program, self._recorder, self._moments = program, recorder, moments
 
@@ -37,16 +37,16 @@ class Runner:
                 del memory[key]
         return [_shown(memory[o[0]], o[1]) if o is not None else None for o in self._program.outputs]
 
-    def _take_memory(self, kernel: Kernel, memory: dict[Key, Any]) -> None:
+    def _take_memory(self, kernel: CompiledKernel, memory: dict[Key, Any]) -> None:
         for key in kernel.writes:
             memory[key] = memory[kernel.takes[key]] if key in kernel.takes else _empty(self._program.buffers[key])
 
-    def _tell_moment(self, kernel: Kernel) -> None:
+    def _tell_moment(self, kernel: CompiledKernel) -> None:
         for key in kernel.reads | kernel.writes:
             if key in self._moments:
                 self._recorder.at(f"{self._recorder.step_phase} of {self._moments[key]}")
 
-    def _note(self, kernel: Kernel) -> None:
+    def _note(self, kernel: CompiledKernel) -> None:
         if kernel.node is not None:
             func, args = operator_of(kernel.node)
             args, kwargs = fx.node.map_arg((args, kernel.node.kwargs), lambda node: node.meta.get("val"))

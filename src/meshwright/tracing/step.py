@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright import schedules
-from meshwright.build.check import check
+from meshwright.assemble.check import check
 from meshwright.errors import MeshwrightError, Refused, one_line
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
 from meshwright.strategies import Place, data_strategy
-from meshwright.strategies.pipeline import count_micro_batches, count_stages, is_pipelined
-from meshwright.strategies.stages import cut_stages
+from meshwright.strategies.pipeline.sizes import count_micro_batches, count_stages, is_pipelined
+from meshwright.strategies.pipeline.stages import cut_stages
 from meshwright.tracing.extrapolate import extrapolate
-from meshwright.tracing.record import Recorded, record_step
-from meshwright.tracing.shorter import Stack, blocks_of_stages, find_stack, shorten
+from meshwright.tracing.fewer_blocks import BlockStack, blocks_of_stages, find_repeated_blocks, with_fewer_blocks
+from meshwright.tracing.record_step import Recorded, record_step
 
 SIZES, SIZES_OF_A_STAGE, SIZES_DIVIDED, SIZES_COMPILED = (4, 8), (3, 6), (3, 5), (2, 4)
 """Blocks of the two shorter models that a longer one is known from; under a pipeline, of each stage.
@@ -79,11 +79,11 @@ def _refuse(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, device:
 
 def _from_shorter(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, rank: int) -> Recorded | None:
     """What the whole model would show, where that takes longer to see than the two shorter ones."""
-    stack = find_stack(facts)
+    stack = find_repeated_blocks(facts)
     small, large = _sizes(strategy)
     if stack is None or (blocks := _blocks_of(job, facts, strategy, stack, ranks, rank)) <= small + large + 1:
         return None
-    shorter = [shorten(job, facts, strategy, stack, size) for size in (small, large)]
+    shorter = [with_fewer_blocks(job, facts, strategy, stack, size) for size in (small, large)]
     records = [record_step(s.job, s.facts, strategy, ranks, rank) for s in shorter if s is not None]
     return extrapolate(*records, sizes=(small, large), to=blocks) if len(records) == 2 else None
 
@@ -96,7 +96,7 @@ def _sizes(strategy: Strategy) -> tuple[int, int]:
     return SIZES_DIVIDED if strategy.splits_activations else SIZES
 
 
-def _blocks_of(job: Job, facts: ModelFacts, strategy: Strategy, stack: Stack, ranks: int, rank: int) -> float:
+def _blocks_of(job: Job, facts: ModelFacts, strategy: Strategy, stack: BlockStack, ranks: int, rank: int) -> float:
     """Blocks of the model; under a pipeline, those that the rank's stages have, on average."""
     if not is_pipelined(strategy):
         return stack.blocks

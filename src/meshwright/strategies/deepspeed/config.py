@@ -20,7 +20,7 @@ PERSISTENT_SHARE = 1000
 def config_of(
     strategy: Strategy, facts: ModelFacts, *, max_norm: float | None, written: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What `deepspeed.initialize` takes. `written` is the user's own, which was checked to agree."""
+    """What `deepspeed.initialize` takes. `read_preset` is the user's own, which was checked to agree."""
     stage = strategy.traits.zero_stage
     assert stage is not None, f"{strategy} was refused"
     return merged(_tuning(stage, facts), merged(written or {}, _fixed(stage, strategy, max_norm)))

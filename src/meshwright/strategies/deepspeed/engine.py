@@ -13,32 +13,32 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.errors import Refused
-from meshwright.facts.named import NamedParameters
+from meshwright.facts.named_parameters import NamedParameters
 from meshwright.strategies.cuts import Stretch
 from meshwright.strategies.deepspeed import package
-from meshwright.strategies.deepspeed.by_name import Group, OptimizerByName
 from meshwright.strategies.deepspeed.config import config_of
+from meshwright.strategies.deepspeed.optimizer_by_name import OptimizerByName, ParameterGroup
 from meshwright.strategies.deepspeed.pieces import even_stretch, joined, pieces_of
-from meshwright.strategies.engine import Held, OptimizerState, OptimizingEngine, Setting
+from meshwright.strategies.engine import ApplyContext, HeldTensor, OptimizerState, OptimizingEngine
 from meshwright.strategies.norm import global_norm, scale_
 
 
 class DeepSpeedEngine(OptimizingEngine):
     """Stage 0: every rank has everything, and gradients are averaged over ranks."""
 
-    def __init__(self, model: nn.Module, setting: Setting) -> None:
+    def __init__(self, model: nn.Module, context: ApplyContext) -> None:
         super().__init__(model)
-        self._setting = setting
-        self._group = setting.mesh.get_group() if setting.mesh is not None else None
+        self._setting = context
+        self._group = context.mesh.get_group() if context.mesh is not None else None
         self._max_norm: float | None = None
         self._deepspeed: Any = None
-        self.gradient_scale = float(setting.strategy.data_ranks)
+        self.gradient_scale = float(context.strategy.data_ranks)
 
     def adopt(self, optimizer: Optimizer, max_norm: float | None) -> None:
-        setting = self._setting
-        config = config_of(setting.strategy, setting.facts, max_norm=max_norm, written=setting.engine_config)
+        context = self._setting
+        config = config_of(context.strategy, context.facts, max_norm=max_norm, written=context.engine_config)
         self._own, self._optimizer, self._max_norm = self.parameters(), optimizer, max_norm
-        deepspeed = package.joined_to_ranks(setting.device)
+        deepspeed = package.joined_to_ranks(context.device)
         groups = list(optimizer.param_groups)
         with redirect_stdout(io.StringIO()):  # it prints how much memory there is
             self._prepare(deepspeed, config)
@@ -125,7 +125,7 @@ class ZeroEngine(DeepSpeedEngine):
         self._pieces = {piece.name: piece for piece in pieces}
         self._kept = dict(self._keep(masters, shapes))
         places = {id(group): at for at, group in enumerate(optimizer.param_groups)}
-        groups = [Group([self._master(names[id(p)], p) for p in own], g, places.get(id(g))) for g, own in made]
+        groups = [ParameterGroup([self._master(names[id(p)], p) for p in own], g, places.get(id(g))) for g, own in made]
         self._by_name = OptimizerByName(optimizer, groups, pieces)
         for piece in pieces:
             if piece.name in masters:
@@ -199,16 +199,16 @@ class ZeroEngine(DeepSpeedEngine):
         elif scale != 1.0:
             scale_(self._zero.fp32_groups_gradients_flat, scale)
 
-    def held(self) -> Iterator[Held]:
+    def held(self) -> Iterator[HeldTensor]:
         names = {id(p): n for n, p in self.model.named_parameters()}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             first = names.get(id(tensor), name)
             if first in self._pieces:
-                yield Held(name, self._pieces[first].master, self._pieces[first].stretch)
+                yield HeldTensor(name, self._pieces[first].master, self._pieces[first].stretch)
             elif first in self._kept:
-                yield Held(name, *self._kept[first])
+                yield HeldTensor(name, *self._kept[first])
             elif isinstance(tensor, torch.Tensor):
-                yield Held(name, tensor)
+                yield HeldTensor(name, tensor)
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
         for held in self.held():

@@ -16,7 +16,7 @@ from meshwright.strategies.cuts import Stretch
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatPiece:
     """This rank's part of one parameter, perhaps empty."""
 
     name: str
@@ -43,7 +43,7 @@ class Piece:
         return whole.reshape(-1).narrow(0, self.stretch.start, self.length)
 
 
-def pieces_of(optimizer: Any, names: dict[int, str], shapes: dict[str, torch.Size]) -> Iterator[Piece]:
+def pieces_of(optimizer: Any, names: dict[int, str], shapes: dict[str, torch.Size]) -> Iterator[FlatPiece]:
     """All that a ZeRO optimizer updates here; `names` are by the parameter's identity."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         yield from _of_stage_3(optimizer, names, shapes)
@@ -57,23 +57,23 @@ def pieces_of(optimizer: Any, names: dict[int, str], shapes: dict[str, torch.Siz
             yield _of_stage_1_or_2(parameter, flat, names[id(parameter)])
 
 
-def _of_stage_1_or_2(parameter: nn.Parameter, flat: torch.Tensor, name: str) -> Piece:
+def _of_stage_1_or_2(parameter: nn.Parameter, flat: torch.Tensor, name: str) -> FlatPiece:
     """A group's parameters lie one after another, and a rank has an equal part of that."""
     shape, mapping = tuple(parameter.shape), parameter._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed's own
     if mapping is None:
-        return Piece(name, parameter, flat, 0, 0, Stretch(shape=shape, start=0))
+        return FlatPiece(name, parameter, flat, 0, 0, Stretch(shape=shape, start=0))
     own, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-    return Piece(name, parameter, flat, own.start, own.numel, Stretch(shape=shape, start=there.start))
+    return FlatPiece(name, parameter, flat, own.start, own.numel, Stretch(shape=shape, start=there.start))
 
 
-def _of_stage_3(optimizer: Any, names: dict[int, str], shapes: dict[str, torch.Size]) -> Iterator[Piece]:
+def _of_stage_3(optimizer: Any, names: dict[int, str], shapes: dict[str, torch.Size]) -> Iterator[FlatPiece]:
     """Every parameter is divided evenly by itself; the last ranks have padding."""
     for group in optimizer.fp16_groups:
         for parameter in group:
             name = names[id(parameter)]
             number, at, room = optimizer.grad_position[optimizer.get_param_id(parameter)]
             stretch, length = even_stretch(tuple(shapes[name]), room, dist.get_rank(parameter.ds_process_group))
-            yield Piece(name, parameter, optimizer.fp32_partitioned_groups_flat[number], at, length, stretch)
+            yield FlatPiece(name, parameter, optimizer.fp32_partitioned_groups_flat[number], at, length, stretch)
 
 
 def even_stretch(shape: tuple[int, ...], room: int, rank: int) -> tuple[Stretch, int]:

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from meshwright.errors import Refused
 from meshwright.facts.model import ModelFacts
 from meshwright.strategies.deepspeed.engine import DeepSpeedEngine, ZeroEngine
-from meshwright.strategies.engine import Setting
+from meshwright.strategies.engine import ApplyContext
 from meshwright.strategies.norm import global_square
-from meshwright.strategies.stages import Stages
+from meshwright.strategies.pipeline.stages import Stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +69,9 @@ class StageEngine(DeepSpeedEngine):
     """What both kinds of stages do; `model` is the stage's layers under their own names."""
 
     def __init__(
-        self, model: nn.Module, setting: Setting, layers: Layers, mesh: DeviceMesh, loss: Callable[[Any, Any], Any]
+        self, model: nn.Module, context: ApplyContext, layers: Layers, mesh: DeviceMesh, loss: Callable[[Any, Any], Any]
     ) -> None:
-        super().__init__(model, setting)
+        super().__init__(model, context)
         self._layers, self._pipeline, self._loss = layers, mesh, loss
         self.before_each: Callable[[], None] = lambda: None
         """Called when this stage begins with a micro-batch."""

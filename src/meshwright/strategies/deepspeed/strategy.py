@@ -12,8 +12,8 @@ from meshwright.facts.strategy import AxisTerm, Strategy
 from meshwright.strategies.base import DataStrategy, Place
 from meshwright.strategies.deepspeed import package
 from meshwright.strategies.deepspeed.engine import DeepSpeedEngine, ZeroEngine
-from meshwright.strategies.deepspeed.swapped import SwappedEngine
-from meshwright.strategies.engine import Engine, Setting
+from meshwright.strategies.deepspeed.nvme_engine import NvmeEngine
+from meshwright.strategies.engine import ApplyContext, Engine
 
 
 class DeepSpeed(DataStrategy):
@@ -34,11 +34,11 @@ class DeepSpeed(DataStrategy):
     def weights_on_host(self, strategy: Strategy) -> bool:
         return self._stage == 3  # DeepSpeed takes them from there one by one, and keeps a part of each
 
-    def apply(self, model: nn.Module, setting: Setting) -> Engine:
-        setting.fill()
-        if setting.strategy.offload == "nvme":
-            return SwappedEngine(model, setting)
-        return (ZeroEngine if self._stage else DeepSpeedEngine)(model, setting)
+    def apply(self, model: nn.Module, context: ApplyContext) -> Engine:
+        context.fill()
+        if context.strategy.offload == "nvme":
+            return NvmeEngine(model, context)
+        return (ZeroEngine if self._stage else DeepSpeedEngine)(model, context)
 
 
 SCHEDULE = "1f1b"

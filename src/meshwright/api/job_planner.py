@@ -1,0 +1,195 @@
+"""The planner's front door: describes and traces a job, and hands the results to the pure planner."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+from meshwright.api.described_presets import describe_job
+from meshwright.errors import BadInput, MeshwrightError
+from meshwright.exchange import Imported
+from meshwright.facts.catalogue import hardware_of
+from meshwright.facts.cluster import LOCAL, Cluster
+from meshwright.facts.costs import ModelCosts
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.plan import Plan
+from meshwright.facts.precision import BUILT
+from meshwright.facts.strategy import Strategy
+from meshwright.planner.account import usable
+from meshwright.planner.calibrate import Calibration
+from meshwright.planner.candidates import Allowed, candidates
+from meshwright.planner.explain import advise
+from meshwright.planner.search import PlanContext, SearchResult, search, with_traces
+from meshwright.planner.stage_costs import StageCosts
+from meshwright.planner.step_layout import cut_batch
+from meshwright.probe.machine import local_cluster
+from meshwright.tracing.costs import measure_costs
+
+PATIENCE = 10.0
+"""Time budget in seconds for tracing finalists; the first one is always traced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What a user asks of a ranking."""
+
+    allowed: Allowed = field(default_factory=Allowed)
+    strategies: tuple[str, ...] = ()
+    """Consider only these, instead of everything that is allowed."""
+    fast: bool = False
+    """Whether to skip tracing the finalists."""
+    finalists: int = 3
+    listed: int = 10
+    global_batch: int | None = None
+    """Overrides the job's global batch."""
+    calibration: Calibration | None = None
+    """Correction factors fitted to the user's own runs."""
+    against: Imported | None = None
+    """A config that the user already has, to be ranked against the plans."""
+
+    @property
+    def fitted(self) -> tuple[str, ...]:
+        return self.calibration.sentences() if self.calibration else ()
+
+
+def open_planner(job: str, options: PlanOptions) -> Planner:
+    """Make a planner for a job as written on the command line."""
+    known = describe_job(job)
+    batch = options.global_batch or known.job.global_batch
+    return Planner(known.job, known.facts, batch, options.calibration, known.costs)
+
+
+def read_cluster(text: str) -> Cluster:
+    """The cluster that a text names; `local` describes this machine."""
+    cluster = Cluster.parse(text)
+    return local_cluster() if cluster.device == LOCAL else cluster
+
+
+def read_allowed(
+    *, precision: str, recompute: str, offload: str, compile: bool, tensor: bool, pipeline: bool
+) -> Allowed:
+    """Parse the command line's choices; an unknown word is an error that lists the valid ones."""
+    left = _words("offload", offload, ("none", "optimizer", "params"))
+    return Allowed(
+        precisions=_words("precision", precision, BUILT),
+        recompute=_words("ac", recompute, ("none", "selective", "full")),
+        offload=tuple("" if word == "none" else word for word in left),
+        compile=(False, True) if compile else (False,),
+        tensor=tensor,
+        pipeline=pipeline,
+    )
+
+
+def _words(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    unknown = next((word for word in words if word not in known), None)
+    if unknown is not None or not words:
+        raise BadInput(f"--{option} {text!r}: {unknown!r} is not one of {', '.join(known)}; join several with commas.")
+    return words
+
+
+class Planner:
+    """Plans one described job for any number of clusters and requests."""
+
+    def __init__(
+        self,
+        job: Job,
+        facts: ModelFacts,
+        global_batch: int,
+        calibration: Calibration | None = None,
+        costs: dict[tuple[str, str], ModelCosts] | None = None,
+    ) -> None:
+        """`costs` are traced costs by precision and activation checkpointing; new ones are added to it."""
+        self.job, self.facts, self.global_batch = job, facts, global_batch
+        self._calibration = calibration or Calibration()
+        self.notes: list[str] = []
+        """What a user should know about how the plans were made."""
+        self._costs = {} if costs is None else costs
+        self._settings: dict[Cluster, PlanContext] = {}
+
+    def context(self, cluster: Cluster) -> PlanContext:
+        if cluster not in self._settings:
+            hardware = hardware_of(cluster)
+            self._settings[cluster] = PlanContext(
+                facts=self.facts,
+                stage_costs=StageCosts(self.facts, self._costs, hardware),
+                cluster=cluster,
+                hardware=hardware,
+                global_batch=self.global_batch,
+                calibration=self._calibration,
+            )
+        return self._settings[cluster]
+
+    def search(self, cluster: Cluster, options: PlanOptions) -> SearchResult:
+        """Evaluate every allowed strategy, or only the named ones."""
+        if options.strategies:
+            return self.search_named(cluster, [Strategy.parse(text) for text in options.strategies])
+        for precision, recompute in product(options.allowed.precisions, options.allowed.recompute):
+            self._measure(precision, recompute)
+        return search(self.context(cluster), candidates(self.facts, cluster, self.global_batch, options.allowed))
+
+    def search_named(self, cluster: Cluster, strategies: Sequence[Strategy]) -> SearchResult:
+        """Evaluate exactly these strategies."""
+        for strategy in strategies:
+            self._measure(strategy.precision, strategy.recompute)
+        return search(self.context(cluster), strategies, time_all=True)
+
+    def _measure(self, precision: str, recompute: str) -> None:
+        """Make sure that costs are known under a policy; each precision is traced once."""
+        if (precision, "none") not in self._costs:
+            self._costs[precision, "none"] = measure_costs(self.job, self.facts, precision)
+        self._costs.setdefault((precision, recompute), self._costs[precision, "none"].recomputed(recompute))
+
+    def trace_first(self, cluster: Cluster, plans: list[Plan], count: int) -> list[Plan]:
+        """Trace the memory of the first plans; a plan that turns out not to fit is replaced by the next."""
+        from meshwright.tracing import trace_roles  # slow import that plans without traces do not need
+
+        context, rest = self.context(cluster), list(plans)
+        traced: list[Plan] = []
+        started = last = time.perf_counter()
+        while rest and len(traced) < count and (now := time.perf_counter()) + (now - last) <= started + PATIENCE:
+            plan, last = rest.pop(0), now
+            try:
+                traces = trace_roles(self._short(plan.strategy), self.facts, plan.strategy, cluster.devices)
+            except MeshwrightError as error:
+                self.notes.append(f"{plan.strategy} could not be traced; its closed-form forecast is kept: {error}")
+                traced.append(plan)
+                continue
+            checked = with_traces(context, plan, traces)
+            if checked.fits:
+                traced.append(checked)
+        return [*traced, *rest]
+
+    def _short(self, strategy: Strategy) -> Job:
+        """The job with the smallest batch that fills the strategy: a larger one needs no more memory."""
+        size, count = cut_batch(strategy, self.global_batch)
+        enough = min(count, strategy.stage_ranks + 1)
+        return replace(self.job, global_batch=size * enough * strategy.data_ranks)
+
+    def advise(self, cluster: Cluster, options: PlanOptions, found: SearchResult) -> tuple[str, ...]:
+        """Suggest changes that would make the job fit."""
+        tightest = min(found.unfit, key=lambda plan: plan.forecast.peak, default=None)
+        offloaded = {"recompute": ("full",), "offload": ("optimizer",)}
+        tries: list[tuple[str, Callable[[], Plan | None]]] = [
+            ("Full activation checkpointing (--ac full)", partial(self._first, cluster, options, recompute=("full",))),
+            ("Offloading the optimizer (--offload optimizer)", partial(self._first, cluster, options, **offloaded)),
+        ]
+        for times in (2, 4, 8):
+            larger = replace(cluster, nodes=cluster.nodes * times)
+            tries.append((f"{times} times the nodes", partial(self._first, larger, options)))
+        return advise(tightest, usable(self.context(cluster).hardware), tries)
+
+    def _first(self, cluster: Cluster, options: PlanOptions, **changes: Any) -> Plan | None:
+        wider = replace(options, strategies=(), allowed=replace(options.allowed, **changes))
+        plans = self.search(cluster, wider).plans
+        return plans[0] if plans else None
+
+
+def named_strategies(words: Sequence[str]) -> tuple[str, ...]:
+    """Parse and reprint each strategy, so that mistakes are reported early."""
+    return tuple(str(Strategy.parse(word)) for word in words)

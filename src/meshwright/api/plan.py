@@ -1,0 +1,45 @@
+"""Plans ranked: candidates searched, finalists traced, and an imported choice placed among them."""
+
+from __future__ import annotations
+
+import time
+
+from meshwright.api.job_planner import Planner, PlanOptions
+from meshwright.api.rank_foreign import rank_foreign
+from meshwright.describe.model import describe
+from meshwright.facts.cluster import Cluster
+from meshwright.facts.job import Job
+from meshwright.facts.plan import Ranking
+from meshwright.planner.explain import explain
+from meshwright.planner.search import best_of_each_kind, choose
+
+
+def plan(job: Job, cluster: Cluster, options: PlanOptions | None = None, *, name: str = "job") -> Ranking:
+    """All strategies for a job on a cluster, ranked; the finalists traced unless that is not wished."""
+    options, started = options or PlanOptions(), time.perf_counter()
+    planner = Planner(job, describe(job), options.global_batch or job.global_batch, options.calibration)
+    return rank(planner, cluster, options, name=name, started=started)
+
+
+def rank(
+    planner: Planner, cluster: Cluster, options: PlanOptions, *, name: str = "job", started: float | None = None
+) -> Ranking:
+    """The same by a planner that is kept, for who asks again and again. Its clock runs from `started`, if told."""
+    started, known = started or time.perf_counter(), len(planner.notes)
+    found = planner.search(cluster, options)
+    plans = choose(planner.context(cluster), best_of_each_kind(found.plans))
+    if not options.fast:
+        plans = planner.trace_first(cluster, plans, options.finalists)
+    advice = () if plans else planner.advise(cluster, options, found)
+    return Ranking(
+        job=name,
+        cluster=str(cluster),
+        plans=tuple(explain(plans[: options.listed])),
+        refused=tuple(found.refused),
+        candidates=found.candidates,
+        seconds=time.perf_counter() - started,
+        advice=(*options.fitted, *planner.notes[known:], *advice),
+        against=rank_foreign(planner, cluster, options.against, plans, traced=not options.fast)
+        if options.against
+        else None,
+    )

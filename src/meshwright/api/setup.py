@@ -1,0 +1,82 @@
+"""Set up a job under the named strategy, or under the one that the planner chooses for `auto`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from meshwright.api.job_planner import PlanOptions
+from meshwright.api.plan import plan
+from meshwright.assemble.world import World
+from meshwright.environment import launched
+from meshwright.errors import Refused
+from meshwright.facts.cluster import Cluster
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.plan import Plan
+from meshwright.facts.strategy import Strategy
+from meshwright.planner.candidates import Allowed
+from meshwright.probe.machine import local_cluster
+from meshwright.runtime import run
+from meshwright.runtime.run import Run
+
+
+def choose_strategy(job: Job, wanted: Strategy, cluster: Cluster) -> Plan:
+    """The plan for `auto`: the planner chooses the axes, and any policy that `wanted` leaves open."""
+    allowed = Allowed(
+        precisions=(wanted.precision,),
+        recompute=(wanted.recompute,) if wanted.recompute != "none" else ("none", "selective", "full"),
+        offload=(wanted.offload,) if wanted.offload else ("", "optimizer"),
+        compile=(wanted.compile,),
+    )
+    ranking = plan(job, cluster, PlanOptions(allowed=allowed, fast=True))
+    if not ranking.plans:
+        raise Refused(" ".join(ranking.advice))
+    return ranking.plans[0]
+
+
+def resolve_auto(
+    job: Job, strategy: Strategy | str, *, ranks: int | None = None, device: str | None = None
+) -> Strategy:
+    """The strategy as written, or the planner's choice if it says `auto`.
+
+    The choice is made for `ranks` ranks of this machine, or for the launcher's; every rank makes the same choice.
+    """
+    wanted = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+    if not wanted.auto:
+        return wanted
+    place = launched()
+    here = local_cluster(device, devices=place.local_ranks if place else ranks)
+    cluster = replace(here, nodes=place.ranks // place.local_ranks) if place else here
+    return choose_strategy(job, wanted, cluster).strategy
+
+
+def setup(
+    job: Job,
+    strategy: Strategy | str = "ddp",
+    *,
+    seed: int = 0,
+    device: str | None = None,
+    workers: int = 0,
+    facts: ModelFacts | None = None,
+    world: World | None = None,
+    deepspeed_config: Mapping[str, Any] | None = None,
+) -> Run:
+    """Set up a job under a strategy on the ranks that this process was launched with, or on this process alone.
+
+    `auto` asks the planner for the fastest strategy here. `deepspeed_config` is the content of DeepSpeed's own JSON
+    file,
+    for `engine=deepspeed`.
+    """
+    chosen = resolve_auto(job, strategy, ranks=1, device=device)
+    return run.setup(
+        job,
+        chosen,
+        seed=seed,
+        device=device,
+        workers=workers,
+        facts=facts,
+        world=world,
+        deepspeed_config=deepspeed_config,
+    )

@@ -1,0 +1,87 @@
+"""Score the planner against measured runs: build, describe and trace each row's decoder, and forecast its run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from meshwright.describe.model import describe
+from meshwright.errors import Refused
+from meshwright.facts.catalogue import hardware_of
+from meshwright.facts.costs import ModelCosts
+from meshwright.facts.hardware import Hardware
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.plan import GIB
+from meshwright.jobs.decoder import Shape, decoder_job
+from meshwright.jobs.decoder_losses import fused_loss_job, shifted_loss_job
+from meshwright.planner.account import account, usable
+from meshwright.planner.measured_runs import MeasuredRun, read_rows
+from meshwright.planner.scores import ScoredRun
+from meshwright.planner.stage_costs import StageCosts
+from meshwright.tracing.costs import measure_costs
+
+Progress = Callable[[int, int], None]
+"""Called with the number of finished rows and the total."""
+
+
+def validate_rows(path: Path, progress: Progress = lambda done, total: None) -> list[ScoredRun]:
+    """Forecast every measured run in a CSV file."""
+    rows = read_rows(path)
+    shapes = _Shapes()
+    outcomes = []
+    for row in rows:
+        outcomes.append(_outcome(row, shapes))
+        progress(len(outcomes), len(rows))
+    return outcomes
+
+
+def _outcome(row: MeasuredRun, shapes: _Shapes) -> ScoredRun:
+    hardware = hardware_of(row.cluster)
+    try:
+        found = account(row.step_layout, shapes.stage_costs(row, hardware), hardware, row.cluster.devices_per_node)
+    except Refused as error:
+        return ScoredRun(row=row, account=None, fits=False, reason=str(error))
+    fits = found.fits(hardware)
+    reason = "" if fits else f"{found.reserved / GIB:.1f} of {usable(hardware) / GIB:.1f} GiB"
+    return ScoredRun(row=row, account=found, fits=fits, reason=reason)
+
+
+class _Shapes:
+    """Describes and traces each decoder shape once."""
+
+    def __init__(self) -> None:
+        self._facts: dict[tuple[Shape, str], tuple[Job, ModelFacts, dict[tuple[str, str], ModelCosts]]] = {}
+        self._loads: dict[object, StageCosts] = {}
+
+    def stage_costs(self, row: MeasuredRun, hardware: Hardware) -> StageCosts:
+        key = (row.shape, row.loss)
+        if key not in self._facts:
+            job = _JOBS[row.loss](row.shape)
+            self._facts[key] = job, describe(job), {}
+        job, facts, costs = self._facts[key]
+        policy = row.step_layout.precision, row.step_layout.recompute
+        if policy not in costs:
+            costs[policy] = self._plain(key, policy[0]).recomputed(policy[1])
+        place = (key, row.cluster)
+        if place not in self._loads:
+            self._loads[place] = StageCosts(facts, costs, hardware, by_compute=True)
+        return self._loads[place]
+
+    def _plain(self, key: tuple[Shape, str], precision: str) -> ModelCosts:
+        job, facts, costs = self._facts[key]
+        if (precision, "none") not in costs:
+            costs[precision, "none"] = measure_costs(job, facts, precision)
+        return costs[precision, "none"]
+
+
+_JOBS: dict[str, Callable[[Shape], Job]] = {
+    "plain": lambda shape: decoder_job(shape, global_batch=1),
+    "shifted": lambda shape: shifted_loss_job(shape, global_batch=1),
+    "fused": lambda shape: fused_loss_job(shape, global_batch=1),
+}
+
+
+def unexplained(outcomes: Sequence[ScoredRun]) -> list[ScoredRun]:
+    """Runs that failed although the forecast fits: they failed for another reason, or the forecast is wrong."""
+    return [outcome for outcome in outcomes if not outcome.row.fits and outcome.fits]

@@ -1,0 +1,175 @@
+"""From a job and a strategy to something that can take a step: one written order of application.
+
+`apply_in_order` is the order. A plain rank, a stage of a pipeline, layers over the devices of one process and a stage
+of DeepSpeed's pipeline all go through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from meshwright.assemble.autocast import autocast_region
+from meshwright.assemble.axes import Axes
+from meshwright.assemble.batchnorm import synchronise_batch_norms, take_over_synchronised
+from meshwright.assemble.device_placement import Devices, FollowDevices, compute_in_place, place_parameters
+from meshwright.assemble.fill import fill
+from meshwright.assemble.operator_dtypes import compile_outside
+from meshwright.assemble.precision import apply_precision, follow_table
+from meshwright.assemble.recompute import recompute_blocks
+from meshwright.assemble.stage_model import StageModel
+from meshwright.assemble.world import World
+from meshwright.describe.calls import Flow
+from meshwright.describe.dtypes import DTYPES
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.recording.blueprint import Blueprint
+from meshwright.strategies import data_strategy, inner_axis
+from meshwright.strategies.cuts import Cuts
+from meshwright.strategies.engine import ApplyContext, Engine
+from meshwright.strategies.pipeline.stages import Stages
+
+AxisPlans = Mapping[str, Any]
+"""By an inner axis's word, what it planned for the whole model before stages gave up their parameters."""
+
+
+def plan_inner_axes(model: nn.Module, facts: ModelFacts, strategy: Strategy) -> AxisPlans:
+    return {term.word: inner_axis(term).plan(model, facts, term.size) for term in strategy.inner_axes}
+
+
+def apply_in_order(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    facts: ModelFacts,
+    strategy: Strategy,
+    axes: Axes,
+    world: World,
+    *,
+    plans: AxisPlans | None = None,
+    called: Sequence[nn.Module] = (),
+    route_calls: Callable[[], None] = lambda: None,
+) -> Cuts:
+    """Inner axes, BatchNorm, precision, recompute, compile, the calls of other stages; the data axis comes last.
+
+    `called` are the modules that an engine calls itself, where it does not call the model.
+    """
+    technique, dtype = data_strategy(strategy), DTYPES[strategy.precision]
+    plans = plan_inner_axes(model, facts, strategy) if plans is None else plans
+    cuts: Cuts = {}
+    for term, mesh in axes.inner:
+        cuts |= inner_axis(term).apply(model, facts, mesh, plans[term.word])
+    take_over_synchronised(model)
+    if facts.batch_norms and (group := axes.batch_group(world)) is not None:
+        plain = world.device.type == "cpu" or world.fake
+        synchronise_batch_norms(model, group, in_plain_operators=plain)
+    left = technique.kept_whole(facts) if technique.lowers and not called else None
+    autocast = autocast_region(strategy, world.device.type, fake=world.fake)
+    apply_precision(model, list(blocks), dtype, pure=strategy.pure, left_to_cast=left, autocast=autocast)
+    if called:
+        follow_table(called, dtype)
+    whole = list(called) or [model]
+    if strategy.recompute != "none":
+        recompute_blocks(list(blocks) or whole, strategy.recompute)
+    if strategy.compile:
+        if strategy.number_format.is_low and not strategy.autocast:
+            follow_table(blocks or [model], dtype)  # around what is recomputed, inside of the graph
+        for module in blocks if technique.overlaps and blocks else whole:
+            compile_outside(module)
+    route_calls()
+    return cuts
+
+
+def lay_out(
+    blueprint: Blueprint,
+    facts: ModelFacts,
+    strategy: Strategy,
+    axes: Axes,
+    world: World,
+    *,
+    stage_model: StageModel | None = None,
+    flow: Flow | None = None,
+    plans: AxisPlans | None = None,
+    engine_config: Mapping[str, Any] | None = None,
+) -> tuple[Engine, Cuts]:
+    """Apply a resolved strategy to a model, or to a stage of one (which has given up what it does not hold).
+
+    `plans` are the unsplit model's, for a stage: it would be planned for differently by itself.
+    """
+    model = blueprint.model
+    cuts: Cuts = {}
+    context = ApplyContext(
+        strategy=strategy,
+        facts=facts,
+        device=world.device,
+        mesh=axes.data,
+        fill=lambda: fill(blueprint, world, strategy, cuts),
+        fake=world.fake,
+        pipelined=stage_model is not None,
+        devices=tuple(range(strategy.data_ranks)) if strategy.traits.many_devices else (),
+        engine_config=engine_config,
+    )
+
+    def route_calls() -> None:
+        if stage_model is not None and flow is not None:
+            stage_model.watch_calls(flow)
+
+    blocks = context.blocks(model)
+    cuts |= apply_in_order(model, blocks, facts, strategy, axes, world, plans=plans, route_calls=route_calls)
+    return data_strategy(strategy).apply(model, context), cuts
+
+
+def lay_on_devices(
+    blueprint: Blueprint,
+    facts: ModelFacts,
+    strategy: Strategy,
+    axes: Axes,
+    world: World,
+    *,
+    stages: Stages,
+    devices: Devices,
+) -> Engine:
+    """A stage axis in one process: each stage's calls and parameters on a device of their own."""
+    model = blueprint.model
+    blocks = [model.get_submodule(name) for name in facts.blocks]
+    places = place_parameters(model, facts, stages, devices)
+    apply_in_order(
+        model,
+        blocks,
+        facts,
+        strategy,
+        axes,
+        world,
+        route_calls=lambda: compute_in_place(model, facts, stages, devices),
+    )
+    blueprint.fill(places)
+    return PlacedEngine(model, devices)
+
+
+class PlacedEngine(Engine):
+    """One process whose model is on several devices."""
+
+    def __init__(self, model: nn.Module, devices: Devices) -> None:
+        super().__init__(model)
+        self._devices = devices
+
+    def region(self) -> AbstractContextManager[Any]:
+        return FollowDevices(self._devices)
+
+
+@contextmanager
+def model_region(axes: Axes) -> Iterator[None]:
+    """What must be around forward, loss and backward under the inner axes."""
+    with ExitStack() as stack:
+        for term, mesh in axes.inner:
+            stack.enter_context(inner_axis(term).region(mesh))
+        yield
+
+
+def make_whole(tree: Any, axes: Axes) -> Any:
+    """A tree of outputs with the tensors that inner axes divide made whole."""
+    for term, mesh in axes.inner:
+        tree = inner_axis(term).whole(tree, mesh)
+    return tree

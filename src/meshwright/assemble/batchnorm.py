@@ -1,0 +1,153 @@
+"""BatchNorm over a batch that is split between ranks: statistics must be those of the whole.
+
+A BatchNorm keeps its class and its `forward`, because a subclass may do more than normalise. Only the call of
+`batch_norm` inside of that `forward` is answered otherwise. Elsewhere the function means something else: weight
+standardisation calls it on weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.assemble.sync_batch_norm import normalise_on_cuda
+from meshwright.errors import JobError
+from meshwright.strategies.forward import Around, wrap_forward
+from meshwright.torch_private.modules import AnyBatchNorm, BatchNorm
+
+Normalise = Callable[..., torch.Tensor]
+
+
+def take_over_synchronised(model: nn.Module) -> None:
+    """Make plain BatchNorms of `nn.SyncBatchNorm`s, which would talk to ranks of other axes, and not at all on CPUs."""
+    for module in model.modules():
+        if type(module) is nn.SyncBatchNorm:
+            module.__class__ = AnyBatchNorm  # type: ignore[assignment]
+
+
+def synchronise_batch_norms(model: nn.Module, group: dist.ProcessGroup, *, in_plain_operators: bool) -> None:
+    """Make every BatchNorm see the whole micro-batch of all ranks of `group`.
+
+    PyTorch's synchronised kernels where they can be used. They refuse CPU tensors and stumble over the fake process
+    group, so there the same is computed in plain operators.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, BatchNorm):
+            module._meshwright_name = name  # for an error in its forward
+            wrap_forward(module, _over(group, in_plain_operators))
+
+
+@lru_cache(maxsize=8)
+def _over(group: dist.ProcessGroup, in_plain_operators: bool) -> Around:
+    def around(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        normalise = normalise_plainly if in_plain_operators else normalise_on_cuda
+        with _Redirected(normalise, group) as redirected:
+            output = forward(*args, **kwargs)
+        if module.training and not redirected.calls:
+            raise JobError(own_statistics(module._meshwright_name))
+        return output
+
+    return around
+
+
+def own_statistics(name: str) -> str:
+    return (
+        f"{name} is a BatchNorm whose forward does not call F.batch_norm, so its statistics cannot be taken over ranks "
+        "or micro-batches; call F.batch_norm in it, or train with single."
+    )
+
+
+class _Redirected(TorchFunctionMode):
+    """While active, `batch_norm` on a batch's own statistics takes those of all ranks."""
+
+    def __init__(self, normalise: Normalise, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._normalise, self._group = normalise, group
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.batch_norm and func is not torch.batch_norm:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        given = _arguments(func, args, kwargs or {})
+        if not given["training"]:
+            return func(*args, **(kwargs or {}))
+        given.pop("training"), given.pop("cudnn_enabled", None)
+        return self._normalise(group=self._group, **given)
+
+
+_ORDER = ["input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"]
+"""Of `torch.batch_norm`, which has no signature that Python can read."""
+_SIGNATURE = inspect.signature(F.batch_norm)
+
+
+def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    if func is torch.batch_norm:
+        return {**dict(zip(_ORDER, args, strict=False)), **kwargs}
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def normalise_plainly(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+    *,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Mean first, then squares around it: two small sums over ranks, and no cancellation between large numbers."""
+    wide = torch.promote_types(input.dtype, torch.float32)
+    x = input.to(wide)
+    dims = [0, *range(2, x.dim())]
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    totals = torch.cat([x.sum(dims), x.new_tensor([x.numel() / x.shape[1]])])
+    totals = _Sum.apply(totals, group)
+    count = totals[-1].detach()
+    mean = totals[:-1] / count
+    centred = x - mean.view(shape)
+    variance = _Sum.apply(centred.square().sum(dims), group) / count
+    _track(running_mean, mean, momentum)
+    _track(running_var, variance * count / (count - 1), momentum)
+    y = centred * torch.rsqrt(variance + eps).view(shape)
+    if weight is not None:
+        y = y * weight.to(wide).view(shape)
+    if bias is not None:
+        y = y + bias.to(wide).view(shape)
+    normalised: torch.Tensor = y.to(input.dtype)
+    return normalised
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks; every rank's output depends on every rank's input, so gradients are summed, too."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradients[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+@torch.no_grad()
+def _track(running: torch.Tensor | None, value: torch.Tensor, share: float) -> None:
+    if running is not None:
+        running.lerp_(value.detach().to(running.dtype), share)

@@ -1,0 +1,205 @@
+"""Refuse what cannot be before any process starts, each with its reason and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.assemble.batch import has_stand_ins, micro_steps
+from meshwright.describe.batch_layout import Rows, pairs_of
+from meshwright.describe.learnt_layout import learn_layout
+from meshwright.describe.observe import make_batch
+from meshwright.describe.structure import tensors_of
+from meshwright.errors import NotBuiltYet, Refused
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.model_axis import MODEL_AXES
+from meshwright.facts.named_parameters import NamedParameters
+from meshwright.facts.strategy import Strategy
+from meshwright.recording.blueprint import model_to_read
+from meshwright.strategies import DATA_STRATEGIES, Place, data_strategy, model_axis
+from meshwright.strategies.deepspeed.user_config import refuse_contradictions, without_job
+from meshwright.strategies.moved_state import refuse_moved
+from meshwright.strategies.pipeline.sizes import count_micro_batches, is_pipelined
+
+
+def check(job: Job, facts: ModelFacts, strategy: Strategy, place: Place) -> Strategy:
+    """The strategy with its data axis sized for the place's ranks, or an error that says why not."""
+    resolved = check_strategy(facts, strategy, place)
+    if reason := (
+        _refuse_batch(job, facts, resolved)
+        or _refuse_whole_batch(job, facts, resolved)
+        or _refuse_scatter(job, resolved)
+        or _refuse_optimizer(facts, resolved)
+        or (facts.moved and refuse_moved(resolved, facts, _micro_steps(job, resolved)))
+        or _refuse_model_axes(job, facts, resolved)
+    ):
+        raise Refused(reason)
+    return resolved
+
+
+def _micro_steps(job: Job, strategy: Strategy) -> int:
+    if is_pipelined(strategy):
+        return count_micro_batches(strategy, job.global_batch)
+    return micro_steps(job.global_batch, strategy.data_ranks, strategy.micro_batch)
+
+
+def check_strategy(facts: ModelFacts, strategy: Strategy, place: Place) -> Strategy:
+    """As `check`, where there is a model but no job."""
+    refuse_unbuilt(strategy)
+    resolved = strategy.resolve(place.ranks)
+    refuse_missing_gpus(place)
+    reason = data_strategy(resolved).refuse(resolved, facts, place) or _refuse_offload(resolved)
+    if reason := reason or _refuse_compile(resolved, facts):
+        raise Refused(reason)
+    return resolved
+
+
+def check_engine_config(config: Mapping[str, Any], job: Job, strategy: Strategy) -> dict[str, Any]:
+    """What DeepSpeed is handed of a user's configuration, or an error that names what the run contradicts."""
+    if strategy.engine != "deepspeed":
+        raise Refused(f"A DeepSpeed configuration was given, but {strategy} is not run by it; add engine=deepspeed.")
+    model = model_to_read(job.model)
+    parameters = NamedParameters((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    refuse_contradictions(config, strategy, job, job.optimizer(parameters))
+    return without_job(config)
+
+
+def refuse_missing_gpus(place: Place) -> None:
+    if place.device == "cuda" and place.local_ranks > place.devices:
+        raise Refused(
+            f"{place.local_ranks} ranks need as many GPUs, but this machine has {place.devices}; "
+            f"use --ranks {place.devices} or fewer, or --device cpu."
+        )
+
+
+def refuse_unbuilt(strategy: Strategy) -> None:
+    """Terms that are in the grammar, but that no engine here runs."""
+    unbuilt = {
+        "auto": strategy.auto,
+        strategy.precision: not strategy.number_format.is_built,
+        f"offload=nvme:{strategy.nvme}": strategy.offload == "nvme" and strategy.engine == "torch",
+    }
+    for term, asked in unbuilt.items():
+        if asked:
+            raise NotBuiltYet(
+                f"{term} is a strategy term, but no engine here runs it yet; these run: {', '.join(DATA_STRATEGIES)}, "
+                f"{', '.join(MODEL_AXES)}, with fp32, bf16, fp16, ac, offload=optimizer|params, mb and compile; "
+                "engine=deepspeed runs zero3,offload=nvme:DIR, too."
+            )
+
+
+def _refuse_compile(strategy: Strategy, facts: ModelFacts) -> str | None:
+    if strategy.compile and strategy.recompute != "none" and facts.batch_norms:
+        return (
+            f"torch.compile cannot go through a block that is recomputed and has BatchNorm ({facts.batch_norms[0]}); "
+            f"drop compile or ac={strategy.recompute}."
+        )
+    return None
+
+
+def _refuse_offload(strategy: Strategy) -> str | None:
+    if strategy.offload == "params" and not strategy.traits.gathers:
+        return f"offload=params streams sharded parameters, so it needs fsdp or hsdp; {strategy} keeps them whole."
+    return None
+
+
+def _refuse_optimizer(facts: ModelFacts, strategy: Strategy) -> str | None:
+    """An optimizer that takes whole tensors into account, where it would be given parts without knowing."""
+    if facts.couplings and strategy.engine == "deepspeed":
+        return (
+            "The optimizer updates a number by what others are (norms or factors of a tensor, or of all of them), and "
+            "DeepSpeed gives it flat parts; drop engine=deepspeed."
+        )
+    if facts.couplings and strategy.splits_tensors:
+        return (
+            "The optimizer updates a number by what the rest of its tensor is (norms or factors of it), and "
+            f"{strategy} gives it parts of tensors; use ddp, zero1 or fsdp, pp, or an optimizer like AdamW."
+        )
+    if "parameters" in facts.couplings and strategy.stage_axis:
+        return (
+            "The optimizer updates a parameter by what others are (a norm over all of them), and a stage of "
+            f"{strategy} has only some; use ddp, zero1 or fsdp, or an optimizer like AdamW."
+        )
+    return None
+
+
+def _refuse_model_axes(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None:
+    if strategy.compile and strategy.axes:
+        return f"compile is not built for {' and '.join(term.word for term in strategy.axes)}; drop it from {strategy}."
+    for term in strategy.axes:
+        if strategy.autocast and not term.traits.autocast:
+            return (
+                f"autocast does not reach into the layers that {term.word} divides; use {strategy.precision}, which "
+                f"means the same under every strategy, or drop {term} from {strategy}."
+            )
+        axis = model_axis(term)
+        reason = axis.refuse(term, strategy, facts, job.global_batch) or axis.refuse_job(term, strategy, facts, job)
+        if reason:
+            return reason
+    return None
+
+
+def _refuse_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None:
+    ranks = strategy.data_ranks
+    if job.global_batch < ranks:
+        return (
+            f"The job's global batch of {job.global_batch} is smaller than the {ranks} data ranks; "
+            f"use at most {job.global_batch} ranks or a larger global batch."
+        )
+    largest = -(-job.global_batch // ranks)
+    if is_pipelined(strategy):
+        return None
+    if strategy.micro_batch is not None and strategy.micro_batch > largest:
+        return (
+            f"mb={strategy.micro_batch} is more than the {largest} samples that each of {ranks} data ranks has of "
+            f"a global batch of {job.global_batch}; use mb={largest} or less."
+        )
+    if facts.batch_norms and has_stand_ins(job.global_batch, ranks, strategy.micro_batch):
+        return (
+            f"A global batch of {job.global_batch} leaves one of {ranks} ranks without samples in some micro-step, "
+            f"which BatchNorm ({facts.batch_norms[0]}) would see; use a global batch that {ranks} divides."
+        )
+    return None
+
+
+def _refuse_whole_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None:
+    """A loss over the whole batch, or a model that mixes its samples, where the batch is cut."""
+    steps = _micro_steps(job, strategy)
+    if facts.loss_over == "samples" or strategy.data_ranks * steps == 1:
+        return None
+    cut = f"{strategy} cuts a batch of {job.global_batch} into {strategy.data_ranks * steps} parts"
+    if facts.loss_over == "model":
+        return (
+            f"{cut}, but the model's {facts.mixed_output} depends on which samples share a batch. Return what each "
+            "sample gives (embeddings, say), and compute the loss over the batch in Job(loss=...); "
+            'or take each part for a batch of its own with Job(loss_over="samples").'
+        )
+    if facts.loss_over == "backward":
+        return (
+            f"{cut}, but the gradient of {facts.mixed_output} depends on which samples share a batch (a hook that "
+            "clips or scales it, Embedding(scale_grad_by_freq=True), an autograd function); drop that, or take each "
+            'part for a batch of its own with Job(loss_over="samples").'
+        )
+    if is_pipelined(strategy):
+        return f"{cut}, but the loss is over the whole batch, which stages cannot gather; use a data strategy."
+    if strategy.engine == "deepspeed":
+        return f"{cut}, but the loss is over the whole batch, which DeepSpeed's engine cannot gather; use engine=torch."
+    if facts.batch_norms and steps > 1:
+        return (
+            f"{cut}, and a loss over the whole batch runs micro-batches forward twice, so BatchNorm "
+            f"({facts.batch_norms[0]}) would count them twice; leave out mb."
+        )
+    return None
+
+
+def _refuse_scatter(job: Job, strategy: Strategy) -> str | None:
+    """`nn.DataParallel` cuts every tensor that the model takes along dim 0, whatever it holds."""
+    if not strategy.traits.many_devices or strategy.data_ranks == 1:
+        return None
+    draws = [(samples, job.inputs(make_batch(job, samples))) for samples in (2, 3, 5)]
+    pairs = pairs_of(learn_layout(draws, "inputs"), draws[0][1])
+    odd = [layout.path for layout, value in pairs if tensors_of(value) and layout != Rows(layout.path, 0)]
+    if not odd:
+        return None
+    return f"{strategy.data} cuts all that the model takes along dim 0, but {odd[0]} has no samples there; use ddp."

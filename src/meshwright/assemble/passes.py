@@ -1,0 +1,123 @@
+"""Forward and backward over one rank's part of a global batch, micro-batch after micro-batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from math import isclose
+from typing import Any, Protocol
+
+import numpy
+import torch
+
+from meshwright.assemble.batch import Batch, MicroBatch
+from meshwright.describe.observe import call_model
+from meshwright.errors import JobError
+from meshwright.facts.job import Job
+from meshwright.strategies.engine import Engine
+
+Loss = Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
+
+
+class Passes(Protocol):
+    """How a strategy gets through a batch. Both return this rank's sum and weight of the loss.
+
+    `backward` leaves a third number free, which is zero: the trainer sums its wish to stop along with them.
+    """
+
+    @property
+    def engine(self) -> Engine: ...
+
+    def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
+        """Leave the gradients of `factor` times the summed loss, of this rank's share of it."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Compute the loss and nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """What becomes of one micro-batch's output: a number to differentiate, and two to add up."""
+
+    job: Job
+    loss: Loss
+    weight_per_sample: float | None
+    """Where it follows from shapes; then it is checked instead of added up."""
+    plain: Callable[[Any], Any] = lambda tree: tree
+    """From what the model's axes made of a tensor to one that autograd and a send understand."""
+    recomputing: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    """Around backward: what a model's own checkpointing computes again has the dtypes of the first time."""
+
+    def of_output(self, output: Any, piece: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss as a number to differentiate, and its (sum, weight). A stand-in counts nothing."""
+        total, weight = self.loss(output, piece.data)
+        total = self.plain(total)
+        counts = 1.0 if piece.span.length else 0.0
+        expected = self.weight_per_sample if piece.regular else None
+        kept = total.detach().to(torch.promote_types(total.dtype, torch.float32)) * counts
+        if expected is None:
+            value = torch.as_tensor(self.plain(weight), dtype=kept.dtype, device=total.device) * counts
+            return total * counts, torch.stack([kept, value])
+        if piece.span.length and not isclose(float(weight), expected * piece.span.length, rel_tol=1e-9):
+            raise JobError(
+                f"Job(loss=...) gave the weight {weight} for {piece.span.length} samples, where {expected:g} a sample "
+                "was seen at first; give a weight that depends on the data as a tensor."
+            )
+        return total * counts, torch.stack([kept, kept.new_full((), float(weight) * counts)])
+
+
+class PlainPasses:
+    """Every rank runs the whole model, or its part of every layer."""
+
+    def __init__(self, engine: Engine, losses: Losses, dropout: Dropout, *, counts: bool) -> None:
+        self.engine, self._losses, self._dropout = engine, losses, dropout
+        self._counts = 1.0 if counts else 0.0
+
+    def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
+        pieces = batch.pieces
+        totals = torch.zeros(3, device=self._dropout.device, dtype=torch.float64)
+        for index, piece in enumerate(pieces):
+            with self.engine.accumulating(last=index == len(pieces) - 1), self.engine.region():
+                self._dropout.seed(step, piece.span.first)
+                loss, sums = self._losses.of_output(call_model(self._losses.job, self.engine, piece.data), piece)
+                with self._losses.recomputing:
+                    self.engine.backward(loss * factor)
+            totals[:2].add_(sums.to(totals.device))  # the loss may lie on another of this process's devices
+        self.engine.finish()
+        return totals * self._counts
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        totals = torch.zeros(2, device=self._dropout.device, dtype=torch.float64)
+        for piece in batch.pieces:
+            with self.engine.region():
+                output = call_model(self._losses.job, self.engine, piece.data)
+                totals += self._losses.of_output(output, piece)[1].to(totals.device)
+        return totals * self._counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropout:
+    """Where dropout's randomness comes from: the seed, the step and the place in the global batch, never from ranks.
+
+    So two strategies that cut the batch into the same micro-batches draw the same masks. A model that asks Python's or
+    numpy's generator draws alike, too.
+    """
+
+    run_seed: int
+    device: torch.device
+
+    def seed(self, step: int, first: int, stage: int = 0) -> None:
+        seed = ((self.run_seed * 1_000_003 + step) * 1_000_003 + first) * 1_003 + stage
+        seed %= 2**63
+        seed_host(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed_all(seed)  # layers=N may use several GPUs in one process
+
+
+def seed_host(seed: int) -> None:
+    """All generators of the host that a model, a dataset or a collate may ask: torch's, Python's and numpy's."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)

@@ -1,0 +1,262 @@
+"""A pipeline of stages over ranks, on the runtime of `torch.distributed.pipelining`.
+
+Every stage is the user's whole model with all but its own calls hollow (`stage_model.py`), so nothing of it is
+rewritten. PyTorch runs the schedule: receives, forwards, backwards, sends. All micro-batches of one round have the same
+shapes; what does not divide follows in a second round of single samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+
+from meshwright.assemble.batch import Batch, MicroBatch, refuse_unlike_shapes
+from meshwright.assemble.passes import Dropout, Losses
+from meshwright.assemble.rank_engine import RankEngine
+from meshwright.assemble.stage_model import StageModel
+from meshwright.assemble.torch_stage import StageEvent, make_stage
+from meshwright.describe.calls import Flow, TensorLeaf
+from meshwright.describe.observe import call_model
+from meshwright.describe.structure import leaves_of, map_tensors, tensors_of
+from meshwright.errors import JobError
+from meshwright.schedules import FAMILIES
+from meshwright.strategies.engine import Engine
+from meshwright.strategies.forward import wrap_forward
+from meshwright.strategies.pipeline.stages import Crossings, Stages, find_crossings
+
+
+@dataclass(frozen=True)
+class Route:
+    """How micro-batches of one shape go through the stages."""
+
+    flow: Flow
+    crossings: Crossings
+
+
+@dataclass(frozen=True)
+class OwnStage:
+    """A stage that this rank runs."""
+
+    index: int
+    stage_model: StageModel
+    engine: Engine
+
+
+class PipelinePasses:
+    """One rank of a pipeline."""
+
+    def __init__(
+        self,
+        engine: RankEngine,
+        own: list[OwnStage],
+        stages: Stages,
+        losses: Losses,
+        dropout: Dropout,
+        *,
+        schedule: str,
+        trace: Callable[[Any], Flow],
+        counts: bool,
+        fake: bool = False,
+    ) -> None:
+        self.engine, self._own, self._stages = engine, own, stages
+        self._losses, self._dropout, self._trace = losses, dropout, trace
+        self._family = FAMILIES[schedule]
+        self._counts, self._fake = 1.0 if counts else 0.0, fake
+        self.events: list[StageEvent] = []
+        """When this rank computed in the last step."""
+        self._routes: dict[Any, Route] = {}
+        self._schedules: dict[Any, Any] = {}
+        self._pieces: Sequence[MicroBatch] = ()
+        self._route: Route | None = None
+        self._next = [0] * len(own)
+        self._factor, self._step = 1.0, 0
+        self._totals = torch.zeros(2, device=dropout.device)
+        for place, stage in enumerate(own):
+            wrap_forward(stage.stage_model.model, self._stage_forward(place, stage))
+
+    def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
+        self._factor, self._step = factor, step
+        self.events.clear()
+        self._totals = torch.zeros(3, device=self._dropout.device, dtype=torch.float64)
+        with self.engine.accumulating(last=False):
+            for pieces in batch.rounds:
+                for some in self._in_flight(pieces):
+                    self._start(some)
+                    schedule = self._prepared()
+                    with self.engine.region():
+                        schedule.step(*self._nothing(len(some)), target=torch.zeros(len(some)), return_outputs=False)
+        self.engine.finish()
+        return self._totals * self._counts
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """One micro-batch after another, each stage as soon as it has its input."""
+        self._totals = torch.zeros(2, device=self._dropout.device, dtype=torch.float64)
+        for some in (some for pieces in batch.rounds for some in self._in_flight(pieces)):
+            self._start(some)
+            for _ in some:
+                sent: tuple[torch.Tensor, ...] = ()
+                for stage in self._own:
+                    with self.engine.region():
+                        sent = self._run_alone(stage, sent)
+        return self._totals * self._counts
+
+    def _nothing(self, length: int) -> tuple[torch.Tensor, ...]:
+        """What the first stage is called with. Its input is the batch, but FSDP2 fails on a call without arguments."""
+        return (torch.zeros(length, device=self._dropout.device),) if self._own[0].index == 0 else ()
+
+    def _in_flight(self, pieces: Sequence[MicroBatch]) -> list[Sequence[MicroBatch]]:
+        """Micro-batches that are under way together: all, or one at a time under plain layer-wise placement."""
+        return [[piece] for piece in pieces] if self._family.one_at_a_time else [pieces]
+
+    def _start(self, pieces: Sequence[MicroBatch]) -> None:
+        self._pieces, self._next = pieces, [0] * len(self._own)
+        refuse_unlike_shapes(pieces)
+        self._route = self._find_route(pieces[0].data)
+
+    def _find_route(self, data: Any) -> Route:
+        key = _shapes(data)
+        if key not in self._routes:
+            flow = self._trace(data)
+            if len(flow.calls) != self._stages.calls:
+                raise JobError(
+                    f"The model makes {len(flow.calls)} calls for a batch of these shapes and {self._stages.calls} for "
+                    "others; a pipeline needs a model that calls its modules in the same order for every batch."
+                )
+            self._routes[key] = Route(flow, find_crossings(flow, self._stages))
+        return self._routes[key]
+
+    def _prepared(self) -> Any:
+        """PyTorch's schedule for the shapes at hand, with stages whose receive buffers have them."""
+        key = (_shapes(self._pieces[0].data), len(self._pieces))
+        if key not in self._schedules:
+            kind = getattr(pipelining, self._family.torch_class)
+            stages = [self._torch_stage(stage) for stage in self._own]
+            single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
+            self._schedules[key] = kind(
+                stages[0] if single else stages,
+                n_microbatches=len(self._pieces),
+                loss_fn=lambda output, target: output,  # the last stage returns its loss already
+                scale_grads=False,
+            )
+        return self._schedules[key]
+
+    def _torch_stage(self, stage: OwnStage) -> Any:
+        assert self._route is not None and self.engine.axes.stages is not None
+        leaving: tuple[torch.Tensor, ...] = (torch.empty((), device="meta", requires_grad=True),)
+        if not self._stages.is_last(stage.index):
+            leaving = self._examples(stage.index + 1)
+        return make_stage(
+            stage.engine.module,
+            stage.index,
+            len(self._stages),
+            self._dropout.device,
+            input_args=self._examples(stage.index) if stage.index else (torch.empty(1, device="meta"),),
+            output_args=leaving,
+            group=self.engine.axes.stages.get_group(),
+            fake=self._fake,
+            events=self.events,
+            recomputing=self._losses.recomputing,
+        )
+
+    def _examples(self, stage: int) -> tuple[torch.Tensor, ...]:
+        """Tensors without memory like those that cross the cut before a stage."""
+        return tuple(
+            torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.dtype.is_floating_point)
+            for leaf in self._leaves(stage)
+        )
+
+    def _leaves(self, stage: int) -> list[TensorLeaf]:
+        assert self._route is not None
+        calls, found = self._route.flow.calls, []
+        for value in self._route.crossings.values[stage]:
+            leaf = calls[value.call].leaves[value.leaf]
+            assert isinstance(leaf, TensorLeaf), "only tensors have a source, so only they cross a cut"
+            found.append(leaf)
+        return found
+
+    def _stage_forward(self, place: int, stage: OwnStage) -> Callable[..., Any]:
+        """In the place of the model's forward: received tensors in, sent tensors or the loss out.
+
+        On every stage micro-batches are forwarded in their order, so counting tells which one it is.
+        """
+
+        def run(module: nn.Module, forward: Callable[..., Any], args: tuple[torch.Tensor, ...], kwargs: Any) -> Any:
+            assert self._route is not None
+            piece = self._pieces[self._next[place]]
+            self._next[place] += 1
+            self._dropout.seed(self._step, piece.span.first, stage.index)
+
+            if self._route.flow.changes_batch:  # and so would the next of this rank's stages, once more
+                piece = replace(piece, data=map_tensors(torch.Tensor.clone, piece.data))
+
+            def whole() -> torch.Tensor:
+                output = call_model(self._losses.job, forward, piece.data)
+                loss, sums = self._losses.of_output(output, piece)
+                self._totals[:2].add_(sums)
+                return loss * self._factor
+
+            received = args if stage.index else ()
+            output = self._losses.plain(stage.stage_model.run(self._route.flow, self._route.crossings, received, whole))
+            if self._stages.is_last(stage.index):
+                return output.float()  # as announced; its gradient is 1 in any dtype
+            return tuple(_Leaving.apply(_laid_plainly(tensor)) for tensor in output)
+
+        return run
+
+    def _run_alone(self, stage: OwnStage, from_last: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Forward one micro-batch through a stage, with its own receives and sends."""
+        mesh = self.engine.axes.stages
+        assert mesh is not None and self.engine.holders is not None
+        group, ranks = mesh.get_group(), self.engine.holders.ranks
+        here = ranks[stage.index]
+        received = from_last
+        if stage.index > 0 and ranks[stage.index - 1] != here:
+            received = tuple(
+                torch.empty(leaf.shape, dtype=leaf.dtype, device=self._dropout.device)
+                for leaf in self._leaves(stage.index)
+            )
+            for tensor in received:
+                dist.recv(tensor, group_src=ranks[stage.index - 1], group=group)
+        output = stage.engine.module(*(received or self._nothing(1)))
+        if self._stages.is_last(stage.index):
+            return ()
+        if ranks[stage.index + 1] == here:
+            return tuple(output)
+        for tensor in output:
+            dist.send(tensor.contiguous(), group_dst=ranks[stage.index + 1], group=group)
+        return ()
+
+
+def _laid_plainly(tensor: torch.Tensor) -> torch.Tensor:
+    """With the strides that were announced. `contiguous()` leaves those of dims of length 1 as they are."""
+    plain = torch.empty(tensor.shape, device="meta").stride()
+    return tensor if tensor.stride() == plain else tensor.clone(memory_format=torch.contiguous_format)
+
+
+class _Leaving(torch.autograd.Function):
+    """Gives a tensor that is sent a node of its own in the graph, without a copy.
+
+    What only passes through is an input of the stage as well. And PyTorch detaches in place what a stage gave, once its
+    inputs have their gradients: that fails on a view, and would freeze a parameter.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def _shapes(data: Any) -> tuple[Any, ...]:
+    """What decides how a batch goes through the model: shapes, and values that are not tensors."""
+    found: list[Any] = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(data)]
+    others = [repr(leaf) for leaf in leaves_of(data) if leaf is None or isinstance(leaf, int | float | str)]
+    return (*found, *others)

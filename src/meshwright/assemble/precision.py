@@ -1,0 +1,198 @@
+"""Precision with one meaning under every strategy.
+
+Under `bf16` and `fp16` a model computes with parameters cast to that dtype; the model's and each block's floating
+inputs are cast to it; buffers stay as they are; the loss sees outputs in fp32. Inside the model, operators that lose
+much in a small dtype compute in fp32 (`operators.py`). Gradients are cast to fp32 before they are summed over
+micro-batches or ranks, and the optimizer updates fp32 masters. FSDP2 and our ZeRO cast parameters themselves, because
+then they can send and keep the small ones; for the rest a parameter is cast where it is read. (`torch.autocast` would
+mean something else: the residual stream of a transformer is fp32 under DDP and bf16 under FSDP2. Who wants it says
+`bf16:autocast`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.assemble.autocast import Region, run_within
+from meshwright.assemble.operator_dtypes import computing_in
+from meshwright.describe.dtypes import LOW
+from meshwright.describe.observe import call_loss
+from meshwright.facts.job import Job
+from meshwright.facts.precision import FORMATS
+from meshwright.strategies.forward import Around, wrap_forward
+from meshwright.torch_private.modules import RNN_READS_ATTRIBUTES, BatchNorm
+from meshwright.torch_private.trees import tree_map
+
+
+def apply_precision(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    dtype: torch.dtype,
+    *,
+    pure: bool,
+    left_to_cast: Collection[str] | None = None,
+    autocast: Region | None = None,
+) -> None:
+    """Compute in `dtype`. Parameters are cast for good if `pure`.
+
+    Where the data axis casts parameters itself, `left_to_cast` names those that it leaves to us; None is all. With
+    `autocast` nothing is cast here, and everything runs within it.
+    """
+    if dtype == torch.float32:
+        return
+    if autocast is not None:
+        run_within(model, blocks, autocast)
+        return
+    if pure:
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+    else:
+        cast_parameters(model, dtype, left_to_cast)
+    batch_norm_in_fp32(model, dtype)
+    cast_borders(model, blocks, dtype)
+
+
+def cast_borders(model: nn.Module, blocks: list[nn.Module], dtype: torch.dtype) -> None:
+    """Cast what enters the model and each block to `dtype`, and have operators in them compute as the table says.
+
+    What leaves the model is cast by whoever calls it. Blocks are told, too: recomputing calls them by themselves.
+    """
+    for block in blocks:
+        wrap_forward(block, _entering(dtype))
+    wrap_forward(model, _entering(dtype))
+
+
+def follow_table(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Have operators in modules that are called by themselves compute as the table says."""
+    for module in modules:
+        wrap_forward(module, _following(dtype))
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype, only: Collection[str] | None = None) -> None:
+    """Whoever reads a parameter of the model gets a copy in `dtype`; gradients flow on to the original.
+
+    Each module gets a subclass of its own class on which its parameters are properties. So the copy is made where the
+    parameter is used: inside of what activation checkpointing repeats and of what torch.compile sees.
+    """
+    chosen = {id(p) for n, p in model.named_parameters() if p.is_floating_point() and (only is None or n in only)}
+    for module in model.modules():
+        names = tuple(n for n, p in module.named_parameters(recurse=False) if id(p) in chosen)
+        if names and not isinstance(module, BatchNorm):
+            module.__class__ = _reading_in(type(module), names, dtype)  # type: ignore[arg-type]  # hashable
+
+
+def batch_norm_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
+    """BatchNorm computes with its weights rounded to `dtype`, but held in fp32 as the running statistics are.
+
+    Its kernels want both alike. Not by properties: FSDP2 reads parameters off the module and must find its own.
+    """
+    for module in model.modules():
+        if isinstance(module, BatchNorm):
+            wrap_forward(module, _with_fp32_weights(dtype))
+
+
+def loss_under(
+    precision: str, job: Job, *, compiled: bool = False, autocast: Region | None = None
+) -> Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]:
+    """The job's loss, on outputs in fp32 where the model computes in less; with `autocast`, within that.
+
+    The cast belongs to the loss and not to the model, so that compiling them together never writes the outputs in fp32:
+    with a vocabulary of 50,000 they are the largest tensor of a step.
+    """
+
+    is_low = FORMATS[precision].is_low
+
+    def loss(output: Any, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
+        if autocast is not None:
+            with autocast():
+                return call_loss(job, output, batch)
+        return call_loss(job, raise_small(output) if is_low else output, batch)
+
+    return torch.compile(loss) if compiled else loss
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors of a tree in another dtype."""
+    return tree_map(lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, tree)
+
+
+def raise_small(tree: Any) -> Any:
+    """bf16 and fp16 tensors of a tree in fp32."""
+    return tree_map(lambda leaf: leaf.float() if torch.is_tensor(leaf) and leaf.dtype in LOW else leaf, tree)
+
+
+@cache
+def _entering(dtype: torch.dtype) -> Around:
+    def enter(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        args, kwargs = cast((args, kwargs), dtype)
+        with computing_in(dtype):
+            return forward(*args, **kwargs)
+
+    return enter
+
+
+@cache
+def _following(dtype: torch.dtype) -> Around:
+    def follow(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with computing_in(dtype):
+            return forward(*args, **kwargs)
+
+    return follow
+
+
+@cache
+def _with_fp32_weights(dtype: torch.dtype) -> Around:
+    def normalise(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        originals = {name: p for name, p in module._parameters.items() if p is not None}
+        for name, parameter in originals.items():
+            module._parameters[name] = parameter.to(dtype).float()  # type: ignore[assignment]  # for this call
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(originals)
+
+    return normalise
+
+
+@lru_cache(maxsize=256)
+def _reading_in(cls: Any, names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
+    """A subclass of `cls` on which reading one of `names` gives a copy in `dtype`. One for all modules alike."""
+    members: dict[str, Any] = {name: property(_reader(name, dtype)) for name in names}
+    if issubclass(cls, nn.RNNBase):
+        # It keeps a list of its parameters beside them; made from the properties instead, and never set.
+        members |= RNN_READS_ATTRIBUTES
+    members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), members)
+
+
+def _reader(name: str, dtype: torch.dtype) -> Callable[[nn.Module], torch.Tensor]:
+    return lambda self: self._parameters[name].to(dtype)  # type: ignore[union-attr]  # it is there, else not in names
+
+
+@dataclass
+class LossScale:
+    """fp16 gradients underflow unless the loss is scaled up; a step whose gradients overflow is skipped.
+
+    The global gradient norm is the same number on every rank, so all ranks skip the same steps. Numbers are those of
+    `torch.amp.GradScaler`.
+    """
+
+    value: float = 65536.0
+    growth: float = 2.0
+    interval: int = 2000
+    steps_since: int = 0
+
+    def after(self, finite: bool) -> None:
+        """Adapt to whether the last step's gradients were finite."""
+        self.steps_since = self.steps_since + 1 if finite else 0
+        if not finite:
+            self.value /= self.growth
+        elif self.steps_since == self.interval:
+            self.value, self.steps_since = self.value * self.growth, 0

@@ -1,0 +1,344 @@
+"""One optimizer step over a global batch: split, forward and backward, normalise, clip, update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import isfinite
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.assemble.apply import lay_on_devices, lay_out, make_whole
+from meshwright.assemble.autocast import autocast_region
+from meshwright.assemble.axes import lay_axes
+from meshwright.assemble.batch import Batch, Share, part
+from meshwright.assemble.deepspeed_pipeline import lay_deepspeed_pipeline
+from meshwright.assemble.device_placement import Devices, devices_for
+from meshwright.assemble.error_context import naming_optimizer, naming_strategy
+from meshwright.assemble.fused_optimizer import take_fused_kernels
+from meshwright.assemble.gathering import Gathering
+from meshwright.assemble.host_optimizer import HostCopies
+from meshwright.assemble.operator_dtypes import recomputing
+from meshwright.assemble.optimizer_trial import refuse_coupled_shards
+from meshwright.assemble.passes import Dropout, Losses, Passes, PlainPasses
+from meshwright.assemble.precision import LossScale, loss_under
+from meshwright.assemble.rank_engine import RankEngine
+from meshwright.assemble.staging import lay_pipeline
+from meshwright.assemble.whole_batch_loss import WholeBatchLoss
+from meshwright.assemble.whole_batch_passes import WholeBatchPasses
+from meshwright.assemble.world import World, outside_of_modes
+from meshwright.describe.dtypes import DTYPES
+from meshwright.describe.samples import Cutter
+from meshwright.errors import JobError
+from meshwright.facts.job import Job
+from meshwright.facts.lr_schedule import advance
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.named_parameters import NamedParameters
+from meshwright.facts.strategy import Strategy
+from meshwright.recording.blueprint import record
+from meshwright.strategies.engine import Engine, OptimizerState, OptimizingEngine
+from meshwright.strategies.norm import scale_
+from meshwright.strategies.pipeline.sizes import count_micro_batches
+from meshwright.strategies.pipeline.stages import cut_stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """A rank's sum and weight of the loss and its wish to stop, on their way to being all ranks'."""
+
+    local: torch.Tensor
+    """This rank's own sum, to find out who went wrong."""
+    summed: torch.Tensor
+    """Sum, weight and how many wish to stop (not in `evaluate`); all ranks' once the work is done."""
+    work: dist.Work | None
+    known_weight: float | None
+    """The global weight, where it follows from shapes."""
+
+    @property
+    def weight(self) -> float | torch.Tensor:
+        self.wait()
+        return self.summed[1] if self.known_weight is None else self.known_weight
+
+    @property
+    def mean(self) -> torch.Tensor:
+        self.wait()
+        return self.summed[0] / self.weight
+
+    @cached_property
+    def read(self) -> torch.Tensor:
+        """What is summed, on the CPU: one copy off the device serves whoever reads the loss and the wish."""
+        self.wait()
+        return self.summed.cpu()
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one step gave, the same on every rank. Numbers stay on the device and on their way until they are read."""
+
+    step: int
+    samples: int
+    lr: float
+    totals: Totals
+    norm_tensor: torch.Tensor
+    skipped: bool = False
+    """Whether fp16 gradients overflowed, so that nothing was updated."""
+
+    @property
+    def loss_tensor(self) -> torch.Tensor:
+        return self.totals.mean
+
+    @property
+    def loss(self) -> float:
+        read, known = self.totals.read, self.totals.known_weight
+        return float(read[0] / (read[1] if known is None else known))
+
+    @property
+    def stop(self) -> bool:
+        """Whether any rank wished to stop before this step; so all ranks may stop after the same one."""
+        return bool(self.totals.read[2])
+
+    @property
+    def grad_norm(self) -> float:
+        return float(self.norm_tensor)
+
+
+class Trainer:
+    """A job laid out under a strategy, with its optimizer: everything that a step needs."""
+
+    def __init__(
+        self,
+        job: Job,
+        facts: ModelFacts,
+        strategy: Strategy,
+        world: World,
+        *,
+        seed: int,
+        devices: Devices | None = None,
+        engine_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`devices` are those of `layers=N` in one process; None takes the GPUs, and the CPU after them.
+
+        `engine_config` is what the user has written for another engine than ours.
+        """
+        self.job, self.facts, self.strategy, self.world, self.seed = job, facts, strategy, world, seed
+        self.devices, self.engine_config = devices, engine_config
+        self.axes = lay_axes(strategy, world)
+        self.cutter = Cutter(job)
+        with naming_strategy(strategy):
+            self.passes = self._lay_passes()
+        self.engine = self.passes.engine
+        self.engine.model.train()
+        self._own = self.engine.parameters()
+        on_host = strategy.offload == "optimizer" and not isinstance(self.engine, OptimizingEngine)
+        self.host = HostCopies(self._own, self.axes.data_on_host()) if on_host else None
+        self.optimized = self.host.parameters if self.host else self._own
+        """The masters that this rank's optimizer updates, by name."""
+        _keep_attributes(self.optimized, self.engine.model)
+        if not world.fake:  # there, collectives bring nothing
+            refuse_coupled_shards(job, facts, self._own, strategy)
+        self.optimizer = take_fused_kernels(job.optimizer(self.optimized or _nothing_to_update()))
+        self.remembered: OptimizerState = self.optimizer
+        """What the optimizer keeps of each of them."""
+        if isinstance(self.engine, OptimizingEngine):
+            self.engine.adopt(self.optimizer, job.max_norm)
+            self.optimized, self.remembered = self.engine.optimized(), self.engine.remembered()
+        self.schedule = job.schedule(self.optimizer) if job.schedule else None
+        self.loss_scale = LossScale() if strategy.number_format.scales_loss else None
+        self.steps = 0
+        self.wish_to_stop = False
+        """Set before a step: it goes to all ranks with the step's loss, and comes back as the result's `stop`."""
+        self._pending: tuple[Totals, int, float] | None = None
+
+    def _lay_passes(self) -> Passes:
+        job, facts, strategy, world, axes = self.job, self.facts, self.strategy, self.world, self.axes
+        autocast = autocast_region(strategy, world.device.type, fake=world.fake)
+        loss = loss_under(strategy.precision, job, compiled=strategy.compile, autocast=autocast)
+        losses = Losses(
+            job=job,
+            loss=loss,
+            weight_per_sample=facts.weight_per_sample,
+            plain=partial(make_whole, axes=axes),
+            # PyTorch's checkpointing puts autocast back itself.
+            recomputing=nullcontext() if strategy.autocast else recomputing(DTYPES[strategy.precision]),
+        )
+        dropout = Dropout(run_seed=self.seed, device=world.device)
+        if axes.stages is not None and strategy.engine == "deepspeed":
+            config = self.engine_config
+            return lay_deepspeed_pipeline(
+                job, facts, strategy, axes, world, losses, dropout, seed=self.seed, engine_config=config
+            )
+        if axes.stages is not None:
+            return lay_pipeline(job, facts, strategy, axes, world, losses, dropout, seed=self.seed)
+        with outside_of_modes():
+            blueprint = record(job.model, self.seed, values=world.has_weights)
+        if strategy.stage_axis is not None:
+            stages = cut_stages(facts, strategy.stage_ranks, job.stages)
+            devices = self.devices or devices_for(strategy.stage_ranks, world.device)
+            engine = lay_on_devices(blueprint, facts, strategy, axes, world, stages=stages, devices=devices)
+            return self._whole_or_parts(engine, losses, dropout, counts=True)
+        engine, cuts = lay_out(blueprint, facts, strategy, axes, world, engine_config=self.engine_config)
+        if axes.inner:
+            engine = RankEngine([engine], axes, cuts=cuts)
+        return self._whole_or_parts(engine, losses, dropout, counts=axes.first_inside)
+
+    def _whole_or_parts(self, engine: Engine, losses: Losses, dropout: Dropout, *, counts: bool) -> Passes:
+        """By what the loss is of, where a batch may be cut."""
+        share = self.share
+        if self.facts.loss_over != "batch" or (share.ranks == 1 and share.micro_batch is None):
+            return PlainPasses(engine, losses, dropout, counts=counts)
+        gathering = Gathering(share, self.axes.batch_group(self.world))
+        whole = WholeBatchLoss(losses, gathering, self.cutter, self.world.device)
+        return WholeBatchPasses(engine, losses, dropout, whole, counts=counts and share.rank == 0)
+
+    @property
+    def data_ranks(self) -> int:
+        return self.axes.data_ranks
+
+    @property
+    def data_rank(self) -> int:
+        return self.axes.data_rank
+
+    @property
+    def share(self) -> Share:
+        """How this rank's part of every global batch is found."""
+        axes, pipelined = self.axes, self.axes.stages is not None
+        return Share(
+            ranks=axes.data_ranks,
+            rank=axes.data_rank,
+            micro_batch=None if pipelined else self.strategy.micro_batch,
+            pipelined=count_micro_batches(self.strategy, self.job.global_batch) if pipelined else None,
+        )
+
+    def step(self, batch: Any) -> StepResult:
+        """One optimizer step. A `Batch` is this rank's part; anything else is the whole global batch, on all ranks."""
+        self.forward_backward(batch)
+        return self.update()
+
+    def forward_backward(self, batch: Any) -> None:
+        """Leave the gradient of the global batch's mean loss on the parameters (under fp16, times the loss scale)."""
+        own = self._part(batch)
+        expected = self.facts.weight_per_sample if own.regular else None
+        # Where the weight depends on the data it is not known yet: divide by the samples now and put it right below.
+        divisor = own.samples * (expected if expected is not None else 1.0)
+        with naming_strategy(self.strategy, self.engine.model):
+            totals = self.passes.backward(own, self._scale_up() / divisor, self.steps)
+        if self.wish_to_stop:
+            totals[2] = 1.0
+        local = totals[0].clone()
+        sums = Totals(
+            local=local,
+            summed=totals,
+            work=self.world.start_sum(totals),
+            known_weight=divisor if expected is not None else None,
+        )
+        if expected is None and not isinstance(self.engine, OptimizingEngine):
+            scale_(self._gradients(), divisor / sums.weight)
+        self._pending = sums, own.samples, divisor
+
+    def update(self) -> StepResult:
+        """Clip by the global norm and step the optimizer and its schedule."""
+        if self._pending is None:
+            raise JobError("update() was called without a forward_backward(batch) before it.")
+        (totals, samples, divisor), self._pending = self._pending, None
+        lr = float(self.optimizer.param_groups[0].get("lr") or 0.0)  # some find their own
+        if isinstance(self.engine, OptimizingEngine):
+            known = totals.known_weight is not None
+            norm, finite = self.engine.update(self._scale_down() * (1.0 if known else divisor / totals.weight))
+        else:
+            norm, finite = self._clip_and_apply()
+        if self.loss_scale:
+            self.loss_scale.after(finite)
+        if finite and self.schedule is not None:
+            advance(self.schedule, updates=self.steps + 1, loss=lambda: float(totals.mean))
+        for parameter in self._own:
+            parameter.grad = None
+        self.engine.forget_gradients()
+        self.steps += 1
+        return StepResult(
+            step=self.steps,
+            samples=samples,
+            lr=lr,
+            totals=totals,
+            norm_tensor=norm,
+            skipped=not finite,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Any]) -> float:
+        """The mean loss over batches, forward only."""
+        self.engine.model.eval()
+        totals = torch.zeros(2, device=self.world.device, dtype=torch.float64)
+        for batch in batches:
+            totals += self.passes.forward(self._part(batch))
+        self.engine.model.train()
+        return float(Totals(local=totals, summed=totals, work=self.world.start_sum(totals), known_weight=None).mean)
+
+    def _part(self, batch: Any) -> Batch:
+        if isinstance(batch, Batch):
+            return batch.to(self.world.device)
+        with outside_of_modes():
+            own = part(batch, self.share, self.cutter, nominal=self.job.global_batch)
+        return own.to(self.world.device)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._own if p.grad is not None]
+
+    def _scale_up(self) -> float:
+        """What the loss is multiplied by. fp16 overflows, so there the ranks that are averaged over come later."""
+        return self.loss_scale.value if self.loss_scale else self.engine.gradient_scale
+
+    def _scale_down(self) -> float:
+        """What gradients are multiplied by to undo it."""
+        return self.engine.gradient_scale / self.loss_scale.value if self.loss_scale else 1.0
+
+    def _scale_down_and_clip(self, norm: torch.Tensor) -> bool:
+        """In one pass over the gradients. False if fp16 overflowed, which all ranks see: they have the same norm."""
+        if self.loss_scale and not isfinite(float(norm)):
+            return False
+        factor: torch.Tensor | float = self._scale_down()
+        if self.job.max_norm is not None:
+            factor = factor * torch.clamp(self.job.max_norm / (norm + 1e-6), max=1.0)
+        # On a CPU the factor is known at once, and most steps of most trainings are not clipped.
+        if torch.is_tensor(factor) and not factor.is_cuda:
+            factor = float(factor)
+        if torch.is_tensor(factor) or factor != 1.0:
+            scale_(self._gradients(), factor)
+        return True
+
+    def _clip_and_apply(self) -> tuple[torch.Tensor, bool]:
+        """The gradients' norm, and whether the optimizer took its step."""
+        norm = self.engine.norm(self._own) * self._scale_down()
+        finite = self._scale_down_and_clip(norm)
+        if finite:
+            self._apply()
+        return norm, finite
+
+    def _apply(self) -> None:
+        if self.host:
+            self.host.take_gradients()
+        with naming_optimizer(self.strategy, self.optimized):
+            self.optimizer.step()
+        if self.host:
+            self.host.give_parameters()
+        self.engine.updated()
+
+
+def _keep_attributes(parameters: NamedParameters, model: torch.nn.Module) -> None:
+    """What an author has put on a parameter (`p.no_decay = True`) the job's optimizer finds on what stands for it."""
+    originals = dict(model.named_parameters())
+    for name, parameter in parameters.named():
+        for key, value in vars(originals.get(name, parameter)).items():
+            vars(parameter).setdefault(key, value)
+
+
+def _nothing_to_update() -> NamedParameters:
+    """For a rank whose stages are frozen: optimizers refuse an empty list, and schedules want an optimizer."""
+    return NamedParameters([("", torch.nn.Parameter(torch.empty(0)))])

@@ -1,0 +1,157 @@
+"""The loss of a whole batch, on every rank, from the outputs of all ranks and micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.assemble.batch import Batch
+from meshwright.assemble.gathering import Gathering, UnreadTensor
+from meshwright.assemble.passes import Losses
+from meshwright.assemble.world import outside_of_modes
+from meshwright.describe.batch_layout import Layout, Listed, Rows, Shared, Unknown, pairs_of, rebuilt
+from meshwright.describe.samples import Cutter
+from meshwright.describe.structure import to_device
+from meshwright.describe.whole_loss import WholeLoss, inspect_whole_loss
+from meshwright.errors import JobError
+
+
+@dataclass(frozen=True)
+class Column:
+    """One value of the outputs, from each of this rank's micro-batches."""
+
+    layout: Layout
+    values: list[Any]
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """What came of a batch."""
+
+    sums: torch.Tensor
+    """The loss's sum and weight."""
+    layout: Layout
+    """Of the outputs."""
+    gradients: list[list[torch.Tensor | None]]
+    """For each micro-batch, of the tensors of its outputs in their order; empty where nothing is differentiated."""
+
+
+class WholeBatchLoss:
+    """Knows what to gather for the job's loss."""
+
+    def __init__(self, losses: Losses, gathering: Gathering, cutter: Cutter, device: torch.device) -> None:
+        self._losses, self._gathering, self._cutter, self._device = losses, gathering, cutter, device
+        self._seen: dict[int, WholeLoss] = {}
+        self._mixed: dict[str, str] = {}
+        """Outputs that have no dim for samples and still depend on them, and why they cannot be read."""
+
+    def compute(self, batch: Batch, outputs: list[Any], factor: float | None) -> BatchLoss:
+        """From the outputs of this rank's micro-batches. `factor` times the loss is differentiated; None does not."""
+        first = not self._seen
+        known = self._known(batch)
+        columns = _columns(known.outputs, outputs)
+        if first:
+            self._mixed = self._compare_shared(columns)
+        values = [self._gathered(column, batch) for column in columns]
+        wanted = [value for value in values if factor is not None and _is_differentiable(value)]
+        for value in wanted:
+            value.requires_grad_()
+        with torch.set_grad_enabled(factor is not None):
+            output = rebuilt(known.outputs, outputs[0], iter(values))
+            total, weight = self._losses.loss(output, self._whole_batch(known, batch))
+            total = self._losses.plain(total)
+            found = torch.autograd.grad(total * factor, wanted, allow_unused=True) if wanted else ()
+        by_value = {id(value): gradient for value, gradient in zip(wanted, found, strict=True)}
+        gradients = [(column.layout, by_value.get(id(value))) for column, value in zip(columns, values, strict=True)]
+        number = torch.as_tensor(self._losses.plain(weight), dtype=torch.float64, device=total.device).detach()
+        sums = torch.stack([total.detach().double(), number]).to(self._device)
+        own = [[self._own(*pair, index, batch) for pair in gradients] for index in range(len(outputs))]
+        return BatchLoss(sums, known.outputs, own)
+
+    def _known(self, batch: Batch) -> WholeLoss:
+        """Where samples lie in outputs and batches of this kind. Looked at once; all ranks come to the same."""
+        source = self._cutter.data if batch.whole is None else self._cutter.source_of(batch.whole)
+        if id(source) not in self._seen:
+            with outside_of_modes():
+                self._seen[id(source)] = inspect_whole_loss(self._losses.job, source)
+        return self._seen[id(source)]
+
+    def _own(self, layout: Layout, gradient: torch.Tensor | None, index: int, batch: Batch) -> torch.Tensor | None:
+        """One micro-batch's part. What all samples share counts in the last one, and on each rank a share of it."""
+        span = batch.spans[index]
+        if gradient is None:
+            return None
+        if isinstance(layout, Rows):
+            return gradient.narrow(layout.dim, span.first, span.length) if span.length else None
+        return gradient / self._gathering.share.ranks if index == len(batch.spans) - 1 else None
+
+    def _gathered(self, column: Column, batch: Batch) -> Any:
+        """A value of the whole output."""
+        layout, last = column.layout, column.values[-1]
+        if isinstance(layout, Rows):
+            return self._gathering.whole(layout, column.values, batch.samples, regular=batch.regular).detach()
+        if isinstance(layout, Listed):
+            raise JobError(
+                f"{layout.path} has a list of samples, and a loss over the whole batch takes tensors from the model; "
+                "stack them."
+            )
+        why = layout.why if isinstance(layout, Unknown) else self._mixed.get(layout.path)
+        if why is None or not isinstance(last, torch.Tensor):
+            return last
+        return UnreadTensor(
+            last.shape, last, f"The loss reads {layout.path} of a batch that is cut into parts, but it {why}."
+        )
+
+    def _whole_batch(self, known: WholeLoss, batch: Batch) -> Any:
+        """The whole batch as far as the loss reads it."""
+        pieces = [piece.data for piece in batch.pieces]
+        if batch.whole is None and known.batch.unknown() is not None:
+            return self._cutter.joined(self._gathering.everything(pieces, batch.samples))
+        sources = pieces if batch.whole is None else [batch.whole]
+        columns = zip(_columns(known.batch, sources), known.reads, strict=True)
+        values = [self._read(column, batch) if read else self._unread(column, batch) for column, read in columns]
+        return rebuilt(known.batch, sources[0], iter(values))
+
+    def _read(self, column: Column, batch: Batch) -> Any:
+        if batch.whole is not None or isinstance(column.layout, Shared):
+            return to_device(column.values[0], self._device)
+        return self._gathering.whole(column.layout, column.values, batch.samples, regular=batch.regular)
+
+    def _unread(self, column: Column, batch: Batch) -> Any:
+        """Nothing is sent for what the loss does not read."""
+        layout, like = column.layout, column.values[0]
+        if not isinstance(like, torch.Tensor):
+            return self._read(column, batch)
+        shape = [batch.samples if layout == Rows(layout.path, dim) else size for dim, size in enumerate(like.shape)]
+        return UnreadTensor(
+            shape, like, f"The loss reads {layout.path} of this batch, and did not where it was looked at."
+        )
+
+    def _compare_shared(self, columns: list[Column]) -> dict[str, str]:
+        """What belongs to no sample must be the same in all micro-batches and on all ranks; what is not, and why."""
+        shared = [c for c in columns if isinstance(c.layout, Shared) and isinstance(c.values[0], torch.Tensor)]
+        everyone = self._gathering.values([[_few(value) for value in column.values] for column in shared])
+        found = {}
+        for index, column in enumerate(shared):
+            first, *others = [value for rank in everyone for value in rank[index]]
+            if not all(torch.allclose(first, other, rtol=1e-5, equal_nan=True) for other in others):
+                found[column.layout.path] = (
+                    "is computed over the batch by the model, as it is not the same in all parts. Return what each "
+                    "sample gives, and compute the rest in Job(loss=...)"
+                )
+        return found
+
+
+def _columns(layout: Layout, outputs: list[Any]) -> list[Column]:
+    columns = zip(*(pairs_of(layout, output) for output in outputs), strict=True)
+    return [Column(column[0][0], [value for _, value in column]) for column in columns]
+
+
+def _few(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().reshape(-1)[:64].to("cpu", torch.float64)
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, UnreadTensor) and value.is_floating_point()

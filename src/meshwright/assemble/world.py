@@ -1,0 +1,102 @@
+"""The processes that train together: a real world of ranks, or a fake one in which only this rank exists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.torch_private import modes
+
+outside_of_modes = modes.outside_of_modes
+"""Around what is made of real or meta tensors even where a step runs on fake ones: meshes, groups, recordings."""
+PATIENCE = timedelta(minutes=10)
+"""How long a collective waits for a rank before it gives up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process among its ranks."""
+
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    local_ranks: int = 1
+    device: torch.device
+    fake: bool = False
+    """Whether the other ranks are made up: collectives return at once and bring nothing."""
+    weightless: bool = False
+    """Whether tensors are fake, too: they have shapes and no values, so no initial weights are made."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether this rank keeps the weights of a model that is built for real; the others get theirs from it."""
+        return self.is_main or self.fake
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD if dist.is_initialized() else None
+
+    def start_sum(self, value: torch.Tensor) -> dist.Work | None:
+        """Start to sum over all ranks, in place; `wait()` on what is returned before the value is read."""
+        return dist.all_reduce(value, group=self.group, async_op=True) if self.ranks > 1 else None
+
+    def gather(self, value: Any) -> list[Any]:
+        """A small picklable value of every rank, on every rank."""
+        if self.ranks == 1 or self.fake:
+            return [value]
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def leave(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(
+    *,
+    rank: int,
+    ranks: int,
+    local_rank: int,
+    local_ranks: int,
+    device: torch.device,
+    store: dist.Store | None = None,
+    patience: timedelta = PATIENCE,
+) -> World:
+    """Meet the other ranks: at `store`, or where torchrun's environment says."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        dist.init_process_group(
+            backend,
+            rank=rank,
+            world_size=ranks,
+            store=store,
+            timeout=patience,
+            device_id=device if device.type == "cuda" else None,
+        )
+    return World(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=local_ranks, device=device)
+
+
+def alone(device: torch.device) -> World:
+    """One process; it is a world of its own where a strategy wants a mesh."""
+    return join(rank=0, ranks=1, local_rank=0, local_ranks=1, device=device, store=dist.HashStore())
+
+
+def fake_world(ranks: int, device: torch.device, *, rank: int = 0) -> World:
+    """One rank of a world whose other ranks do not exist: real memory, real compute, no communication."""
+    from meshwright.torch_private.fake_world import FakeStore
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    return World(rank=rank, ranks=ranks, local_rank=0, local_ranks=1, device=device, fake=True)

@@ -1,0 +1,109 @@
+"""Planners for `torch.distributed.checkpoint`, whose state is a dict from names to `HeldParts`."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from meshwright.checkpoint.parts import HeldParts, Part
+from meshwright.checkpoint.storage import narrowed
+
+State = dict[str, HeldParts]
+
+
+class PartsSavePlanner(DefaultSavePlanner):
+    """Offers every part that a rank holds; PyTorch's global plan assigns each box to one of its holders."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._state: State = state_dict
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([_item(name, laid, part) for name, laid in self._state.items() for part in _distinct(laid)])
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        offsets = tuple(write_item.index.offset or ())
+        return next(part.tensor for part in self._state[write_item.index.fqn].parts if part.offsets == offsets)
+
+
+class PartsLoadPlanner(LoadPlanner):
+    """Requests the overlap of every part with the checkpoint's chunks."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        assert metadata is not None
+        self._state: State = state_dict
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for name, laid in self._state.items():
+            saved = self._metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, saved, [_chunk(part) for part in laid.parts])
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError("our checkpoints hold tensors only")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        assert read_item.dest_index.index is not None
+        part = self._state[read_item.dest_index.fqn].parts[read_item.dest_index.index]
+        return narrowed(part.tensor, read_item.dest_offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+
+def share_out(plans: list[SavePlan]) -> list[SavePlan]:
+    """Decide which rank writes what, given what all ranks offer: each box once, bytes spread evenly. Pure."""
+    return PartsSavePlanner().create_global_plan(plans)[0]
+
+
+def _distinct(laid: HeldParts) -> list[Part]:
+    return list({part.offsets: part for part in reversed(laid.parts)}.values())
+
+
+def _chunk(part: Part) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(part.offsets), part.tensor.shape)
+
+
+def _item(name: str, laid: HeldParts, part: Part) -> WriteItem:
+    return WriteItem(
+        index=MetadataIndex(name, torch.Size(part.offsets)),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=_chunk(part), properties=TensorProperties(dtype=laid.dtype), size=torch.Size(laid.shape)
+        ),
+    )

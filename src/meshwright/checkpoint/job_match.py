@@ -1,0 +1,138 @@
+"""Check that a checkpoint belongs to a job: same parameters, buffers and shapes, same optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from meshwright.assemble.step import Trainer
+from meshwright.checkpoint.dcp_planner import State
+from meshwright.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
+from meshwright.errors import WrongCheckpoint
+from meshwright.facts.model import ModelFacts
+
+
+@dataclass(frozen=True)
+class JobMatch:
+    """Where each tensor of the checkpoint goes."""
+
+    state: State
+    """This rank's parameters and buffers, under the checkpoint's names."""
+
+
+def fit_to(trainer: Trainer, manifest: Manifest, own: State) -> JobMatch:
+    """Match a checkpoint to a run; `own` is what this rank holds of parameters and buffers."""
+    shapes = {MODEL + p.name: p.shape for p in trainer.facts.parameters}
+    shapes.update({name: laid.shape for name, laid in own.items() if name not in shapes})
+    aliases = {MODEL + alias: MODEL + p.name for p in trainer.facts.parameters for alias in p.names[1:]}
+    sources = match_names(shapes, manifest, aliases)
+    if manifest.run_state.optimizer is not None:
+        _match_optimizer(trainer, manifest)
+        _match_schedule(trainer, manifest)
+    state: State = {}
+    for name, laid in own.items():
+        source = sources[name]
+        state[source] = state[source] + laid if source in state else laid
+    return JobMatch(state)
+
+
+def job_shapes(facts: ModelFacts, buffers: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that a checkpoint must hold for a model."""
+    return {MODEL + p.name: p.shape for p in facts.parameters} | {MODEL + n: shape for n, shape in buffers.items()}
+
+
+def match_names(
+    shapes: dict[str, tuple[int, ...]], manifest: Manifest, aliases: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """The checkpoint's name for each tensor of the model; the error names the first tensor that does not fit.
+
+    `aliases` maps further names of the model's tied parameters to the first name.
+    """
+    tied = {MODEL + alias: MODEL + first for alias, first in manifest.run_state.tied.items()}
+    sources = {name: name if name in manifest.tensors else tied.get(name, name) for name in shapes}
+    for name, source in sources.items():
+        shown = name.removeprefix(MODEL)
+        if source not in manifest.tensors:
+            raise WrongCheckpoint(f"The checkpoint lacks {shown}, which the job's model has; {_advice(manifest)}")
+        found = manifest.tensors[source].shape
+        if found != tuple(shapes[name]):
+            raise WrongCheckpoint(
+                f"{shown} has shape {found} in the checkpoint and {tuple(shapes[name])} in the job's model; "
+                f"{_advice(manifest)}"
+            )
+    extra = [name for name in manifest.tensors if name.startswith(MODEL) and name not in set(sources.values())]
+    if extra:
+        shown = extra[0].removeprefix(MODEL)
+        if extra[0] in aliases:
+            first = aliases[extra[0]].removeprefix(MODEL)
+            raise WrongCheckpoint(
+                f"The checkpoint stores {shown} and {first} separately, but in the job's model they are one parameter; "
+                "`checkpoint import --job` merges them."
+            )
+        raise WrongCheckpoint(f"The checkpoint has {shown}, but the job's model does not; {_advice(manifest)}")
+    return sources
+
+
+def _match_optimizer(trainer: Trainer, manifest: Manifest) -> None:
+    saved: Any = manifest.run_state.optimizer
+    own, found = type(trainer.optimizer).__name__, saved["class"]
+    if own != found:
+        raise WrongCheckpoint(f"The checkpoint's optimizer is {found}, but the job's is {own}.")
+    groups = trainer.remembered.param_groups
+    if len(saved["groups"]) != len(groups):
+        raise WrongCheckpoint(
+            f"The checkpoint's optimizer has {len(saved['groups'])} parameter groups, the job's {len(groups)}."
+        )
+    names = {id(parameter): name for name, parameter in trainer.optimized.named()}
+    for number, group in enumerate(groups):
+        group_of([names[id(p)] for p in group["params"] if id(p) in names], number, saved["groups"])
+    _refuse_odd_state(trainer, manifest)
+
+
+def _match_schedule(trainer: Trainer, manifest: Manifest) -> None:
+    saved = manifest.run_state.schedule
+    found, own = saved["class"] if saved else "no schedule", "no schedule"
+    if trainer.schedule is not None:
+        own = type(trainer.schedule).__name__
+    if own != found:
+        raise WrongCheckpoint(
+            f"The checkpoint has {found}, but the job has {own}; to start another schedule with these "
+            "weights, export and import them."
+        )
+
+
+def group_of(own: list[str], number: int, saved: list[dict[str, Any]]) -> int:
+    """The saved group that holds these parameters."""
+    found = {index for index, group in enumerate(saved) for name in own if name in set(group["names"])}
+    if len(found) > 1:
+        raise WrongCheckpoint(f"Group {number} of the optimizer mixes parameters of several groups of the checkpoint.")
+    return found.pop() if found else number
+
+
+def _refuse_odd_state(trainer: Trainer, manifest: Manifest) -> None:
+    """Refuse optimizer state that has another shape than its sharded parameter: it cannot be sharded the same way."""
+    shapes = {p.name: p.shape for p in trainer.facts.parameters}
+    divided = {
+        name
+        for name, parameter in trainer.optimized.named()
+        if trainer.engine.cut_of(name) is not None
+        or (isinstance(parameter.data, DTensor) and any(p.is_shard() for p in parameter.data.placements))
+    }
+    for key, entry in manifest.tensors.items():
+        if not key.startswith(OPTIMIZER):
+            continue
+        name, _, slot = key[len(OPTIMIZER) :].rpartition("/")
+        if name in divided and entry.shape != tuple(shapes[name]) and entry.shape not in ((), (1,)):
+            raise WrongCheckpoint(
+                f"The optimizer's {slot} of {name} has shape {entry.shape}, but the parameter has shape "
+                f"{tuple(shapes[name])}, so {trainer.strategy} cannot shard it like the parameter; "
+                "load it under a strategy with unsharded parameters (single, ddp)."
+            )
+
+
+def _advice(manifest: Manifest) -> str:
+    return f"was it made by another job (step {manifest.run_state.step}, {manifest.run_state.strategy})?"

@@ -1,0 +1,104 @@
+"""Match foreign tensor names to a job's: add or remove a prefix, resolve ties, report leftovers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint.expected_state import ExpectedState
+from meshwright.checkpoint.foreign_weights import ForeignWeights
+from meshwright.checkpoint.hugging_face import is_obsolete
+from meshwright.errors import WrongCheckpoint
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The prefix to remove from the source's names, and the one to add instead."""
+
+    off: str = ""
+    on: str = ""
+
+    def apply(self, name: str) -> str:
+        return self.on + name.removeprefix(self.off)
+
+
+@dataclass(frozen=True)
+class Match:
+    """The source's tensors for a job, under the checkpoint's names."""
+
+    tensors: dict[str, torch.Tensor]
+    prefix: Prefix
+    left_out: tuple[str, ...]
+    """Tensors that transformers ignores, too."""
+
+
+def match_to(source: ForeignWeights, expected: ExpectedState) -> Match:
+    """Match every tensor of the job; the error names what is missing, left over or has another shape."""
+    prefix = find_prefix(source.tensors, expected.names)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in source.tensors.items():
+        if prefix.apply(name) in found:
+            raise WrongCheckpoint(f"{source.path} has {prefix.apply(name)} twice, with and without {prefix.off!r}.")
+        found[prefix.apply(name)] = tensor
+    extra = [name for name in found if name not in expected.names]
+    left_out = tuple(name for name in extra if is_obsolete(expected.model, name))
+    _refuse(source.path, "has", [name for name in extra if name not in left_out], "which the job's model does not have")
+    shapes = {p.names: p.shape for p in expected.facts.parameters}
+    shapes |= {(name,): shape for name, shape in expected.buffers.items()}
+    missing = [names[0] for names in shapes if not any(name in found for name in names)]
+    _refuse(source.path, "lacks", missing, "which the job's model has")
+    tensors = {names[0]: _one_of(source.path, names, found, shape) for names, shape in shapes.items()}
+    return Match(tensors, prefix, left_out)
+
+
+def find_prefix(found: Collection[str], wanted: Collection[str]) -> Prefix:
+    """The prefix that makes most names match: a wrapper adds one, and a submodel lacks one."""
+    tails: dict[str, list[str]] = {}
+    for name in wanted:
+        for head, tail in _splits(name):
+            tails.setdefault(tail, []).append(head)
+    fits: Counter[Prefix] = Counter()
+    for name in found:
+        fits.update(Prefix(on=head) for head in tails.get(name, ()))
+        fits.update(Prefix(off=head) for head, tail in _splits(name) if tail in wanted and head)
+    plain = Prefix()
+    best = max(fits, key=lambda prefix: fits[prefix], default=plain)
+    return best if fits[best] > fits[plain] else plain
+
+
+def _splits(name: str) -> Iterator[tuple[str, str]]:
+    """All ways to split a name at a dot, the empty head first."""
+    parts = name.split(".")
+    for at in range(len(parts)):
+        yield "".join(f"{part}." for part in parts[:at]), ".".join(parts[at:])
+
+
+def _one_of(
+    path: Path, names: tuple[str, ...], found: Mapping[str, torch.Tensor], shape: tuple[int, ...]
+) -> torch.Tensor:
+    """The tensor with any of these names; tied ones must be equal."""
+    there = [name for name in names if name in found]
+    for name in there:
+        if tuple(found[name].shape) != tuple(shape):
+            raise WrongCheckpoint(
+                f"{path} has {name} of shape {tuple(found[name].shape)}, but in the job's model it is {shape}."
+            )
+        if not _same(found[there[0]], found[name]):
+            raise WrongCheckpoint(
+                f"{path} has {there[0]} and {name} with different values, but in the job's model they are tied."
+            )
+    return found[there[0]]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or (one.dtype == other.dtype and torch.equal(one, other))
+
+
+def _refuse(path: Path, verb: str, names: list[str], why: str) -> None:
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise WrongCheckpoint(f"{path} {verb} {', '.join(names[:3])}{more}, {why}.")

@@ -1,0 +1,83 @@
+"""How a strategy would lie over a job, found with no process: who is split how, who holds what, who waits for whom."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from meshwright import schedules
+from meshwright.assemble.axes import mesh_sizes
+from meshwright.assemble.check import check
+from meshwright.assemble.dry_run import dry_run
+from meshwright.assemble.staging import nominal_batch, tracer
+from meshwright.describe.calls import TensorLeaf
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.strategies import Place, model_axis
+from meshwright.strategies.pipeline.sizes import count_micro_batches, count_stages, is_pipelined
+from meshwright.strategies.pipeline.stages import Stages, cut_stages, find_crossings, held_parameters
+
+
+def show_layout(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int) -> dict[str, Any]:
+    """One JSON document. Refused where the strategy would be."""
+    place = Place(device="cpu", devices=ranks, ranks=ranks, local_ranks=ranks)
+    resolved = check(job, facts, strategy, place)
+    dry_run(job, facts, resolved)
+    document: dict[str, Any] = {"strategy": str(resolved), "ranks": ranks, "mesh": mesh_sizes(resolved)}
+    for term in resolved.axes:
+        document |= model_axis(term).show(term, resolved, facts, job)
+    if is_pipelined(resolved):
+        stages = cut_stages(facts, count_stages(resolved), job.stages)
+        schedule = schedules.make(
+            resolved.schedule, resolved.stage_ranks, count_micro_batches(resolved, job.global_batch)
+        )
+        document["stages"] = _stages(job, facts, resolved, stages, schedule)
+        document["schedule"] = _schedule(facts, stages, schedule)
+    return document
+
+
+def _stages(
+    job: Job, facts: ModelFacts, strategy: Strategy, stages: Stages, schedule: schedules.Schedule
+) -> list[dict[str, Any]]:
+    pristine, follow = tracer(job, facts, strategy, seed=0)
+    flow = follow(nominal_batch(job, strategy))
+    crossings = find_crossings(flow, stages)
+    held = held_parameters(pristine.model, flow, stages, crossings)
+    sizes = {p.name: p.count * p.itemsize for p in facts.parameters}
+    flops = sum(call.flops for call in flow.calls) or 1.0
+    rows = []
+    for index in range(len(stages)):
+        calls = [flow.calls[call] for call in stages.calls_of(index)]
+        received = [flow.calls[value.call].leaves[value.leaf] for value in crossings.values[index]]
+        rows.append(
+            {
+                "stage": index,
+                "rank": schedule.rank_of(index),
+                "first": calls[0].name,
+                "last": calls[-1].name,
+                "parameter_bytes": sum(sizes[name] for name in held[index]),
+                "flops_share": sum(call.flops for call in calls) / flops,
+                "receives": [
+                    {"shape": list(leaf.shape), "bytes": prod(leaf.shape) * leaf.dtype.itemsize}
+                    for leaf in received
+                    if isinstance(leaf, TensorLeaf)
+                ],
+            }
+        )
+    return rows
+
+
+def _schedule(facts: ModelFacts, stages: Stages, schedule: schedules.Schedule) -> dict[str, Any]:
+    """Simulated with each stage at its share of the computation, twice that for a whole backward pass."""
+    costs = [sum(facts.calls[call].flops for call in stages.calls_of(stage)) or 1.0 for stage in range(len(stages))]
+    played = schedules.simulate(schedule, forward=costs, backward_input=costs, backward_weight=costs)
+    ideal = schedules.simulate(schedule)
+    return {
+        "name": schedule.name,
+        "micro_batches": schedule.micro_batches,
+        "bubble": played.bubble,
+        "bubble_if_balanced": ideal.bubble,
+        "in_flight": list(played.until_weight.ranks),
+        "grid": str(schedule),
+    }

@@ -1,0 +1,92 @@
+"""What a started rank runs: read the request, do it, report."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+from meshwright.assemble.world import PATIENCE
+from meshwright.environment import restart_count
+from meshwright.jobs.load import load_job
+from meshwright.launch.attempt import own_task, report
+from meshwright.launch.hangs import watching_itself
+from meshwright.launch.heartbeat import tell_of_compiling
+from meshwright.launch.preemption import Preemption
+from meshwright.runtime.checkpoints import Checkpoints, saved_seed
+from meshwright.runtime.request import TrainTask, VerifyTask
+from meshwright.runtime.run import enter_world, setup
+from meshwright.runtime.train import train
+from meshwright.verify.references import StoredReferences
+from meshwright.verify.verify import verify
+
+UNWATCHED = timedelta(hours=24)
+"""How long collectives wait where something else watches the ranks."""
+
+
+def run_train(task: TrainTask) -> dict[str, Any]:
+    """Train as asked; returns the summary."""
+    request, out = task.request, task.request.out
+    resume = out is not None and (request.resume or restart_count() > 0)
+    with (
+        Preemption(grace=request.grace) as preemption,
+        watching_itself(request.patience),
+        setup(
+            request.clip(load_job(request.job)),
+            request.strategy,
+            seed=saved_seed(out, request.seed) if out is not None and resume else request.seed or 0,
+            device=request.device,
+            workers=request.workers,
+            facts=task.facts,
+            # Whom a collective waits for is found by its silence, before the collective gives up.
+            world=enter_world(request.device, patience=UNWATCHED if request.patience else PATIENCE),
+            deepspeed_config=request.deepspeed_config,
+        ) as run,
+    ):
+        checkpoints = None
+        if run.strategy.compile:
+            tell_of_compiling()
+        if out is not None:
+            checkpoints = Checkpoints(
+                run, out, every=request.save_every, keep=request.keep, keep_every=request.keep_every
+            )
+            if resume:
+                checkpoints.resume()
+        summary = train(
+            run,
+            steps=request.steps,
+            out=out,
+            checkpoints=checkpoints,
+            preemption=preemption,
+            tensorboard=request.tensorboard,
+            log_to=request.log_to,
+            profile=request.profile,
+        )
+    return summary.to_json()
+
+
+def run_verify(task: VerifyTask, patience: timedelta | None = None) -> list[dict[str, Any]]:
+    """Verify as asked; every verdict is also reported as soon as it is there."""
+    verdicts = []
+    request, job = task.request, load_job(task.request.job)
+    world = enter_world(task.device, patience=patience or timedelta(seconds=request.timeout))
+    # Rank 0 alone compares, and what it compares with lies on its machine.
+    made = StoredReferences(task.references) if world.is_main else None
+    found = verify(job, task.facts, task.strategies, world, steps=request.steps, seed=request.seed, references=made)
+    for number, verdict in enumerate(found, start=1):
+        if world.is_main:
+            word = verdict.status if verdict.equal else verdict.status.upper()
+            print(f"[{number}/{len(task.strategies)}] {verdict.strategy}: {word}", file=sys.stderr, flush=True)
+        verdicts.append(verdict.to_json())
+        report(verdicts[-1])
+    world.leave()
+    return verdicts
+
+
+def main() -> None:
+    """What `meshwright.launch.rank` calls on every rank."""
+    task = own_task()
+    if isinstance(task, TrainTask):
+        report(run_train(task))
+    else:
+        run_verify(task)

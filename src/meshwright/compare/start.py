@@ -1,0 +1,91 @@
+"""Start the ranks of one strategy, wait for what they measured, and make an outcome of whatever happens to them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from meshwright.errors import MeshwrightError, RankFailed, Refused, one_line
+from meshwright.launch.launch import launch
+from meshwright.runtime.request import CompareTask
+
+OK, REFUSED, FAILED, KILLED, TIMEOUT, OUT_OF_MEMORY = "ok", "refused", "failed", "killed", "timeout", "out of memory"
+WORKER = "meshwright.compare.rank"
+EXHAUSTED = ("OutOfMemoryError", "MemoryError", "out of memory", "not enough memory", "allocate memory")
+"""What CUDA's, Python's, torch's and the system's allocators say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOutcome:
+    """How one start of ranks ended."""
+
+    status: str
+    reason: str = ""
+    """Empty if it went well."""
+    measured: dict[str, Any] | None = None
+    """What the ranks told, if they came that far."""
+
+
+def start(task: CompareTask, ranks: int, *, timeout: float, worker: str = WORKER) -> LaunchOutcome:
+    """Run a task in ranks of its own. Only an interrupt by the user gets through."""
+    results: list[Any] = []
+    alarm = _Alarm(timeout)
+    try:
+        with alarm.set():
+            launch(task, ranks, results=results, worker=worker)
+    except KeyboardInterrupt:
+        if not alarm.rang:
+            raise
+        return LaunchOutcome(status=TIMEOUT, reason=f"Its ranks had not ended after {timeout:g} s and were stopped.")
+    except RankFailed as failure:
+        return LaunchOutcome(status=_status(failure), reason=_first_line(failure))
+    except MeshwrightError as error:
+        return LaunchOutcome(status=REFUSED if isinstance(error, Refused) else FAILED, reason=_first_line(error))
+    except OSError as error:
+        return LaunchOutcome(status=FAILED, reason=f"Its ranks could not be started: {one_line(error)}")
+    if not results:
+        return LaunchOutcome(status=FAILED, reason="Its ranks ended without a word of what they measured.")
+    return LaunchOutcome(status=OK, measured=results[-1])
+
+
+def _status(failure: RankFailed) -> str:
+    if failure.signal is not None:
+        return KILLED
+    return OUT_OF_MEMORY if any(word in str(failure) for word in EXHAUSTED) else FAILED
+
+
+def _first_line(error: MeshwrightError) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+class _Alarm:
+    """Ends a launch that takes too long, as Ctrl-C would. Outside of the main thread Python has no alarms."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.rang = False
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGALRM, self._ring)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def _ring(self, number: int, frame: FrameType | None) -> None:
+        """The launcher's own handler knows how to wait until all ranks are started; without it, all is over already."""
+        handler = signal.getsignal(signal.SIGTERM)
+        if callable(handler):
+            self.rang = True
+            handler(signal.SIGTERM, frame)

@@ -1,0 +1,59 @@
+"""Blocks that know their own number, as `self.layer_idx`, are alike all the same if nobody asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+_MADE_BY_CLASS = ("__new__", "__init__", "__class__", "__getattribute__", "__setattr__", "__delattr__", "__doc__")
+
+
+class LayerIndex:
+    """Does what a whole number does, and remembers whether its value was asked for in any way.
+
+    No subclass of int: C code reads the value of one without asking.
+    """
+
+    __slots__ = ("_value", "asked")
+
+    def __init__(self, value: int) -> None:
+        self._value, self.asked = value, False
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked = True
+        return getattr(self._value, name)
+
+    @property  # type: ignore[misc]  # read-only here; `isinstance` looks at it
+    def __class__(self) -> type:
+        self.asked = True
+        return int
+
+
+def _asking(name: str) -> Any:
+    def ask(self: LayerIndex, *args: Any) -> Any:
+        self.asked = True
+        return getattr(self._value, name)(*args)
+
+    return ask
+
+
+for _name in (name for name in dir(int) if name.startswith("__") and name not in _MADE_BY_CLASS):
+    setattr(LayerIndex, _name, _asking(_name))
+
+
+@contextmanager
+def counting(block: nn.Module, places: Iterable[tuple[str, str]]) -> Iterator[list[LayerIndex]]:
+    """Put a `LayerIndex` in place of attributes (module in the block, name) until the context ends."""
+    attributes = [(vars(block.get_submodule(module)), name) for module, name in places]
+    numbers = [LayerIndex(values[name]) for values, name in attributes]
+    for (values, name), number in zip(attributes, numbers, strict=True):
+        values[name] = number
+    try:
+        yield numbers
+    finally:
+        for (values, name), number in zip(attributes, numbers, strict=True):
+            if values.get(name) is number:
+                values[name] = number._value

@@ -1,0 +1,88 @@
+"""Tensors that have a shape and no values, for a pass that asks for structure: meta tensors that pass for CPU tensors.
+
+PyTorch's fake tensors can do more: they know devices, sizes that are symbols, and constants. They also take twice the
+time. So a pass is tried on meta tensors, and whatever casts doubt on that raises `NotOnMeta` or an error of PyTorch's:
+then it is fake tensors' turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.recording.report_as_cpu import META, ReportAsCpu, change_leaves, is_meta, tensors_in
+from meshwright.torch_private.modes import TorchDispatchMode
+from meshwright.torch_private.operators import schema_of
+
+_CONVOLUTION = torch.ops.aten.convolution.default
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+
+
+class NotOnMeta(Exception):
+    """Meta tensors would not do what tensors do."""
+
+
+@contextmanager
+def meta_pass(model: nn.Module) -> Iterator[None]:
+    """While active, tensors are made without values, and the model does not notice."""
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        raise NotOnMeta("A CPU runs recurrent layers by a kernel of its own.")
+    with _OnCpu(), _MetaPass():
+        yield
+
+
+def meta_of(leaf: Any) -> Any:
+    """A tensor without its values; anything else as it is."""
+    if not isinstance(leaf, torch.Tensor) or is_meta(leaf):
+        return leaf
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=META)
+
+
+class _OnCpu(ReportAsCpu):
+    """Also a move to the CPU is none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise NotOnMeta("Autocast passes meta tensors by.")
+        if func is torch.Tensor.to and is_meta(args[0]):
+            args, kwargs = change_leaves(_from_cpu, (args, kwargs or {}))
+        elif func is torch.Tensor.cpu and is_meta(args[0]):
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class _MetaPass(TorchDispatchMode):
+    """Whatever is made is a meta tensor; a real tensor that meets one becomes one for the occasion."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = tensors_in((args, kwargs))
+        if _takes_device(func):
+            kwargs["device"] = META
+            kwargs.pop("pin_memory", None)
+        elif tensors and not any(map(is_meta, tensors)):
+            return func(*args, **kwargs)
+        if not all(map(is_meta, tensors)):
+            if schema_of(func).is_mutable:
+                raise NotOnMeta(f"{func} would change a tensor that has values.")
+            args, kwargs = change_leaves(meta_of, (args, kwargs))
+        if func is _CONVOLUTION and args[0].dim() > 3 and not all(tensor.is_contiguous() for tensor in args[:2]):
+            raise NotOnMeta("Convolutions of meta tensors do not keep channels last.")
+        found = func(*args, **kwargs)
+        if func is _CONVOLUTION_BACKWARD:  # gradients lie as what they are of does, whatever came in
+            return tuple(None if gradient is None else gradient.contiguous() for gradient in found)
+        return found
+
+
+def _from_cpu(leaf: Any) -> Any:
+    return META if isinstance(leaf, torch.device | str) and str(leaf) == "cpu" else leaf
+
+
+@cache
+def _takes_device(func: Any) -> bool:
+    return any(argument.name == "device" for argument in schema_of(func).arguments)

@@ -1,0 +1,405 @@
+"""Find how tensor parallelism can divide a model: from the job's hint, the model's own plan, or its structure.
+
+One forward pass on fake tensors shows which linear layers feed which. In a block, linear layers whose outputs reach
+another linear layer through the author's own code are divided by their outputs (columns), and that other layer by its
+inputs (a row): between them every rank works on its own heads or its own part of the width, and only the row's result
+is summed over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.describe.calls import Call, Flow, TensorLeaf, Value
+from meshwright.describe.flow import Watcher
+from meshwright.describe.observe import trace
+from meshwright.describe.pass_cache import PassCache
+from meshwright.describe.repeats import PassObserver
+from meshwright.errors import JobError
+from meshwright.facts.job import Job
+from meshwright.facts.tensor_plan import ROLES, SOURCES, TensorPlan, TensorRow
+from meshwright.recording.blueprint import Blueprint
+from meshwright.torch_private.operators import RESHAPE_ALIAS, UNSAFE_VIEW
+
+# Hugging Face's words for the same. Others of its words (experts, packed layers) are passed over.
+_WORDS = {
+    "colwise": "column",
+    "colwise_rep": "column",
+    "colwise_gather_output": "column",
+    "rowwise": "row",
+    "rowwise_rep": "row",
+    "rowwise_split_input": "row",
+    "embedding_rowwise": "vocabulary",
+    "replicate": "whole",
+    "replicated": "whole",
+    **{role: role for role in ROLES},
+}
+
+NEVER_CALLED = "never called by itself"
+
+aten = torch.ops.aten
+_VIEWS = {aten.view.default, UNSAFE_VIEW.default, aten.reshape.default, RESHAPE_ALIAS.default}
+_SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
+
+
+def find_tensor_plan(
+    job: Job,
+    blueprint: Blueprint,
+    blocks: Sequence[str],
+    pass_cache: PassCache | None = None,
+    read_elsewhere: frozenset[str] = frozenset(),
+) -> TensorPlan:
+    """Every layer with a weight matrix and what becomes of it. Raises JobError for a hint that does not fit.
+
+    `read_elsewhere` names parameters that are read, or asked for their shape, outside of the modules that hold them.
+    """
+    model = blueprint.model
+    layers = {name: module for name, module in model.named_modules() if _is_matrix(module)}
+    owners = _owners(model)
+    watcher = Watcher(owners)
+    outputs = _Outputs(watcher, layers)
+    watcher.seen = outputs.look
+    flow, unseen = trace(job, blueprint, watcher, pass_cache=pass_cache, follower=outputs)
+    if pass_cache is not None and flow is not None:
+        pass_cache.flows[frozenset(owners)] = flow
+    given = _from_model(model, layers) | _from_job(job, layers)
+    found = _Finder(model, layers, flow, frozenset(blocks), given, outputs, read_elsewhere)
+    return TensorPlan(rows=tuple(found.rows(unseen)), sequence=found.has_sequence())
+
+
+def output_dim(module: nn.Module) -> int:
+    """The dim of a linear layer's weight along which its outputs lie: 1 for Hugging Face's Conv1D, else 0."""
+    return 0 if isinstance(module, nn.Linear | nn.Embedding) else 1
+
+
+def is_linear(module: nn.Module) -> bool:
+    """nn.Linear and what derives from it, or Conv1D of Hugging Face, known by its shape and its `nf`."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2:
+        return False
+    return isinstance(module, nn.Linear) or getattr(module, "nf", None) == weight.shape[1]
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    return is_linear(module) or isinstance(module, nn.Embedding)
+
+
+def _owners(model: nn.Module) -> list[str]:
+    """Modules that own parameters and hold no other such modules, which would hide those."""
+    owners = [name for name, module in model.named_modules() if any(p is not None for p in module._parameters.values())]
+    above = {"" for name in owners if name}
+    for name in owners:
+        parts = name.split(".")
+        above |= {".".join(parts[:count]) for count in range(1, len(parts))}
+    return [name for name in owners if name not in above]
+
+
+def _from_job(job: Job, layers: Mapping[str, nn.Module]) -> dict[str, tuple[str, str]]:
+    """The job's hint: role and source by layer. What it names must be there."""
+    given: dict[str, tuple[str, str]] = {}
+    for pattern, word in (job.tensor_plan or {}).items():
+        if word not in _WORDS:
+            raise JobError(f"Job(tensor_plan=...) gives {pattern!r} the role {word!r}; use {', '.join(ROLES)}.")
+        names = [name for name in layers if fnmatchcase(name, pattern)]
+        if not names:
+            known = ", ".join(list(layers)[:6])
+            raise JobError(
+                f"Job(tensor_plan=...) names {pattern!r}, but no linear layer or embedding is called so; "
+                f"the model has {known}, ..."
+            )
+        given |= {name: (_role(_WORDS[word], layers[name]), "job") for name in names}
+    return given
+
+
+def _from_model(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, tuple[str, str]]:
+    """Hugging Face models carry a plan: patterns with a word for each."""
+    given = {}
+    for prefix, plan in _plans(model):
+        for pattern, word in plan.items():
+            full = f"{prefix}.{pattern}" if prefix else pattern
+            for name in layers:
+                if word in _WORDS and fnmatchcase(name, full):
+                    given[name] = (_role(_WORDS[word], layers[name]), "model")
+    return given
+
+
+def _plans(model: nn.Module) -> Iterator[tuple[str, dict[str, str]]]:
+    for name, module in model.named_modules():
+        plans = getattr(getattr(module, "config", None), "base_model_tp_plan", None), getattr(module, "_tp_plan", None)
+        for plan in (plan for plan in plans if isinstance(plan, dict)):
+            yield name, {str(key): value for key, value in plan.items() if isinstance(value, str)}
+
+
+def _role(role: str, module: nn.Module) -> str:
+    return "vocabulary" if isinstance(module, nn.Embedding) and role != "whole" else role
+
+
+class _Outputs(PassObserver):
+    """Watches what becomes of linear layers' outputs: into how many heads they are cut, into how many pieces."""
+
+    def __init__(self, watcher: Watcher, layers: Mapping[str, nn.Module]) -> None:
+        self._watcher, self._layers = watcher, layers
+        self.heads: dict[str, int] = {}
+        self.pieces: dict[str, int] = {}
+        self._learned: dict[str, list[tuple[dict[str, int], str, int]]] = {}
+        """Of each block that ran first: what was noted in it, where, by the names in the block."""
+
+    def may_repeat(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Not where a block may cut the output of a layer before it."""
+        return all(self._origin(x) is None for x in inputs)
+
+    def learned(self, block: str) -> None:
+        self._learned[block] = [
+            (noted, name.removeprefix(block), number)
+            for noted in (self.heads, self.pieces)
+            for name, number in noted.items()
+            if name.startswith(f"{block}.")
+        ]
+
+    def repeated(self, block: str, first: str) -> None:
+        for noted, name, number in self._learned[first]:
+            noted.setdefault(block + name, number)
+
+    def look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        if (func in _VIEWS or func in _SPLITS) and args[0].dim() > 0:
+            name = self._origin(args[0])
+            if name is not None and is_linear(self._layers[name]):
+                self._note(name, args[0], result)
+
+    def _note(self, name: str, x: torch.Tensor, result: Any) -> None:
+        width = _width(self._layers[name])
+        if not isinstance(result, torch.Tensor):
+            sizes = {part.shape[-1] for part in result}
+            if x.shape[-1] == width and len(sizes) == 1 and len(result) * sizes.pop() == width:
+                self.pieces[name] = len(result)
+            return
+        factors = _factors(x, result)
+        if x.shape[-1] * self.pieces.get(name, 1) == width and factors:
+            # (3, heads, width of a head) is query, key and value in one; (heads, 3, width) is not.
+            fused = len(factors) > 2 and factors[0] == 3 and factors[1] != 3
+            self.pieces[name] = 3 if fused else self.pieces.get(name, 1)
+            self.heads.setdefault(name, factors[1] if fused else factors[0])
+
+    def _origin(self, x: torch.Tensor) -> str | None:
+        """The one layer whose output, perhaps normalised, this is."""
+        sources = [source for source in self._watcher.sources(x) if not isinstance(source, str)]
+        while len(sources) == 1 and isinstance(sources[0], Value):
+            call = self._watcher.calls[sources[0].call]
+            if call.name in self._layers:
+                return call.name
+            sources = [source for source in call.needs if not isinstance(source, str)]
+        return None
+
+
+def _factors(x: torch.Tensor, result: torch.Tensor) -> tuple[int, ...]:
+    """The sizes into which a view cuts the last dim; none if it leaves that whole."""
+    for count in range(2, result.dim() + 1):
+        tail = tuple(result.shape[-count:])
+        if prod(tail) == x.shape[-1]:
+            return tail if tail[-1] != x.shape[-1] or result.dim() > x.dim() else ()
+    return ()
+
+
+def _width(module: Any) -> int:
+    return int(module.weight.shape[output_dim(module)])
+
+
+@dataclass
+class _Finder:
+    """Roles of a model's layers, decided in the order of their calls."""
+
+    model: nn.Module
+    layers: dict[str, nn.Module]
+    flow: Flow | None
+    blocks: frozenset[str]
+    given: dict[str, tuple[str, str]]
+    outputs: _Outputs
+    read_elsewhere: frozenset[str] = frozenset()
+    role: dict[str, str] = field(default_factory=dict)
+    reason: dict[str, str] = field(default_factory=dict)
+    feeds: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self._names = {
+            layer: [names[id(p)] for p in module._parameters.values() if p is not None]
+            for layer, module in self.layers.items()
+        }
+        """The model's own names of each layer's parameters; a tied one has the first of its names."""
+        self._readers: dict[str, set[str]] = {}
+        """The modules that read each parameter, in them or in the code before them; "" for the loss."""
+        for call in self.flow.calls if self.flow else ():
+            self._note_readers(call.name, call.reads | call.needs)
+        self._note_readers("", self.flow.needs if self.flow else frozenset())
+        self._called = {call.name for call in self.flow.calls} if self.flow else set()
+        self._call_blocks = [self._block(call.name) for call in self.flow.calls] if self.flow else []
+
+    def _note_readers(self, reader: str, sources: frozenset[Any]) -> None:
+        for source in sources:
+            if isinstance(source, str):
+                self._readers.setdefault(source, set()).add(reader)
+
+    def rows(self, unseen: str) -> Iterator[TensorRow]:
+        self.role |= {name: role for name, (role, _) in self.given.items()}
+        self._refuse_what_cannot_be()
+        if self.flow is None:
+            self.reason |= dict.fromkeys(self.layers, f"a step on fake tensors could not be run: {unseen}")
+        else:
+            self._divide_vocabulary()
+            self._pair()
+        self._agree_on_tied()
+        for name in self.layers:
+            yield self._row(name)
+
+    def has_sequence(self) -> bool:
+        """Whether every row layer gives (batch, sequence, width).
+
+        Not for Conv1D, which merges batch and sequence: to divide the sequence would send more than it saves.
+        """
+        calls = [call for call in (self.flow.calls if self.flow else ()) if self.role.get(call.name) == "row"]
+        shapes = [leaf.shape for call in calls for leaf in call.leaves if isinstance(leaf, TensorLeaf)]
+        plain = all(isinstance(self.layers[call.name], nn.Linear) for call in calls)
+        return bool(shapes) and plain and all(len(shape) == 3 for shape in shapes)
+
+    def _refuse_what_cannot_be(self) -> None:
+        """Layers whose weight is read past them: only in a call of theirs does it stand for the whole."""
+        for name, module in self.layers.items():
+            if reason := self._obstacle(name, module):
+                self.role[name], self.reason[name] = "whole", reason
+
+    def _obstacle(self, name: str, module: nn.Module) -> str:
+        if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+            return "its rows are renormalised or its gradient is sparse"
+        if self.flow is None:
+            return ""
+        if name not in self._called:
+            return NEVER_CALLED
+        for parameter in self._names[name]:
+            outside = any(parameter not in self._names.get(reader, ()) for reader in self._readers.get(parameter, ()))
+            if outside or parameter in self.read_elsewhere:
+                return f"{parameter} is also read outside of it"
+        return ""
+
+    def _divide_vocabulary(self) -> None:
+        """The token embedding and a head of its width, whose output the loss needs."""
+        assert self.flow is not None
+        tables = {name: m for name, m in self.layers.items() if isinstance(m, nn.Embedding)}
+        sizes = {table.num_embeddings for table in tables.values()}
+        needed = {self.flow.calls[s.call].name for s in self.flow.needs if isinstance(s, Value)}
+        heads = [
+            n for n in self.layers if n in needed and is_linear(self.layers[n]) and _width(self.layers[n]) in sizes
+        ]
+        vocabulary = {_width(self.layers[name]) for name in heads} or {max(sizes, default=0)}
+        for name in heads:
+            if self.role.get(name) in (None, "column"):
+                self.role[name] = "vocabulary"
+        for name, table in tables.items():
+            if table.num_embeddings in vocabulary:
+                self.role.setdefault(name, "vocabulary")
+            elif name not in self.role:
+                self.role[name], self.reason[name] = "whole", "not the vocabulary"
+
+    def _pair(self) -> None:
+        """In call order: a linear layer that others of its block feed is a row, and those are columns."""
+        assert self.flow is not None
+        seen: set[str] = set()
+        for call in self.flow.calls:
+            if call.name in seen or call.name not in self.layers or not is_linear(self.layers[call.name]):
+                continue
+            seen.add(call.name)
+            sources, strange = self._sources(call)
+            if self.role.get(call.name) in (None, "row") and not strange and self._may_be_columns(sources):
+                self.role[call.name] = "row"
+            if self.role.get(call.name) == "row":
+                for source in sources:
+                    if self.role.setdefault(source, "column") == "column":
+                        self.feeds.setdefault(source, call.name)
+
+    def _may_be_columns(self, sources: set[str]) -> bool:
+        return bool(sources) and all(self.role.get(source) in (None, "column") for source in sources)
+
+    def _sources(self, call: Call) -> tuple[set[str], bool]:
+        """Linear layers of the call's block that reach its input, and whether some other layer of the block does.
+
+        Through normalisations and the like, whose parameters are vectors. Embeddings are no obstacle: they give a bias
+        over positions, which is whole.
+        """
+        assert self.flow is not None
+        linears: set[str] = set()
+        strange = False
+        waiting, block = list(call.needs), self._block(call.name)
+        visited: set[int] = set()
+        while waiting:
+            source = waiting.pop()
+            if not isinstance(source, Value) or source.call in visited:
+                continue
+            visited.add(source.call)
+            other = self.flow.calls[source.call]
+            if self._call_blocks[source.call] != block:
+                strange |= not block  # what comes out of blocks is the residual stream, which is whole
+                continue
+            if other.name in self.layers:
+                if is_linear(self.layers[other.name]):
+                    linears.add(other.name)
+            elif self._is_vectors(other.name):
+                waiting += other.needs
+            else:
+                strange = True
+        return linears, strange
+
+    def _is_vectors(self, name: str) -> bool:
+        return all(p.dim() < 2 for p in self.model.get_submodule(name).parameters())
+
+    def _block(self, name: str) -> str:
+        """The block that a module lies in; blocks never lie in each other."""
+        while name := name.rpartition(".")[0]:
+            if name in self.blocks:
+                return name
+        return ""
+
+    def _agree_on_tied(self) -> None:
+        """Layers that share a weight are divided alike, or none of them is."""
+        names: dict[int, list[str]] = {}
+        for name, module in self.layers.items():
+            names.setdefault(id(module.weight), []).append(name)
+        for tied in names.values():
+            roles = {self.role.get(name, "whole") for name in tied if self.reason.get(name) != NEVER_CALLED}
+            self.role |= {name: role for name in tied for role in roles if self.reason.get(name) == NEVER_CALLED}
+            if len(tied) > 1 and len(roles) > 1:
+                for name in tied:
+                    others = ", ".join(other for other in tied if other != name)
+                    self.role[name], self.reason[name] = "whole", f"shares its weight with {others}, not divided alike"
+
+    def _row(self, name: str) -> TensorRow:
+        module: Any = self.layers[name]
+        role = self.role.get(name, "whole")
+        asked, asker = self.given.get(name, ("", "found"))
+        # A head that is a column to its model divides the vocabulary.
+        source = asker if role == asked or (role, asked) == ("vocabulary", "column") else "found"
+        if role == "whole":
+            return TensorRow(
+                module=name, role=role, source=source, reason=self.reason.get(name) or self._unpaired(name)
+            )
+        if role == "column":
+            return TensorRow(module=name, role=role, source=source, **self._column(name))
+        dim = 0 if role == "vocabulary" else 1 - output_dim(module)
+        what = "vocabulary" if role == "vocabulary" else "width"
+        return TensorRow(module=name, role=role, parts=int(module.weight.shape[dim]), what=what, source=source)
+
+    def _column(self, name: str) -> dict[str, Any]:
+        pieces, heads = self.outputs.pieces.get(name, 1), self.outputs.heads.get(name)
+        parts = heads or _width(self.layers[name]) // pieces
+        what = "heads" if heads else "width"
+        return {"parts": parts, "what": what, "pieces": pieces, "feeds": self.feeds.get(name, "")}
+
+    def _unpaired(self, name: str) -> str:
+        if self.given.get(name, ("",))[0] == "whole":
+            return SOURCES[self.given[name][1]]
+        return "no partner: it feeds no linear layer of its block, and none feeds it alone"

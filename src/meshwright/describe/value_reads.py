@@ -1,0 +1,130 @@
+"""Where a model looks at values, and whether samples may decide by that what runs.
+
+A model that reads a number out of a tensor does not run on fake tensors. Many do so without a consequence: they compare
+a random number with a probability of zero. So the model is run on several batches and seeds, and a look counts if what
+is looked at comes from the batch, or is not always the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from meshwright.describe.observe import SAMPLES, forward_on_real_tensors, make_batch
+from meshwright.facts.job import Job
+from meshwright.recording.blueprint import Blueprint
+from meshwright.torch_private.modes import TorchDispatchMode
+from meshwright.torch_private.operators import schema_of
+from meshwright.torch_private.trees import tree_leaves
+
+PASSES = 6
+_NUMBERS = (bool, int, float)
+_WHOLE = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+_SHAPED_BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def find_value_reads(job: Job, blueprint: Blueprint, blocks: Collection[str]) -> tuple[bool, bool]:
+    """Whether samples or chance may decide what runs in blocks, and what runs around them."""
+    passes = []
+    for number in range(PASSES):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(number)
+            batch = make_batch(job, SAMPLES)
+        looks = _ValueReads(blueprint.model, blocks, batch)
+        try:
+            forward_on_real_tensors(job, blueprint, batch, looks.looking(), seed=number)
+        except Exception:
+            return True, True
+        passes.append(looks)
+        if not any(looks.is_open(place) for place in (True, False)):
+            break
+    inside, around = (_decides(passes, in_block=place) for place in (True, False))
+    return inside, around
+
+
+def _decides(passes: list[_ValueReads], *, in_block: bool) -> bool:
+    """Whether a look in blocks, or around them, may have one outcome in one step and another in the next."""
+    outcomes = {tuple(looks.at_others[in_block]) for looks in passes}
+    return len(outcomes) > 1 or any(in_block in looks.at_samples for looks in passes)
+
+
+class _ValueReads(TorchDispatchMode):
+    """Follows what is computed from a batch, and notes where numbers are read out of tensors."""
+
+    def __init__(self, model: nn.Module, blocks: Collection[str], batch: Any) -> None:
+        super().__init__()
+        self._model, self._blocks = model, blocks
+        self._running = 0
+        self._of_batch: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._follow(tree_leaves(batch))
+        self.at_samples: set[bool] = set()
+        """In a block or not: where numbers are read that come from the batch."""
+        self.at_others: dict[bool, list[Any]] = {True: [], False: []}
+        """Numbers that do not, in their order."""
+
+    def is_open(self, place: bool) -> bool:
+        """Whether only other passes can show if looks there decide anything."""
+        return place not in self.at_samples and bool(self.at_others[place])
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        hooks = []
+        for block in map(self._model.get_submodule, self._blocks):
+            hooks.append(block.register_forward_pre_hook(self._count(1)))
+            hooks.append(block.register_forward_hook(self._count(-1), always_call=True))
+        try:
+            with _WholeReads(self), self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def look(self, given: Any, value: Any) -> None:
+        place = self._running > 0
+        if any(torch.is_tensor(leaf) and leaf in self._of_batch for leaf in tree_leaves(given)):
+            self.at_samples.add(place)
+        else:
+            self.at_others[place].append(value)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, _NUMBERS):
+            self.look((args, kwargs), result)
+        elif any(tag in func.tags for tag in _SHAPED_BY_DATA):
+            self.look((args, kwargs), tuple(leaf.shape for leaf in tree_leaves(result) if torch.is_tensor(leaf)))
+        if any(torch.is_tensor(leaf) and leaf in self._of_batch for leaf in tree_leaves((args, kwargs))):
+            self._follow(tree_leaves(result))
+            if schema_of(func).is_mutable:
+                self._follow(tree_leaves(args[:1]))
+        return result
+
+    def _follow(self, leaves: list[Any]) -> None:
+        for leaf in leaves:
+            if torch.is_tensor(leaf):
+                self._of_batch[leaf] = True
+
+    def _count(self, step: int) -> Callable[..., None]:
+        def count(*_: Any) -> None:
+            self._running += step
+
+        return count
+
+
+class _WholeReads(TorchFunctionMode):
+    """Reads of all numbers of a tensor, which no operator does."""
+
+    def __init__(self, looks: _ValueReads) -> None:
+        super().__init__()
+        self._looks = looks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _WHOLE:
+            self._looks.look(args, str(result))
+        return result

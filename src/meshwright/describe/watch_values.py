@@ -1,0 +1,49 @@
+"""Who looks at values while a model is followed, and which buffers it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.describe.calls import GLUE, Inside
+from meshwright.describe.flow import Watcher
+
+_UNSEEN = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
+"""These read a tensor's memory, and no operator tells of it."""
+
+
+@contextmanager
+def following(watcher: Watcher, batch: Iterable[Tensor]) -> Iterator[None]:
+    """Also follow what comes of the batch, and see who looks at its values."""
+    watcher.mark_batch(batch)
+    with _BufferReads(watcher):
+        yield
+
+
+class _BufferReads(TorchFunctionMode):
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__()
+        self._watcher = watcher
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _UNSEEN:
+            self._watcher.look_at(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def moved_buffers(watcher: Watcher, model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, frozenset[int]]:
+    """Buffers of the model that are not what they were, by name; with the calls that changed them, or `GLUE`."""
+    found = {}
+    for name, buffer in model.named_buffers():
+        before = given.get(name)
+        movers = watcher.writers(before) if before is not None else frozenset[int]()
+        if before is not None and buffer is not before:
+            inside = {source.call for source in watcher.sources(buffer) if isinstance(source, Inside)}
+            movers |= frozenset(inside or {GLUE})
+        if movers:
+            found[name] = movers
+    return found

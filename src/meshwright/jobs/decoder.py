@@ -1,0 +1,243 @@
+"""A plain decoder-only transformer in the shape that is asked for: what presets are made of, and rows of measurements.
+
+    job = decoder_job(Shape(layers=32, width=4096, heads=32, kv_heads=8, feed_forward=14336, vocabulary=128256,
+                            length=8192), global_batch=512)
+
+Nothing but PyTorch's own layers, with query, key and value apart, so that every strategy finds its way in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from meshwright.errors import JobError
+from meshwright.facts.job import Job
+from meshwright.facts.named_parameters import NamedParameters
+
+Norm = Literal["rms", "layer"]
+Positions = Literal["rotary", "learned"]
+Batch = dict[str, Tensor]
+
+_SIZES = ("layers", "width", "heads", "kv_heads", "feed_forward", "vocabulary", "length")
+_ROTARY_BASE = 10000.0
+_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes of a decoder. As it stands it is a Llama; GPT-2 is layer norms, learned positions, biases, no gate."""
+
+    layers: int
+    width: int
+    """Of the residual stream."""
+    heads: int
+    kv_heads: int
+    """Heads of keys and values; each serves heads / kv_heads of the queries."""
+    feed_forward: int
+    """The inner width of a block's second half."""
+    vocabulary: int
+    length: int
+    """Tokens of a sample, and the number of positions that the model knows."""
+    gated: bool = True
+    """silu(gate) * up before the last matrix of a block, or gelu(up)."""
+    tied: bool = False
+    """Whether the head's weight is the embedding's."""
+    norm: Norm = "rms"
+    positions: Positions = "rotary"
+    biases: bool = False
+    """On every linear layer but the head, and on layer norms."""
+    qkv_biases: bool = False
+    """On query, key and value alone, as Qwen 2 has them."""
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            size = getattr(self, name)
+            if type(size) is not int or size < 1:
+                raise JobError(f"Shape({name}=...) must be a whole number of at least 1, but it is {size!r}.")
+        for name, words in (("norm", Norm), ("positions", Positions)):
+            if getattr(self, name) not in get_args(words):
+                raise JobError(f"Shape({name}={getattr(self, name)!r}) is unknown; use {' or '.join(get_args(words))}.")
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        if self.width % self.heads:
+            raise JobError(f"Shape(width={self.width}, heads={self.heads}): give a number of heads that divides width.")
+        if self.heads % self.kv_heads:
+            raise JobError(
+                f"Shape(heads={self.heads}, kv_heads={self.kv_heads}): give a number of kv_heads that divides heads."
+            )
+        if self.positions == "rotary" and self.head_width % 2:
+            raise JobError(
+                f"Shape(width={self.width}, heads={self.heads}): a head is {self.head_width} wide, and rotary "
+                "positions turn pairs; give an even width of a head, or positions='learned'."
+            )
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+
+class Linear(nn.Linear):
+    """Starts small, as transformers do, and is drawn once: PyTorch's own would be drawn first and thrown away."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=_STD)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=_STD)
+
+
+class Attention(nn.Module):
+    """Every token looks at itself and those before it, or at all where it is not causal."""
+
+    def __init__(self, shape: Shape, *, causal: bool = True) -> None:
+        super().__init__()
+        self.head_width, self.grouped, self.causal = shape.head_width, shape.kv_heads != shape.heads, causal
+        narrow, bias = shape.kv_heads * shape.head_width, shape.biases or shape.qkv_biases
+        self.query = Linear(shape.width, shape.width, bias=bias)
+        self.key = Linear(shape.width, narrow, bias=bias)
+        self.value = Linear(shape.width, narrow, bias=bias)
+        self.out = Linear(shape.width, shape.width, bias=shape.biases)
+
+    def forward(self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        if cos is not None and sin is not None:
+            q, k = turn(q, cos, sin), turn(k, cos, sin)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.grouped)
+        y: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return y
+
+
+class FeedForward(nn.Module):
+    """What a block does to each token alone."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate = Linear(shape.width, shape.feed_forward, bias=shape.biases) if shape.gated else None
+        self.up = Linear(shape.width, shape.feed_forward, bias=shape.biases)
+        self.down = Linear(shape.feed_forward, shape.width, bias=shape.biases)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+class Block(nn.Module):
+    """Attention, then the feed-forward half, each on what a norm makes of the stream and added to that."""
+
+    def __init__(self, shape: Shape, *, causal: bool = True) -> None:
+        super().__init__()
+        self.attention_norm = norm(shape)
+        self.attention = Attention(shape, causal=causal)
+        self.feed_forward_norm = norm(shape)
+        self.feed_forward = FeedForward(shape)
+
+    def forward(self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        x = x + self.feed_forward(self.feed_forward_norm(x))
+        return x
+
+
+class Decoder(nn.Module):
+    """Token ids to logits."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.token = Embedding(shape.vocabulary, shape.width)
+        self.position = Embedding(shape.length, shape.width) if shape.positions == "learned" else None
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = norm(shape)
+        self.head = Linear(shape.width, shape.vocabulary, bias=False)
+        if shape.tied:
+            self.head.weight = self.token.weight
+        cos, sin = rotary_tables(shape) if shape.positions == "rotary" else (None, None)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, length = self.token(tokens), tokens.shape[1]
+        cos = sin = None
+        if self.position is not None:
+            x = x + self.position(torch.arange(length, device=tokens.device))
+        else:
+            cos, sin = self.cos[:length], self.sin[:length]
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def norm(shape: Shape) -> nn.Module:
+    return nn.RMSNorm(shape.width, eps=1e-5) if shape.norm == "rms" else nn.LayerNorm(shape.width, bias=shape.biases)
+
+
+def rotary_tables(shape: Shape) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles, each angle once for either half of a head."""
+    speeds = _ROTARY_BASE ** -(torch.arange(0, shape.head_width, 2) / shape.head_width)
+    angles = torch.outer(torch.arange(shape.length), speeds).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + half) of every head by their angles, in the dtype that the model computes in."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
+
+
+def adamw(parameters: NamedParameters) -> Optimizer:
+    """As decoders are usually trained."""
+    return AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def token_loss(logits: Tensor, batch: Batch) -> tuple[Tensor, int]:
+    """Cross entropy summed over tokens, and their number."""
+    y = batch["y"]
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum"), y.numel()
+
+
+def decoder_job(
+    shape: Shape,
+    *,
+    global_batch: int,
+    length: int | None = None,
+    optimizer: Callable[[NamedParameters], Optimizer] = adamw,
+) -> Job:
+    """The training of a decoder on made-up tokens; `length` of them a sample, where that is not all it knows."""
+    tokens = shape.length if length is None else length
+    if not 1 <= tokens <= shape.length:
+        raise JobError(f"Samples of {tokens} tokens were asked for, but the decoder knows 1 to {shape.length}.")
+
+    def sample(n: int) -> Batch:
+        text = torch.randint(shape.vocabulary, (n, tokens + 1))
+        return {"x": text[:, :-1], "y": text[:, 1:]}
+
+    return Job(
+        model=lambda: Decoder(shape),
+        inputs=_first,
+        loss=token_loss,
+        optimizer=optimizer,
+        max_norm=1.0,
+        sample=sample,
+        global_batch=global_batch,
+    )
+
+
+def _first(batch: Any) -> tuple[Tensor]:
+    return (batch["x"],)

@@ -1,0 +1,78 @@
+"""Cross entropy as other trainers compute it, where that changes what a step holds: jobs for rows of their runs.
+
+PyTorch's own, on logits cast to fp32, is in `decoder.py`. Here are Megatron's and nanotron's, which shift and
+exponentiate a copy so that it works on a divided vocabulary, and the fused one that llm-foundry trains MPT with, which
+writes the gradient over the logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.facts.job import Job
+from meshwright.jobs.decoder import Batch, Decoder, Shape, decoder_job
+
+
+def shifted_loss_job(shape: Shape, *, global_batch: int) -> Job:
+    """A decoder with the cross entropy of tensor-parallel trainers."""
+    return replace(decoder_job(shape, global_batch=global_batch), loss=_shifted_loss)
+
+
+def fused_loss_job(shape: Shape, *, global_batch: int) -> Job:
+    """A decoder with a fused cross entropy, which works on logits as they are."""
+    job = decoder_job(shape, global_batch=global_batch)
+    return replace(job, model=lambda: _FusedDecoder(shape), inputs=lambda batch: (batch["x"], batch["y"]), loss=_total)
+
+
+class _Shifted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        shifted = logits - logits.amax(-1, keepdim=True)
+        picked = shifted.gather(-1, labels[:, None])
+        exponents = shifted.exp()
+        total = exponents.sum(-1, keepdim=True)
+        ctx.save_for_backward(exponents.div_(total), labels)
+        return total.log() - picked
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        shares, labels = ctx.saved_tensors
+        shares.scatter_add_(-1, labels[:, None], torch.full_like(gradients[0], -1.0))
+        return shares.mul_(gradients[0]), None
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        # By its operator: a kernel of its own would not be seen by what casts the arguments of torch functions either.
+        total: Tensor = torch.ops.aten.logsumexp(logits, [-1], True)
+        ctx.save_for_backward(logits, labels, total)
+        return (total - logits.gather(-1, labels[:, None])).float()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        logits, labels, total = ctx.saved_tensors
+        shares = logits.detach().sub_(total).exp_()
+        shares.scatter_add_(-1, labels[:, None], torch.full_like(total, -1.0))
+        return shares.mul_(gradients[0].to(shares.dtype)), None
+
+
+class _FusedDecoder(Decoder):
+    """Token ids and labels to the loss of each token."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        found: Tensor = _Fused.apply(super().forward(tokens).flatten(0, 1), labels.flatten())
+        return found
+
+
+def _shifted_loss(logits: Tensor, batch: Batch) -> tuple[Tensor, int]:
+    losses: Tensor = _Shifted.apply(logits.flatten(0, 1), batch["y"].flatten())
+    return losses.sum(), batch["y"].numel()
+
+
+def _total(losses: Tensor, batch: Batch) -> tuple[Tensor, int]:
+    return losses.sum(), batch["y"].numel()

@@ -1,0 +1,79 @@
+"""Start ranks on this machine, restart them when one fails, and bring back results or the first failure's own words."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+from meshwright.environment import FOLDER, environment_for_ranks, environment_without_ranks
+from meshwright.launch.agent import Agent
+from meshwright.launch.attempt import Orders
+from meshwright.launch.hangs import HangWatch
+from meshwright.launch.interrupts import UNUSED, Interrupts
+from meshwright.launch.janitor import cleaned_up_after
+from meshwright.launch.preemption import GRACE
+from meshwright.torch_private.elastic import SignalException
+
+WORKER = "meshwright.commands.worker"
+ENDING = ("SIGINT", "SIGHUP", "SIGQUIT")
+"""Signals that end the launcher and its ranks at once."""
+SILENT = ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api")
+"""Loggers of torch: we say ourselves what failed, in one sentence."""
+
+
+def launch(
+    task: Any,
+    ranks: int,
+    *,
+    results: list[Any],
+    max_restarts: int = 0,
+    grace: float | None = None,
+    worker: str = WORKER,
+    patience: float = 0.0,
+) -> None:
+    """Run a worker module's `main()` once per rank and wait. What rank 0 reports goes to `results`, also on failure.
+
+    A rank that is killed or crashes makes all ranks start anew, `max_restarts` times at most; a user's mistake does
+    not. The first failure of the last attempt is raised as that rank told it. With `grace`, SIGTERM and SIGUSR1 ask
+    the ranks to save and end within that many seconds; without it, SIGTERM ends them at once. With `patience`, a rank
+    that is silent for that many seconds beyond its longest step counts as failed. Ranks end with this process,
+    whatever ends it, and leave nothing behind.
+    """
+    with (
+        ExitStack() as outside,
+        tempfile.TemporaryDirectory(prefix="meshwright-") as folder,
+    ):
+        # Left last, when the folder is gone.
+        outside.enter_context(cleaned_up_after(Path(folder), FOLDER, environment_without_ranks()))
+        command = (sys.executable, "-u", "-m", "meshwright.launch.rank", worker)
+        for logger in SILENT:
+            logging.getLogger(logger).setLevel(logging.CRITICAL)
+        interrupts = Interrupts(ENDING if grace else (*ENDING, "SIGTERM"))
+        agent = Agent(
+            command,
+            ranks,
+            Path(folder),
+            interrupts=interrupts,
+            max_restarts=max_restarts,
+            grace=grace or GRACE,
+            watch=HangWatch(patience) if patience else None,
+        )
+        agent.attempt.hand_out(Orders(launcher=os.getpid(), grace=grace, patience=patience), task)
+        try:
+            with (
+                environment_for_ranks(ranks, folder, ending=(UNUSED,)),
+                interrupts,
+                agent.forwarding if grace else nullcontext(),
+            ):
+                agent.run()
+        except SignalException as signalled:
+            raise KeyboardInterrupt(signalled.sigval.name) from None
+        finally:
+            results += agent.attempt.results()
+        if agent.failure is not None:
+            raise agent.failure.error(agent.attempt.number)

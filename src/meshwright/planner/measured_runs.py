@@ -1,0 +1,225 @@
+"""Rows of measured runs, in the columns of public benchmark tables: read, and put into the planner's own words."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import BadInput, ClusterError
+from meshwright.facts.cluster import Cluster
+from meshwright.facts.model_axis import MODEL_AXES, normalised
+from meshwright.facts.precision import BUILT, FORMATS
+from meshwright.facts.strategy import AxisTerm, Strategy
+from meshwright.jobs.decoder import Shape
+from meshwright.planner.step_layout import StepLayout
+from meshwright.reading import read_text, shown
+
+MOST = 10_000_000
+"""Of layers, tokens, devices and whatever else is counted; beyond it a number is a slip of the keyboard."""
+
+NEEDED = (
+    *("arch", "n_layers", "d_model", "n_heads", "d_ff", "vocab", "seq_len", "gpu", "gpus_per_node", "n_gpus"),
+    *("dp_replicate", "dp_shard", "zero_stage", "tp", "pp", "micro_batch", "grad_accum", "status"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRun:
+    """One measured run of a decoder."""
+
+    name: str
+    arch: str
+    shape: Shape
+    cluster: Cluster
+    step_layout: StepLayout
+    fits: bool
+    tokens_per_s: float | None
+    """Of one device."""
+    peak_gib: float | None
+    loss: str = "plain"
+    """How cross entropy is computed: "plain", "shifted" as Megatron and nanotron do, or "fused" as for MPT."""
+
+    @property
+    def cell(self) -> tuple[str, int]:
+        """Runs that could have been chosen between."""
+        return self.arch, self.cluster.devices
+
+    @property
+    def step(self) -> float | None:
+        """Measured seconds of one step."""
+        if self.tokens_per_s is None:
+            return None
+        a = self.step_layout
+        samples = a.data * a.micro_batch * a.micro_batches
+        return samples * self.shape.length / (self.tokens_per_s * self.cluster.devices)
+
+
+def read_rows(path: Path) -> list[MeasuredRun]:
+    """All rows of a CSV file; an error names the line and the column that cannot be read."""
+    try:
+        reader = csv.DictReader(StringIO(read_text(path), newline=""))
+        missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+        if missing:
+            raise BadInput(f"{path} has no column {missing[0]!r}; needed are {', '.join(NEEDED)}.")
+        return [_read(values, path, number) for number, values in enumerate(reader, start=2)]
+    except csv.Error as error:
+        raise BadInput(f"{path} cannot be read as CSV: {error}.") from None
+
+
+def _read(values: Mapping[str, Any], path: Path, line: int) -> MeasuredRun:
+    short = next((name for name in NEEDED if values[name] is None), None)
+    if short is not None:
+        raise BadInput(f"{path}, line {line}: it ends before the column {short}.")
+    try:
+        return _row(values, line)
+    except (ValueError, KeyError, ClusterError) as error:
+        raise BadInput(f"{path}, line {line}: {str(error).rstrip('.')}.") from error
+
+
+def _row(values: Mapping[str, Any], line: int) -> MeasuredRun:
+    number = _Numbers(values)
+    learned = values["arch"].lower().startswith(("mpt", "gpt"))
+    # Gradients are summed in another dtype than the parameters have, beside them: Megatron's way, and its loss.
+    accumulators = _dtype(values, "grad_dtype", "fp32") != _dtype(values, "param_dtype", "fp32")
+    return MeasuredRun(
+        name=values.get("row") or f"line {line}",
+        arch=values["arch"],
+        shape=Shape(
+            layers=number("n_layers"),
+            width=number("d_model"),
+            heads=number("n_heads"),
+            kv_heads=number("n_kv_heads", number("n_heads")),
+            feed_forward=number("d_ff"),
+            vocabulary=number("vocab"),
+            length=number("seq_len"),
+            gated=_is_true(values.get("gated_mlp")),
+            tied=_is_true(values.get("tied_embeddings")),
+            norm="layer" if learned else "rms",
+            positions="learned" if learned else "rotary",
+            biases=learned,
+        ),
+        cluster=_cluster(values, number),
+        step_layout=_arrangement(values, number),
+        fits=values["status"] == "ok",
+        tokens_per_s=_float(values, "tok_s_gpu"),
+        peak_gib=_float(values, "peak_mem_gib"),
+        loss="fused" if values["arch"].lower().startswith("mpt") else "shifted" if accumulators else "plain",
+    )
+
+
+def _cluster(values: Mapping[str, Any], number: _Numbers) -> Cluster:
+    devices, per_node = number("n_gpus"), number("gpus_per_node")
+    return Cluster(
+        nodes=-(-devices // per_node),
+        devices_per_node=min(devices, per_node),
+        device=values["gpu"],
+        memory_gib=_float(values, "gpu_mem_gib"),
+        between_gbps=_float(values, "inter_node_gbps") if devices > per_node else None,
+        between_kind=_link(values) if devices > per_node else None,
+    )
+
+
+def _link(values: Mapping[str, Any]) -> str | None:
+    """What joins the nodes: the row's own column, or what is known of the source that it names."""
+    if values.get("inter_node_link"):
+        return str(values["inter_node_link"])
+    source = values.get("source") or ""
+    return next((network["link"] for word, network in _networks().items() if word in source), None)
+
+
+@cache
+def _networks() -> dict[str, dict[str, str]]:
+    """Networks of published benchmarks whose rows do not name theirs, by a word of their source."""
+    found: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("networks.json").read_text())
+    return found
+
+
+def _arrangement(values: Mapping[str, Any], number: _Numbers) -> StepLayout:
+    shards, replicas, stage = number("dp_shard"), number("dp_replicate"), number("zero_stage")
+    compute = _dtype(values, "compute_dtype", "bf16")
+    rest, gradient, master = (
+        FORMATS[_dtype(values, name, "fp32")].bytes for name in ("param_dtype", "grad_dtype", "master_dtype")
+    )
+    over = shards if stage else 1
+    beside, summed = master > rest, number("grad_accum") > 1
+    terms = tuple(AxisTerm(word, number(word, None if word in NEEDED else 1)) for word in MODEL_AXES)
+    axes = Strategy(axes=normalised(terms))
+    return StepLayout(
+        data=shards * replicas,
+        shards=over,
+        inner=axes.inner_axes,
+        stage_ranks=axes.stage_ranks,
+        schedule=values.get("pp_schedule") or axes.schedule,
+        micro_batch=number("micro_batch"),
+        micro_batches=number("grad_accum"),
+        precision=compute,
+        recompute=values.get("activation_ckpt") or "none",
+        compile=_is_true(values.get("compile")),
+        parameters_over=over if stage == 3 else 1,
+        # A single micro-batch needs no sum: its gradients go to their shards as they are.
+        gradients_over=over if stage >= 2 or (stage == 1 and beside and not summed) else 1,
+        optimizer_over=over,
+        parameter_bytes=rest,
+        gradient_bytes=gradient,
+        # Without a pipeline it is fullest at the loss, where the last micro-batch's own gradients are gone.
+        beside_bytes=rest if gradient > rest and stage < 2 and axes.stage_axis and (summed or stage) else 0,
+        moment_bytes=2 * master,
+        master_bytes=master if beside else 0,
+        cast_bytes=0 if FORMATS[compute].bytes == rest or stage == 3 else FORMATS[compute].bytes,
+        reshards=stage == 3,
+        reduce_bytes=gradient,
+        # What is summed beside the parameters is sent when the sum is complete.
+        overlaps=gradient == rest or stage >= 2,
+        sequence=_is_true(values.get("sequence_parallel")),
+        elastic=_is_true(values.get("sequence_parallel")),
+    )
+
+
+class _Numbers:
+    """Reads whole numbers from a row, with the column's name in the error."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def __call__(self, name: str, default: int | None = None) -> int:
+        text = self._values.get(name) or ""
+        if not text and default is not None:
+            return default
+        number = _real(text, name)
+        least = 0 if name == "zero_stage" else 1
+        if number != int(number) or not least <= number <= MOST:
+            raise ValueError(f"{name} is {shown(text)}, and has to be a whole number from {least} to {MOST}")
+        return int(number)
+
+
+def _dtype(values: Mapping[str, Any], name: str, default: str) -> str:
+    dtype = values.get(name) or default
+    if dtype not in BUILT:
+        raise ValueError(f"{name} is {dtype!r}; known are {', '.join(BUILT)}")
+    return str(dtype)
+
+
+def _is_true(text: Any) -> bool:
+    return str(text or "").strip().lower() in ("true", "1", "yes")
+
+
+def _float(values: Mapping[str, Any], name: str) -> float | None:
+    text = values.get(name)
+    return _real(text, name) if text not in (None, "") else None
+
+
+def _real(text: Any, name: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {shown(text)}, and has to be a number")
+    return number

@@ -1,0 +1,110 @@
+"""Measure collectives by kind and size, among consecutive ranks and among strided ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.assemble.world import World
+from meshwright.facts.links import ring_bytes
+from meshwright.probe.device import SLOW, time_of
+from meshwright.strategies.collectives import all_gather, reduce_scatter
+from meshwright.units import KIB, MIB
+
+GPU_SIZES = (256 * KIB, 4 * MIB, 64 * MIB, 256 * MIB)
+CPU_SIZES = (16 * KIB, 256 * KIB, 4 * MIB, 16 * MIB)
+Run = Callable[[], Any]
+
+
+def layouts(ranks: int) -> dict[str, list[list[int]]]:
+    """All ranks; and halves of them, next to each other and interleaved, where both differ from all."""
+    everyone = list(range(ranks))
+    found = {"all": [everyone]}
+    if ranks >= 4 and ranks % 2 == 0:
+        half = ranks // 2
+        found["consecutive"] = [everyone[:half], everyone[half:]]
+        found["strided"] = [everyone[0::2], everyone[1::2]]
+    return found
+
+
+def measure_collectives(world: World) -> Iterator[dict[str, Any]]:
+    """One row a layout, kind and size, on every rank alike: the seconds of the slowest rank."""
+    for layout, groups in layouts(world.ranks).items():
+        group, _ = dist.new_subgroups_by_enumeration(groups)
+        own = next(ranks for ranks in groups if world.rank in ranks)
+        for kind in _KINDS:
+            for row in _by_size(kind, group, world):
+                yield {**_place(own, world), "layout": layout, "kind": kind, **row}
+        dist.destroy_process_group(group)
+
+
+def _by_size(kind: str, group: dist.ProcessGroup, world: World) -> Iterator[dict[str, Any]]:
+    ranks = group.size()
+    for size in GPU_SIZES if world.device.type == "cuda" else CPU_SIZES:
+        count = size // 4 // ranks * ranks
+        run = _KINDS[kind](count, world.device, group)
+        seconds = _slowest(world, time_of(run, world.device, agree=lambda once: _slowest(world, once)))
+        yield {"bytes": 4 * count, "seconds": seconds, "bus": ring_bytes(kind, 4 * count, ranks) / seconds}
+        if seconds > SLOW:
+            return
+
+
+def _place(own: list[int], world: World) -> dict[str, int]:
+    nodes = [rank // world.local_ranks for rank in own]
+    return {"ranks": len(own), "per_node": nodes.count(nodes[0]), "nodes": len(set(nodes))}
+
+
+def _slowest(world: World, seconds: float) -> float:
+    value = torch.tensor(seconds, dtype=torch.float64, device=world.device)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)
+
+
+def _all_reduce(count: int, device: torch.device, group: dist.ProcessGroup) -> Run:
+    value = torch.zeros(count, device=device)
+    return lambda: dist.all_reduce(value, group=group)
+
+
+def _all_gather(count: int, device: torch.device, group: dist.ProcessGroup) -> Run:
+    whole = torch.zeros(count, device=device)
+    part = torch.zeros(count // group.size(), device=device)
+    return lambda: all_gather(whole, part, group=group)
+
+
+def _reduce_scatter(count: int, device: torch.device, group: dist.ProcessGroup) -> Run:
+    whole = torch.zeros(count, device=device)
+    part = torch.zeros(count // group.size(), device=device)
+    return lambda: reduce_scatter(part, whole, group=group)
+
+
+def _all_to_all(count: int, device: torch.device, group: dist.ProcessGroup) -> Run:
+    source, target = torch.zeros(count, device=device), torch.zeros(count, device=device)
+    return lambda: dist.all_to_all_single(target, source, group=group)
+
+
+def _broadcast(count: int, device: torch.device, group: dist.ProcessGroup) -> Run:
+    value = torch.zeros(count, device=device)
+    return lambda: dist.broadcast(value, group=group, group_src=0)
+
+
+def _send(count: int, device: torch.device, group: dist.ProcessGroup) -> Run:
+    """From every even rank of the group to the next; a last one without a partner has nothing to do."""
+    value, rank = torch.zeros(count, device=device), dist.get_rank(group)
+    if rank % 2:
+        return lambda: dist.recv(value, group=group, group_src=rank - 1)
+    if rank + 1 < group.size():
+        return lambda: dist.send(value, group=group, group_dst=rank + 1)
+    return lambda: None
+
+
+_KINDS: dict[str, Callable[[int, torch.device, dist.ProcessGroup], Run]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "send": _send,
+}

@@ -1,0 +1,153 @@
+"""Find the tensors that a model keeps beside its parameters and buffers.
+
+They stand in plain attributes of modules: by themselves, in lists, tuples and dicts, in objects, in modules that are
+not registered, in what a function closes over. A `TensorPlace` says where, by names, so it holds for a copy of the
+model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.torch_private.modules import REGISTERED
+
+DEPTH = 8
+"""How many containers and objects may lie within each other."""
+ALIASES = "_meshwright_aliases"
+"""The attribute in which a module keeps what we know of its aliases."""
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True)
+class Step:
+    """From an object to something in it: an item of a container, a variable of a function, or an attribute."""
+
+    kind: str
+    key: Any
+
+    def take(self, holder: Any) -> Any:
+        if self.kind == "item":
+            return holder[self.key]
+        if self.kind == "cell":
+            return holder.__closure__[self.key].cell_contents
+        own = getattr(holder, "__dict__", {})
+        return own[self.key] if self.key in own else getattr(holder, self.key)
+
+    def put(self, holder: Any, value: Any) -> None:
+        if self.kind == "item":
+            holder[self.key] = value
+        elif self.kind == "cell":
+            holder.__closure__[self.key].cell_contents = value
+        elif self.key in getattr(holder, "__dict__", {}):
+            # Not by setattr: a frozen object refuses it, and a module would take the tensor for a parameter.
+            holder.__dict__[self.key] = value
+        else:
+            object.__setattr__(holder, self.key, value)
+
+    def __str__(self) -> str:
+        return f".{self.key}" if self.kind == "attribute" else f"[{self.key!r}]"
+
+
+Path = tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor stands: a module's name in the model, and the steps that lead on from the module."""
+
+    module: str
+    path: Path
+
+    def take(self, model: nn.Module) -> Any:
+        return take(model.get_submodule(self.module), self.path)
+
+    def put(self, model: nn.Module, value: Any) -> None:
+        put(model.get_submodule(self.module), self.path, value)
+
+    def __str__(self) -> str:
+        return f"{self.module}{''.join(map(str, self.path))}".lstrip(".")
+
+
+def take(holder: Any, path: Path) -> Any:
+    """What stands at the end of a path."""
+    for step in path:
+        holder = step.take(holder)
+    return holder
+
+
+def put(holder: Any, path: Path, value: Any) -> None:
+    """Put a value at the end of a path. A tuple on the way is made anew."""
+    *before, last = path
+    inner = take(holder, tuple(before))
+    if not isinstance(inner, tuple):
+        last.put(inner, value)
+        return
+    items = [value if index == last.key else item for index, item in enumerate(inner)]
+    rebuilt = type(inner)(*items) if hasattr(inner, "_fields") else type(inner)(items)
+    put(holder, tuple(before), rebuilt)
+
+
+def loose_tensors(model: nn.Module) -> Iterator[tuple[TensorPlace, torch.Tensor]]:
+    """Every tensor that stands beside parameters and buffers, with each of its places."""
+    seen: dict[int, Any] = {id(module): module for module in model.modules()}
+    for name, module in model.named_modules():
+        for attribute, value in list(vars(module).items()):
+            if attribute not in (*REGISTERED, ALIASES):
+                for path, tensor in _within(value, (Step("attribute", attribute),), seen):
+                    yield TensorPlace(name, path), tensor
+
+
+def _within(value: Any, path: Path, seen: dict[int, Any]) -> Iterator[tuple[tuple[Step, ...], torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+        return
+    if isinstance(value, _ATOMS) or id(value) in seen or len(path) > DEPTH:
+        return
+    if not isinstance(value, tuple):  # small ones may be one and the same object in many places
+        seen[id(value)] = value
+    for step, inner in _contents(value):
+        if not isinstance(inner, _ATOMS):
+            yield from _within(inner, (*path, step), seen)
+
+
+def _contents(value: Any) -> Iterator[tuple[Step, Any]]:
+    if isinstance(value, dict):
+        yield from ((Step("item", key), item) for key, item in list(value.items()))
+    elif isinstance(value, list | tuple):
+        yield from ((Step("item", index), item) for index, item in enumerate(value))
+    elif isinstance(value, FunctionType):
+        yield from _closed_over(value)
+        if value.__defaults__:
+            yield Step("attribute", "__defaults__"), value.__defaults__
+    elif isinstance(value, MethodType):
+        yield Step("attribute", "__self__"), value.__self__
+    elif isinstance(value, partial):
+        yield Step("attribute", "func"), value.func
+        yield Step("attribute", "keywords"), value.keywords
+    if isinstance(value, torch.Generator):
+        return
+    yield from ((Step("attribute", name), item) for name, item in list(getattr(value, "__dict__", {}).items()))
+    yield from _slots(value)
+
+
+def _closed_over(function: FunctionType) -> Iterator[tuple[Step, Any]]:
+    for index, cell in enumerate(function.__closure__ or ()):
+        try:
+            yield Step("cell", index), cell.cell_contents
+        except ValueError:  # a variable that was never set
+            continue
+
+
+def _slots(value: Any) -> Iterator[tuple[Step, Any]]:
+    for cls in type(value).__mro__:
+        names = vars(cls).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield Step("attribute", name), getattr(value, name)

@@ -1,0 +1,158 @@
+"""What a tape is made of: operators, and where the tensors that they take and give lie in recorded storages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+
+from meshwright.recording.report_as_cpu import change_leaves, tensors_in
+from meshwright.torch_private.operators import schema_of
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies in a recorded storage."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The real tensor, once its storage is real."""
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
+    def scratch(self) -> torch.Tensor:
+        """A tensor of the same layout with arbitrary content."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+
+    def laid_out(self, result: torch.Tensor) -> torch.Tensor:
+        """What an operator gave, where the recording expects it: some meta kernels foretell other strides."""
+        if (result.stride(), result.storage_offset()) == (self.stride, self.offset):
+            return result
+        storage = torch.UntypedStorage(self.extent.stop)
+        self.on(storage).copy_(result)
+        return self.on(storage)
+
+    @property
+    def extent(self) -> range:
+        """The bytes of the storage from its first to its last element."""
+        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        width = self.dtype.itemsize
+        return range(self.offset * width, (self.offset + last + 1) * width) if 0 not in self.size else range(0)
+
+    def overlaps(self, other: Slot) -> bool:
+        mine, its = self.extent, other.extent
+        return self.storage == other.storage and max(mine.start, its.start) < min(mine.stop, its.stop)
+
+
+@dataclass(frozen=True)
+class TapeOperation:
+    """One recorded operator; tensors in `args`, `kwargs` and `outputs` are slots."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    outputs: tuple[Slot, ...]
+
+    @cached_property
+    def random(self) -> bool:
+        return torch.Tag.nondeterministic_seeded in self.function.tags
+
+    @cached_property
+    def slots(self) -> list[Slot]:
+        found: list[Slot] = []
+        change_leaves(
+            lambda leaf: found.append(leaf) if isinstance(leaf, Slot) else None, (self.args, self.kwargs, self.outputs)
+        )
+        return found
+
+    def play(self, live: dict[int, torch.UntypedStorage]) -> None:
+        """Run on real storages; storages that this operator makes are added."""
+        results = self.call(lambda slot: slot.on(live[slot.storage]))
+        for slot, result in zip(self.outputs, tensors_in(results), strict=True):
+            if slot.storage not in live:
+                live[slot.storage] = slot.laid_out(result).untyped_storage()
+
+    def call(self, real: Callable[[Slot], torch.Tensor]) -> Any:
+        args, kwargs = change_leaves(
+            lambda leaf: real(leaf) if isinstance(leaf, Slot) else leaf, (self.args, self.kwargs)
+        )
+        return self.function(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class SetState:
+    """An operator that sets torch's generator."""
+
+    state: torch.Tensor
+    tags = (torch.Tag.nondeterministic_seeded,)
+
+    def __call__(self) -> None:
+        torch.default_generator.set_state(self.state)
+
+
+def changed_by(func: Any, args: Any, kwargs: dict[str, Any], kind: type = torch.Tensor) -> list[Any]:
+    """The tensors (or slots) among the arguments that an operator writes to."""
+    positions, names = _written_arguments(func)
+    values = [args[place] for place in positions if place < len(args)]
+    values += [kwargs[name] for name in names if name in kwargs]
+    found: list[Any] = []
+    change_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, kind) else None, values)
+    return found
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    written = [
+        (place, argument.name)
+        for place, argument in enumerate(schema_of(func).arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return tuple(place for place, _ in written), tuple(name for _, name in written)
+
+
+def leaves_empty(func: Any, sources_written: list[bool]) -> bool:
+    """Whether what an operator makes or changes holds nothing but uninitialised memory after it."""
+    name = schema_of(func).name.removeprefix("aten::")
+    if name in _COPIES:
+        return not sources_written[-1]
+    return name in _EMPTY
+
+
+_EMPTY = {
+    *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"),
+    *("resize_", "resize_as_"),
+}
+_COPIES = {"clone", "_to_copy", "copy_"}
+"""Their last tensor argument is what is copied."""
+
+
+@cache
+def has_own_layout(func: Any) -> bool:
+    """Whether an operator's results lie as its library leaves them, which meta kernels do not know for sure."""
+    name = schema_of(func).name
+    return "linalg" in name or name in ("aten::geqrf", "aten::ormqr", "aten::_lu_with_info")
+
+
+@cache
+def gives_numbers(func: Any) -> bool:
+    """Whether an operator's result is no tensor: `item`, `equal`, `allclose`."""
+    returns = schema_of(func).returns
+    return bool(returns) and not any("Tensor" in str(given.type) for given in returns)
+
+
+@cache
+def only_draws(func: Any) -> bool:
+    """Whether an operator fills its first argument at random and does nothing else, as `normal_` does.
+
+    On the meta device it would do nothing at all, slowly: half of the time that it takes to record a model.
+    """
+    tensors = [argument for argument in schema_of(func).arguments if "Tensor" in str(argument.type)]
+    drawn = torch.Tag.nondeterministic_seeded in func.tags and schema_of(func).name.endswith("_")
+    return drawn and len(tensors) == 1 and tensors[0].name == "self"

@@ -1,0 +1,290 @@
+"""Record how a model is built without building it; play the recording later, one tensor at a time.
+
+Weights must be the same under every strategy and world size, and must be those of
+`torch.manual_seed(seed); build()`. So the builder runs once with every tensor on the meta device while each
+operator is written down, and each rank plays the whole tape in order on the CPU from the same seed. A tensor is
+handed over as soon as no later operator touches it, and freed: a rank never holds more than its own shards and
+what is being filled at the moment. A meta tensor's storage is its identity, so views and tied weights need no care.
+
+Real tensors that the builder brings along are referred to and not copied: a file that is mapped into memory is read
+where a rank's part of it is. Tensors that the builder itself puts on the meta device are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from meshwright.recording.constants import Constants
+from meshwright.recording.operation import (
+    SetState,
+    Slot,
+    TapeOperation,
+    changed_by,
+    gives_numbers,
+    has_own_layout,
+    leaves_empty,
+    only_draws,
+)
+from meshwright.recording.report_as_cpu import META, change_leaves, is_meta, tensors_in
+from meshwright.torch_private.modes import TorchDispatchMode, outside_of_modes
+from meshwright.torch_private.operators import schema_of
+from meshwright.torch_private.tensors import storage_id
+
+
+class NotRecorded(Exception):
+    """The builder does what a recording cannot repeat; it must be run for real."""
+
+
+class Tape(TorchDispatchMode):
+    """While active, every tensor that is made is a meta tensor and every operator on one is written down."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.operations: list[TapeOperation] = []
+        self.doubt = ""
+        """Why the recording cannot be trusted, if it cannot."""
+        self.constants = Constants()
+        self._paused = False
+        self._taken: set[int] = set()
+        """Real storages that a recorded tensor was given for its own."""
+        self._written: set[int] = set()
+        """Recorded storages that hold more than uninitialised memory."""
+        self._kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no identity is used twice
+        self._generators: dict[torch.Generator, torch.Tensor] = {}  # the builder's own, with their first states
+        self._states_before: dict[int, dict[torch.Generator, torch.Tensor]] = {}
+        self._states_at_end: tuple[int, dict[torch.Generator, torch.Tensor]] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = tensors_in((args, kwargs))
+        recorded = [self.has(tensor) for tensor in tensors]
+        if self._paused or _makes_nothing(func, args):
+            return func(*args, **kwargs)
+        if tensors and not any(recorded):
+            return self._on_others(func, args, kwargs, tensors)
+        if gives_numbers(func):
+            return self._result(func, *change_leaves(self._to_slot, change_leaves(self._to_meta, (args, kwargs))))
+        changed = changed_by(func, args, kwargs)
+        if any(is_meta(tensor) and not self.has(tensor) for tensor in tensors):
+            if changed and all(is_meta(tensor) and not self.has(tensor) for tensor in changed):
+                return func(*change_leaves(self._to_meta, args), **change_leaves(self._to_meta, kwargs))
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")  # as PyTorch says it
+        if not all(self.has(tensor) for tensor in changed):
+            self.refuse(f"{func} changes a tensor made from data in place")
+        return self._record(func, args, kwargs)
+
+    def _on_others(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        """An operator that no recorded tensor takes part in."""
+        if all(map(is_meta, tensors)):
+            made_anew = kwargs.get("device", META) != META and _makes_alike(func)
+            return self._record(func, args, kwargs) if made_anew else func(*args, **kwargs)
+        changed = changed_by(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if changed:
+                self.refuse(f"{func} changes a tensor made from data in place")
+            return self._record(func, args, kwargs)
+        for tensor in changed:
+            if storage_id(tensor.untyped_storage()) in self._taken:
+                self.refuse(f"{func} changes data that a parameter was given before")
+            self.constants.before_change(tensor)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is recorded in here: the builder asked for tensors on the meta device."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def refuse(self, reason: str) -> None:
+        """The builder may catch what is raised, so it is noted as well."""
+        self.doubt = self.doubt or reason
+        raise NotRecorded(reason)
+
+    def take_over(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A recorded tensor in the place of a real one, for `parameter.data = tensor`."""
+        recorded = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+        self._taken.add(storage_id(tensor.untyped_storage()))
+        return recorded
+
+    def slot(self, tensor: torch.Tensor) -> Slot:
+        """Where a recorded or a real tensor lies."""
+        if not is_meta(tensor):
+            tensor = self.constants.stand_in(tensor)
+        storage = tensor.untyped_storage()
+        key = storage_id(storage)
+        self._kept[key] = storage
+        return Slot(key, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of the recording's."""
+        strided = is_meta(tensor) and tensor.layout == torch.strided
+        return strided and storage_id(tensor.untyped_storage()) in self._kept
+
+    def is_written(self, slot: Slot) -> bool:
+        """Whether a storage holds what the builder has put there, not uninitialised memory."""
+        return slot.storage in self._written or slot.storage in self.constants.storages or 0 in slot.size
+
+    def play(self, hand_over: Callable[[int, torch.UntypedStorage], None]) -> None:
+        """Run all operators in order; `hand_over` gets each storage once, when it is final."""
+        last = {slot.storage: index for index, op in enumerate(self.operations) for slot in op.slots}
+        live = dict(self.constants.storages)
+        with self._from_the_seed(), torch.no_grad():
+            for index, operation in enumerate(self.operations):
+                operation.play(live)
+                for key in {slot.storage for slot in operation.slots if last[slot.storage] == index}:
+                    hand_over(key, live.pop(key))
+            for key in list(live):
+                hand_over(key, live.pop(key))
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        kwargs.pop("pin_memory", None)
+        args, kwargs = change_leaves(self._to_meta, (args, kwargs))
+        # Slots are taken before the operator runs: it may change a tensor's shape in place.
+        slotted_args, slotted_kwargs = change_leaves(self._to_slot, (args, kwargs))
+        if any(argument.name == "device" for argument in schema_of(func).arguments):
+            kwargs["device"], slotted_kwargs["device"] = META, torch.device("cpu")
+        certain = torch.Tag.nondeterministic_seeded not in func.tags and not schema_of(func).is_mutable
+        try:
+            if certain and has_own_layout(func):
+                result = self._shapes(func, slotted_args, slotted_kwargs)
+            else:
+                result = args[0] if only_draws(func) else func(*args, **kwargs)
+        except NotImplementedError:
+            if not certain:
+                self.refuse(f"{func} has no kernel for tensors without values")
+            result = self._shapes(func, slotted_args, slotted_kwargs)
+        outputs = tuple(self.slot(tensor) for tensor in tensors_in(result))
+        self._generators |= {g: g.get_state() for g in _generators(kwargs) if g not in self._generators}
+        operation = TapeOperation(func, slotted_args, slotted_kwargs, outputs)
+        self.operations.append(operation)
+        self._note_written(operation)
+        return result
+
+    def _note_written(self, operation: TapeOperation) -> None:
+        sources = [slot for slot in tensors_of((operation.args, operation.kwargs))]
+        if leaves_empty(operation.function, [self.is_written(slot) for slot in sources]):
+            return
+        taken = {slot.storage for slot in sources}
+        changed = changed_by(operation.function, operation.args, operation.kwargs, Slot)
+        self._written |= {slot.storage for slot in changed}
+        self._written |= {slot.storage for slot in operation.outputs if slot.storage not in taken}
+
+    def _to_slot(self, leaf: Any) -> Any:
+        return self.slot(leaf) if isinstance(leaf, torch.Tensor) and self.has(leaf) else leaf
+
+    def _to_meta(self, leaf: Any) -> Any:
+        """A real tensor that meets a recorded one becomes a constant of the tape."""
+        if not isinstance(leaf, torch.Tensor) or is_meta(leaf):
+            return leaf
+        meta = self.constants.stand_in(leaf)
+        self.slot(meta)
+        return meta
+
+    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator gives on the values that its arguments have now."""
+        with torch.no_grad(), outside_of_modes(), torch.device("cpu"):
+            return TapeOperation(func, args, kwargs, ()).call(self._real)
+
+    def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Meta tensors like those that an operator without a meta kernel gives."""
+        result = self._result(func, args, kwargs)
+        with outside_of_modes():
+            return change_leaves(_meta_like, tuple(result) if isinstance(result, tuple) else result)
+
+    def real(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a recorded tensor holds now: for `linspace(...).item()`, or a rejection loop's `any()`."""
+        return self._real(self.slot(tensor))
+
+    def _real(self, wanted: Slot) -> torch.Tensor:
+        needed, chosen = {wanted.storage}, []
+        for index in reversed(range(len(self.operations))):
+            keys = {slot.storage for slot in self.operations[index].slots}
+            if keys & needed:
+                needed |= keys
+                chosen.append(index)
+        live = {key: storage for key, storage in self.constants.storages.items() if key in needed}
+        with self._from_the_seed(), torch.no_grad():
+            self._find_random_states()
+            for index in reversed(chosen):
+                if self.operations[index].random:
+                    self._set_states(self._states_before[index])
+                self.operations[index].play(live)
+            return wanted.on(live[wanted.storage]).clone()
+
+    def random_state(self) -> torch.Tensor:
+        """The state that torch's generator would have at this point of a plain build."""
+        with self._from_the_seed():
+            self._find_random_states()
+            return torch.default_generator.get_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """The builder sets torch's generator."""
+        self.operations.append(TapeOperation(SetState(state.clone()), (), {}, ()))
+
+    def _find_random_states(self) -> None:
+        """The generators' states before each random operator; how far one moves them depends on layout alone."""
+        start, states = self._states_at_end or (0, self._get_states())
+        self._set_states(states)
+        for index in range(start, len(self.operations)):
+            if self.operations[index].random:
+                self._states_before[index] = self._get_states()
+                self.operations[index].call(Slot.scratch)
+        self._states_at_end = len(self.operations), self._get_states()
+
+    def _get_states(self) -> dict[torch.Generator, torch.Tensor]:
+        return {generator: generator.get_state() for generator in (torch.default_generator, *self._generators)}
+
+    def _set_states(self, states: dict[torch.Generator, torch.Tensor]) -> None:
+        for generator, first in self._generators.items():
+            generator.set_state(states.get(generator, first))
+        torch.default_generator.set_state(states[torch.default_generator])
+
+    @contextmanager
+    def _from_the_seed(self) -> Iterator[None]:
+        """Real tensors on the CPU and generators at their start; all is put back afterwards."""
+        before = self._get_states()
+        with torch.device("cpu"), outside_of_modes():
+            try:
+                torch.default_generator.manual_seed(self.seed)
+                for generator, first in self._generators.items():
+                    generator.set_state(first)
+                yield
+            finally:
+                for generator, state in before.items():
+                    generator.set_state(state)
+
+
+def tensors_of(tree: Any) -> list[Slot]:
+    """The slots among what a recorded operator takes."""
+    found: list[Slot] = []
+    change_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Slot) else None, tree)
+    return found
+
+
+def _meta_like(tensor: Any) -> Any:
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
+
+
+def _makes_nothing(func: Any, args: Any) -> bool:
+    """An empty tensor is what PyTorch begins with to wrap a storage: let it be a real one."""
+    return func is torch.ops.aten.empty.memory_format and list(args[0]) == [0]
+
+
+def _makes_alike(func: Any) -> bool:
+    """Whether an operator takes a tensor for its shape alone: `empty_like`, `new_zeros`."""
+    name: str = schema_of(func).name.removeprefix("aten::")
+    return name.endswith("_like") or name.startswith("new_")
+
+
+def _generators(kwargs: dict[str, Any]) -> list[torch.Generator]:
+    return [value for value in kwargs.values() if isinstance(value, torch.Generator)]

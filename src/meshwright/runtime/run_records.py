@@ -1,0 +1,147 @@
+"""Keep what happened in a run: JSON lines and CSV always, and what other tools read where it is asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from meshwright.errors import BadInput, OutputError, named, one_line
+from meshwright.runtime.sinks import CsvFile, Sink
+
+RECORDS, EVENTS = "records.jsonl", "events.jsonl"
+
+
+def prepare_output(folder: Path, *, resume: bool = False) -> None:
+    """See that a run's folder can be written and, unless one is to be resumed, holds no run yet.
+
+    Nothing is left behind: the run makes it.
+    """
+    try:
+        if not resume and any((folder / name).exists() for name in (RECORDS, "checkpoints")):
+            raise OutputError(
+                f"{named(folder)} already holds a run; --resume goes on with it, or choose another --out."
+            )
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+        for path in missing:
+            path.rmdir()
+    except OSError as error:
+        raise OutputError(f"The output folder {named(folder)} cannot be written: {error.strerror}.") from error
+
+
+class RunRecorder:
+    """Writes one record a step. Only rank 0 has one with a folder; the others' writes go nowhere."""
+
+    def __init__(
+        self, folder: Path | None, *, tensorboard: bool = False, after: int = 0, services: Sequence[Sink] = ()
+    ) -> None:
+        """A run that is resumed goes on `after` a step: what was recorded beyond it is taken again."""
+        self._file = None
+        self._board: Any = None
+        self._sinks: list[Sink] = [*services]
+        self._warned = False
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            _keep_until(folder / RECORDS, after)
+            self._file = (folder / RECORDS).open("a", buffering=1)
+            self._sinks.insert(0, CsvFile(folder, after=after))
+            self._board = _tensorboard(folder) if tensorboard else None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            try:
+                self._file.write(json.dumps({key: _json(value) for key, value in record.items()}) + "\n")
+            except OSError as error:  # a full disk must not end a training that goes on without records
+                self._warn(error)
+        if self._board is not None:
+            for key, value in record.items():
+                if key != "step" and isinstance(value, int | float):
+                    self._board.add_scalar(key, value, record["step"])
+        for sink in self._sinks:
+            self._try(partial(sink.write, record))
+
+    def close(self) -> None:
+        for one in self._sinks:
+            self._try(one.close)
+        for sink in (self._file, self._board):
+            if sink is not None:
+                try:
+                    sink.close()
+                except OSError as error:
+                    self._warn(error)
+
+    def _try(self, write: Callable[[], None]) -> None:
+        """Whatever a client of another tool raises, a server that is gone, say, the training goes on."""
+        try:
+            write()
+        except Exception as error:
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error).rstrip(".")
+            print(f"warning: records cannot be written: {reason}.", file=sys.stderr)
+        self._warned = True
+
+    def __enter__(self) -> RunRecorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def write_event(folder: Path, event: str, **values: Any) -> None:
+    """One line more about a run: that it began, was resumed, saved, could not be saved, or was asked to stop."""
+    at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / EVENTS).open("a") as file:
+            file.write(json.dumps({"at": at, "event": event, **values}) + "\n")
+    except OSError as error:  # a full disk must not end the run that reports it
+        print(f"warning: {folder / EVENTS} cannot be written: {error.strerror}.", file=sys.stderr)
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop records of later steps, and a last line that a killed run left unfinished."""
+    kept = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record.get("step", 0) <= step:
+            kept.append(line + "\n")
+    part = path.with_suffix(".part")
+    part.write_text("".join(kept))
+    part.replace(path)
+
+
+def _json(value: Any) -> Any:
+    """JSON knows no infinity: the norm of a step that fp16 overflowed in is null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def require_tensorboard() -> None:
+    """Before a run starts, not after its first step."""
+    try:
+        import torch.utils.tensorboard  # noqa: F401  # only to see that it is there
+    except ImportError as error:
+        raise BadInput("--tensorboard needs the package: pip install 'meshwright[tensorboard]'.") from error
+
+
+def _tensorboard(folder: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder / "tensorboard"))

@@ -1,0 +1,132 @@
+"""Engines that keep a whole copy of the model on every rank and sum the gradients."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.describe.structure import map_tensors
+from meshwright.errors import JobError
+from meshwright.strategies.data.summing import refuse_gradients, sum_gradients
+from meshwright.strategies.engine import ApplyContext, Engine
+
+# Buffers are alike on all ranks (BatchNorm is synchronised), so sending them before every forward is waste.
+# The option changed its name in torch 2.13.
+_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
+
+
+class DdpEngine(Engine):
+    def __init__(self, model: nn.Module, module: DistributedDataParallel, ranks: int, *, uses_all: bool) -> None:
+        """`uses_all` says that every step uses every parameter, so DDP waits for all gradients."""
+        super().__init__(model, module)
+        self._ddp, self._uses_all = module, uses_all
+        self.gradient_scale = float(ranks)
+
+    def finish(self) -> None:
+        if not self._uses_all:
+            return
+        if missing := [name for name, parameter in self.parameters().named() if parameter.grad is None]:
+            raise JobError(
+                f"{missing[0]} got no gradient in this step, but the step that was run before training used every "
+                "parameter, so ddp waits for it; use zero1 or zero2, which do not."
+            )
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else self._ddp.no_sync()
+
+
+class SummedAfterwardsEngine(Engine):
+    """Gradients are summed over ranks once, after all backward passes.
+
+    Under a pipeline there is no one backward pass that DDP could communicate in, and zero-bubble schedules set
+    gradients without the hooks that DDP listens to.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, unused: frozenset[str]) -> None:
+        super().__init__(model)
+        self._group, self._unused = mesh.get_group(), unused
+
+    def finish(self) -> None:
+        named = list(self.parameters().named())
+        refuse_gradients(name for name, p in named if name in self._unused and p.grad is not None)
+        sum_gradients([p for name, p in named if name not in self._unused], self._group)
+
+
+def replicate(model: nn.Module, context: ApplyContext) -> Engine:
+    """Put a whole copy of the model on every rank."""
+    context.fill()
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return Engine(model)
+    assert context.mesh is not None
+    if context.pipelined:
+        return SummedAfterwardsEngine(model, context.mesh, context.unused)
+    uses_all = not (context.unused or context.facts.unseen or context.facts.by_value)
+    if not uses_all:
+        model.register_forward_hook(_with_views_of_parameters)
+    module = DistributedDataParallel(
+        model,
+        device_ids=[context.device] if context.device.type == "cuda" else None,
+        process_group=context.mesh.get_group(),
+        init_sync=False,  # every rank played the same tape
+        gradient_as_bucket_view=True,
+        find_unused_parameters=not uses_all,
+        **_NO_BUFFER_SYNC,
+    )
+    if context.fake:
+        ranks = context.strategy.data_ranks
+        module.register_comm_hook(None, lambda state, bucket: _sum_in_a_fake_world(bucket, ranks))
+    _settle_buckets(module)
+    return DdpEngine(model, module, context.strategy.data_ranks, uses_all=uses_all)
+
+
+def _with_views_of_parameters(model: nn.Module, args: Any, output: Any) -> Any:
+    """DDP looks for unused parameters from what computed the output; of a parameter that is the output, nothing did."""
+    return map_tensors(lambda tensor: tensor.view_as(tensor) if isinstance(tensor, nn.Parameter) else tensor, output)
+
+
+class _EveryParameter(nn.Module):
+    """Stands for a model in one backward pass that comes by every parameter, the last one first."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self._listed = parameters
+
+    def forward(self, nothing: torch.Tensor) -> torch.Tensor:
+        for parameter in self._listed:
+            nothing = nothing + parameter.reshape(-1)[:1].to(nothing) * 0
+        return nothing
+
+
+def _settle_buckets(module: DistributedDataParallel) -> None:
+    """Have DDP arrange its buckets before the first step instead of after it.
+
+    It arranges them anew by the order in which the first backward pass brings gradients, and a sum over ranks rounds by
+    where a number lies in its bucket. So a resumed run would take its first step with other buckets than the run that
+    was never interrupted, and end elsewhere in the last bits.
+    """
+    model = module.module
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    module.module = _EveryParameter(parameters)
+    try:
+        module(torch.zeros(1, device=parameters[0].device)).sum().backward()
+    finally:
+        module.module = model
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _sum_in_a_fake_world(bucket: dist.GradBucket, ranks: int) -> torch.futures.Future[torch.Tensor]:
+    """DDP's own reduction waits for a result that the fake process group never has."""
+    buffer = bucket.buffer()
+    dist.all_reduce(buffer)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(buffer.div_(ranks))
+    return done

@@ -1,0 +1,60 @@
+"""`fsdp` (= `zero3`), `fsdp:grad-op` and `fsdp:no-shard`: PyTorch's FSDP2, block by block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from meshwright.facts.data_axis import DataTraits
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.strategies.base import DataStrategy, Place
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshwright.strategies.engine import ApplyContext, Engine
+
+FULL = DataTraits(
+    word="fsdp",
+    aliases=("zero3",),
+    shards=("parameters", "gradients", "optimizer"),
+    gathers=True,
+    reshards=True,
+    zero_stage=3,
+    foreign=True,
+    complexity=4,
+)
+GRAD_OP = replace(FULL, reshards=False, zero_stage=None)
+NO_SHARD = replace(GRAD_OP, shards=(), planned=False)
+
+
+class Fsdp(DataStrategy):
+    summary = "FSDP2: parameters, gradients and optimizer divided over ranks, gathered block by block"
+    traits = replace(FULL, variants={"grad-op": GRAD_OP, "no-shard": NO_SHARD})
+    lowers = True
+
+    def refuse(self, strategy: Strategy, facts: ModelFacts, place: Place) -> str | None:
+        if facts.by_value and (strategy.compile or strategy.stage_axis):
+            return (
+                "The model looks at values, so samples may decide which parameters a rank uses; ranks agree on that "
+                f"between forward and backward, which {strategy} leaves no room for. Use zero2, or drop pp, layers and "
+                "compile."
+            )
+        return None
+
+    def kept_whole(self, facts: ModelFacts) -> frozenset[str]:
+        """Those that FSDP2 cannot cut (scalar, empty or strided), and those read where their block is not gathered."""
+        outside = frozenset(facts.read_outside)
+        uncut = (p for p in facts.parameters if not p.shape or not p.count or not p.contiguous or p.name in outside)
+        return frozenset(name for parameter in uncut for name in parameter.names)
+
+    def axes(self, strategy: Strategy) -> dict[str, int]:
+        if strategy.traits.shards:
+            return {"data": strategy.data_ranks}
+        return {"replicate": strategy.data_ranks, "shard": 1}
+
+    def apply(self, model: nn.Module, context: ApplyContext) -> Engine:
+        from meshwright.strategies.data.fully_shard import shard  # only where it runs: FSDP2 takes a second to import
+
+        return shard(model, context, reshard=context.strategy.traits.reshards, whole=self.kept_whole(context.facts))

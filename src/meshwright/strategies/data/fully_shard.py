@@ -1,0 +1,108 @@
+"""FSDP2 on a model's blocks, and how it takes part in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from meshwright.facts.named_parameters import NamedParameters
+from meshwright.strategies.data.used_parameters import UsedParameters
+from meshwright.strategies.data.whole_parameters import WholeParameters
+from meshwright.strategies.engine import ApplyContext, Engine, HeldTensor
+
+
+class FsdpEngine(Engine):
+    def __init__(
+        self, model: nn.Module, root: FSDPModule, ranks: int, whole: WholeParameters, used: UsedParameters | None
+    ) -> None:
+        super().__init__(model)
+        self._root, self._whole, self._used = root, whole, used
+        self._last = True
+        self.keeps_gathered = False
+        self.gradient_scale = float(ranks)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        @contextmanager
+        def micro_batch() -> Iterator[None]:
+            self._last = last
+            self._root.set_requires_gradient_sync(last)
+            self._root.set_is_last_backward(last)
+            if self.keeps_gathered:
+                # Weights do not change between micro-batches, so what stays gathered in forward may stay till the last.
+                self._root.set_reshard_after_backward(last)
+            yield
+
+        return micro_batch()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self._used is not None:
+            loss = self._used.with_those_of_others(loss, last=self._last)
+        loss.backward()
+
+    def finish(self) -> None:
+        if self._used is not None:
+            self._used.forget_unused()
+        self._whole.sum_gradients()
+
+    def parameters(self) -> NamedParameters:
+        return NamedParameters((n, self._whole.optimized(p)) for n, p in super().parameters().named())
+
+    def held(self) -> Iterator[HeldTensor]:
+        for held in super().held():
+            yield HeldTensor(held.name, self._whole.optimized(held.tensor))
+
+    def forget_gradients(self) -> None:
+        self._whole.forget_gradients()
+
+
+def shard(model: nn.Module, context: ApplyContext, *, reshard: bool, whole: frozenset[str]) -> FsdpEngine:
+    """FSDP2 on every block and on what is left; `reshard` frees a block's parameters between forward and backward.
+
+    Under a pipeline they stay for all micro-batches of a step: what is gathered is gathered once. Where samples decide
+    which blocks run, the model is gathered as one: a rank cannot gather a block that another one does not call.
+    """
+    reshard = reshard and not context.pipelined
+    ignored = {p for name, p in model.named_parameters(remove_duplicate=False) if name in whole}
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = {names[id(block)]: block for block in context.blocks(model) if not context.facts.blocks_by_value}
+    for block in blocks.values():
+        if any(parameter not in ignored for parameter in block.parameters()):
+            _fully_shard(block, context, ignored, reshard=reshard)
+    # The root's parameters end the forward pass and begin the backward pass (the head): PyTorch's default keeps them.
+    root = _fully_shard(model, context, ignored, reshard=None if reshard else False)
+    context.fill()
+    assert context.mesh is not None
+    kept = WholeParameters([(n, p) for n, p in model.named_parameters() if n in whole], context.mesh, context.device)
+    used = UsedParameters(model, context.mesh, blocks) if context.facts.by_value else None
+    engine = FsdpEngine(model, root, context.strategy.data_ranks, kept, used)
+    engine.keeps_gathered = not reshard
+    return engine
+
+
+def _fully_shard(
+    module: nn.Module, context: ApplyContext, ignored: set[nn.Parameter], *, reshard: bool | None
+) -> FSDPModule:
+    # Inputs and outputs are cast by the precision policy, alike under every strategy.
+    lowered = context.compute_dtype if context.lowered else None
+    precision = MixedPrecisionPolicy(
+        param_dtype=lowered, reduce_dtype=torch.float32 if lowered else None, cast_forward_inputs=False
+    )
+    return fully_shard(
+        module,
+        mesh=context.mesh,
+        reshard_after_forward=reshard,
+        mp_policy=precision,
+        offload_policy=_offload(context),
+        ignored_params=ignored,
+    )
+
+
+def _offload(context: ApplyContext) -> OffloadPolicy:
+    if context.strategy.offload == "params":
+        return CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
+    return OffloadPolicy()

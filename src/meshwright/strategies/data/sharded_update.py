@@ -1,0 +1,350 @@
+"""The mechanics that ZeRO-1 and ZeRO-2 share: whole parameters, of which each rank updates its own part.
+
+Every parameter is cut along dim 0 as FSDP2 cuts it, so optimizer state lies in global coordinates under the
+parameter's own name. (`ZeroRedundancyOptimizer` hands out whole parameters, which leaves the rank that got the
+embedding with more than its share, and wants a class where a job has a factory.) A bucket is a block: its gradients
+are reduce-scattered as soon as all are there, while backward goes on, and its parameters are gathered after the update.
+
+All ranks reduce buckets in one fixed order, the last block's first, because samples may decide which parameters a rank
+uses. A bucket that is not complete holds up those after it until the end of backward. Each row of a bucket also carries
+a flag per parameter, so a rank without a gradient learns whether another one has it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from meshwright.errors import JobError
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.named_parameters import NamedParameters
+from meshwright.strategies.collectives import all_gather, reduce_scatter
+from meshwright.strategies.data.summing import had_by_any, refuse_gradients, sum_over_ranks
+from meshwright.strategies.engine import ApplyContext, Engine, HeldTensor, whole
+
+
+@dataclass
+class ShardedParameter:
+    """One parameter and this rank's part of it."""
+
+    name: str
+    parameter: nn.Parameter
+    shard: Any
+    """An nn.Parameter that is a DTensor over the data axis; what the optimizer updates."""
+    rows: int
+    """Rows of dim 0 in a full chunk; the last ranks may have fewer or none."""
+    gradient: torch.Tensor | None = None
+    """The whole gradient in the master's dtype, where the parameter itself is in a smaller one."""
+
+    @property
+    def width(self) -> int:
+        """Elements of a full chunk."""
+        return self.rows * prod(self.parameter.shape[1:])
+
+    def take_gradient(self) -> None:
+        """Move what backward left on the parameter into the master's dtype."""
+        if self.parameter.grad is None or self.parameter.dtype == self.shard.dtype:
+            return
+        if self.gradient is None:
+            self.gradient = self.parameter.grad.to(self.shard.dtype)
+        else:
+            self.gradient += self.parameter.grad
+        self.parameter.grad = None
+
+    def whole_gradient(self) -> torch.Tensor | None:
+        return self.gradient if self.gradient is not None else self.parameter.grad
+
+    def forget_whole(self) -> None:
+        self.gradient = self.parameter.grad = None
+
+    def chunk(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """The rows of `rank`, as a view."""
+        return tensor[rank * self.rows : (rank + 1) * self.rows]
+
+    def as_shard(self, local: torch.Tensor) -> DTensor:
+        whole = self.shard
+        return DTensor.from_local(
+            local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+
+class Bucket:
+    """Pieces that travel together as a (ranks, width) matrix whose row r belongs to rank r."""
+
+    def __init__(self, pieces: list[ShardedParameter], mesh: DeviceMesh) -> None:
+        self.pieces = pieces
+        self.ranks, self.rank, self.group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+        self.width = sum(piece.width for piece in pieces)
+        self.arrived: set[str] = set()
+        """Pieces whose gradient of the last micro-batch is there."""
+        self._missing: list[bool] = []
+        """Of each piece: whether this rank has no gradient for it in this step."""
+        self._work: dist.Work | None = None
+        self._reduced = self._sent = self._gathered = torch.empty(0)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.arrived) == len(self.pieces)
+
+    def reduce(self) -> None:
+        """Start to sum gradients over ranks; each rank gets its row, and how many ranks had a gradient."""
+        like = self.pieces[0].shard
+        width = self.width + len(self.pieces)
+        matrix = torch.zeros(self.ranks, width, dtype=like.dtype, device=like.device)
+        for piece, columns in self._columns():
+            gradient = piece.whole_gradient()
+            if gradient is not None:
+                self._pack(piece, gradient, matrix[:, columns])
+        self._missing = [piece.whole_gradient() is None for piece in self.pieces]
+        matrix[:, self.width :] = 1.0
+        for place, missing in enumerate(self._missing, start=self.width):
+            if missing:
+                matrix[:, place] = 0.0
+        self._sent, self._reduced = matrix, matrix.new_empty(width)
+        self._work = reduce_scatter(self._reduced, matrix.view(-1), group=self.group, async_op=True)
+
+    def settle(self) -> None:
+        """Wait for what is under way and let go of what was sent."""
+        if self._work is not None:
+            self._work.wait()
+        self._work, self._sent = None, torch.empty(0)
+
+    def finish(self, keep_whole: bool) -> None:
+        """Wait for the sum and give each shard its gradient; none where no rank has one, as in one process."""
+        self.settle()
+        had = had_by_any(self._missing, self._reduced[self.width :])
+        for (piece, columns), used in zip(self._columns(), had, strict=True):
+            if not used:
+                piece.shard.grad = None
+                continue
+            local = piece.chunk(piece.parameter, self.rank)
+            reduced = self._reduced[columns][: local.numel()].view(local.shape)
+            # A strided parameter has a contiguous shard: optimizers' fused kernels want its gradient to lie alike.
+            kept = piece.whole_gradient() if piece.parameter.is_contiguous() else None
+            if keep_whole and kept is not None:
+                reduced = piece.chunk(kept, self.rank).copy_(reduced)
+            piece.shard.grad = piece.as_shard(reduced)
+        self._reduced = torch.empty(0)
+        self.arrived.clear()
+
+    def start_gather(self) -> None:
+        """Start to send this rank's updated rows to all."""
+        like = self.pieces[0].parameter
+        mine = torch.zeros(self.width, dtype=like.dtype, device=like.device)
+        for piece, columns in self._columns():
+            local = piece.shard.to_local()
+            mine[columns][: local.numel()].copy_(local.reshape(-1))
+        self._sent, self._gathered = mine, mine.new_empty(self.ranks, self.width)
+        self._work = all_gather(self._gathered.view(-1), mine, group=self.group, async_op=True)
+
+    def finish_gather(self) -> None:
+        self.settle()
+        for piece, columns in self._columns():
+            self._unpack(piece, self._gathered[:, columns])
+        self._gathered = torch.empty(0)
+
+    def _columns(self) -> Iterator[tuple[ShardedParameter, slice]]:
+        start = 0
+        for piece in self.pieces:
+            yield piece, slice(start, start + piece.width)
+            start += piece.width
+
+    def _pack(self, piece: ShardedParameter, tensor: torch.Tensor, matrix: torch.Tensor) -> None:
+        if tensor.numel() == matrix.numel():
+            matrix.copy_(tensor.reshape(matrix.shape))
+            return
+        for rank in range(self.ranks):
+            rows = piece.chunk(tensor, rank)
+            matrix[rank, : rows.numel()].copy_(rows.reshape(-1))
+
+    def _unpack(self, piece: ShardedParameter, matrix: torch.Tensor) -> None:
+        target = piece.parameter.data
+        if target.numel() == matrix.numel():
+            target.copy_(matrix.reshape(target.shape))
+            return
+        for rank in range(self.ranks):
+            rows = piece.chunk(target, rank)
+            rows.copy_(matrix[rank, : rows.numel()].view(rows.shape))
+
+
+class ShardedUpdateEngine(Engine):
+    """Every rank computes with whole parameters and updates its own rows of each."""
+
+    def __init__(self, model: nn.Module, context: ApplyContext, *, keep_whole: bool) -> None:
+        super().__init__(model)
+        assert context.mesh is not None
+        self._mesh, self._keep_whole, self._last = context.mesh, keep_whole, True
+        self._under_way: Bucket | None = None
+        self._next = 0
+        """How many buckets were reduced in this step, in their fixed order."""
+        self._masters = _masters(model, context)
+        # Frozen parameters have no update, but their masters are kept where computing has its own copy.
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad or n in self._masters]
+        self._pieces = {name: self._piece(name, parameter) for name, parameter in named}
+        trained = {n: p for n, p in self._pieces.items() if p.parameter.requires_grad}
+        used = {n: p for n, p in trained.items() if n not in context.unused}
+        self._unused = [piece for name, piece in trained.items() if name not in used]
+        self._scalars = [piece for piece in used.values() if not piece.parameter.shape]
+        self._buckets = [Bucket(group, self._mesh) for group in _by_block(used, context.facts)]
+        for bucket in self._buckets:
+            for piece in bucket.pieces:
+                piece.parameter.register_post_accumulate_grad_hook(self._hook(bucket, piece))
+        self._masters.clear()
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        @contextmanager
+        def micro_batch() -> Iterator[None]:
+            self._last = last
+            yield
+
+        return micro_batch()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        refuse_gradients(piece.name for piece in self._unused if piece.whole_gradient() is not None)
+        for bucket in self._buckets[self._next :]:  # held up by a parameter without a gradient, or by a pipeline
+            for piece in bucket.pieces:
+                piece.take_gradient()
+            self._reduce(bucket)
+        for bucket in self._buckets:
+            bucket.finish(self._keep_whole)
+        self._next = 0
+        self._sum_scalars()
+
+    def parameters(self) -> NamedParameters:
+        return NamedParameters((n, piece.shard) for n, piece in self._pieces.items() if piece.parameter.requires_grad)
+
+    @torch.no_grad()
+    def updated(self) -> None:
+        for piece in self._scalars:
+            piece.parameter.data.copy_(piece.shard.to_local())
+        # One bucket ahead: the next is under way while this one is copied to its place.
+        for current, following in zip_longest(self._buckets, self._buckets[1:]):
+            if current is self._buckets[0]:
+                current.start_gather()
+            if following is not None:
+                following.start_gather()
+            current.finish_gather()
+
+    def forget_gradients(self) -> None:
+        for piece in self._pieces.values():
+            piece.forget_whole()
+
+    def held(self) -> Iterator[HeldTensor]:
+        shards = {id(piece.parameter): piece.shard for piece in self._pieces.values()}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor):
+                yield HeldTensor(name, shards.get(id(tensor), tensor))
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        for piece in self._pieces.values():
+            piece.parameter.data.copy_(whole(piece.shard.detach()))
+
+    def resident(self) -> dict[str, list[torch.Tensor]]:
+        gradients: list[torch.Tensor | None] = []
+        for piece in self._pieces.values():
+            gradients += [piece.parameter.grad, piece.gradient, piece.shard.grad]
+        return {
+            "parameters": list(self.model.parameters()),
+            "masters": [piece.shard for piece in self._pieces.values()],
+            "gradients": [g for g in gradients if g is not None],
+        }
+
+    def _piece(self, name: str, parameter: nn.Parameter) -> ShardedParameter:
+        shape = parameter.shape
+        rows = -(-shape[0] // self._mesh.size()) if shape else 1
+        rank = self._mesh.get_local_rank()
+        source = self._masters.get(name, parameter.data)
+        local = source[rank * rows : (rank + 1) * rows] if shape else source
+        if name in self._masters:
+            local = local.clone()  # else the whole master would stay in memory behind the view
+        local = local.contiguous()  # rows of a strided parameter are no block of memory, which fused kernels want
+        stride = torch.empty(shape, device="meta").stride()
+        placement = Shard(0) if shape else Replicate()
+        dtensor = DTensor.from_local(local, self._mesh, [placement], run_check=False, shape=shape, stride=stride)
+        return ShardedParameter(name, parameter, nn.Parameter(dtensor), rows)
+
+    def _hook(self, bucket: Bucket, piece: ShardedParameter) -> Any:
+        # Weakly: a parameter holds its hooks where Python's collector cannot see them, so nothing would ever be freed.
+        engine, its_bucket, its_piece = weakref.ref(self), weakref.ref(bucket), weakref.ref(piece)
+
+        def gradient_is_there(parameter: torch.Tensor) -> None:
+            own, whole_bucket, own_piece = engine(), its_bucket(), its_piece()
+            if own is None or whole_bucket is None or own_piece is None:
+                return
+            own_piece.take_gradient()
+            if own._last:
+                own._arrived(whole_bucket, own_piece)
+
+        return gradient_is_there
+
+    def _arrived(self, bucket: Bucket, piece: ShardedParameter) -> None:
+        if piece.name in bucket.arrived and bucket in self._buckets[: self._next]:
+            raise JobError(
+                f"The gradient of {piece.name} came twice in one backward pass, the second time after it was summed "
+                "over ranks. Reentrant activation checkpointing does that; pass use_reentrant=False to it."
+            )
+        bucket.arrived.add(piece.name)
+        while self._next < len(self._buckets) and self._buckets[self._next].is_complete:
+            self._reduce(self._buckets[self._next])
+
+    def _sum_scalars(self) -> None:
+        by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
+        for piece in self._scalars:
+            piece.take_gradient()
+            by_dtype.setdefault(piece.shard.dtype, []).append(piece)
+        for pieces in by_dtype.values():
+            likes = [piece.shard.to_local() for piece in pieces]
+            summed = sum_over_ranks([piece.whole_gradient() for piece in pieces], likes, self._mesh.get_group())
+            for piece, gradient in zip(pieces, summed, strict=True):
+                piece.shard.grad = None if gradient is None else piece.as_shard(gradient)
+
+    @torch.no_grad()
+    def _reduce(self, bucket: Bucket) -> None:
+        # One sum is under way at a time, so that no more than two buckets' gradients exist twice.
+        if self._under_way is not None:
+            self._under_way.settle()
+        bucket.reduce()
+        self._under_way, self._next = bucket, self._next + 1
+        if not self._keep_whole:
+            for piece in bucket.pieces:
+                piece.forget_whole()
+
+
+def _masters(model: nn.Module, context: ApplyContext) -> dict[str, torch.Tensor]:
+    """Under a lowered precision: parameters go to the compute dtype, and what they were is returned by name."""
+    if not context.lowered:
+        return {}
+    masters = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            masters[name] = parameter.data
+            parameter.data = parameter.data.to(context.compute_dtype)
+    return masters
+
+
+def _by_block(pieces: dict[str, ShardedParameter], facts: ModelFacts) -> list[list[ShardedParameter]]:
+    """Pieces grouped by the block that holds them and by dtype, in the order in which backward completes them.
+
+    What no block holds comes last: an embedding is there, too.
+    """
+    groups: dict[tuple[str, torch.dtype, torch.dtype], list[ShardedParameter]] = {}
+    for name, piece in pieces.items():
+        if piece.parameter.shape:
+            block = next((b for b in facts.blocks if name.startswith(f"{b}.")), "")
+            groups.setdefault((block, piece.parameter.dtype, piece.shard.dtype), []).append(piece)
+    called = {name: place for place, name in enumerate((*facts.blocks, *(call.name for call in facts.calls)))}
+    order = sorted(groups, key=lambda key: called.get(key[0], -1), reverse=True)
+    return [groups[key] for key in order]

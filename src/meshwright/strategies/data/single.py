@@ -1,0 +1,31 @@
+"""`single`: one process, one device; what every other strategy must equal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshwright.facts.data_axis import DataTraits
+from meshwright.facts.strategy import Strategy
+from meshwright.strategies.base import DataStrategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshwright.strategies.engine import ApplyContext, Engine
+
+
+class Single(DataStrategy):
+    summary = "one process, one device"
+    traits = DataTraits(
+        word="single", sized=False, one_process=True, foreign=True, planned=False, compared=False, complexity=0
+    )
+    overlaps = False
+
+    def axes(self, strategy: Strategy) -> dict[str, int]:
+        return {}
+
+    def apply(self, model: nn.Module, context: ApplyContext) -> Engine:
+        from meshwright.strategies.engine import Engine
+
+        context.fill()
+        return Engine(model)

@@ -1,0 +1,286 @@
+"""Operator-wise parallelism: each large operator by itself is divided over the ranks and combined right after.
+
+It asks for no structure between operators, so it serves models in which no column and row pairs are found, CNNs for
+one. Between operators every rank of the axis holds the same activations, in plain tensors under plain autograd. The
+user's modules and names stay; each divided module gets a subclass of its own class, and parameters of the local size.
+
+| operator | divided over | what is sent forward; backward |
+| --- | --- | --- |
+| linear | outputs | outputs gathered; input's gradient summed |
+| linear whose outputs do not divide | inputs | outputs summed; input's gradient gathered |
+| convolution, transposed or not | output channels, or groups | as linear over outputs; for groups, gradient gathered |
+| embedding | entries, or features where entries do not divide | outputs summed, or gathered; nothing |
+| attention | heads | outputs summed; inputs' gradients summed |
+
+Cross-entropy sees gathered logits and stays whole: divided, it would send the logits' gradient, their size again, only
+for the gather to drop all but a part of it.
+
+What is large: convolutions always, because their work does not go with their parameters. The smallest of the other
+operators that hold less than 1 % of the parameters together stay whole: a message costs more than they do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from functools import cached_property, wraps
+from itertools import accumulate, product
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+
+from meshwright.errors import Refused
+from meshwright.strategies.cuts import Cut, Cuts, narrow
+from meshwright.strategies.operator.division import SMALL
+from meshwright.strategies.operator.rules import Forward, OperatorKind, Way, recognise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One operator of a model and what becomes of it."""
+
+    name: str
+    """Its module's."""
+    kind: str
+    along: str = ""
+    """What is divided: "outputs", "heads"; empty where nothing of it could be."""
+    size: int = 0
+    """How many of them the whole operator has."""
+    parts: int = 1
+    why: str = ""
+    """Why it stays whole; empty for one that is divided."""
+
+    def __str__(self) -> str:
+        what = f"{self.name or 'the model'}: {self.kind}"
+        return f"{what}, whole: {self.why}" if self.why else f"{what}, {self.size} {self.along} in {self.parts} parts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorPlan:
+    """Which operators are divided, and why the others are not; in the order of the model's modules."""
+
+    ranks: int
+    operators: tuple[Operator, ...]
+
+    @property
+    def divided(self) -> tuple[Operator, ...]:
+        return tuple(operator for operator in self.operators if not operator.why)
+
+    @property
+    def whole(self) -> tuple[Operator, ...]:
+        return tuple(operator for operator in self.operators if operator.why)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.operators))
+
+
+def plan_operators(model: nn.Module, ranks: int, read_elsewhere: frozenset[str] = frozenset()) -> OperatorPlan:
+    """Which of the model's operators to divide over `ranks`. Pure: looks at structure and sizes only.
+
+    `read_elsewhere` names parameters that the model reads outside of their module's `forward`, as
+    `F.linear(x, self.token.weight)` does: who reads them there must find them whole.
+    """
+    found = _find(model, read_elsewhere)
+    rows: dict[str, Operator] = {}
+    for group in _tied(found):
+        rows |= _choose(group, ranks)
+    plan = OperatorPlan(ranks=ranks, operators=tuple(rows[name] for name, one in found.items() if one.is_operator))
+    if not plan.divided:
+        raise Refused(_nothing(plan, found))
+    return plan
+
+
+def split_operators(model: nn.Module, plan: OperatorPlan, mesh: DeviceMesh) -> Cuts:
+    """Divide a model on the meta device as planned; says how each of its divided parameters is cut."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    cuts: Cuts = {}
+    narrowed: dict[int, nn.Parameter] = {}
+    # narrow() knows a parameter by its id, so all whole ones live until the last is replaced.
+    whole = list(model.parameters())
+    classes: dict[tuple[type, Forward], type[nn.Module]] = {}
+    for row in plan.divided:
+        module = model.get_submodule(row.name)
+        way = next(way for way in recognise(module).ways(module) if way.along == row.along)  # type: ignore[union-attr]
+        for path, (dim, pieces) in way.cuts.items():
+            cut = Cut(dim=dim, mesh=mesh, pieces=pieces)
+            owner_path, _, name = path.rpartition(".")
+            owner = module.get_submodule(owner_path)
+            if owner._parameters.get(name) is None:  # another stage of a pipeline holds it
+                continue
+            cuts |= {known: cut for known in names[id(owner._parameters[name])]}
+            narrow(owner, name, cut, narrowed)
+        _swap_forward(module, way.forward, mesh, classes)
+    del whole
+    _close_fast_paths(model)
+    return cuts
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """A module that holds parameters: an operator, or one that nothing divides but that may share with operators."""
+
+    name: str
+    module: nn.Module
+    kind: str
+    ways: list[Way]
+    objection: str
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        inner = isinstance(self.module, nn.MultiheadAttention)
+        return dict(self.module.named_parameters(recurse=inner, remove_duplicate=False))
+
+    @property
+    def is_operator(self) -> bool:
+        """Worth a row in the plan: norms, which hold vectors, and what is behind a parametrization are not."""
+        if isinstance(self.module, ParametrizationList):
+            return False
+        return recognise(self.module) is not None or any(p.dim() > 1 for p in self.parameters.values())
+
+    @property
+    def elements(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+
+def _find(model: nn.Module, read_elsewhere: frozenset[str]) -> dict[str, _Found]:
+    """Every module with parameters of its own that an operator could be, by name."""
+    read = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in read_elsewhere}
+    inner = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    found: dict[str, _Found] = {}
+    for name, module in model.named_modules():
+        # Attention reads its out_proj's weight and never calls it: the two are one operator.
+        if id(module) not in inner and (one := _look(name, module, read)):
+            found[name] = one
+    small = _small(list(found.values()), sum(p.numel() for p in model.parameters()))
+    return {
+        name: replace(one, objection=_TOO_SMALL) if name in small and not one.objection else one
+        for name, one in found.items()
+    }
+
+
+_TOO_SMALL = f"it is one of the smallest operators, which together hold less than {SMALL:.0%} of the parameters"
+
+
+def _look(name: str, module: nn.Module, read: set[int]) -> _Found | None:
+    kind = recognise(module)
+    if kind is None:
+        if not any(True for _ in module.parameters(recurse=False)):
+            return None
+        return _Found(name, module, type(module).__name__, [], "no rule divides what it holds")
+    objection = _objection(module, kind)
+    one = _Found(name, module, kind.name, [] if objection else kind.ways(module), objection)
+    return one if objection else replace(one, objection=_hidden_use(one, read))
+
+
+def _objection(module: nn.Module, kind: OperatorKind) -> str:
+    base = next((cls for cls in kind.classes if isinstance(module, cls)), None)
+    if base is not None and (type(module).forward is not base.forward or "forward" in module.__dict__):
+        return f"its forward is not nn.{base.__name__}'s"
+    if any(is_parametrized(inner) for inner in module.modules()):
+        return "its parameters are parametrized"
+    return kind.objection(module)
+
+
+def _hidden_use(one: _Found, read: set[int]) -> str:
+    for name in {name: None for way in one.ways for name in way.cuts}:
+        if name not in one.parameters:  # PyTorch's older weight_norm, spectral_norm and pruning
+            return f"its {name} is computed from other parameters"
+        if id(one.parameters[name]) in read:
+            return f"its {name} is also read outside of its forward"
+    return ""
+
+
+def _small(found: list[_Found], total: int) -> set[str]:
+    """Names of the operators too small to be worth a message; those of one size fare alike."""
+    held: Counter[int] = Counter()
+    for one in found:
+        held[one.elements] += one.elements
+    up_to = dict(zip(sorted(held), accumulate(held[size] for size in sorted(held)), strict=True))
+    return {one.name for one in found if up_to[one.elements] < SMALL * total and "convolution" not in one.kind}
+
+
+def _tied(found: dict[str, _Found]) -> list[list[_Found]]:
+    """Operators in groups that share parameters; most are alone."""
+    group_of: dict[int, list[_Found]] = {}
+    for one in found.values():
+        group = [one]
+        for parameter in one.parameters.values():
+            group = [*(other for other in group_of.get(id(parameter), []) if other not in group), *group]
+        group_of |= {id(parameter): group for member in group for parameter in member.parameters.values()}
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+def _choose(group: list[_Found], ranks: int) -> dict[str, Operator]:
+    """One way for each operator of a group, such that parameters they share are cut alike; or all of them whole."""
+    reasons = {one.name: one.objection or _misfit(one, ranks) for one in group}
+    if not any(reasons.values()):
+        fitting = [[way for way in one.ways if way.size % ranks == 0] for one in group]
+        for ways in product(*fitting):
+            if _alike(group, ways):
+                return {one.name: _row(one, way, parts=ranks) for one, way in zip(group, ways, strict=True)}
+    end = "which stays whole" if any(reasons.values()) else "which divides otherwise"
+    for one in group:
+        others = " and ".join(other.name or "the model" for other in group if other is not one)
+        reasons[one.name] = reasons[one.name] or f"it shares a parameter with {others}, {end}"
+    return {one.name: _row(one, one.ways[0] if one.ways else None, why=reasons[one.name]) for one in group}
+
+
+def _row(one: _Found, way: Way | None, parts: int = 1, why: str = "") -> Operator:
+    along, size = (way.along, way.size) if way else ("", 0)
+    return Operator(name=one.name, kind=one.kind, along=along, size=size, parts=parts, why=why)
+
+
+def _misfit(one: _Found, ranks: int) -> str:
+    if any(way.size % ranks == 0 for way in one.ways):
+        return ""
+    return f"its {' and '.join(f'{way.size} {way.along}' for way in one.ways)} do not divide by {ranks}"
+
+
+def _alike(group: list[_Found], ways: tuple[Way, ...]) -> bool:
+    seen: dict[int, tuple[int, int] | None] = {}
+    for one, way in zip(group, ways, strict=True):
+        for name, parameter in one.parameters.items():
+            if seen.setdefault(id(parameter), way.cuts.get(name)) != way.cuts.get(name):
+                return False
+    return True
+
+
+def _nothing(plan: OperatorPlan, found: dict[str, _Found]) -> str:
+    sizes = sorted({way.size for one in found.values() if not one.objection for way in one.ways})
+    divide = [n for n in range(2, 65) if n != plan.ranks and any(size % n == 0 for size in sizes)]
+    first = "; ".join(map(str, plan.operators[:4])) or "the model has none"
+    more = f"; and {len(plan.operators) - 4} more" if len(plan.operators) > 4 else ""
+    advice = f"op={' or op='.join(map(str, divide[:4]))} would divide some" if divide else "choose another strategy"
+    return (
+        f"op={plan.ranks} divides linear, convolution, embedding and attention operators over {plan.ranks} ranks, "
+        f"but can divide none here ({first}{more}); {advice}."
+    )
+
+
+def _swap_forward(
+    module: nn.Module, forward: Forward, mesh: DeviceMesh, classes: dict[tuple[type, Forward], type[nn.Module]]
+) -> None:
+    """Give a module a subclass of its own class; one for all alike, so that torch.compile compiles them once."""
+    cls = type(module)
+    if (cls, forward) not in classes:
+
+        @wraps(cls.forward)
+        def divided(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return forward(self, mesh, *args, **kwargs)
+
+        names = {"forward": divided, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        classes[cls, forward] = type(cls.__name__, (cls,), names | {"__doc__": cls.__doc__})
+    module.__class__ = classes[cls, forward]
+
+
+def _close_fast_paths(model: nn.Module) -> None:
+    """PyTorch's encoders, when they only infer, hand their layers' weights to one kernel; it would find parts."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False

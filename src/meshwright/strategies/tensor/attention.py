@@ -1,0 +1,103 @@
+"""Attention over this rank's heads, and dropout of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.recording.dtensor import is_dtensor
+from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, local, part, shared, whole
+from meshwright.strategies.tensor.rules import Rule
+from meshwright.torch_private.dtensor import local_tensor
+from meshwright.torch_private.fake_tensors import FakeTensor
+
+HEADS = -3  # the dim of the heads in (batch, heads, sequence, width)
+
+
+def attention(
+    func: Rule,
+    mesh: DeviceMesh,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Heads are independent. Keys and values may have fewer heads, or be whole where their heads do not divide."""
+    heads, ranks = query.shape[HEADS] if query.dim() == 4 else 0, mesh.size()
+    if heads == 0 or heads % ranks or not _over_heads(mesh, query, key, value):
+        return NotImplemented
+    own_key, own_value = (_own_heads(x, heads, mesh) for x in (key, value))
+    with own_randomness(query, mesh) if dropout_p else nullcontext():
+        mixed = F.scaled_dot_product_attention(
+            part(query, HEADS, mesh),
+            own_key,
+            own_value,
+            _own_mask(attn_mask, heads, mesh),
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa and own_key.shape[HEADS] != heads // ranks,
+        )
+    return divided(mixed, HEADS, mesh)
+
+
+def _over_heads(mesh: DeviceMesh, *tensors: Tensor) -> bool:
+    """Whether one is divided over its heads: if they are divided otherwise, attention mixes what ranks hold."""
+    return any(is_divided(x, mesh) and dim_of(x) == x.dim() + HEADS for x in tensors)
+
+
+def _own_heads(x: Tensor, heads: int, mesh: DeviceMesh) -> Tensor:
+    """The keys or values of this rank's query heads."""
+    if x.shape[HEADS] % mesh.size() == 0:
+        return part(x, HEADS, mesh)
+    x = whole(x, mesh)
+    return part(x.repeat_interleave(heads // x.shape[HEADS], HEADS), HEADS, mesh)
+
+
+def _own_mask(mask: Tensor | None, heads: int, mesh: DeviceMesh) -> Tensor | None:
+    if mask is None:
+        return None
+    by_head = mask.dim() >= -HEADS and mask.shape[HEADS] == heads
+    return part(mask, HEADS, mesh) if by_head else shared(mask, mesh)
+
+
+def dropout(
+    func: Rule, mesh: DeviceMesh, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **other: Any
+) -> Any:
+    """Every rank draws masks of its own for its part."""
+    if other or inplace or not is_divided(x, mesh):
+        return NotImplemented
+    if not training or p == 0.0:
+        return x
+    with own_randomness(x, mesh):
+        return divided(F.dropout(local(x), p, training=True), dim_of(x), mesh)
+
+
+@contextmanager
+def own_randomness(x: Tensor, mesh: DeviceMesh) -> Iterator[None]:
+    """Random numbers that differ between the ranks of the axis, and afterwards go on in step.
+
+    They follow from the CPU's generator, which is in step, so a block that is recomputed draws the same again.
+    """
+    if isinstance(local_tensor(x) if is_dtensor(x) else x, FakeTensor):
+        yield  # made-up tensors have no values to draw from
+        return
+    seed = int(torch.randint(2**31, ()))
+    own_seed = seed * mesh.size() + mesh.get_local_rank()
+    on_cpu = x.device.type == "cpu"
+    with torch.random.fork_rng([] if on_cpu else [x.device], device_type="cuda" if on_cpu else x.device.type):
+        torch.default_generator.manual_seed(own_seed)
+        if not on_cpu:
+            torch.get_device_module(x.device).manual_seed(own_seed)
+        yield

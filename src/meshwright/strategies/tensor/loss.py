@@ -1,0 +1,83 @@
+"""Cross entropy of logits that are divided over the classes: no rank ever holds them all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.describe.dtypes import LOW
+from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, local, part, whole
+from meshwright.strategies.tensor.rules import Rule
+
+
+def cross_entropy(
+    func: Rule,
+    mesh: DeviceMesh,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """With whole targets that are class numbers. Weights and smoothing need all classes at once."""
+    plain = weight is None and label_smoothing == 0.0 and size_average is None and reduce is None
+    classes = 1 if input.dim() > 1 else 0
+    numbers = isinstance(target, Tensor) and not target.is_floating_point() and not is_divided(target, mesh)
+    if not plain or not numbers or not is_divided(input, mesh):
+        return NotImplemented
+    if dim_of(input) != classes:
+        return _in_parts(mesh, input, target, ignore_index, reduction)
+    losses = _CrossEntropy.apply(local(input).movedim(classes, -1), target, ignore_index, mesh)
+    return _reduced(losses, target, ignore_index, reduction)
+
+
+def _in_parts(mesh: DeviceMesh, input: Any, target: Tensor, ignore_index: int, reduction: str) -> Any:
+    """Logits that are divided over samples or positions: each of them by itself."""
+    dim = dim_of(input)
+    own_target = part(target, dim - (dim > 1), mesh)
+    losses = F.cross_entropy(local(input), own_target, ignore_index=ignore_index, reduction="none")
+    return _reduced(whole(divided(losses, dim - (dim > 1), mesh), mesh), target, ignore_index, reduction)
+
+
+def _reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total / (target != ignore_index).sum() if reduction == "mean" else total
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """-log softmax(logits)[target] with the classes in the last dim, each rank having its part of them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, mesh: DeviceMesh) -> Tensor:
+        group = mesh.get_group()
+        values = logits.float() if logits.dtype in LOW else logits
+        largest = values.amax(-1, keepdim=True)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        shifted = values - largest
+        here = target - mesh.get_local_rank() * logits.shape[-1]
+        elsewhere = (here < 0) | (here >= logits.shape[-1]) | (target == ignore_index)
+        here = here.masked_fill(elsewhere, 0)
+        chosen = shifted.gather(-1, here[..., None]).squeeze(-1).masked_fill(elsewhere, 0)
+        exponents = shifted.exp()
+        sums = torch.stack([exponents.sum(-1), chosen])
+        dist.all_reduce(sums, group=group)
+        ctx.save_for_backward(exponents.div_(sums[0][..., None]), here, elsewhere, target == ignore_index)
+        ctx.dtype = logits.dtype
+        return (sums[0].log() - sums[1]).masked_fill_(target == ignore_index, 0).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax, here, elsewhere, ignored = ctx.saved_tensors
+        # softmax - 1 at the target, for targets whose class this rank holds
+        change = softmax.scatter_add(-1, here[..., None], (~elsewhere)[..., None].to(softmax.dtype).neg())
+        return (change * gradient.masked_fill(ignored, 0)[..., None]).to(ctx.dtype), None, None, None

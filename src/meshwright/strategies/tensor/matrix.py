@@ -1,0 +1,157 @@
+"""Products with matrices of which each rank holds a part: linear layers, attention scores, embeddings."""
+
+from __future__ import annotations
+
+import weakref
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.strategies.tensor.layout import (
+    add_up,
+    dim_of,
+    divided,
+    is_divided,
+    local,
+    part,
+    pieces_of,
+    settle,
+    shared,
+    whole,
+)
+from meshwright.strategies.tensor.rules import Rule
+from meshwright.torch_private.tensors import version_of
+
+
+def linear(func: Rule, mesh: DeviceMesh, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """By where the weight is divided: its outputs (a column layer), its inputs (a row layer), or not at all."""
+    if is_divided(weight, mesh) and dim_of(weight) == 0:
+        own_bias = _bias_part(bias, weight, mesh)
+        return divided(F.linear(shared_input(x, mesh), local(weight), own_bias), -1, mesh, pieces_of(weight))
+    if is_divided(weight, mesh) or (is_divided(x, mesh) and dim_of(x) == x.dim() - 1):
+        if x.shape[-1] % mesh.size():
+            return NotImplemented
+        return _plus(settle(F.linear(part(x, -1, mesh), part(weight, 1, mesh)), mesh), bias, mesh)
+    if not is_divided(x, mesh):
+        return NotImplemented
+    return divided(F.linear(local(x), shared(weight, mesh), _shared_or_none(bias, mesh)), dim_of(x), mesh)
+
+
+@dataclass
+class _Input:
+    """What the latest column layer read, and the copy that was made of it."""
+
+    source: weakref.ref[Tensor]
+    state: tuple[Any, ...]
+    copy: Tensor
+
+
+_latest: ContextVar[_Input | None] = ContextVar("latest_input", default=None)
+
+
+def shared_input(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Query, key and value read the same input: one copy serves all, so that their shares are summed once."""
+    state = (mesh, torch.is_grad_enabled(), version_of(x) if not x.is_inference() else 0)
+    latest = _latest.get()
+    if latest is None or latest.source() is not x or latest.state != state:
+        latest = _Input(weakref.ref(x), state, shared(x, mesh))
+        _latest.set(latest)
+    return latest.copy
+
+
+def forget_input() -> None:
+    """At the end of a region, lest it keep an activation alive."""
+    _latest.set(None)
+
+
+def add_product(func: Rule, mesh: DeviceMesh, bias: Tensor, x: Tensor, weight: Tensor, **other: Any) -> Any:
+    """`addmm`, as in a linear layer whose weight is transposed."""
+    if other or not is_divided(weight, mesh) or bias.dim() != 1 or x.dim() != 2:
+        return NotImplemented
+    if dim_of(weight) == 1:
+        own_bias = _bias_part(bias, weight, mesh)
+        assert own_bias is not None
+        return divided(torch.addmm(own_bias, shared_input(x, mesh), local(weight)), 1, mesh, pieces_of(weight))
+    return _plus(add_up(part(x, 1, mesh) @ local(weight), mesh), bias, mesh)
+
+
+def _bias_part(bias: Tensor | None, weight: Tensor, mesh: DeviceMesh) -> Tensor | None:
+    """The bias of this rank's outputs, in the order in which the weight has them."""
+    if bias is None:
+        return None
+    if is_divided(bias, mesh) and is_divided(weight, mesh) and pieces_of(bias) == pieces_of(weight):
+        return local(bias)
+    pieces = whole(bias, mesh).chunk(pieces_of(weight))  # type: ignore[arg-type]
+    return torch.cat([part(piece, 0, mesh) for piece in pieces])
+
+
+def _shared_or_none(bias: Tensor | None, mesh: DeviceMesh) -> Tensor | None:
+    return None if bias is None else shared(bias, mesh)
+
+
+def _plus(total: Tensor, bias: Tensor | None, mesh: DeviceMesh) -> Tensor:
+    """The bias is added once, after the shares are."""
+    if bias is None:
+        return total
+    if is_divided(total, mesh):
+        return divided(local(total) + shared(bias, mesh), dim_of(total), mesh)
+    return total + bias
+
+
+def matmul(func: Rule, mesh: DeviceMesh, a: Tensor, b: Tensor) -> Any:
+    """Rows, columns and batches of a product are independent; along the contracted dim shares are added up."""
+    if a.dim() < 2 or b.dim() < 2:
+        return NotImplemented
+    left, right = _place(a, mesh), _place(b, mesh)
+    if max(left, right) > 2:
+        return _matmul_in_batches(mesh, a, b, left if left > 2 else right)
+    if left == 1 or right == 2:
+        shares = part(a, -1, mesh) @ part(b, -2, mesh) if a.shape[-1] % mesh.size() == 0 else None
+        return NotImplemented if shares is None else settle(shares, mesh)
+    if right == 1:  # before the other: a weight's columns stay where they are
+        return divided(shared_input(a, mesh) @ local(b), -1, mesh, pieces_of(b))  # type: ignore[arg-type]
+    return divided(local(a) @ shared(b, mesh), -2, mesh)  # type: ignore[arg-type]
+
+
+def _matmul_in_batches(mesh: DeviceMesh, a: Tensor, b: Tensor, place: int) -> Any:
+    size = (a if _place(a, mesh) == place else b).shape[-place]
+
+    def own(x: Tensor) -> Tensor:
+        return part(x, -place, mesh) if x.dim() >= place and x.shape[-place] == size else shared(x, mesh)
+
+    return divided(own(a) @ own(b), -place, mesh)
+
+
+def _place(x: Tensor, mesh: DeviceMesh) -> int:
+    """The divided dim counted from the right; 0 for none."""
+    return x.dim() - dim_of(x) if is_divided(x, mesh) else 0
+
+
+def embedding(
+    func: Rule,
+    mesh: DeviceMesh,
+    index: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """Each rank looks up the rows that it holds; for the others it adds zero."""
+    plain = is_divided(weight, mesh) and dim_of(weight) == 0 and not is_divided(index, mesh)
+    if not plain or max_norm is not None or scale_grad_by_freq or sparse:
+        return NotImplemented
+    rows = local(weight)  # type: ignore[arg-type]
+    first = mesh.get_local_rank() * len(rows)
+    here = index - first
+    elsewhere = (here < 0) | (here >= len(rows))
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0] - first  # its row gets no gradient
+    own_padding = padding if 0 <= padding < len(rows) else None
+    found = F.embedding(here.masked_fill(elsewhere, 0), rows, own_padding)
+    return settle(found.masked_fill(elsewhere[..., None], 0), mesh)

@@ -1,0 +1,241 @@
+"""Inside a region, torch functions run on divided tensors as they would on whole ones.
+
+A function that has a rule runs on this rank's parts. Any other runs on whole tensors, which are gathered first: right,
+but not divided. Which ones that were is kept, so that it can be told.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
+
+from meshwright.strategies.backward import backward_pass
+from meshwright.strategies.in_place import IN_PLACE_OPERATORS, asked_in_place, changes_its_input, not_in_place
+from meshwright.strategies.tensor import rules
+from meshwright.strategies.tensor.attention import attention, dropout
+from meshwright.strategies.tensor.layout import (
+    dim_of,
+    divided,
+    is_divided,
+    part,
+    pieces_of,
+    whole,
+)
+from meshwright.strategies.tensor.loss import cross_entropy
+from meshwright.strategies.tensor.matrix import add_product, embedding, forget_input, linear, matmul
+from meshwright.strategies.tensor.memory import change, check_current, note_views, refuse_other_shape
+from meshwright.strategies.tensor.rules import Rule, functions
+from meshwright.torch_private.modes import function_modes
+from meshwright.torch_private.trees import tree_leaves, tree_map
+
+_TABLE: list[tuple[Rule, str]] = [
+    (
+        rules.elementwise,
+        "add sub subtract rsub mul multiply div divide true_divide neg negative pow square exp exp2 expm1 log log2 "
+        "log1p sqrt rsqrt reciprocal sigmoid tanh sin cos erf abs sign relu relu6 gelu silu mish elu celu selu "
+        "leaky_relu hardtanh hardswish hardsigmoid softplus logsigmoid clamp clamp_min clamp_max clip maximum minimum "
+        "where masked_fill eq ne lt le gt ge logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not "
+        "isnan isinf isfinite addcmul addcdiv lerp floor ceil round nan_to_num "
+        "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __pow__ "
+        "__rpow__ __neg__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __invert__ "
+        "zeros_like ones_like full_like empty_like",
+    ),
+    (rules.convert, "to float half bfloat16 double type_as contiguous clone detach"),
+    (rules.make_new, "new_zeros new_ones new_full new_empty new_tensor"),
+    (rules.move_dims, "transpose permute swapaxes swapdims movedim moveaxis unsqueeze squeeze t adjoint"),
+    (rules.reshape, "view reshape flatten unflatten view_as reshape_as ravel"),
+    (rules.expand, "expand"),
+    (rules.expand_as, "expand_as"),
+    (rules.repeat, "repeat"),
+    (rules.repeat_interleave, "repeat_interleave"),
+    (rules.split, "split chunk split_with_sizes"),
+    (rules.unbind, "unbind"),
+    (rules.select, "select"),
+    (rules.narrow, "narrow"),
+    (rules.get_item, "__getitem__"),
+    (rules.concatenate, "cat concat concatenate"),
+    (rules.stack, "stack"),
+    (rules.along_a_dim, "softmax log_softmax"),
+    (rules.reduce, "sum mean"),
+    (rules.layer_norm, "layer_norm rms_norm"),
+    (matmul, "matmul bmm mm __matmul__"),
+    (linear, "linear"),
+    (add_product, "addmm"),
+    (embedding, "embedding"),
+    (attention, "scaled_dot_product_attention"),
+    (dropout, "dropout"),
+    (cross_entropy, "cross_entropy"),
+]
+_RULES: dict[Any, Rule] = {func: rule for rule, names in _TABLE for func in functions(names)}
+_PROPERTIES = (("T", rules.move_dims), ("mT", rules.move_dims), ("data", rules.convert))
+_RULES |= {getattr(Tensor, name).__get__: rule for name, rule in _PROPERTIES}
+
+# A fused tensor lies in its pieces' order: all but these see it whole.
+_RULES_OF_PIECES: dict[Any, Rule] = {
+    **dict.fromkeys(functions("split chunk split_with_sizes"), rules.split_pieces),
+    **dict.fromkeys(functions("view reshape unflatten"), rules.reshape_pieces),
+    **dict.fromkeys(functions("to float half bfloat16 double type_as contiguous"), rules.convert),
+    F.linear: linear,
+    torch.addmm: add_product,
+}
+
+# Asked of the carrier itself, which knows the whole's shape. Printing is here because one rank may print alone.
+_ASKED = functions(
+    "size dim ndimension numel nelement element_size stride is_contiguous is_floating_point is_complex is_signed "
+    "get_device storage_offset requires_grad_ retain_grad register_hook __len__ __hash__ __repr__ __str__ __format__ "
+    "has_names is_same_size __dir__ is_inference _is_view is_tensor is_set_to"
+)
+
+
+_VIEWS = functions(
+    "view reshape flatten unflatten view_as reshape_as transpose permute swapaxes swapdims movedim squeeze unsqueeze "
+    "expand expand_as split chunk split_with_sizes unbind select narrow __getitem__ diagonal unfold detach"
+) | {getattr(Tensor, name).__get__ for name in ("T", "mT", "data")}
+
+
+class DividedFunctions(TorchFunctionMode):
+    """The region's mode; one for each axis."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.gathered: Counter[str] = Counter()
+        """How often each function without a rule for its arguments ran on whole tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.backward, torch.autograd.backward):
+            return self._differentiate(func, args, kwargs)
+        if func is torch.autograd.grad:  # gradients lie as what they are of does
+            return func(*args, **kwargs)
+        tensors = list(_tensors(args, kwargs))
+        for tensor in tensors:
+            check_current(tensor)
+        if not any(is_divided(tensor, self.mesh) for tensor in tensors):
+            return func(*args, **kwargs)
+        if func in _ASKED or (_is_property(func) and func not in _RULES):
+            return func(*args, **kwargs)
+        if changes_its_input(func, args, kwargs):
+            return self._change(func, args, kwargs)
+        result = self._run(func, args, kwargs)
+        if func in _VIEWS and is_divided(args[0], self.mesh):
+            note_views(args[0], tree_leaves(result))
+        return result
+
+    def _differentiate(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A mode is off while it handles a function, but what is recomputed in a backward pass needs it again."""
+        pass_ = backward_pass(func, args, kwargs)
+        if pass_ is None:
+            func(*args, **kwargs)
+            return
+        with self:
+            pass_()
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        fused = any(is_divided(leaf, self.mesh) and pieces_of(leaf) > 1 for leaf in _tensors(args, kwargs))
+        result = self._by_rule((_RULES_OF_PIECES if fused else _RULES).get(func), func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        if fused:  # whole, it may have a rule again
+            args, kwargs = self._whole((args, kwargs), only_fused=True)
+            return self.__torch_function__(func, (), args, kwargs)
+        return self._on_whole(func, args, kwargs)
+
+    def _on_whole(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.gathered[getattr(func, "__name__", str(func))] += 1
+        whole_args, whole_kwargs = self._whole((args, kwargs))
+        return func(*whole_args, **whole_kwargs)
+
+    def _by_rule(self, rule: Rule | None, func: Any, args: Any, kwargs: Any) -> Any:
+        if rule is None:
+            return NotImplemented
+        try:
+            return rule(func, self.mesh, *args, **kwargs)
+        except (torch.OutOfMemoryError, dist.DistError, CheckpointError):
+            raise
+        except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):
+            # Arguments that the rule does not know. If they are wrong, the function itself says so. Every rank has
+            # parts of the same shape, so all of them come here.
+            return NotImplemented
+
+    def _whole(self, tree: Any, only_fused: bool = False) -> Any:
+        def gather(leaf: Any) -> Any:
+            if not is_divided(leaf, self.mesh) or (only_fused and pieces_of(leaf) == 1):
+                return leaf
+            return whole(leaf, self.mesh)
+
+        return tree_map(gather, tree)
+
+    def _change(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Compute the new value aside and copy it into the tensor that is to change."""
+        target = kwargs.get("out", args[0] if args else None)
+        if not is_divided(target, self.mesh):
+            return self._on_whole(func, args, kwargs)
+        dim = dim_of(target)
+        found = self._new_value(func, target, args, kwargs)
+        refuse_other_shape(target, found)
+        change(target, divided(part(found, dim, self.mesh), dim, self.mesh))
+        return target
+
+    def _new_value(self, func: Any, target: DTensor, args: Any, kwargs: Any) -> Any:
+        if "out" in kwargs:
+            return self._run(func, args, {key: value for key, value in kwargs.items() if key != "out"})
+        if asked_in_place(func, args, kwargs):
+            return self._run(func, *not_in_place(func, args, kwargs))
+        if (out_of_place := _out_of_place(func)) is not None:
+            return self._run(out_of_place, args, kwargs)
+        value = whole(target, self.mesh).clone()
+        self._on_whole(func, (value, *args[1:]), kwargs)
+        return value
+
+
+def _tensors(args: Any, kwargs: Any) -> Iterator[Any]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple | dict):
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _is_property(func: Any) -> bool:
+    return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
+
+
+@cache
+def _out_of_place(func: Any) -> Any:
+    """The function that computes the same without changing its input."""
+    name = func.__name__
+    plain = IN_PLACE_OPERATORS.get(name) or name.removesuffix("_")
+    return getattr(Tensor, plain, None) if plain != name else None
+
+
+def mode_of(mesh: DeviceMesh) -> DividedFunctions:
+    """The one of this mesh. Kept on it: a table would outlive the processes' group."""
+    mode: DividedFunctions = mesh.__dict__.setdefault("_meshwright_mode", DividedFunctions(mesh))
+    return mode
+
+
+@contextmanager
+def tensor_region(mesh: DeviceMesh) -> Iterator[None]:
+    """In which functions understand divided tensors. Regions may lie in each other, and threads enter on their own."""
+    modes = function_modes()
+    if any(isinstance(mode, DividedFunctions) and mode.mesh == mesh for mode in modes):
+        yield
+        return
+    try:
+        with mode_of(mesh):
+            yield
+    finally:
+        forget_input()

@@ -1,0 +1,124 @@
+"""Tensor parallelism: each rank holds a part of every linear layer, and computes with that part.
+
+Parameters stay plain tensors of the local size, so data strategies and optimizers take them as they are. When a layer
+is called, its parameters become parts of whole ones (`tensor_layout`), and the author's own `forward` runs on them by
+rules that give what it would give on whole tensors (`tensor_mode`). So whatever the model does in between, it computes
+the same; a function without a rule costs a gather, never a wrong number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.describe.tensor_plan import output_dim
+from meshwright.facts.tensor_plan import TensorPlan, TensorRow
+from meshwright.strategies.cuts import Cut, Cuts, narrow
+from meshwright.strategies.forward import wrap_forward
+from meshwright.strategies.tensor.layout import SEQUENCE, along_sequence, divided, part, whole
+from meshwright.strategies.tensor.memory import as_parameter
+from meshwright.strategies.tensor.mode import mode_of, tensor_region
+from meshwright.torch_private.trees import tree_map
+
+__all__ = [
+    "as_sequence_shard",
+    "from_sequence_shard",
+    "gathered_functions",
+    "split_tensors",
+    "tensor_region",
+    "to_plain",
+]
+
+
+def split_tensors(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, blocks: Sequence[str]) -> Cuts:
+    """Divide a model on the meta device over the ranks of a one-dimensional mesh. Modules it lacks are passed over."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    rows = [row for row in plan.for_ranks(mesh.size()).divided if row.module in modules]
+    cut_of = {id(p): cut for row in rows for p, cut in _cuts_of(modules[row.module], row, mesh)}
+    cuts = _narrow_all(model, cut_of)
+    for row in rows:
+        wrap_forward(
+            modules[row.module], partial(_with_parts, cuts=_own(cuts, row.module), mesh=mesh, sums=_sums(row, plan))
+        )
+    for name in (*blocks, ""):
+        if name in modules:
+            wrap_forward(modules[name], partial(_in_region, mesh=mesh))
+    return cuts
+
+
+def _cuts_of(module: nn.Module, row: TensorRow, mesh: DeviceMesh) -> Iterator[tuple[nn.Parameter, Cut]]:
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    outputs = 0 if row.role == "vocabulary" and isinstance(module, nn.Embedding) else output_dim(module)
+    if weight is not None:
+        dim = 1 - outputs if row.role == "row" else outputs
+        yield weight, Cut(dim=dim, mesh=mesh, pieces=row.pieces)
+    if bias is not None and row.role != "row":
+        yield bias, Cut(dim=0, mesh=mesh, pieces=row.pieces)
+
+
+def _narrow_all(model: nn.Module, cut_of: dict[int, Cut]) -> Cuts:
+    """Wherever a parameter that is cut stands, also under its other names."""
+    named = model.named_parameters(remove_duplicate=False)  # one module may have several names, too
+    cuts = {name: cut_of[id(parameter)] for name, parameter in named if id(parameter) in cut_of}
+    narrowed: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for attribute, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) in cut_of:
+                narrow(module, attribute, cut_of[id(parameter)], narrowed)
+    return cuts
+
+
+def _own(cuts: Cuts, module: str) -> Cuts:
+    prefix = f"{module}."
+    own = {name.removeprefix(prefix): cut for name, cut in cuts.items() if name.startswith(prefix)}
+    return {name: cut for name, cut in own.items() if "." not in name}
+
+
+def _sums(row: TensorRow, plan: TensorPlan) -> bool:
+    """Whether its result, a sum over ranks, goes on divided along the sequence."""
+    return plan.sequence and row.role in ("row", "vocabulary")
+
+
+def _in_region(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, *, mesh: DeviceMesh) -> Any:
+    with tensor_region(mesh):
+        return forward(*args, **kwargs)
+
+
+def _with_parts(
+    module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, *, cuts: Cuts, mesh: DeviceMesh, sums: bool
+) -> Any:
+    """Run a layer whose parameters are parts. Swapped for the call: data strategies must find the plain ones."""
+    originals = {name: p for name in cuts if (p := module._parameters.get(name)) is not None}
+    for name, parameter in originals.items():
+        cut = cuts[name]
+        module._parameters[name] = as_parameter(divided(parameter, cut.dim, mesh, cut.pieces))  # type: ignore[assignment]
+    try:
+        with tensor_region(mesh), along_sequence(sums):
+            return forward(*args, **kwargs)
+    finally:
+        module._parameters.update(originals)
+
+
+def to_plain(tree: Any, mesh: DeviceMesh) -> Any:
+    """Divided tensors whole, on every rank; differentiable."""
+    return tree_map(lambda leaf: whole(leaf, mesh) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def gathered_functions(mesh: DeviceMesh) -> dict[str, int]:
+    """How often functions ran on gathered tensors so far, by name."""
+    return dict(mode_of(mesh).gathered)
+
+
+def as_sequence_shard(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's part of a block's output along its sequence, as a plain tensor that a pipeline can send."""
+    return part(x, SEQUENCE, mesh)
+
+
+def from_sequence_shard(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A block's input again, from the part of it that was received."""
+    return divided(local, SEQUENCE, mesh)

@@ -1,0 +1,231 @@
+"""Run one rank's step on fake tensors in a fake world of the full size, and keep what was seen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.assemble.axes import Axes
+from meshwright.assemble.batch import Batch, assemble
+from meshwright.assemble.rank_engine import RankEngine
+from meshwright.assemble.step import Trainer
+from meshwright.assemble.world import World, fake_world, outside_of_modes
+from meshwright.describe.as_on_cuda import as_on_cuda
+from meshwright.describe.batch_layout import CannotCut
+from meshwright.describe.observe import SAMPLES, make_batch
+from meshwright.describe.structure import map_tensors
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.facts.trace import Message, Operation
+from meshwright.strategies.data import ddp_engine
+from meshwright.strategies.engine import Engine
+from meshwright.strategies.norm import local
+from meshwright.torch_private.dtensor import forget_layouts
+from meshwright.torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from meshwright.torch_private.foreach import clipping_by_lists
+from meshwright.torch_private.trees import tree_leaves
+from meshwright.tracing.compiled import Compiler
+from meshwright.tracing.ddp_buckets import Buckets
+from meshwright.tracing.messages import Messages
+from meshwright.tracing.recorder import StepRecorder
+
+AXES = {"replicate": "replica", "pipeline": "stage"}
+"""Mesh axes that messages call otherwise."""
+
+
+class NoStream:
+    """Of a GPU that is not there: nothing is under way on it."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What was seen of one rank's second step."""
+
+    peaks: dict[str, Counter[str]]
+    """For each moment of the step (forward of the first block, say), bytes by cause when most was held."""
+    reserved: int
+    operations: Counter[Operation]
+    messages: Counter[Message]
+    stages: tuple[int, ...]
+    uncompiled: str = ""
+    """Why something that would be compiled was traced as it is."""
+
+
+def record_step(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, rank: int) -> Recorded:
+    """Two steps of a resolved strategy; the second counts, because the first makes the optimizer's state."""
+    sample = make_batch(job, SAMPLES)
+    with _fake_world(ranks, rank) as world, _fake_tensors():
+        recorder = StepRecorder(Messages())
+        compiler = Compiler(recorder, partial(_moment_of, facts.blocks))
+        with recorder.recording(), compiler.compiling():
+            trainer = Trainer(_watched(job, recorder), facts, strategy, world, seed=0)
+            _take_foreach(trainer.optimizer)
+            recorder.messages.axes = _axes_of_groups(trainer.axes)
+            for engine in _engines(trainer):
+                _name_moments(engine.model, facts, recorder)
+            batch = _part(job, sample, trainer)
+            _step(trainer, batch, recorder)
+            since = recorder.begin()
+            _step(trainer, batch, recorder)
+            holders = getattr(trainer.engine, "holders", None)
+            return Recorded(
+                peaks=recorder.ledger.peaks(since),
+                reserved=recorder.ledger.allocator.reserved,
+                operations=recorder.operations.counts,
+                messages=recorder.messages.counts,
+                stages=holders.own if holders is not None else (),
+                uncompiled=" ".join(compiler.failed),
+            )
+
+
+def _step(trainer: Trainer, batch: Batch, recorder: StepRecorder) -> None:
+    recorder.enter("forward_backward")
+    trainer.forward_backward(_copied(batch))
+    _tell_held(trainer, recorder)
+    recorder.enter("update")
+    trainer.update()
+    _tell_held(trainer, recorder)
+    recorder.enter("build")
+
+
+def _tell_held(trainer: Trainer, recorder: StepRecorder) -> None:
+    """What lasts is known by who holds it."""
+    resident = trainer.engine.resident()
+    states = [v for values in trainer.optimizer.state.values() for v in values.values() if torch.is_tensor(v)]
+    held = {
+        "gradients": resident["gradients"],
+        "optimizer": [*states, *resident.get("masters", [])],
+        "parameters": [*resident["parameters"], *trainer.engine.model.buffers()],
+    }
+    for cause, tensors in held.items():
+        for tensor in tensors:
+            recorder.tell(local(tensor), cause)
+
+
+def _watched(job: Job, recorder: StepRecorder) -> Job:
+    """The job with a loss that says when it is computed."""
+
+    def loss(output: Any, batch: Any) -> Any:
+        with recorder.loss_of(output):
+            return job.loss(output, batch)
+
+    return replace(job, loss=loss)
+
+
+def _engines(trainer: Trainer) -> list[Engine]:
+    return trainer.engine.engines if isinstance(trainer.engine, RankEngine) else [trainer.engine]
+
+
+def _name_moments(model: nn.Module, facts: ModelFacts, recorder: StepRecorder) -> None:
+    """Have each block say when it is gone through, in forward and in backward, counted from the nearer end."""
+    blocks = [model.get_submodule(name) for name in facts.blocks]
+    own = [block for block in blocks if any(True for _ in block.parameters())]
+    for index, block in enumerate(own):
+        name = f"block {index}" if index < 2 else f"block {index - len(own)}"
+        block.register_forward_pre_hook(_entering(recorder, name))
+        block.register_forward_hook(_leaving(recorder, name))
+
+
+def _moment_of(blocks: tuple[str, ...], parameter: str) -> str:
+    """Where a step is that reads a parameter, where a model is compiled as one and its blocks are not called."""
+    index = next((index for index, block in enumerate(blocks) if parameter.startswith(f"{block}.")), None)
+    if index is None:
+        return parameter
+    return f"block {index}" if index < 1 else f"block {index - len(blocks)}"
+
+
+def _entering(recorder: StepRecorder, name: str) -> Callable[..., None]:
+    return lambda module, args: recorder.at(f"{recorder.step_phase} of {name}")
+
+
+def _leaving(recorder: StepRecorder, name: str) -> Callable[..., None]:
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        recorder.at(f"{recorder.step_phase} after {name}")
+        if recorder.step_phase != "forward":
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda gradient: recorder.at(f"backward of {name}"))
+                return
+
+    return leave
+
+
+def _part(job: Job, sample: Any, trainer: Trainer) -> Batch:
+    """This rank's part of a global batch, made from a few samples: the others are of the same shape."""
+    rounds = trainer.share.rounds(job.global_batch)
+    with outside_of_modes():
+        pieces = {length: _piece(job, sample, trainer, length) for length in {s.length or 1 for r in rounds for s in r}}
+    data = [pieces[span.length or 1] for round_ in rounds for span in round_]
+    pinned = map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), data)
+    return assemble(pinned, rounds, samples=job.global_batch)
+
+
+def _piece(job: Job, sample: Any, trainer: Trainer, length: int) -> Any:
+    """A micro-batch without memory; one of samples that are made up where those at hand do not tell its shape."""
+    try:
+        return trainer.cutter.grown(sample, length)
+    except CannotCut:
+        return make_batch(job, length)
+
+
+def _copied(batch: Batch) -> Batch:
+    """As a batch that was brought to the device for this step."""
+    data = [piece.data for piece in batch.pieces]
+    copied = map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), data)
+    rounds = tuple(tuple(piece.span for piece in round_) for round_ in batch.rounds)
+    return assemble(copied, rounds, samples=batch.samples)
+
+
+@contextmanager
+def _fake_world(ranks: int, rank: int) -> Iterator[World]:
+    world = fake_world(ranks, torch.device("cpu"), rank=rank)
+    try:
+        yield replace(world, weightless=True)
+    finally:
+        world.leave()
+        forget_layouts()
+
+
+@contextmanager
+def _fake_tensors() -> Iterator[None]:
+    """Fake tensors that are taken for CUDA's. A number that is asked of one is finite, as a loss should be."""
+    with ExitStack() as stack:
+        lies = {"is_cuda": property(lambda self: True), "__float__": lambda self: 1.0}
+        for name, lie in lies.items():
+            stack.enter_context(patch.object(FakeTensor, name, lie, create=True))
+        stack.enter_context(patch.object(torch.cuda, "current_stream", NoStream))
+        stack.enter_context(clipping_by_lists())
+        stack.enter_context(patch.object(ddp_engine, "DistributedDataParallel", Buckets))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(as_on_cuda())
+        yield
+
+
+def _take_foreach(optimizer: torch.optim.Optimizer) -> None:
+    """Where nobody chose, PyTorch updates lists of plain tensors on GPUs; it does not take fake ones for plain."""
+    for group in optimizer.param_groups:
+        open_ = all(group.get(name) is None for name in ("foreach", "fused")) and "foreach" in group
+        if open_ and all(type(parameter.data) is FakeTensor for parameter in group["params"]):
+            group["foreach"] = True
+
+
+def _axes_of_groups(axes: Axes) -> dict[str, str]:
+    found: dict[str, str] = {dist.group.WORLD.group_name: "data"} if dist.group.WORLD is not None else {}
+    if axes.mesh is None or axes.mesh.mesh_dim_names is None:
+        return found
+    groups = [(name, axes.mesh.get_group(name)) for name in axes.mesh.mesh_dim_names]
+    return found | {group.group_name: AXES.get(name, name) for name, group in groups}

@@ -1,0 +1,128 @@
+"""Whole gradients and states of a trainer, and whether ranks that hold the same part of something hold the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.assemble.step import Trainer
+from meshwright.recording.dtensor import is_dtensor
+from meshwright.strategies.cuts import Cut
+from meshwright.strategies.engine import HeldTensor, OptimizingEngine
+from meshwright.strategies.norm import local
+from meshwright.verify.evidence import State
+
+APART = 2.0**-16
+"""How far copies may be from each other, relative to their size. Ranks get the same bits of a sum, but where each
+computes a value by itself they may round differently; a copy that was forgotten is off by a whole update."""
+
+
+def whole_state(trainer: Trainer) -> State:
+    """Parameters and buffers on rank 0; the other ranks take part and keep nothing."""
+    return _on_main(trainer, trainer.engine.state())
+
+
+def whole_gradients(trainer: Trainer) -> State:
+    """Gradients on rank 0 between `forward_backward` and `update`."""
+    own = {held.name for held in trainer.engine.held() if held.tensor.grad is not None}
+    # A rank may have none where another has one; whoever gathers must know before.
+    names = frozenset().union(*trainer.world.gather(own))
+    return _on_main(trainer, trainer.engine.collect(_gradient, names))
+
+
+def _gradient(held: HeldTensor) -> torch.Tensor:
+    gradient = held.tensor.grad
+    return torch.zeros_like(held.tensor).detach() if gradient is None else gradient.detach()
+
+
+def _on_main(trainer: Trainer, tensors: Iterator[tuple[str, torch.Tensor]]) -> State:
+    found = {}
+    for name, tensor in tensors:
+        if trainer.world.is_main:
+            found[name] = tensor.detach().to("cpu", copy=True)
+    return found
+
+
+@dataclass(frozen=True)
+class Digest:
+    """A tensor in two numbers: whether it is a copy of another can be told without sending it."""
+
+    size: float
+    projection: float
+
+    def equals(self, other: Digest) -> bool:
+        apart = abs(self.projection - other.projection)
+        return apart <= APART * max(self.size, other.size) or (apart != apart and self.size != self.size)
+
+
+Copies = dict[tuple[str, str], Digest]
+"""By name and by which part of the whole it is."""
+
+
+def compare_copies(trainer: Trainer) -> dict[int, str]:
+    """A sentence for the first tensor of which a rank holds another copy than its peers, or a stale one, by step."""
+    if trainer.world.ranks == 1 or isinstance(trainer.engine, OptimizingEngine):  # DeepSpeed keeps parts of its own
+        return {}
+    when = f"after step {trainer.steps}" if trainer.steps else "before the first step"
+    stale = trainer.world.gather(_stale(trainer))
+    for rank, name in enumerate(stale):
+        if name is not None:
+            return {trainer.steps: f"{name}: rank {rank} computes with a stale copy of it {when}"}
+    everywhere = trainer.world.gather(_digests(trainer))
+    first: dict[tuple[str, str], tuple[int, Digest]] = {}
+    for rank, copies in enumerate(everywhere):
+        for key, digest in copies.items():
+            other, known = first.setdefault(key, (rank, digest))
+            if not known.equals(digest):
+                return {trainer.steps: f"{key[0]}: rank {rank} holds another copy than rank {other} {when}"}
+    return {}
+
+
+def _stale(trainer: Trainer) -> str | None:
+    """The first parameter of this rank's model that is not what the ranks have updated, where they update another."""
+    computed = dict(trainer.engine.model.named_parameters(remove_duplicate=False))
+    apart = {held.name for held in trainer.engine.held() if held.tensor is not computed.get(held.name, held.tensor)}
+    names = frozenset().union(*trainer.world.gather(apart))
+    found = None
+    for name, tensor in trainer.engine.collect(lambda held: held.tensor.detach(), names):
+        own: torch.Tensor = computed.get(name, tensor)
+        alike = not is_dtensor(own) and own.shape == tensor.shape and own.dtype == tensor.dtype
+        if found is None and alike and not _digest(own).equals(_digest(tensor)):
+            found = name
+    return found
+
+
+def _digests(trainer: Trainer) -> Copies:
+    stage = str(trainer.axes.stage_rank)
+    found = {}
+    for held in trainer.engine.held():
+        if held.current and not (held.cut is not None and not isinstance(held.cut, Cut)):
+            found[held.name, _part(held)] = _digest(held.tensor)
+    known = {name for name, _ in found}
+    for name, buffer in trainer.engine.model.named_buffers():
+        if name not in known and not is_dtensor(buffer):
+            found[name, f"stage {stage}"] = _digest(buffer)
+    return found
+
+
+def _part(held: HeldTensor) -> str:
+    """Which part of the whole a rank holds: its places on the axes that divide it."""
+    places: list[Any] = []
+    tensor = held.tensor
+    if is_dtensor(tensor):
+        coordinate: Any = tensor.device_mesh.get_coordinate() or ()
+        places += [place for place, how in zip(coordinate, tensor.placements, strict=True) if how.is_shard()]
+    if isinstance(held.cut, Cut):
+        places.append(f"cut {held.cut.mesh.get_local_rank()}")
+    return str(places)
+
+
+@torch.no_grad()
+def _digest(tensor: torch.Tensor) -> Digest:
+    """The 2-norm, and the product with random numbers that all ranks draw alike."""
+    values = local(tensor.detach()).reshape(-1).double().cpu()
+    noise = torch.rand(values.numel(), generator=torch.Generator().manual_seed(values.numel()), dtype=torch.float64)
+    return Digest(float(values.norm()), float(torch.dot(values, noise * 2 - 1)))

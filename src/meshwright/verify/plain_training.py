@@ -1,0 +1,179 @@
+"""Training in plain PyTorch: the user's builder called as it is, and a loop as anybody would write it.
+
+Nothing of Meshwright's recording, filling, casting or stepping is in here, because this is what all of that is
+compared with. Dropout is off, and random generators are seeded before each step by the rule that is documented for
+dropout, so that a model which draws numbers itself can be compared at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.assemble.batch import MicroBatch, Share, Span, part
+from meshwright.assemble.batchnorm import take_over_synchronised
+from meshwright.assemble.passes import Dropout
+from meshwright.describe.dropout_off import NoDropout, switch_dropout_off
+from meshwright.describe.observe import call_loss, call_model
+from meshwright.describe.samples import Cutter
+from meshwright.describe.structure import to_device
+from meshwright.errors import JobError, MeshwrightError, one_line
+from meshwright.facts.job import Job
+from meshwright.facts.lr_schedule import advance
+from meshwright.facts.named_parameters import NamedParameters
+from meshwright.verify.evidence import Evidence, gradients_of, kept_of, outputs_of, state_of
+from meshwright.verify.seeded_batch import seed_generators, seeded_batch
+
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How the plain loop runs."""
+
+    steps: int
+    seed: int
+    device: torch.device
+    micro_batch: int | None = None
+    """Samples that meet in one forward pass, where that has a meaning: under BatchNorm."""
+    arithmetic: Around = field(default=nullcontext)
+    """Around each step."""
+    watch: Around = field(default=nullcontext)
+    """Around forward, loss and backward."""
+    autocast: torch.dtype | None = None
+    """What `torch.autocast` lowers forward and loss to."""
+    moved: tuple[int, float] | None = None
+    """A disturbance by rounding: a seed, and how much of itself a weight is moved by at most before every step."""
+    backwards: bool = False
+    """Whether the samples of every batch come in the opposite order."""
+    reseed: int = 0
+    """Added to the seed of each step's random numbers."""
+
+    def lowered(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
+
+
+def train_plainly(job: Job, recipe: Recipe) -> Evidence:
+    """Take a few steps and keep what is compared. What fails here fails without Meshwright: it is the job's mistake."""
+    try:
+        return _train(job, recipe)
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise JobError(
+            f"The job does not train in plain PyTorch, in one process and without Meshwright: {one_line(error)} "
+            "Run its model, loss and optimizer in a loop of your own to find out why."
+        ) from error
+
+
+def build_plainly(job: Job, recipe: Recipe) -> nn.Module:
+    """The model as the user's builder makes it from a seed, ready to train without dropout."""
+    seed_generators(recipe.seed)
+    model = job.model().to(recipe.device).train()
+    if recipe.device.type == "cpu":
+        take_over_synchronised(model)  # which in one process is a BatchNorm, but refuses CPU tensors
+    switch_dropout_off(model)
+    return model
+
+
+def _train(job: Job, recipe: Recipe) -> Evidence:
+    model = build_plainly(job, recipe)
+    optimizer = job.optimizer(NamedParameters((n, p) for n, p in model.named_parameters() if p.requires_grad))
+    schedule = job.schedule(optimizer) if job.schedule is not None else None
+    trace = Evidence(losses=[], norms=[])
+    for step in range(recipe.steps):
+        if recipe.moved is not None:
+            _move(model, recipe.moved[0] * recipe.steps + step, recipe.moved[1])
+        if step == 0:
+            trace.start.update(state_of(model))
+            trace.kept.update(kept_of(model))
+        batch = step_batch(job, recipe, step)
+        optimizer.zero_grad()
+        with recipe.arithmetic(), NoDropout():
+            trace.losses.append(forward_backward(job, model, batch, recipe, step, trace.outputs))
+            _note_gradients(model, trace, step)
+            trace.norms.append(_clip(model, job.max_norm))
+            optimizer.step()
+        if schedule is not None:
+            advance(schedule, updates=step + 1, loss=lambda: trace.losses[-1])
+        if step == 0:
+            trace.first.update(state_of(model))
+    trace.last.update(state_of(model))
+    return trace
+
+
+def step_batch(job: Job, recipe: Recipe, step: int) -> Any:
+    batch = seeded_batch(job, recipe.seed + step)
+    return to_device(Cutter(job).turned(batch) if recipe.backwards else batch, recipe.device)
+
+
+def forward_backward(
+    job: Job, model: nn.Module, batch: Any, recipe: Recipe, step: int, outputs: list[torch.Tensor]
+) -> float:
+    """Leave the gradient of the mean loss on the parameters; `outputs` gets what the model gave at the first step."""
+    sums, weights = [], []
+    pieces = _pieces(job, batch, recipe)
+    for piece in pieces:
+        seed_step(recipe, step, piece.span.first)
+        with recipe.watch():
+            with recipe.lowered():
+                output = call_model(job, model, piece.data)
+                total, weight = call_loss(job, output, piece.data)
+            if len(pieces) == 1:
+                (total / weight).backward()
+            else:
+                total.backward()
+        sums.append(float(total.detach()))
+        weights.append(float(weight))
+        if step == 0:
+            outputs += outputs_of(output)
+    if len(pieces) > 1:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= math.fsum(weights)
+    return math.fsum(sums) / math.fsum(weights)
+
+
+def _pieces(job: Job, batch: Any, recipe: Recipe) -> list[MicroBatch]:
+    if recipe.micro_batch is None:
+        return [MicroBatch(data=batch, span=Span(0, job.global_batch))]
+    return part(batch, Share(micro_batch=recipe.micro_batch), Cutter(job), nominal=job.global_batch).pieces
+
+
+def seed_step(recipe: Recipe, step: int, first: int = 0) -> None:
+    """By the rule for dropout's masks, and Python's and numpy's generators as well."""
+    seed_generators(recipe.seed + step + recipe.reseed)
+    Dropout(run_seed=recipe.seed + recipe.reseed, device=recipe.device).seed(step, first)
+
+
+def _note_gradients(model: nn.Module, trace: Evidence, step: int) -> None:
+    gradients = gradients_of(model)
+    if step == 0:
+        trace.gradients = gradients
+    for name, gradient in gradients.items():
+        size = gradient.abs()
+        trace.smallest[name] = torch.minimum(trace.smallest[name], size) if name in trace.smallest else size
+
+
+def _clip(model: nn.Module, max_norm: float | None) -> float:
+    """The norm of all gradients, in float64: on CPUs torch's loses digits over large tensors."""
+    squares = [float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None]
+    if max_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return math.sqrt(math.fsum(squares))
+
+
+@torch.no_grad()
+def _move(model: nn.Module, seed: int, by: float) -> None:
+    """By up to `by` of itself: computed in float64, because most of it would be lost in the parameter's own dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2 - 1
+            parameter.copy_(parameter.double() * (1 + by * noise.to(parameter.device)))

@@ -1,0 +1,64 @@
+"""Prove that a strategy trains as plain PyTorch does, or name the first thing that differs.
+
+Plain PyTorch takes a few optimizer steps in one process, and each strategy takes the same from one seed on the same
+global batches, with dropout off. Initial values, gradients, losses, gradient norms, parameters and buffers are
+compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from meshwright.assemble.check import check
+from meshwright.assemble.world import World
+from meshwright.errors import BadInput
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.runtime.place import place_of
+from meshwright.verify.references import LocalReferences, References, own_place, runs_alone
+from meshwright.verify.seeded_batch import seeded_batch
+from meshwright.verify.strategy_steps import Plant, run_steps
+from meshwright.verify.verdict import REFUSED, Verdict, judge, without_verdict
+
+__all__ = ["seeded_batch", "verify"]
+
+DROPOUT = (
+    "dropout was off; in training this strategy may draw other masks than one process does: "
+    "equal in distribution, not in bits"
+)
+
+
+def verify(
+    job: Job,
+    facts: ModelFacts,
+    strategies: Sequence[str],
+    world: World,
+    *,
+    steps: int = 3,
+    seed: int = 0,
+    plant: Plant | None = None,
+    references: References | None = None,
+) -> Iterator[Verdict]:
+    """One verdict a strategy, on every rank alike. Rank 0 has the references, or makes them itself."""
+    if references is None:
+        references = LocalReferences(job, facts, world.device, steps=steps, seed=seed)
+    for text in strategies:
+        strategy = Strategy.parse(text)
+        try:
+            resolved = check(job, facts, strategy, own_place(strategy, place_of(world)))
+        except BadInput as reason:  # alike on all ranks
+            yield without_verdict(text, REFUSED, str(reason))
+            continue
+        if runs_alone(resolved):
+            alone = replace(references.verdict_on_process(resolved), strategy=text) if world.is_main else None
+            yield world.gather(alone)[0]
+            continue
+        reference = references.of(resolved) if world.is_main else None
+        double = world.gather(reference is not None and reference.precision == "float64")[0]
+        trace = run_steps(job, facts, resolved, world, steps=steps, seed=seed, double=double, plant=plant)
+        verdict = None if reference is None else judge(text, trace, reference)
+        if verdict is not None and facts.drops and resolved.model_ranks > 1:
+            verdict = replace(verdict, note="; ".join(note for note in (verdict.note, DROPOUT) if note))
+        yield world.gather(verdict)[0]

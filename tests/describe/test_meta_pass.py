@@ -1,0 +1,125 @@
+"""A pass on shadows shows what one on fake tensors shows, or gives way to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from architecture_jobs import ARCHITECTURES
+from meshwright.describe import observe
+from meshwright.describe.as_on_cuda import as_on_cpu
+from meshwright.describe.meta_pass import NotOnMeta, meta_of, meta_pass
+from meshwright.describe.model import describe
+from meshwright.facts.job import Job
+from meshwright.jobs.load import load_job
+from meshwright.tracing import costs
+from meshwright.tracing.costs import measure_costs
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+JOBS: dict[str, Callable[[], Job]] = {
+    "gpt": lambda: load_job(str(EXAMPLES / "gpt.py")),
+    "cnn": lambda: load_job(str(EXAMPLES / "cnn.py")),
+    "vit": lambda: load_job("preset:vit-base"),
+    "Llama": lambda: ARCHITECTURES["Llama"],
+    "T5": lambda: ARCHITECTURES["T5"],
+    "Mamba 2": lambda: ARCHITECTURES["Mamba 2"],
+}
+
+
+@contextmanager
+def no_shadows(model: nn.Module) -> Iterator[None]:
+    raise NotOnMeta("none today")
+    yield
+
+
+def no_fake_tensors(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a pass on shadows failed")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in ("T5", "Mamba 2") else name for name in JOBS]
+)
+def test_shadows_show_what_fake_tensors_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = JOBS[name]()
+    with monkeypatch.context() as patch:
+        for module in (observe, costs):
+            patch.setattr(module, "FakeTensorMode", no_fake_tensors)
+        shadowed = describe(job)
+        counted = measure_costs(job, shadowed, "bf16")
+    for module in (observe, costs):
+        monkeypatch.setattr(module, "shadows", no_shadows)
+    assert describe(job) == shadowed
+    assert measure_costs(job, shadowed, "bf16") == counted
+
+
+@pytest.mark.parametrize("name", ["BERT", "SegFormer"])
+def test_where_shadows_do_not_do_it_is_fake_tensors_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first looks at a mask, the second has convolutions with channels last."""
+    facts = describe(ARCHITECTURES[name])
+    monkeypatch.setattr(observe, "shadows", no_shadows)
+    assert describe(ARCHITECTURES[name]) == facts
+    assert not facts.unseen
+
+
+def test_what_is_made_on_the_way_is_a_shadow_that_passes_for_a_cpu_tensor() -> None:
+    with meta_pass(nn.Linear(1, 1)):
+        x = torch.arange(1 << 40)
+        assert x.device == torch.device("cpu")
+        assert not x.is_meta
+        assert x.to("cpu") is x.to(x) is x.to(device=x.device) is x.cpu() is x
+        assert (x + torch.tensor(1)).shape == x.shape
+    assert x.device == torch.device("meta")
+
+
+class Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_of_shadows_is_taken_apart_as_on_a_cpu(heads: tuple[int, int], dropout: float, masked: bool) -> None:
+    def attend(tensors: list[Tensor]) -> list[str]:
+        with Names() as seen:
+            grouped = heads[0] != heads[1]
+            F.scaled_dot_product_attention(*tensors, dropout_p=dropout, enable_gqa=grouped).sum().backward()
+        return [name for name in seen.names if "scaled_dot_product" in name]
+
+    shapes = [(2, number, 8, 16) for number in (heads[0], heads[1], heads[1])]
+    real = [torch.zeros(shape, requires_grad=True) for shape in shapes]
+    real += [torch.ones(8, 8, dtype=torch.bool)] if masked else []
+    expected = attend(real)
+    with meta_pass(nn.Identity()), as_on_cpu():
+        shadowed = [meta_of(tensor).requires_grad_(tensor.requires_grad) for tensor in real]
+        assert attend(shadowed) == expected
+
+
+def test_autocast_would_pass_shadows_by() -> None:
+    with meta_pass(nn.Identity()), pytest.raises(NotOnMeta, match="Autocast"), torch.autocast("cpu"):
+        torch.zeros(2) + 1
+
+
+def test_a_real_tensor_is_not_changed_by_a_shadow() -> None:
+    real = torch.zeros(2)
+    with meta_pass(nn.Identity()), pytest.raises(NotOnMeta, match="has values"):
+        real.add_(torch.ones(2))
+    assert real.tolist() == [0, 0]
+
+
+def test_recurrent_layers_cast_no_shadow() -> None:
+    with pytest.raises(NotOnMeta), meta_pass(nn.Sequential(nn.LSTM(2, 2))):
+        pass

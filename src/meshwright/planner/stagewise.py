@@ -256,7 +256,7 @@ class Loads:
             multiplies=any(kernel.kind in ("matmul", "convolution") for kernel in unit.forward),
             intercepted=any(share.intercepted for share in shares),
             sent=tuple(
-                tuple(_part_of(sent, parts // share.parts) for sent in (share.forward, share.backward))
+                (_part_of(share.forward, parts // share.parts), _part_of(share.backward, parts // share.parts))
                 for share in shares
             ),
         )

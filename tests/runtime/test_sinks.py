@@ -91,14 +91,14 @@ def test_a_tool_that_is_not_known_or_not_installed_is_told_before_a_run(
 
 def test_a_tool_needs_the_run_s_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "find_spec", lambda name: True)
-    with pytest.raises(BadInput, match="give --out a folder"):
+    with pytest.raises(BadInput, match="name one with --out"):
         check_services(["mlflow"], None)
     check_services([], None)
 
 
 def test_a_client_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # makes `import wandb` fail
-    with pytest.raises(BadInput, match="--log-to wandb was asked for, but its client cannot begin"):
+    with pytest.raises(BadInput, match="--log-to wandb was given, but its client cannot start"):
         open_services(["wandb"], tmp_path, {})
 
 

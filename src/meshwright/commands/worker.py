@@ -11,7 +11,7 @@ from meshwright.environment import restart_count
 from meshwright.jobs.load import load_job
 from meshwright.launch.attempt import own_task, report
 from meshwright.launch.hangs import watching_itself
-from meshwright.launch.heartbeat import tell_of_compiling
+from meshwright.launch.heartbeat import beat_while_compiling
 from meshwright.launch.preemption import Preemption
 from meshwright.runtime.checkpoints import Checkpoints, saved_seed
 from meshwright.runtime.request import TrainTask, VerifyTask
@@ -45,7 +45,7 @@ def run_train(task: TrainTask) -> dict[str, Any]:
     ):
         checkpoints = None
         if run.strategy.compile:
-            tell_of_compiling()
+            beat_while_compiling()
         if out is not None:
             checkpoints = Checkpoints(
                 run, out, every=request.save_every, keep=request.keep, keep_every=request.keep_every

@@ -33,7 +33,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.importing import importing
 from meshwright.jobs.load import load_job
-from meshwright.launch.attempt import leave
+from meshwright.launch.attempt import exit_now
 from meshwright.runtime.request import CauseTask, ReferenceTask
 from meshwright.strategies import Place
 from meshwright.strategies.pipeline.sizes import is_pipelined
@@ -261,7 +261,7 @@ def main(folder: Path) -> None:
             (folder / "index.json").write_text(json.dumps(index))
     except BadInput as error:
         (folder / "failure.json").write_text(json.dumps(str(error)))
-    leave(0)
+    exit_now(0)
 
 
 def _make_all(here: LocalReferences, wanted: Sequence[Strategy], folder: Path) -> dict[str, dict[str, Any]]:
@@ -281,7 +281,7 @@ def _make_all(here: LocalReferences, wanted: Sequence[Strategy], folder: Path) -
 
 def _end_with_parent() -> None:
     sys.stdin.read()
-    leave(1)
+    exit_now(1)
 
 
 if __name__ == "__main__":

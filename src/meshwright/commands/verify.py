@@ -26,7 +26,7 @@ from meshwright.launch.launch import launch
 from meshwright.runtime.place import choose_device
 from meshwright.runtime.request import CauseTask, ReferenceTask, VerifyRequest, VerifyTask
 from meshwright.strategies import Place
-from meshwright.verify.references import find_cause_apart, own_place, reference_of, store_references
+from meshwright.verify.references import find_cause_apart, own_place, reference_of, run_apart
 from meshwright.verify.strategy_choice import Choice
 from meshwright.verify.verdict import DIFFERS, FAILED, REFUSED, without_verdict
 
@@ -48,7 +48,7 @@ def verify_command(request: VerifyRequest) -> Row | None:
     with TemporaryDirectory(prefix="meshwright-verify-") as folder:
         if able and (place is None or place.rank == 0):
             wanted = (*map(Strategy.parse, alone), *able)
-            store_references(ReferenceTask(request=request, facts=facts, device=device, wanted=wanted), Path(folder))
+            run_apart(ReferenceTask(request=request, facts=facts, device=device, wanted=wanted), Path(folder))
         task = VerifyTask(request=request, facts=facts, device=device, references=Path(folder), strategies=tuple(names))
         if not able:
             rows = []

@@ -91,7 +91,7 @@ def test_a_tool_that_is_not_known_or_not_installed_is_told_before_a_run(
 
 def test_a_tool_needs_the_run_s_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "find_spec", lambda name: True)
-    with pytest.raises(BadInput, match="name one with --out"):
+    with pytest.raises(BadInput, match="give --out a folder"):
         check_services(["mlflow"], None)
     check_services([], None)
 

@@ -91,7 +91,8 @@ class Agent(RankAgent):
             monitor_interval=0.1,
             local_addr=HOST,
         )
-        super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder), redirects=_all_but_rank_0(ranks)))
+        silenced = {rank: Std.ALL for rank in range(1, ranks)} or Std.NONE
+        super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder), redirects=silenced))
         self.attempt = Attempt(folder, 0)
         self.forwarding = Forwarding(lambda: self.attempt, grace=grace)
         self._interrupts, self._watch = interrupts, watch
@@ -143,7 +144,7 @@ class Agent(RankAgent):
 
     def _decide(self, failure: Failure) -> None:
         """Set whether torch's loop, our caller, restarts all ranks now."""
-        if not failure.can_restart or self.forwarding.asked is not None:
+        if failure.kind is not None or self.forwarding.asked is not None:
             self.restarts_left = 0
         elif self.restarts_left:
             restart = f"restart {self.attempt.number + 1} of {self.max_restarts}"
@@ -153,7 +154,3 @@ class Agent(RankAgent):
         asked, grace = self.forwarding.asked, self.forwarding.grace
         late = f"{asked} asked the run to stop; its ranks had not ended {grace:g} s later and were killed."
         return Failure(rank=0, message=late)
-
-
-def _all_but_rank_0(ranks: int) -> dict[int, Std] | Std:
-    return {rank: Std.ALL for rank in range(1, ranks)} or Std.NONE

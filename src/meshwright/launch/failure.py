@@ -25,12 +25,7 @@ class Failure:
     exit_code: int | None = None
     """The exit code of a rank that ended without reporting an error."""
     kind: type[errors.BadInput] | None = None
-    """The error class, if it is a mistake of the user."""
-
-    @property
-    def can_restart(self) -> bool:
-        """Whether a restart may succeed."""
-        return self.kind is None
+    """The error class, if it is a mistake of the user, which a restart cannot fix."""
 
     @property
     def line(self) -> str:

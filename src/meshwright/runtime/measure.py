@@ -1,4 +1,4 @@
-"""Measure a rank's memory: its peak, and the bytes of its parameters, gradients and optimizer state."""
+"""Measure a rank: its peak memory, and the bytes of its parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def held_states(trainer: Trainer) -> Measurement:

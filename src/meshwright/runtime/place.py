@@ -8,7 +8,8 @@ import torch
 
 from meshwright.assemble.device_placement import devices_for
 from meshwright.assemble.world import World
-from meshwright.errors import Refused
+from meshwright.environment import launched
+from meshwright.errors import BadInput, Refused
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies import Place
 
@@ -18,6 +19,23 @@ def choose_device(asked: str | None) -> str:
     if asked == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda was given, but PyTorch finds no GPU here; use --device cpu.")
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def known_device(device: str | None) -> str | None:
+    """Refuse a --device that is neither cpu nor cuda."""
+    if device not in (None, "cpu", "cuda"):
+        raise BadInput(f"--device must be cpu or cuda, not {device!r}.")
+    return device
+
+
+def count_ranks(asked: int | None, *, default: int) -> int:
+    """The number of ranks: the launcher's, or --ranks. Refused if they differ."""
+    place = launched()
+    if place is None:
+        return asked or default
+    if asked is not None and asked != place.ranks:
+        raise BadInput(f"--ranks {asked} was given, but the launcher started {place.ranks} ranks; leave it out.")
+    return place.ranks
 
 
 def place_for(device: str, ranks: int, *, local_ranks: int | None = None) -> Place:

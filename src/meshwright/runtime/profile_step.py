@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from meshwright.runtime.measure import synchronize
 from meshwright.torch_private.autograd import DeviceType
 
 Span = tuple[float, float]
@@ -46,14 +47,18 @@ class StepProfile:
         return cls(seconds=value["seconds"], **kinds)
 
 
+def make_profiler(device: torch.device) -> profile:
+    """A profiler of the host and the device."""
+    on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    return profile(activities=[ProfilerActivity.CPU, *on_gpu], acc_events=True)
+
+
 def profile_step(step: Callable[[], Any], device: torch.device) -> StepProfile:
     """Take a step under the profiler. Profiling slows the step: use its shares, not its time."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with profile(activities=activities, acc_events=True) as profiler:
+    with make_profiler(device) as profiler:
         began = time.time_ns()  # the clock of the profiler's events
         step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         seconds = (time.time_ns() - began) / 1e9
     spans: dict[bool, list[Span]] = {False: [], True: []}
     for event in profiler.profiler.kineto_results.events():

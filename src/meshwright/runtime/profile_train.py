@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from meshwright.errors import BadInput
+from meshwright.runtime.measure import synchronize
+from meshwright.runtime.profile_step import make_profiler
 
 FOLDER = "profile"
 MOST = 100
@@ -67,7 +69,8 @@ class TrainProfiler:
         """Context of one step: starts the trace before the first chosen step and writes it after the last."""
         options = self._options
         if options is not None and self._profile is None and options.first <= step <= options.last:
-            self._begin(step)
+            self._profile, self._first = make_profiler(self._device), step
+            self._profile.start()
         yield
         self._last = step
         if options is not None and step >= options.last:
@@ -78,14 +81,8 @@ class TrainProfiler:
         running, self._profile = self._profile, None
         if running is None or self._folder is None:
             return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         running.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"rank-{self._rank}_steps-{self._first}-{self._last}.json"
         running.export_chrome_trace(str(self._folder / name))
-
-    def _begin(self, step: int) -> None:
-        on_gpu = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
-        self._profile, self._first = profile(activities=[ProfilerActivity.CPU, *on_gpu], acc_events=True), step
-        self._profile.start()

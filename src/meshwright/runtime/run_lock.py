@@ -46,10 +46,6 @@ class Holder:
         return f"the run on {self.host}, process {self.pid}, which began at {self.since}"
 
     @property
-    def is_here(self) -> bool:
-        return self.host == socket.gethostname()
-
-    @property
     def lives(self) -> bool:
         """Whether the process runs; only for a holder on this host."""
         return self.boot == _boot() and self.born == _born(self.pid) != ""
@@ -124,7 +120,7 @@ def _is_same(descriptor: int, path: Path) -> bool:
 
 
 def _is_alive(holder: Holder, path: Path) -> bool:
-    if holder.is_here:
+    if holder.host == socket.gethostname():
         return holder.lives
     seen = _touched(path)
     print(

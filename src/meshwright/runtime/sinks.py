@@ -42,7 +42,7 @@ def check_services(names: Sequence[str], folder: Path | None) -> None:
         if find_spec(SERVICES[name]) is None:
             raise BadInput(f"--log-to {name} needs the package: pip install 'meshwright[{name}]'.")
     if names and folder is None:
-        raise BadInput(f"--log-to {names[0]} writes into the run's folder; name one with --out.")
+        raise BadInput(f"--log-to {names[0]} writes into the run's folder; give --out a folder.")
 
 
 def open_services(names: Sequence[str], folder: Path, about: Record) -> list[Sink]:

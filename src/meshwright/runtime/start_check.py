@@ -9,6 +9,7 @@ out. Large models rely on the recording's checks, which need no second build.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -109,12 +110,8 @@ class _Comparison:
 
 def _everything(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, buffers and tensors in plain attributes, by name."""
-    for name, tensor in named_tensors(model):
-        if has_memory(tensor):
-            yield name, tensor.detach()
-    for place, tensor in loose_tensors(model):
-        if has_memory(tensor):
-            yield str(place), tensor.detach()
+    loose = ((str(place), tensor) for place, tensor in loose_tensors(model))
+    return ((name, tensor.detach()) for name, tensor in chain(named_tensors(model), loose) if has_memory(tensor))
 
 
 def _is_same(value: torch.Tensor, plain: torch.Tensor) -> bool:

@@ -30,6 +30,18 @@ from meshwright.facts.named_parameters import NamedParameters
 from meshwright.verify.evidence import Evidence, gradients_of, kept_of, outputs_of, state_of
 from meshwright.verify.seeded_batch import seed_generators, seeded_batch
 
+
+@dataclass(frozen=True, kw_only=True)
+class Perturbation:
+    """A disturbance of the size of rounding."""
+
+    seed: int
+    by: float
+    """The largest relative change of a weight."""
+    backwards: bool = False
+    """Whether to reverse the samples of every batch."""
+
+
 Around = Callable[[], AbstractContextManager[Any]]
 
 
@@ -48,10 +60,8 @@ class Recipe:
     """Context of forward, loss and backward."""
     autocast: torch.dtype | None = None
     """The dtype of `torch.autocast` around forward and loss."""
-    moved: tuple[int, float] | None = None
-    """A disturbance by rounding: a seed, and the largest relative change of a weight before every step."""
-    backwards: bool = False
-    """Whether to reverse the samples of every batch."""
+    disturbed: Perturbation | None = None
+    """Applied before every step."""
     reseed: int = 0
     """Added to the seed of each step's random numbers."""
 
@@ -88,8 +98,8 @@ def _train(job: Job, recipe: Recipe) -> Evidence:
     schedule = job.schedule(optimizer) if job.schedule is not None else None
     trace = Evidence(losses=[], norms=[])
     for step in range(recipe.steps):
-        if recipe.moved is not None:
-            move_weights(model.parameters(), recipe.moved[0] * recipe.steps + step, recipe.moved[1])
+        if (disturbed := recipe.disturbed) is not None:
+            move_weights(model.parameters(), disturbed.seed * recipe.steps + step, disturbed.by)
         if step == 0:
             trace.start.update(state_of(model))
             trace.kept.update(kept_of(model))
@@ -110,7 +120,8 @@ def _train(job: Job, recipe: Recipe) -> Evidence:
 
 def step_batch(job: Job, recipe: Recipe, step: int) -> Any:
     batch = seeded_batch(job, recipe.seed + step)
-    return to_device(Cutter(job).turned(batch) if recipe.backwards else batch, recipe.device)
+    backwards = recipe.disturbed is not None and recipe.disturbed.backwards
+    return to_device(Cutter(job).turned(batch) if backwards else batch, recipe.device)
 
 
 def forward_backward(

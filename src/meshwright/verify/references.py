@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,8 +40,8 @@ from meshwright.verify.bounds import LOSS_BOUND
 from meshwright.verify.causes import find_cause
 from meshwright.verify.evidence import ROUNDING, Evidence, Reference
 from meshwright.verify.float64 import NarrowWatch, double_arithmetic, in_double
-from meshwright.verify.plain_training import Recipe, train_plainly
-from meshwright.verify.strategy_steps import Perturbation, run_steps
+from meshwright.verify.plain_training import Perturbation, Recipe, train_plainly
+from meshwright.verify.strategy_steps import run_steps
 from meshwright.verify.verdict import FAILED, REFUSED, Verdict, judge, judge_loss, without_verdict
 
 
@@ -132,30 +132,24 @@ class LocalReferences:
         job = in_double(self._job) if double else self._job
         narrow = self._double.narrow if double else None
         precision = "float64" if double else "fp32"
-        unit = ROUNDING[narrow or precision]
         recipe = self._recipe(key, double=double)
-        exact = train_plainly(job, recipe)
-        moved = train_plainly(job, replace(recipe, moved=(1, 2 * unit)))
-        turned = train_plainly(job, replace(recipe, moved=(2, 2 * unit), backwards=True))
-        if _order_matters(exact, turned, narrow or "fp32"):
-            turned = train_plainly(job, replace(recipe, moved=(2, 2 * unit)))
-        return Reference(
-            words=f"plain PyTorch in {precision}" + f", mb={key.micro_batch}" * (key.micro_batch is not None),
-            precision=precision,
-            exact=exact,
-            disturbed=[moved, turned],
-            narrow=narrow,
-            note=self._double.note,
+        exact, disturbed = _run_disturbed(
+            lambda disturbed: train_plainly(job, replace(recipe, disturbed=disturbed)),
+            by=2 * ROUNDING[narrow or precision],
+            order_bound=LOSS_BOUND[narrow or "fp32"],
         )
+        words = f"plain PyTorch in {precision}" + f", mb={key.micro_batch}" * (key.micro_batch is not None)
+        note = self._double.note
+        return Reference(words=words, precision=precision, exact=exact, disturbed=disturbed, narrow=narrow, note=note)
 
     def _ours(self, key: Strategy) -> Reference:
         """For bf16 and fp16: autocast rounds at other places, so only our single process can be compared in detail."""
-        by = 2 * ROUNDING[key.precision]
-        exact, moved = self._run(key), self._run(key, disturbed=Perturbation(seed=1, by=by))
-        turned = self._run(key, disturbed=Perturbation(seed=2, by=by, backwards=True))
-        if _order_matters(exact, turned, key.precision):
-            turned = self._run(key, disturbed=Perturbation(seed=2, by=by))
-        return Reference(words=str(key), precision=key.precision, exact=exact, disturbed=[moved, turned])
+        exact, disturbed = _run_disturbed(
+            lambda disturbed: self._run(key, disturbed=disturbed),
+            by=2 * ROUNDING[key.precision],
+            order_bound=LOSS_BOUND[key.precision],
+        )
+        return Reference(words=str(key), precision=key.precision, exact=exact, disturbed=disturbed)
 
     def _run(self, strategy: Strategy, *, double: bool = False, disturbed: Perturbation | None = None) -> Evidence:
         return run_steps(
@@ -182,9 +176,16 @@ def _takes_double(strategy: Strategy) -> bool:
     return strategy.engine == "torch" and not strategy.compile and not strategy.traits.many_devices
 
 
-def _order_matters(exact: Evidence, turned: Evidence, precision: str) -> bool:
-    """Whether reversing samples changes more than rounding does, as under BatchNorm over micro-batches."""
-    return not abs(turned.losses[0] - exact.losses[0]) <= LOSS_BOUND[precision] * abs(exact.losses[0])
+def _run_disturbed(
+    run: Callable[[Perturbation | None], Evidence], *, by: float, order_bound: float
+) -> tuple[Evidence, list[Evidence]]:
+    """An exact run and two disturbed ones. The second reverses samples, unless that changes more than rounding does,
+    as under BatchNorm over micro-batches."""
+    exact, moved = run(None), run(Perturbation(seed=1, by=by))
+    turned = run(Perturbation(seed=2, by=by, backwards=True))
+    if not abs(turned.losses[0] - exact.losses[0]) <= order_bound * abs(exact.losses[0]):
+        turned = run(Perturbation(seed=2, by=by))
+    return exact, [moved, turned]
 
 
 class StoredReferences:

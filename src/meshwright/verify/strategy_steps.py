@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -21,24 +21,13 @@ from meshwright.strategies.engine import OptimizingEngine
 from meshwright.verify.evidence import Evidence, kept_of, outputs_of
 from meshwright.verify.float64 import double_arithmetic, in_double
 from meshwright.verify.gathered_state import compare_copies, whole_gradients, whole_state
-from meshwright.verify.plain_training import move_weights
+from meshwright.verify.plain_training import Perturbation, move_weights
 from meshwright.verify.seeded_batch import seeded_batch
 
 LOSS_SCALE = 2.0**8
 """Of fp16, kept low: at the usual 2**16 one process may overflow and skip where the smaller parts of ranks do not."""
 Plant = Callable[[Trainer], None]
 """Puts a defect into a trainer; tests use it to check that the defect is found."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Perturbation:
-    """A disturbance of the size of rounding."""
-
-    seed: int
-    by: float
-    """The largest relative change of a weight."""
-    backwards: bool = False
-    """Whether to reverse the samples of every batch."""
 
 
 def run_steps(

@@ -22,9 +22,9 @@ from meshwright.describe.dropout_off import without_dropout
 from meshwright.facts.forecast import Measurement
 from meshwright.jobs.load import load_job
 from meshwright.launch.attempt import own_task, report
-from meshwright.runtime.measure import held_states, synchronize
+from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_of
-from meshwright.runtime.profile_step import StepProfile, coarsened, profile_step
+from meshwright.runtime.profile_step import StepProfile, coarsened, profile_step, synchronize
 from meshwright.runtime.request import CompareTask
 from meshwright.runtime.run import enter_world
 from meshwright.verify.seeded_batch import seeded_batch

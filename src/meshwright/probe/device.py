@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from meshwright.describe.dtypes import DTYPES
 from meshwright.facts.precision import FORMATS
-from meshwright.runtime.measure import synchronize
+from meshwright.runtime.profile_step import synchronize
 
 BUDGET = 0.3
 """Seconds that one measurement takes at most, approximately."""

@@ -19,12 +19,6 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def held_states(trainer: Trainer) -> Measurement:
     """Bytes of parameters, gradients and optimizer state on this rank, counted from their storages.
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from meshwright.runtime.measure import synchronize
 from meshwright.torch_private.autograd import DeviceType
 
 Span = tuple[float, float]
@@ -45,6 +44,12 @@ class StepProfile:
     def from_json(cls, value: dict[str, Any]) -> StepProfile:
         kinds = {kind: tuple((start, end) for start, end in value[kind]) for kind in ("compute", "communication")}
         return cls(seconds=value["seconds"], **kinds)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def make_profiler(device: torch.device) -> profile:

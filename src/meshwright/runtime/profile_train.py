@@ -17,8 +17,7 @@ import torch
 from torch.profiler import profile
 
 from meshwright.errors import BadInput
-from meshwright.runtime.measure import synchronize
-from meshwright.runtime.profile_step import make_profiler
+from meshwright.runtime.profile_step import make_profiler, synchronize
 
 FOLDER = "profile"
 MOST = 100

@@ -68,7 +68,8 @@ def measure(task: CompareTask) -> dict[str, Any]:
     meter = PeakMeter(world.device)
     trainer = Trainer(job, facts, strategy, world, seed=request.seed)
     steps = take_steps(trainer, steps=request.steps)
-    memory, profile = meter.by_cause(steps.states), None
+    memory = meter.by_cause(steps.states)
+    profile: dict[str, Any] | None = None
     if task.profile:
         batch = seeded_batch(job, request.seed + trainer.steps)
         profile = _for_launcher(profile_step(lambda: trainer.step(batch).loss, world.device))

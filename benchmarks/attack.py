@@ -84,7 +84,7 @@ def attack(strategy: str, ranks: int, kills: int, folder: Path, dice: random.Ran
         victim.process.kill()
     victim.errors.seek(0)
     said = victim.errors.read()
-    found.taken_over = said.count("which is taken over")
+    found.taken_over = said.count("taking over its lock")
     found.equal = ended and same_state(victim.out, whole.out)
     found.said = "" if found.equal else said[-3000:]
     return found

@@ -129,7 +129,7 @@ def one_rank(rank: int, strategy: str, port: int, result: str, options: argparse
 
 def run_cuda(options: argparse.Namespace) -> dict[str, Any]:
     if not torch.cuda.is_available():
-        sys.exit("--device cuda was asked for, but PyTorch finds no GPU here; use --device cpu.")
+        sys.exit("--device cuda was given, but PyTorch finds no GPU here; use --device cpu.")
     document = describe_run(options, CUDA_SHAPE, CUDA_SAMPLES, "bf16")
     workload = Workload(
         strategy="single",

@@ -84,7 +84,7 @@ def test_a_run_that_has_all_its_steps(call: Call, run: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "job", "says"),
     [
-        (("--seed", 3), "", ["--seed 3 was asked for", "has seed 0"]),
+        (("--seed", 3), "", ["--seed 3 was given", "has seed 0"]),
         ((), "\nWIDTH = 24\n", ["0.weight has shape (16, 4) in the checkpoint and (24, 4) in the job's model"]),
         ((), "\nold = build\nbuild = lambda: old().append(nn.Linear(2, 2))\n", ["The checkpoint lacks 4.weight"]),
         ((), SGD, ["The checkpoint's optimizer is AdamW, but the job's is SGD"]),
@@ -116,7 +116,7 @@ def test_two_ranks_refuse_another_job_together(call: Call, run: Path) -> None:
 def test_a_run_is_not_overwritten(call: Call, run: Path) -> None:
     before = contents(run)
     done = call("--strategy", "single", "--steps", 7, "--out", "run")
-    assert done.code == 2 and "already holds a run; --resume goes on with it" in done.err
+    assert done.code == 2 and "already holds a run; continue it with --resume" in done.err
     assert contents(run) == before
 
 
@@ -162,7 +162,7 @@ def test_the_one_before_is_taken(call: Call, finished: Path, whole_alone: Path, 
         flip_a_byte(newest)
     done = call(*GO_ON)
     assert (done.summary["resumed_at"], done.summary["saved"]) == (6, 9)
-    told = [line for line in done.err.splitlines() if "Going back to the one before." in line]
+    told = [line for line in done.err.splitlines() if "Trying the one before." in line]
     assert len(told) == 1 and "step-00000009" in told[0]
     assert ("checkpoint.json is missing" if missing else "is not what was written") in told[0]
     assert steps_recorded(finished) == list(range(1, 10)) and events(finished, "resumed") == [6]

@@ -72,7 +72,7 @@ def test_an_interrupt_leaves_what_was_measured() -> None:
         ("fsdp", "not run", 0),
     ]
     assert "interrupted before its turn" in done.rows[-1]["reason"]
-    assert lines[-1] == "[4/7] round 1, fsdp: interrupted; what was measured until here follows"
+    assert lines[-1] == "[4/7] round 1, fsdp: interrupted; the results so far follow"
 
 
 def test_an_interrupt_before_any_strategy_had_its_turn_gets_through() -> None:

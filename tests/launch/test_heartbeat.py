@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshwright.launch import heartbeat
-from meshwright.launch.hangs import CallStack, behind, own_stack, read_stack
+from meshwright.launch.hangs import CallStack, blocking_rank, own_stack, read_stack
 from meshwright.launch.heartbeat import AT_LEAST, COMPILING, SAVING, STARTING, STEPPING, Beat, Heartbeat
 
 WAITING = CallStack(text="", frames=(("/x/torch/distributed/distributed_c10d.py", 1, "all_reduce"), ("job.py", 9, "f")))
@@ -53,18 +53,18 @@ def test_compiling_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     begin = own.begin
     monkeypatch.setattr(own, "begin", lambda what: (seen.append(what), begin(what)))
-    heartbeat.tell_of_compiling()
+    heartbeat.beat_while_compiling()
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
     assert seen[:1] == [COMPILING] and seen[-1] == STEPPING
 
 
 @pytest.mark.parametrize("stuck", [IN_FORWARD, NO_ANSWER])
 def test_the_rank_that_does_not_wait_is_behind(stuck: CallStack) -> None:
-    assert behind({0: beat(), 1: beat(), 2: beat()}, {0: WAITING, 1: stuck, 2: WAITING}) == 1
+    assert blocking_rank({0: beat(), 1: beat(), 2: beat()}, {0: WAITING, 1: stuck, 2: WAITING}) == 1
 
 
 def test_where_all_wait_the_one_with_fewest_steps_is_behind() -> None:
-    assert behind({0: beat(step=4), 1: beat(step=3)}, {0: WAITING, 1: WAITING}) == 1
+    assert blocking_rank({0: beat(step=4), 1: beat(step=3)}, {0: WAITING, 1: WAITING}) == 1
 
 
 def test_the_line_is_the_user_s() -> None:

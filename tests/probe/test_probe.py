@@ -172,7 +172,7 @@ def measured_collectives(world: World) -> list[dict]:
     [
         ({"device": "tpu"}, BadInput, "'tpu'"),
         ({"out": Path("cluster.yaml")}, OutputError, "cluster.yaml"),
-        ({"out": Path("nowhere/cluster.json")}, OutputError, "folder that is there"),
+        ({"out": Path("nowhere/cluster.json")}, OutputError, "in an existing folder"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_measured(asked: dict, error: type[Exception], says: str) -> None:

@@ -165,7 +165,7 @@ def test_what_a_killed_run_left_is_cleared(run: mw.Run, out: Path) -> None:
 
 def test_a_rank_that_does_not_see_the_folder(out: Path) -> None:
     run: Any = SimpleNamespace(is_main=True, world=SimpleNamespace(gather=lambda value: [value, False]))
-    with pytest.raises(OutputError, match=r"Rank 1 does not see .*run; all nodes need a folder that they share"):
+    with pytest.raises(OutputError, match=r"Rank 1 does not see .*run; use a folder that all nodes share"):
         Checkpoints(run, out).prepare()
 
 
@@ -277,7 +277,7 @@ def test_the_seed_is_that_of_the_run(saved: Path, asked: int | None) -> None:
 
 
 def test_another_seed_is_refused(saved: Path) -> None:
-    with pytest.raises(WrongCheckpoint, match=r"--seed 0 was asked for, but the run in .*run has seed 5"):
+    with pytest.raises(WrongCheckpoint, match=r"--seed 0 was given, but the run in .*run has seed 5"):
         saved_seed(saved, 0)
 
 

@@ -9,7 +9,7 @@ import pytest
 import tiny_jobs
 from meshwright.describe.model import describe
 from meshwright.facts.strategy import Strategy
-from meshwright.launch.attempt import Attempt, Orders
+from meshwright.launch.attempt import Attempt, RankOptions
 from meshwright.runtime import request
 from meshwright.runtime.profile_train import ProfileOptions
 from meshwright.runtime.request import (
@@ -50,10 +50,10 @@ TASKS = (
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
 def test_a_task_travels(task: Any, tmp_path: Path) -> None:
-    orders = Orders(launcher=7, grace=None, patience=1.5)
-    Attempt(tmp_path, 0).hand_out(orders, task)
+    options = RankOptions(launcher=7, grace=None, patience=1.5)
+    Attempt(tmp_path, 0).hand_out(options, task)
     later = Attempt(tmp_path, 1)
-    assert (later.orders(), later.task()) == (orders, task)
+    assert (later.options(), later.task()) == (options, task)
 
 
 def test_requests_are_frozen_and_given_by_keyword() -> None:

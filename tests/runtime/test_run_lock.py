@@ -48,7 +48,7 @@ def test_a_lock_of_one_who_is_gone_is_taken_over(
     folder = leave_lock(tmp_path / "run", replace(run_lock._own(), **change))  # type: ignore[arg-type]
     with owned(folder):
         assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
-    assert "is gone and left its lock" in capsys.readouterr().err
+    assert "is gone; taking over its lock" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": 1}'])

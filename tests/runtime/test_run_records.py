@@ -61,7 +61,7 @@ def test_records_of_another_run(tmp_path: Path) -> None:
     (tmp_path / RECORDS).write_text("")
     message = refusal(tmp_path)
     assert "already holds a run" in message
-    assert "--resume goes on with it" in message
+    assert "continue it with --resume" in message
 
 
 def test_records_are_lines_of_json(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_tool_needs_the_run_s_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_client_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # makes `import wandb` fail
-    with pytest.raises(BadInput, match="--log-to wandb was asked for, but its client cannot begin"):
+    with pytest.raises(BadInput, match="--log-to wandb was given, but its client cannot start"):
         open_services(["wandb"], tmp_path, {})
 
 

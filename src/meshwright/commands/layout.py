@@ -1,4 +1,4 @@
-"""How a strategy would lie over a job, found with no process: who is split how, who holds what, who waits for whom."""
+"""Show how a strategy would lay out a job, without starting a process: splits, stages and schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshwright.strategies.pipeline.stages import Stages, cut_stages, find_cross
 
 
 def show_layout(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int) -> dict[str, Any]:
-    """One JSON document. Refused where the strategy would be."""
+    """The layout as a JSON document. Refuses what training would refuse."""
     place = Place(device="cpu", devices=ranks, ranks=ranks, local_ranks=ranks)
     resolved = check(job, facts, strategy, place)
     dry_run(job, facts, resolved)
@@ -29,9 +29,8 @@ def show_layout(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int) -> 
         document |= model_axis(term).show(term, resolved, facts, job)
     if is_pipelined(resolved):
         stages = cut_stages(facts, count_stages(resolved), job.stages)
-        schedule = schedules.make(
-            resolved.schedule, resolved.stage_ranks, count_micro_batches(resolved, job.global_batch)
-        )
+        micro_batches = count_micro_batches(resolved, job.global_batch)
+        schedule = schedules.make(resolved.schedule, resolved.stage_ranks, micro_batches)
         document["stages"] = _stages(job, facts, resolved, stages, schedule)
         document["schedule"] = _schedule(facts, stages, schedule)
     return document
@@ -69,15 +68,14 @@ def _stages(
 
 
 def _schedule(facts: ModelFacts, stages: Stages, schedule: schedules.Schedule) -> dict[str, Any]:
-    """Simulated with each stage at its share of the computation, twice that for a whole backward pass."""
+    """Simulate the schedule with each stage's share of the flops; a full backward pass costs twice its forward."""
     costs = [sum(facts.calls[call].flops for call in stages.calls_of(stage)) or 1.0 for stage in range(len(stages))]
     played = schedules.simulate(schedule, forward=costs, backward_input=costs, backward_weight=costs)
-    ideal = schedules.simulate(schedule)
     return {
         "name": schedule.name,
         "micro_batches": schedule.micro_batches,
         "bubble": played.bubble,
-        "bubble_if_balanced": ideal.bubble,
+        "bubble_if_balanced": schedules.simulate(schedule).bubble,
         "in_flight": list(played.until_weight.ranks),
         "grid": str(schedule),
     }

@@ -1,4 +1,4 @@
-"""What the command line asks for: checked here, before any process starts, then done by ranks."""
+"""`meshwright train` and `layout`: check the request before any process starts, then run it in ranks."""
 
 from __future__ import annotations
 
@@ -20,25 +20,34 @@ from meshwright.facts.strategy import Strategy
 from meshwright.jobs.load import load_job
 from meshwright.launch.launch import launch
 from meshwright.runtime.checkpoints import saved_seed
-from meshwright.runtime.place import choose_device, has_one_process_axis, in_one_process, place_for, place_of_layers
+from meshwright.runtime.place import (
+    choose_device,
+    count_ranks,
+    has_one_process_axis,
+    in_one_process,
+    known_device,
+    place_for,
+    place_of_layers,
+)
 from meshwright.runtime.request import TrainRequest, TrainTask
 from meshwright.runtime.run_lock import owned
 from meshwright.runtime.run_records import prepare_output, require_tensorboard
+from meshwright.strategies import Place
 
 RESTARTS = 3
-"""How often a run that saves itself is restarted where nobody says otherwise."""
+"""Default number of restarts of a run that saves checkpoints."""
 
 
 def train_command(request: TrainRequest) -> dict[str, Any] | None:
-    """Train, alone in the run's folder; returns the summary, or None on a rank that has nothing to print."""
+    """Train with the run's folder locked; returns the summary on rank 0, and None on other ranks."""
     place = launched()
-    mine = request.out if place is None or place.rank == 0 else None
-    with nullcontext() if mine is None else owned(mine):
+    folder = request.out if place is None or place.rank == 0 else None
+    with nullcontext() if folder is None else owned(folder):
         return _train(_checked(request), place)
 
 
 def _checked(request: TrainRequest) -> TrainTask:
-    """What the ranks do, after all checks that need no process."""
+    """The task of the ranks, after all checks that need no process."""
     strategy, out = request.strategy, request.out
     if out is None and (request.resume or request.save_every):
         option = "--resume" if request.resume else "--save-every"
@@ -50,9 +59,8 @@ def _checked(request: TrainRequest) -> TrainTask:
     job, facts = load_and_describe(request.job)
     in_one = count == 1 and has_one_process_axis(strategy)
     clipped = request.clip(job)
-    resolved = check(
-        clipped, facts, strategy, place_of_layers(device, strategy) if in_one else find_place(device, count)
-    )
+    place = place_of_layers(device, strategy) if in_one else find_place(device, count)
+    resolved = check(clipped, facts, strategy, place)
     if request.deepspeed_config is not None:
         check_engine_config(request.deepspeed_config, clipped, resolved)
     dry_run(job, facts, resolved)
@@ -69,18 +77,18 @@ def _checked(request: TrainRequest) -> TrainTask:
         ranks=count,
         device=device,
         out=None if out is None else out.resolve(),
-        resume=request.resume or (out is not None and restart_count() > 0),  # torchrun restarts all of the command
+        resume=request.resume or (out is not None and restart_count() > 0),  # torchrun restarts the whole command
     )
     return TrainTask(request=checked, facts=facts)
 
 
 def _train(task: TrainTask, place: LaunchedRank | None) -> dict[str, Any] | None:
-    """By ranks that are there, by this process alone, or by ranks that are started for it."""
+    """Train in launched ranks, in this process alone, or in ranks that are started now."""
     request, out, count = task.request, task.request.out, task.request.ranks or 1
     if out is not None and (place is None or place.rank == 0):
         prepare_output(out, resume=request.resume)
         if request.resume:
-            saved_seed(out, request.seed)  # refuses another seed before any process starts
+            saved_seed(out, request.seed)  # refuses a different seed before any process starts
     restarts = request.max_restarts
     if restarts is None:
         restarts = RESTARTS if out is not None and count > 1 else 0
@@ -94,7 +102,7 @@ def _train(task: TrainTask, place: LaunchedRank | None) -> dict[str, Any] | None
 
 
 def dropout_note(strategy: Strategy) -> str:
-    """What to say of a job with dropout whose masks are not those of one process; empty where they are."""
+    """A note if dropout masks differ from those of one process; empty otherwise."""
     if strategy.compile:
         why = "compiled code draws its own"
     elif strategy.model_ranks > 1:
@@ -110,7 +118,7 @@ def dropout_note(strategy: Strategy) -> str:
 
 
 def layout_command(*, job: str, strategy: str, ranks: int | None) -> dict[str, Any]:
-    """How a strategy would lie, on as few ranks as it needs where no number is given."""
+    """The layout of a strategy, by default on as few ranks as it needs."""
     parsed = Strategy.parse(strategy)
     loaded, facts = load_and_describe(job)
     return show_layout(loaded, facts, parsed, ranks or parsed.model_ranks * (parsed.data_size or 1))
@@ -122,28 +130,14 @@ def load_and_describe(job: str) -> tuple[Job, ModelFacts]:
         return loaded, describe(loaded)
 
 
-def count_ranks(asked: int | None, *, default: int) -> int:
-    place = launched()
-    if place is None:
-        return asked or default
-    if asked is not None and asked != place.ranks:
-        raise BadInput(f"--ranks {asked} was asked for, but the launcher started {place.ranks} ranks; leave it out.")
-    return place.ranks
-
-
 def _fewest_ranks(strategy: Strategy, device: str) -> int:
-    """As many as the strategy's sizes ask for; layers over GPUs run in one process where nobody asks for ranks."""
+    """The ranks that the strategy's sizes need; without --ranks, layers over GPUs run in one process."""
     if in_one_process(strategy) and strategy.data is None and device == "cuda":
         return 1
     return strategy.model_ranks * (strategy.data_size or 1)
 
 
-def find_place(device: str, ranks: int) -> Any:
+def find_place(device: str, ranks: int) -> Place:
+    """The place of the launched ranks, or of ranks that will be started on this machine."""
     place = launched()
     return place_for(device, ranks, local_ranks=place.local_ranks if place else ranks)
-
-
-def known_device(device: str | None) -> str | None:
-    if device not in (None, "cpu", "cuda"):
-        raise BadInput(f"--device must be cpu or cuda, not {device!r}.")
-    return device

@@ -1,4 +1,4 @@
-"""What `meshwright verify` asks for: references in a process of their own, then ranks, and a row for every strategy."""
+"""`meshwright verify`: make references in a separate process, run strategies in ranks, and collect a row for each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.assemble.check import check
 from meshwright.assemble.dry_run import dry_run
-from meshwright.commands.train import count_ranks, find_place, known_device, load_and_describe
+from meshwright.commands.train import find_place, load_and_describe
 from meshwright.commands.worker import run_verify
 from meshwright.environment import launched
 from meshwright.errors import BadInput, MeshwrightError, RankFailed, Refused, StrategyError
@@ -23,10 +23,10 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import AxisTerm, first_axes
 from meshwright.facts.strategy import Strategy
 from meshwright.launch.launch import launch
-from meshwright.runtime.place import choose_device
+from meshwright.runtime.place import choose_device, count_ranks, known_device
 from meshwright.runtime.request import CauseTask, ReferenceTask, VerifyRequest, VerifyTask
 from meshwright.strategies import Place
-from meshwright.verify.references import find_cause_apart, own_place, reference_of, store_references
+from meshwright.verify.references import find_cause_apart, own_place, reference_of, run_apart
 from meshwright.verify.strategy_choice import Choice
 from meshwright.verify.verdict import DIFFERS, FAILED, REFUSED, without_verdict
 
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 def verify_command(request: VerifyRequest) -> Row | None:
-    """Verify; returns the JSON document, or None on a rank that has nothing to print."""
+    """Verify; returns the JSON document on rank 0, and None on other ranks."""
     device = choose_device(known_device(request.device))
     count = count_ranks(request.ranks, default=2)
     job, facts = load_and_describe(request.job)
@@ -43,12 +43,13 @@ def verify_command(request: VerifyRequest) -> Row | None:
     able = [choice.strategy for choice in choices if choice.strategy is not None]
     alone = dict.fromkeys(str(reference_of(strategy, facts, job.global_batch)) for strategy in able)
     place = launched()
+    is_main = place is None or place.rank == 0
     names = [*alone, *(choice.text for choice in choices if choice.strategy is not None and choice.text not in alone)]
     refused = {one.text: without_verdict(one.text, REFUSED, one.reason).to_json() for one in choices if one.reason}
     with TemporaryDirectory(prefix="meshwright-verify-") as folder:
-        if able and (place is None or place.rank == 0):
+        if able and is_main:
             wanted = (*map(Strategy.parse, alone), *able)
-            store_references(ReferenceTask(request=request, facts=facts, device=device, wanted=wanted), Path(folder))
+            run_apart(ReferenceTask(request=request, facts=facts, device=device, wanted=wanted), Path(folder))
         task = VerifyTask(request=request, facts=facts, device=device, references=Path(folder), strategies=tuple(names))
         if not able:
             rows = []
@@ -57,9 +58,9 @@ def verify_command(request: VerifyRequest) -> Row | None:
                 rows = run_verify(task, patience=timedelta(hours=4))  # the others wait for rank 0's references
         else:
             rows = _verify_all(task, count)
-        if place is None or place.rank == 0:
+        if is_main:
             _explain(rows, task)
-    if place is not None and place.rank != 0:
+    if not is_main:
         return None
     found = {row["strategy"]: row for row in rows} | refused
     order = dict.fromkeys([*alone, *(choice.text for choice in choices)])
@@ -67,7 +68,7 @@ def verify_command(request: VerifyRequest) -> Row | None:
 
 
 def _explain(rows: list[Row], task: VerifyTask) -> None:
-    """Look for the cause of differences, where there are any."""
+    """Look for the cause of differences, if there are any."""
     different = [row for row in rows if row["status"] == DIFFERS]
     if not different:
         return
@@ -77,17 +78,17 @@ def _explain(rows: list[Row], task: VerifyTask) -> None:
 
 
 def _read_elsewhere(difference: str, facts: ModelFacts) -> str | None:
-    """Whether what differs first is a parameter that the model reads outside of the module that holds it."""
+    """A cause if the first difference is a parameter that the model reads outside the module that holds it."""
     name = difference.removeprefix("gradient of ").partition(":")[0]
     if name not in facts.read_elsewhere:
         return None
     return f"{name} is read outside of the module that holds it, where a strategy may not bring it"
 
 
-def choose(job: Job, facts: ModelFacts, place: Place, asked: Sequence[str]) -> list[Choice]:
-    """What was asked for, each with its reason if it is refused; or all that fit, where nothing was asked for."""
-    if asked:
-        return [_choice(job, facts, text, place) for text in dict.fromkeys(asked)]
+def choose(job: Job, facts: ModelFacts, place: Place, named: Sequence[str]) -> list[Choice]:
+    """The named strategies, with a reason for each that is refused; without names, all usual ones that fit."""
+    if named:
+        return [_choice(job, facts, text, place) for text in dict.fromkeys(named)]
     found = [_choice(job, facts, text, place) for text in _usual(place)]
     for choice in found:
         if choice.strategy is None:
@@ -99,11 +100,10 @@ def choose(job: Job, facts: ModelFacts, place: Place, asked: Sequence[str]) -> l
 
 
 def _usual(place: Place) -> list[str]:
-    """The data strategies and the plainest of the others."""
+    """The data strategies, and the first model axes of size 2."""
     hybrids = [f"2x{place.ranks // 2}"] if place.ranks % 2 == 0 and place.ranks > 2 else []
-    names = list(usual_terms(lambda traits: traits.compared, hybrids))
     pairs = [str(AxisTerm.of(traits, 2)) for traits in first_axes()] if place.ranks % 2 == 0 else []
-    return [*names, *pairs]
+    return [*usual_terms(lambda traits: traits.compared, hybrids), *pairs]
 
 
 def _choice(job: Job, facts: ModelFacts, text: str, place: Place) -> Choice:
@@ -117,7 +117,7 @@ def _choice(job: Job, facts: ModelFacts, text: str, place: Place) -> Choice:
 
 
 def _verify_all(task: VerifyTask, ranks: int) -> list[Row]:
-    """All verdicts. A strategy whose ranks fail is a verdict, too, and the rest go on in new ranks."""
+    """All verdicts. If the ranks of a strategy fail, that is its verdict, and new ranks verify the rest."""
     results: list[Row] = []
     names = task.strategies
     while len(results) < len(names):

@@ -1,8 +1,9 @@
-"""What a started rank runs: read the request, do it, report."""
+"""Worker of the ranks of `train` and `verify`: runs the task and reports results."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,7 @@ from meshwright.environment import restart_count
 from meshwright.jobs.load import load_job
 from meshwright.launch.attempt import own_task, report
 from meshwright.launch.hangs import watching_itself
-from meshwright.launch.heartbeat import tell_of_compiling
+from meshwright.launch.heartbeat import beat_while_compiling
 from meshwright.launch.preemption import Preemption
 from meshwright.runtime.checkpoints import Checkpoints, saved_seed
 from meshwright.runtime.request import TrainTask, VerifyTask
@@ -21,11 +22,11 @@ from meshwright.verify.references import StoredReferences
 from meshwright.verify.verify import verify
 
 UNWATCHED = timedelta(hours=24)
-"""How long collectives wait where something else watches the ranks."""
+"""Timeout of collectives if heartbeats are watched, which find a hanging rank sooner."""
 
 
 def run_train(task: TrainTask) -> dict[str, Any]:
-    """Train as asked; returns the summary."""
+    """Train; returns the summary."""
     request, out = task.request, task.request.out
     resume = out is not None and (request.resume or restart_count() > 0)
     with (
@@ -38,14 +39,14 @@ def run_train(task: TrainTask) -> dict[str, Any]:
             device=request.device,
             workers=request.workers,
             facts=task.facts,
-            # Whom a collective waits for is found by its silence, before the collective gives up.
+            # Heartbeats find the rank that a collective waits for before the collective times out.
             world=enter_world(request.device, patience=UNWATCHED if request.patience else PATIENCE),
             deepspeed_config=request.deepspeed_config,
         ) as run,
     ):
         checkpoints = None
         if run.strategy.compile:
-            tell_of_compiling()
+            beat_while_compiling()
         if out is not None:
             checkpoints = Checkpoints(
                 run, out, every=request.save_every, keep=request.keep, keep_every=request.keep_every
@@ -62,15 +63,14 @@ def run_train(task: TrainTask) -> dict[str, Any]:
             log_to=request.log_to,
             profile=request.profile,
         )
-    return summary.to_json()
+    return asdict(summary)
 
 
 def run_verify(task: VerifyTask, patience: timedelta | None = None) -> list[dict[str, Any]]:
-    """Verify as asked; every verdict is also reported as soon as it is there."""
-    verdicts = []
-    request, job = task.request, load_job(task.request.job)
+    """Verify; reports every verdict as soon as it is known, and returns all."""
+    verdicts, request, job = [], task.request, load_job(task.request.job)
     world = enter_world(task.device, patience=patience or timedelta(seconds=request.timeout))
-    # Rank 0 alone compares, and what it compares with lies on its machine.
+    # Only rank 0 compares, and the references are on its machine.
     made = StoredReferences(task.references) if world.is_main else None
     found = verify(job, task.facts, task.strategies, world, steps=request.steps, seed=request.seed, references=made)
     for number, verdict in enumerate(found, start=1):
@@ -84,7 +84,7 @@ def run_verify(task: VerifyTask, patience: timedelta | None = None) -> list[dict
 
 
 def main() -> None:
-    """What `meshwright.launch.rank` calls on every rank."""
+    """Entry point of the worker: `meshwright.launch.rank` calls it on every rank."""
     task = own_task()
     if isinstance(task, TrainTask):
         report(run_train(task))

@@ -1,9 +1,8 @@
-"""Strategies head to head on this machine: each in ranks of its own, round after round over all of them.
+"""Measure strategies against each other on this machine: several rounds, each of which launches every strategy once.
 
-Every start of a strategy is new processes: so nothing that one leaves behind (memory that an allocator keeps, threads,
-a broken group) touches the next, its peak memory is its own, and its end, however it comes, is a row. The start costs
-seconds, which is why there are few rounds. Rounds go over all strategies, every other one backwards, so that a machine
-that slows down or is busy for a while slows all of them.
+Every launch starts new processes. So nothing that one strategy leaves behind (cached memory, threads, a broken process
+group) affects the next, peak memory belongs to one strategy, and a failure becomes a row. A launch takes seconds, so
+there are few rounds. Every other round runs backwards: a machine that slows down for a while slows all strategies.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -26,7 +26,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.jobs.load import load_job
-from meshwright.runtime.place import choose_device, place_for
+from meshwright.runtime.place import choose_device, known_device, place_for
 from meshwright.runtime.request import CompareRequest, CompareTask
 from meshwright.verify.references import reference_of
 from meshwright.verify.strategy_choice import Choice, choose
@@ -34,33 +34,33 @@ from meshwright.verify.strategy_choice import Choice, choose
 Tell = Callable[[str], None]
 Start = Callable[..., LaunchOutcome]
 Outcomes = dict[tuple[str, bool], list[LaunchOutcome]]
-"""By a strategy's text and whether it is a reference; one for each round."""
+"""By a strategy's text and whether it is a reference; one outcome per round."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """What was run: rows for people and programs, and what only a trace shows."""
+    """Results of a comparison: rows, and profiles for traces."""
 
     job: Job
     facts: ModelFacts
     device: str
     strategies: dict[str, Strategy]
-    """Those that could run, by the text that they were asked with."""
+    """Those that could run, by the text that the user wrote."""
     rows: list[dict[str, Any]]
     references: list[dict[str, Any]]
-    """One process, for the losses."""
+    """Rows of the single processes that losses are compared with."""
     left_out: list[dict[str, str]]
-    """What is legal for others, but not for this job or these ranks."""
+    """Strategies that do not fit this job or these ranks, with reasons."""
     seconds: float
     profiles: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Spans of the profiled step of every rank."""
+    """By strategy, spans of the profiled step of every rank."""
     interrupted: bool = False
-    """Whether the user ended it before all was run."""
+    """Whether the user stopped it before the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One start of ranks in the matrix of rounds and strategies."""
+    """One launch in the matrix of rounds and strategies."""
 
     text: str
     strategy: Strategy
@@ -79,7 +79,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """All that is to be run, and what it is run for."""
+    """The strategies to run, and the job that they run."""
 
     job: Job
     facts: ModelFacts
@@ -88,17 +88,17 @@ class Matrix:
 
     @property
     def able(self) -> dict[str, Strategy]:
-        """Strategies that can run, by the text that they were asked with."""
+        """Strategies that can run, by the text that the user wrote."""
         return {choice.text: choice.strategy for choice in self.choices if choice.strategy is not None}
 
     @property
     def references(self) -> dict[str, str]:
-        """For each of them, the one process that its losses are held against."""
+        """For each strategy that can run, the single process that its losses are compared with."""
         batch = self.job.global_batch
         return {text: str(reference_of(strategy, self.facts, batch)) for text, strategy in self.able.items()}
 
     def cells(self, *, ranks: int, rounds: int) -> Iterator[Cell]:
-        """All starts in their order: references, then rounds, every other one backwards."""
+        """All launches in order: references, then rounds, every other one backwards."""
         for text in dict.fromkeys(self.references.values()):
             yield Cell(text=text, strategy=Strategy.parse(text), ranks=1, round=0)
         for number in range(1, rounds + 1):
@@ -108,11 +108,11 @@ class Matrix:
 
 
 def compare(request: CompareRequest, *, tell: Tell | None = None, start: Start = start) -> Compared:
-    """Run all strategies of a request; whatever goes wrong with one is its row."""
+    """Run all strategies of a request; the failure of one is recorded in its row."""
     began = time.perf_counter()
-    matrix = look(request)
+    matrix, tell = check_request(request), tell or partial(print, file=sys.stderr, flush=True)
     with silent_profiler():
-        outcomes, interrupted = run_cells(request, matrix, tell=tell or tell_stderr, start=start)
+        outcomes, interrupted = run_cells(request, matrix, tell=tell, start=start)
     rows, references = _rows(matrix, outcomes)
     named = bool(request.strategies)
     refused = [choice for choice in matrix.choices if choice.strategy is None]
@@ -130,13 +130,11 @@ def compare(request: CompareRequest, *, tell: Tell | None = None, start: Start =
     )
 
 
-def look(request: CompareRequest) -> Matrix:
-    """Refuse what cannot be, before any process starts."""
+def check_request(request: CompareRequest) -> Matrix:
+    """Refuse what cannot run, before any process starts."""
     if launched() is not None:
-        raise BadInput("compare starts ranks itself, many times over; run it without torchrun or srun, with --ranks.")
-    if request.device not in (None, "cpu", "cuda"):
-        raise BadInput(f"--device must be cpu or cuda, not {request.device!r}.")
-    device = choose_device(request.device)
+        raise BadInput("compare launches ranks itself, many times; run it without torchrun or srun, with --ranks.")
+    device = choose_device(known_device(request.device))
     with redirect_stdout(sys.stderr):
         job = load_job(request.job)
         facts = describe(job)
@@ -145,9 +143,9 @@ def look(request: CompareRequest) -> Matrix:
 
 
 def run_cells(request: CompareRequest, matrix: Matrix, *, tell: Tell, start: Start) -> tuple[Outcomes, bool]:
-    """What came of each strategy, round after round, and whether the user interrupted it.
+    """Outcomes of all launches, and whether the user interrupted them.
 
-    What failed once is not run again. An interrupt gets through as long as no strategy has had its turn.
+    A strategy that failed is not launched again. An interrupt before the first outcome of a strategy is raised.
     """
     planned = list(matrix.cells(ranks=request.ranks, rounds=request.rounds))
     found: Outcomes = {(cell.text, cell.is_reference): [] for cell in planned}
@@ -157,18 +155,14 @@ def run_cells(request: CompareRequest, matrix: Matrix, *, tell: Tell, start: Sta
         if any(outcome.status != OK for outcome in earlier):
             continue
         task = CompareTask(
-            request=request,
-            facts=matrix.facts,
-            device=matrix.device,
-            strategy=cell.strategy,
-            profile=cell.round == 1,
+            request=request, facts=matrix.facts, device=matrix.device, strategy=cell.strategy, profile=cell.round == 1
         )
         try:
             earlier.append(start(task, cell.ranks, timeout=request.timeout))
         except KeyboardInterrupt:
             if not any(outcomes for (_, is_reference), outcomes in found.items() if not is_reference):
                 raise
-            tell(f"[{done}/{len(planned)}] {cell.words}: interrupted; what was measured until here follows")
+            tell(f"[{done}/{len(planned)}] {cell.words}: interrupted; the results so far follow")
             return found, True
         left = (time.perf_counter() - began) / done * (len(planned) - done)
         rest = f" ({left:.0f} s left)" if done < len(planned) else ""
@@ -177,30 +171,26 @@ def run_cells(request: CompareRequest, matrix: Matrix, *, tell: Tell, start: Sta
 
 
 def in_short(outcome: LaunchOutcome) -> str:
-    """An outcome for the line of progress."""
+    """An outcome in a few words, for the progress line."""
     if outcome.measured is None:
         return f"{outcome.status.upper()}: {outcome.reason}"
     return f"{1e3 * median(step_seconds(outcome.measured)):.0f} ms a step"
 
 
 def with_best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with their speed against the fastest, fastest first; those without figures follow."""
+    """Rows with their speed relative to the fastest, fastest first; rows without figures come last."""
     times = [row["step_ms"] for row in rows if row["step_ms"]]
-    told = [{**row, "against_best": min(times) / row["step_ms"] if row["step_ms"] else None} for row in rows]
-    return sorted(told, key=lambda row: row["step_ms"] or float("inf"))
-
-
-def tell_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    rated = [{**row, "against_best": min(times) / row["step_ms"] if row["step_ms"] else None} for row in rows]
+    return sorted(rated, key=lambda row: row["step_ms"] or float("inf"))
 
 
 def count_cores() -> int:
-    """Cores that processes here may use."""
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def note_on_cores(ranks: int, device: str) -> str:
-    """What to know where ranks share cores: they take turns, so idle time and communication look larger."""
+    """A warning if ranks share cores, which makes idle time and communication look larger; empty otherwise."""
     cores = count_cores()
     if device != "cpu" or ranks <= cores:
         return ""
@@ -211,7 +201,7 @@ def note_on_cores(ranks: int, device: str) -> str:
 
 
 def _rows(matrix: Matrix, outcomes: Outcomes) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Of the strategies, and of the single processes that they are held against."""
+    """Rows of the strategies, and of the single processes that they are compared with."""
     references = matrix.references
     ones = {text: outcomes[text, True] for text in dict.fromkeys(references.values())}
     losses = {text: one[0].measured["losses"] for text, one in ones.items() if one and one[0].measured is not None}
@@ -224,6 +214,6 @@ def _rows(matrix: Matrix, outcomes: Outcomes) -> tuple[list[dict[str, Any]], lis
 
 
 def _spans(outcomes: list[LaunchOutcome]) -> list[dict[str, Any]]:
-    """What every rank told of its profiled step."""
+    """Profiles of all ranks, from the first round."""
     measured = outcomes[0].measured if outcomes else None
     return [rank["profile"] for rank in measured["ranks"] if rank["profile"] is not None] if measured else []

@@ -1,4 +1,4 @@
-"""How much memory a rank's steps take, apart from what its process takes anyway."""
+"""Measure the memory that a rank's steps take, without that of Python and torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from meshwright.runtime.measure import peak_bytes
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # Linux: forget the largest resident size so far (man 5 proc)
 REST = "rest"
-"""What a peak holds beside states: activations, buffers of communication, and what an allocator keeps."""
+"""The part of the peak beside states: activations, communication buffers, and memory that the allocator caches."""
 
 
 class PeakMeter:
-    """Made before a model is built; on a CPU, Python and torch are then loaded and counted as the process."""
+    """Peak since its creation. Create it before the model: on a CPU it subtracts what Python and torch take by then."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -28,28 +28,27 @@ class PeakMeter:
             self.process = _resident("VmRSS") or 0
 
     def peak(self) -> int:
-        """Bytes since, without the process's own."""
+        """Peak bytes, without those of the process before."""
         if self._device.type == "cuda":
             return peak_bytes(self._device)
-        # Not getrusage: what that tells includes the launcher's size, which a rank inherits when it is started.
+        # Not getrusage: it includes the launcher's size, which a rank inherits when it is forked.
         largest = _resident("VmHWM")
         return max(0, (peak_bytes(self._device) if largest is None else largest) - self.process)
 
     def by_cause(self, states: Measurement) -> dict[str, int]:
-        """The peak with its states told apart."""
-        rest = max(0, self.peak() - states.peak)
-        return {**states.memory, REST: rest}
+        """The peak, divided into states and the rest."""
+        return {**states.memory, REST: max(0, self.peak() - states.peak)}
 
 
 def _forget_peak() -> None:
     try:
         _CLEAR.write_text(_RESET_PEAK)
-    except OSError:  # no such file, or not for us: then the peak is that of the whole process
+    except OSError:  # no such file or no permission: the peak then covers the whole process
         return
 
 
 def _resident(field: str) -> int | None:
-    """A size from the kernel's account of this process, in bytes."""
+    """A size of this process in bytes, from /proc."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""From what the ranks of a strategy told, round after round, to its row: medians, shares, memory, bubble, equality."""
+"""Turn the measurements of a strategy's ranks into its row: medians, shares, memory, bubble, equality."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from meshwright.units import mib
 from meshwright.verify.bounds import LOSS_BOUND
 
 COMPUTE, EXPOSED, OTHER = "compute", "exposed communication", "other"
-"""Causes of a measured step's time."""
+"""What a measured step spends its time on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Basis:
-    """What rows are made against."""
+    """What all rows are computed with."""
 
     facts: ModelFacts
     global_batch: int
     references: dict[str, list[float]]
-    """Losses of one process, by its strategy; of a reference that failed there are none."""
+    """Losses of the single processes, by strategy; a reference that failed is left out."""
 
 
 NOT_RUN = LaunchOutcome(status="not run", reason="The comparison was interrupted before its turn.")
@@ -36,7 +36,7 @@ NOT_RUN = LaunchOutcome(status="not run", reason="The comparison was interrupted
 def make_row(
     text: str, strategy: Strategy, outcomes: Sequence[LaunchOutcome], reference: str, basis: Basis
 ) -> dict[str, Any]:
-    """One strategy's row; one that went wrong in any round has a status, a reason and no figures."""
+    """One strategy's row; if any round failed, it has a status, a reason and no figures."""
     wrong = next((outcome for outcome in outcomes or [NOT_RUN] if outcome.status != OK), None)
     rounds = [outcome.measured for outcome in outcomes if outcome.measured is not None]
     if wrong is not None:
@@ -54,7 +54,7 @@ def make_row(
 
 
 def empty_row(text: str, status: str, reason: str, *, strategy: str | None = None, rounds: int = 0) -> dict[str, Any]:
-    """A row with all of its fields, and no figures in them."""
+    """A row with all fields but no figures."""
     figures = (
         *("step_ms", "step_ms_low", "step_ms_high", "samples_per_s", "tokens_per_s", "against_best"),
         *("peak_mib", "process_mib", "comm_share", "comm_exposed", "bubble"),
@@ -70,7 +70,7 @@ def empty_row(text: str, status: str, reason: str, *, strategy: str | None = Non
 
 
 def step_seconds(measured: dict[str, Any]) -> list[float]:
-    """Each timed step: from where all ranks stood together to where the last was through."""
+    """Seconds of each timed step, from the first rank's start to the last rank's end."""
     by_step = zip(*(rank["steps"] for rank in measured["ranks"]), strict=True)
     return [max(end for _, _, end, _ in ranks) - min(start for start, *_ in ranks) for ranks in by_step]
 
@@ -79,7 +79,7 @@ def _speed(rounds: Sequence[dict[str, Any]], basis: Basis) -> dict[str, Any]:
     each = [step_seconds(measured) for measured in rounds]
     steps = [seconds for one in each for seconds in one]
     middle, tokens = median(steps), basis.facts.weight_per_sample
-    low, high = _quartiles(steps)
+    low, _, high = quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else (middle,) * 3
     return {
         "step_ms": 1e3 * middle,
         "step_ms_low": 1e3 * low,
@@ -90,16 +90,8 @@ def _speed(rounds: Sequence[dict[str, Any]], basis: Basis) -> dict[str, Any]:
     }
 
 
-def _quartiles(values: list[float]) -> tuple[float, float]:
-    """What half of the values lie between."""
-    if len(values) < 2:
-        return values[0], values[0]
-    first, _, third = quantiles(values, n=4, method="inclusive")
-    return first, third
-
-
 def _memory(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of the fullest rank, in the round in which it held most."""
+    """Memory of the rank with the highest peak over all rounds."""
     ranks = [rank for measured in rounds for rank in measured["ranks"]]
     fullest = max(ranks, key=_peak)
     by_rank = zip(*(measured["ranks"] for measured in rounds), strict=True)
@@ -116,7 +108,7 @@ def _peak(rank: dict[str, Any]) -> int:
 
 
 def _profile(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Shares of the profiled step, as ranks have them on average, and what they make of the median step."""
+    """Shares of the profiled step, averaged over ranks, and the milliseconds of the median step that they amount to."""
     profiles = [rank["profile"] for rank in rounds[0]["ranks"] if rank["profile"] is not None]
     if not profiles:
         return {}
@@ -131,7 +123,7 @@ def _profile(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _pipeline(strategy: Strategy, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The idle share of a pipeline's ranks between the first start and the last end, and one step of it in full."""
+    """The idle share of a pipeline's ranks between the first start and the last end, and the timeline of one step."""
     bubbles = [share for measured in rounds for share in _bubbles(measured)]
     if not bubbles:
         return {}
@@ -150,7 +142,7 @@ def _bubbles(measured: dict[str, Any]) -> list[float]:
 
 
 def _losses(strategy: Strategy, losses: list[float], reference: str, basis: Basis) -> dict[str, Any]:
-    """Whether the checked losses are those of one process, within the bound that `verify` has for a loss."""
+    """Whether the checked losses equal those of one process, within `verify`'s bound for losses."""
     shown = [loss if math.isfinite(loss) else None for loss in losses]
     expected = basis.references.get(reference, [])[:CHECKED]
     found = {"losses": shown, "reference": reference}
@@ -163,5 +155,5 @@ def _losses(strategy: Strategy, losses: list[float], reference: str, basis: Basi
 
 
 def _rank(rank: dict[str, Any]) -> dict[str, Any]:
-    """Where a rank lies and what it holds."""
+    """A rank's place on the mesh, and its memory in MiB."""
     return {**rank["place"], "memory": {cause: mib(size) for cause, size in rank["memory"].items()}}

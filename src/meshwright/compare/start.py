@@ -1,4 +1,4 @@
-"""Start the ranks of one strategy, wait for what they measured, and make an outcome of whatever happens to them."""
+"""Launch the ranks of one strategy and wait; a result, a failure and a timeout all become an outcome."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from meshwright.runtime.request import CompareTask
 OK, REFUSED, FAILED, KILLED, TIMEOUT, OUT_OF_MEMORY = "ok", "refused", "failed", "killed", "timeout", "out of memory"
 WORKER = "meshwright.compare.rank"
 EXHAUSTED = ("OutOfMemoryError", "MemoryError", "out of memory", "not enough memory", "allocate memory")
-"""What CUDA's, Python's, torch's and the system's allocators say."""
+"""Words in the errors of CUDA's, Python's, torch's and the system's allocators."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOutcome:
-    """How one start of ranks ended."""
+    """How one launch ended."""
 
     status: str
     reason: str = ""
     """Empty if it went well."""
     measured: dict[str, Any] | None = None
-    """What the ranks told, if they came that far."""
+    """What the ranks measured; None if they failed."""
 
 
 def start(task: CompareTask, ranks: int, *, timeout: float, worker: str = WORKER) -> LaunchOutcome:
-    """Run a task in ranks of its own. Only an interrupt by the user gets through."""
+    """Run a task in new ranks. Raises only the user's interrupt."""
     results: list[Any] = []
     alarm = _Alarm(timeout)
     try:
@@ -49,7 +49,7 @@ def start(task: CompareTask, ranks: int, *, timeout: float, worker: str = WORKER
     except OSError as error:
         return LaunchOutcome(status=FAILED, reason=f"Its ranks could not be started: {one_line(error)}")
     if not results:
-        return LaunchOutcome(status=FAILED, reason="Its ranks ended without a word of what they measured.")
+        return LaunchOutcome(status=FAILED, reason="Its ranks ended without reporting a measurement.")
     return LaunchOutcome(status=OK, measured=results[-1])
 
 
@@ -64,7 +64,7 @@ def _first_line(error: MeshwrightError) -> str:
 
 
 class _Alarm:
-    """Ends a launch that takes too long, as Ctrl-C would. Outside of the main thread Python has no alarms."""
+    """Ends a launch that takes too long, as Ctrl-C would. Works only in the main thread, where Python has alarms."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -84,7 +84,7 @@ class _Alarm:
             signal.signal(signal.SIGALRM, before)
 
     def _ring(self, number: int, frame: FrameType | None) -> None:
-        """The launcher's own handler knows how to wait until all ranks are started; without it, all is over already."""
+        """Call the launcher's handler, which waits until all ranks are started. Without one, the launch is over."""
         handler = signal.getsignal(signal.SIGTERM)
         if callable(handler):
             self.rang = True

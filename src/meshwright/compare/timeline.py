@@ -1,4 +1,4 @@
-"""One measured step of a pipeline as a timeline, of the same type as a forecast one."""
+"""Turn one measured step of a pipeline into a timeline, of the same type as a forecast."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ KINDS = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.BACKWARD_INPUT: IN
 
 
 def measured_timeline(strategy: Strategy, ranks: Sequence[dict[str, Any]], seconds: Sequence[float]) -> Timeline:
-    """The step whose time is the median, on the first rank of every stage."""
+    """Timeline of the step with the median time, on the first rank of every stage."""
     middle = sorted(range(len(seconds)), key=seconds.__getitem__)[len(seconds) // 2]
     steps = [rank["steps"][middle] for rank in ranks]
     begun = min(start for start, *_ in steps)
     first = {rank["place"]["pipeline"]: step for rank, step in zip(reversed(ranks), reversed(steps), strict=True)}
-    # The gradients' norm is everybody's, so the update begins when the last rank has its gradients.
+    # The gradient norm needs all ranks, so the update begins when the last rank has its gradients.
     met = max(gradients for _, gradients, _, _ in steps)
     pieces = [piece for place, step in first.items() for piece in _pieces(place, step, begun, met, strategy)]
     pieces += list(_sends(pieces))
@@ -53,36 +53,36 @@ def _pieces(rank: int, step: Sequence[Any], begun: float, met: float, strategy: 
 
 
 def _sends(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Messages as far as they were waited for: a result was there, who takes it was free, and did not have it yet.
+    """Sends that a receiver waited for: the result was ready and the receiver idle, but the message had not arrived.
 
-    What arrives while its receiver computes is not seen, and costs nothing.
+    A message that arrives while its receiver computes is not measured, and costs nothing.
     """
     actions = sorted((piece for piece in pieces if piece.micro_batch is not None), key=lambda piece: piece.start)
     ends: dict[int, list[float]] = {}
-    takers: dict[tuple[object, ...], list[Piece]] = {}
+    receivers: dict[tuple[object, ...], list[Piece]] = {}
     for piece in actions:
         ends.setdefault(piece.rank, []).append(piece.end)
-        takers.setdefault((_way(piece), piece.stage, piece.micro_batch), []).append(piece)
+        receivers.setdefault((_offset(piece), piece.stage, piece.micro_batch), []).append(piece)
     for piece in actions:
-        way = _way(piece)
-        waiting = takers.get((way, (piece.stage or 0) + way, piece.micro_batch)) if way else None
+        offset = _offset(piece)
+        waiting = receivers.get((offset, (piece.stage or 0) + offset, piece.micro_batch)) if offset else None
         if not waiting:
             continue
-        taker = waiting.pop(0)
-        before = bisect_right(ends[taker.rank], taker.start)
-        start = max(piece.end, ends[taker.rank][before - 1] if before else 0.0)
-        if taker.rank != piece.rank and taker.start > start:
+        receiver = waiting.pop(0)
+        before = bisect_right(ends[receiver.rank], receiver.start)
+        start = max(piece.end, ends[receiver.rank][before - 1] if before else 0.0)
+        if receiver.rank != piece.rank and receiver.start > start:
             yield Piece(
                 rank=piece.rank,
                 kind=SEND,
                 start=start,
-                end=taker.start,
+                end=receiver.start,
                 stage=piece.stage,
                 micro_batch=piece.micro_batch,
-                to=taker.rank,
+                to=receiver.rank,
             )
 
 
-def _way(piece: Piece) -> int:
-    """How far on the stage is that takes the result; 0 where nobody does."""
+def _offset(piece: Piece) -> int:
+    """Offset to the stage that receives the result; 0 if none does."""
     return {FORWARD: 1, BACKWARD: -1, INPUT: -1}.get(piece.kind, 0)

@@ -1,4 +1,4 @@
-"""Torch's elastic agent for the ranks of one machine, with a meeting point of its own for every attempt."""
+"""Torch's elastic agent for the ranks of one machine, with a new rendezvous for every attempt."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ from meshwright.launch.preemption import GRACE, Forwarding
 from meshwright.torch_private.elastic import RankAgent
 
 HOST = "127.0.0.1"
-_TORCH_KILLS_AFTER_S = 29.0  # when ranks do not end by themselves after another failed
+_TORCH_KILLS_AFTER_S = 29.0  # after another rank failed, torch kills ranks that have not ended by then
 
 
 class LocalRendezvous(RendezvousHandler):
-    """A store for the ranks of this machine, new for every attempt.
+    """Rendezvous of the ranks of this machine, with a new store for every attempt.
 
-    Torch's own handler keeps one store over restarts, in which a quick rank finds the addresses that slower peers had
-    in the attempt before, and fails to connect (pytorch issue 135712).
+    Torch's handler keeps one store over restarts. A quick rank finds in it the addresses that slower peers had in the
+    attempt before, and fails to connect (pytorch issue 135712).
     """
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # Torch itself would listen on all interfaces.
-        listener = socket.create_server((HOST, 0))
+        listener = socket.create_server((HOST, 0))  # torch would listen on all interfaces
         port = listener.getsockname()[1]
         store = TCPStore(HOST, port, is_master=True, master_listen_fd=listener.detach())
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(HOST, port))
@@ -59,7 +58,7 @@ class LocalRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nobody else could join."""
+        """No other node can join, so nothing to do."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -69,7 +68,7 @@ class LocalRendezvous(RendezvousHandler):
 
 
 class Agent(RankAgent):
-    """Starts ranks, and all of them anew when one fails in a way that this may mend."""
+    """Starts the ranks, and restarts all of them after a failure that a restart may fix."""
 
     def __init__(
         self,
@@ -92,18 +91,18 @@ class Agent(RankAgent):
             monitor_interval=0.1,
             local_addr=HOST,
         )
-        super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder), redirects=_only_rank_0_speaks(ranks)))
+        silenced = {rank: Std.ALL for rank in range(1, ranks)} or Std.NONE
+        super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder), redirects=silenced))
         self.attempt = Attempt(folder, 0)
         self.forwarding = Forwarding(lambda: self.attempt, grace=grace)
         self._interrupts, self._watch = interrupts, watch
         self._looked = time.monotonic()
         self.failure: Failure | None = None
-        """What the last attempt failed of."""
+        """Why the last attempt failed."""
 
     def start_ranks(self) -> dict[int, Any]:
-        # As ranks are told it: torch's TORCHELASTIC_RESTART_COUNT.
-        restarts = self.max_restarts - self.restarts_left
-        self.attempt, self.failure = Attempt(self.attempt.folder, restarts), None
+        # The number is the ranks' TORCHELASTIC_RESTART_COUNT.
+        self.attempt, self.failure = Attempt(self.attempt.folder, self.max_restarts - self.restarts_left), None
         self.attempt.set_up()
         with self._interrupts.after_start():
             pids = super().start_ranks()
@@ -111,8 +110,8 @@ class Agent(RankAgent):
         return pids
 
     def look_at_ranks(self) -> RunResult:
-        # What we end ranks for; what else fails, they fail of themselves.
-        cause = self._killed(0) if self.forwarding.overdue else self._silent()
+        # Reasons to kill the ranks ourselves.
+        cause = self._overdue() if self.forwarding.overdue else self._hang()
         if cause is not None:
             self.kill_ranks()
         begun = time.monotonic()
@@ -123,44 +122,35 @@ class Agent(RankAgent):
             result = RunResult(state=WorkerState.FAILED)
         if result.is_failed():
             for pid in self.attempt.pids().values():
-                _end_children_of(pid)
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)  # what the rank left running: each rank leads a process group
             codes = {rank: failure.exitcode for rank, failure in result.failures.items()} | dict.fromkeys(lost, 0)
             if time.monotonic() - begun >= _TORCH_KILLS_AFTER_S and any(c != -signal.SIGKILL for c in codes.values()):
-                codes = {rank: code for rank, code in codes.items() if code != -signal.SIGKILL}  # torch's own
+                codes = {rank: code for rank, code in codes.items() if code != -signal.SIGKILL}  # torch's kills
             self.failure = cause or first_failure(self.attempt, codes)
             self._decide(self.failure)
         return result
 
-    def _silent(self) -> Failure | None:
+    def _hang(self) -> Failure | None:
         found = None if self._watch is None else self._watch.find(self.attempt)
         return None if found is None else Failure(rank=found.rank, message=found.message, traceback=found.stack.text)
 
     def _lost(self, result: RunResult) -> list[int]:
-        """Ranks that ended as if all were well, without having done their work."""
+        """Ranks that ended without an error before their work was done."""
         if result.state == WorkerState.HEALTHY and time.monotonic() - self._looked < LOOK_EVERY_S:
             return []
         self._looked = time.monotonic()
         return [rank for rank in self.attempt.lost_ranks() if rank not in result.failures]
 
     def _decide(self, failure: Failure) -> None:
-        """Whether torch's loop, which called us, restarts all ranks now."""
-        if not failure.mendable or self.forwarding.asked is not None:
+        """Set whether torch's loop, our caller, restarts all ranks now."""
+        if failure.kind is not None or self.forwarding.asked is not None:
             self.restarts_left = 0
         elif self.restarts_left:
-            number = self.attempt.number + 1
-            print(f"{failure.line}; restart {number} of {self.max_restarts}", file=sys.stderr, flush=True)
+            restart = f"restart {self.attempt.number + 1} of {self.max_restarts}"
+            print(f"{failure.line}; {restart}", file=sys.stderr, flush=True)
 
-    def _killed(self, rank: int) -> Failure:
-        forwarding = self.forwarding
-        message = f"{forwarding.asked} asked the run to stop; its ranks had not ended {forwarding.grace:g} s later and "
-        return Failure(rank=rank, message=f"{message}were killed.")
-
-
-def _end_children_of(rank: int) -> None:
-    """What a rank that is gone has left running: the agent started each rank as the head of a process group."""
-    with suppress(ProcessLookupError):
-        os.killpg(rank, signal.SIGKILL)
-
-
-def _only_rank_0_speaks(ranks: int) -> dict[int, Std] | Std:
-    return {rank: Std.ALL for rank in range(1, ranks)} or Std.NONE
+    def _overdue(self) -> Failure:
+        asked, grace = self.forwarding.asked, self.forwarding.grace
+        late = f"{asked} asked the run to stop; its ranks had not ended {grace:g} s later and were killed."
+        return Failure(rank=0, message=late)

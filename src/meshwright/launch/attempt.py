@@ -1,18 +1,18 @@
-"""How ranks and the launcher that started them speak: through files in its folder, apart for each attempt.
+"""Files through which the launcher and its ranks exchange messages, in a folder per attempt.
 
-    orders.json                 what every rank is told
-    task                        what its worker does
+    options.json                options of every rank
+    task                        the pickled task of the worker
     asked                       the name of a signal that asked the run to stop
-    attempt-0/                  the first start of all ranks, attempt-1 the first restart
-        pids.json               of every rank, by the launcher
-        listening-RANK          a rank that takes signals: its pid
-        results.jsonl           what rank 0 reports
-        heartbeat-RANK              what a rank does, and since when
-        stacks-RANK             where its threads stand, once it was asked
-        failure-RANK.json       a failed rank's last words
-        finished-RANK           a rank that did its work
+    attempt-0/                  the first start of all ranks; attempt-1 is the first restart
+        pids.json               pids of all ranks, written by the launcher
+        listening-RANK          pid of a rank that handles signals
+        results.jsonl           results that rank 0 reports
+        heartbeat-RANK          what a rank is doing, and since when
+        stacks-RANK             stacks of the rank's threads, on request
+        failure-RANK.json       a failed rank's error
+        finished-RANK           marks a rank that finished its work
 
-Imports no torch: a rank listens before it has loaded that.
+Imports no torch: a rank handles signals before it has loaded torch.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from meshwright.launch.heartbeat import Beat
 
 
 @dataclass(frozen=True, kw_only=True)
-class Orders:
-    """What every rank is told, whatever its task is."""
+class RankOptions:
+    """Options of every rank, whatever its task is."""
 
     launcher: int
-    """The process that it ends with."""
+    """The pid of the launcher, with which the rank ends."""
     grace: float | None
-    """Seconds to save and end in after a signal; None where there is nothing to save."""
+    """Seconds to save and end after a signal; None if there is nothing to save."""
     patience: float
-    """Seconds of silence after which it counts as failed; 0: any time."""
+    """Seconds of silence after which the rank counts as failed; 0: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LastWords:
-    """What a failed rank leaves for the launcher."""
+class RankError:
+    """A failed rank's error, as the launcher reads it."""
 
     rank: int
     time: float
@@ -58,30 +58,30 @@ class LastWords:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of all ranks."""
+    """One start of all ranks, and the files that belong to it."""
 
     folder: Path
-    """The launcher's, in which all attempts lie."""
+    """The launcher's folder, which holds all attempts."""
     number: int
 
     @property
     def path(self) -> Path:
         return self.folder / f"attempt-{self.number}"
 
-    def hand_out(self, orders: Orders, task: Any) -> None:
-        """For this attempt and all later ones."""
-        (self.folder / "orders.json").write_text(json.dumps(asdict(orders)))
+    def hand_out(self, options: RankOptions, task: Any) -> None:
+        """Write options and task for the ranks of this attempt and all later ones."""
+        (self.folder / "options.json").write_text(json.dumps(asdict(options)))
         (self.folder / "task").write_bytes(pickle.dumps(task))
 
-    def orders(self) -> Orders:
-        return Orders(**json.loads((self.folder / "orders.json").read_text()))
+    def options(self) -> RankOptions:
+        return RankOptions(**json.loads((self.folder / "options.json").read_text()))
 
     def task(self) -> Any:
-        """To be asked for once the worker's modules are imported: a task may need torch."""
+        """Unpickle the task. Import the worker's modules first: a task may need torch."""
         return pickle.loads((self.folder / "task").read_bytes())
 
     def ask_to_stop(self, signal_name: str) -> None:
-        """Also for ranks that listen only later, and for later attempts."""
+        """Leave the request for ranks that start to listen later, and for later attempts."""
         _write_whole(self.folder / "asked", signal_name)
 
     def asked_to_stop(self) -> str | None:
@@ -95,19 +95,19 @@ class Attempt:
         _write_whole(self.path / "pids.json", json.dumps(pids))
 
     def pids(self) -> dict[int, int]:
-        """Of the ranks, once all are started."""
+        """Pids by rank; empty until all ranks are started."""
         path = self.path / "pids.json"
         return {int(rank): pid for rank, pid in json.loads(path.read_text()).items()} if path.exists() else {}
 
     def lost_ranks(self) -> list[int]:
-        """Ranks that are gone and have not done their work."""
+        """Ranks that are gone and have not finished their work."""
         return [rank for rank, pid in self.pids().items() if not _lives(pid) and not self._finished(rank).exists()]
 
     def heartbeat(self, rank: int) -> Path:
         return self.path / f"heartbeat-{rank}"
 
     def beats(self) -> dict[int, Beat]:
-        """The last that was heard of each rank that has begun."""
+        """The last heartbeat of each rank that has started and not finished."""
         found = {rank: Beat.read(self.heartbeat(rank)) for rank in self.pids() if not self._finished(rank).exists()}
         return {rank: beat for rank, beat in found.items() if beat is not None}
 
@@ -125,7 +125,7 @@ class Attempt:
         (self.path / f"listening-{rank}").unlink(missing_ok=True)
 
     def listeners(self) -> list[int]:
-        """Pids of the ranks that take signals."""
+        """Pids of the ranks that handle signals."""
         return [int(path.read_text()) for path in self.path.glob("listening-*") if not path.suffix]
 
     def finish(self, rank: int) -> None:
@@ -142,52 +142,47 @@ class Attempt:
         path = self.path / "results.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def leave_words(self, rank: int, error: BaseException) -> None:
-        words = LastWords(
-            rank=rank,
-            time=time.time(),
-            kind=type(error).__name__,
-            message=str(error),
-            traceback="".join(traceback.format_exception(error)),
-        )
-        _write_whole(self.path / f"failure-{rank}.json", json.dumps(asdict(words)))
+    def report_error(self, rank: int, error: BaseException) -> None:
+        trace = "".join(traceback.format_exception(error))
+        found = RankError(rank=rank, time=time.time(), kind=type(error).__name__, message=str(error), traceback=trace)
+        _write_whole(self.path / f"failure-{rank}.json", json.dumps(asdict(found)))
 
-    def words(self) -> list[LastWords]:
-        """What failed ranks said, the first one first."""
-        found = [LastWords(**json.loads(path.read_text())) for path in self.path.glob("failure-*.json")]
-        return sorted(found, key=lambda words: words.time)
+    def errors(self) -> list[RankError]:
+        """Errors of failed ranks, the earliest first."""
+        found = [RankError(**json.loads(path.read_text())) for path in self.path.glob("failure-*.json")]
+        return sorted(found, key=lambda error: error.time)
 
     def last_lines(self, rank: int, count: int = 20) -> str:
-        """The end of what a silent rank wrote to its stderr, where torch's agent put it."""
+        """The last lines that a rank wrote to stderr, from the log of torch's agent."""
         logs = [*self.folder.glob(f"*/attempt_{self.number}/{rank}/stderr.log")]
         return "\n".join(logs[0].read_text(errors="replace").splitlines()[-count:]) if logs else ""
 
 
 def own_attempt() -> Attempt | None:
-    """The attempt that this process is a rank of; None where Meshwright did not start it."""
+    """The attempt that this process is a rank of; None if Meshwright did not start it."""
     folder = own_folder()
     return None if folder is None else Attempt(folder, restart_count())
 
 
 def own_task() -> Any:
-    """What this rank was started for. What it prints from now on goes to stderr: stdout holds one document alone."""
+    """This rank's task. From now on the rank prints to stderr: stdout is for one JSON document."""
     attempt = own_attempt()
-    assert attempt is not None, "a rank was started by the launcher"
+    assert attempt is not None, "ranks are started by the launcher"
     os.dup2(2, 1)
     return attempt.task()
 
 
 def report(document: Any) -> None:
-    """Rank 0 tells the launcher something; each call is one result."""
+    """Send a result from rank 0 to the launcher; other ranks do nothing."""
     attempt = own_attempt()
     if attempt is not None and own_rank() == 0:
         attempt.report(document)
 
 
-def leave(code: int) -> NoReturn:
-    """End this process at once, without a farewell to peers: they may be waiting where this rank never comes."""
+def exit_now(code: int) -> NoReturn:
+    """End this process without leaving the process group: peers may wait in a collective that this rank never joins."""
     for child in multiprocessing.active_children():
-        child.kill()  # data-loading processes would take seconds to see that they are alone
+        child.kill()  # data-loading processes would take seconds to notice
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -202,7 +197,7 @@ def _lives(pid: int) -> bool:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Nobody reads half of it."""
+    """Write through a rename, so that readers never see half a file."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text)
     part.rename(path)

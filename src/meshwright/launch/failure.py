@@ -1,4 +1,4 @@
-"""From what failed ranks left behind to one error: the first failure, in its own words."""
+"""Find the first failure among failed ranks, and turn it into one error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STOPPED_BY_US = (-signal.SIGTERM, STOPPED)
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What an attempt failed of."""
+    """Why an attempt failed."""
 
     rank: int
     message: str
@@ -23,21 +23,16 @@ class Failure:
     signal: str | None = None
     """The signal that ended the rank, if one did."""
     exit_code: int | None = None
-    """What the rank ended with, if it did so without a word."""
+    """The exit code of a rank that ended without reporting an error."""
     kind: type[errors.BadInput] | None = None
-    """The user's mistake, if it was one."""
-
-    @property
-    def mendable(self) -> bool:
-        """Whether the same again may go better."""
-        return self.kind is None
+    """The error class, if it is a mistake of the user, which a restart cannot fix."""
 
     @property
     def line(self) -> str:
         return self.message.splitlines()[0].rstrip(".") if self.message else ""
 
     def error(self, restarts: int) -> errors.MeshwrightError:
-        """As an error that also says how often ranks were restarted before it."""
+        """The error to raise, which also says how often ranks were restarted."""
         after = f" (after {restarts} restart{'s' * (restarts > 1)})" if restarts else ""
         if self.kind is not None:
             return self.kind(self.message + after)
@@ -51,13 +46,13 @@ class Failure:
 
 
 def first_failure(attempt: Attempt, exit_codes: Mapping[int, int]) -> Failure:
-    """The failure that the others follow from. `exit_codes` are those of failed ranks, in the order they were seen."""
-    words = attempt.words()
-    spoken = {found.rank for found in words}
-    # A rank that a signal ended, or that left without a word, is what its peers complain of.
-    wordless = [rank for rank, code in exit_codes.items() if rank not in spoken and code not in _STOPPED_BY_US]
-    if wordless or not words:
-        rank = next(iter(wordless or exit_codes))
+    """The failure that caused the others. `exit_codes` are those of failed ranks, in the order they were seen."""
+    reported = attempt.errors()
+    known = {error.rank for error in reported}
+    # A rank that was killed, or ended without reporting an error, is what makes its peers fail.
+    silent = [rank for rank, code in exit_codes.items() if rank not in known and code not in _STOPPED_BY_US]
+    if silent or not reported:
+        rank = next(iter(silent or exit_codes))
         code = exit_codes[rank]
         return Failure(
             rank=rank,
@@ -66,7 +61,7 @@ def first_failure(attempt: Attempt, exit_codes: Mapping[int, int]) -> Failure:
             signal=signal.Signals(-code).name if code < 0 else None,
             exit_code=code if code >= 0 else None,
         )
-    first = words[0]
+    first = reported[0]
     kind = getattr(errors, first.kind, None)
     if isinstance(kind, type) and issubclass(kind, errors.BadInput):
         return Failure(rank=first.rank, message=first.message, kind=kind)

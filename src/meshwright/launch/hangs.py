@@ -1,7 +1,7 @@
-"""Find the rank that hangs: none has been heard of for too long, and one of them does not wait for the others.
+"""Find the rank that hangs when heartbeats stop.
 
-Ranks that wait for a peer stand in a collective or in a backward pass, whose hooks communicate. A rank that stands
-anywhere else, or cannot even say where it stands, is the one that they wait for.
+Note on how: a rank that waits for a peer is in a collective, or in a backward pass, whose hooks communicate. A rank
+that is anywhere else, or cannot dump its stacks, is the one that the others wait for.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from meshwright.environment import launched, own_rank
-from meshwright.launch.attempt import Attempt, leave, own_attempt
+from meshwright.launch.attempt import Attempt, exit_now, own_attempt
 from meshwright.launch.heartbeat import DUMP, STARTING, STEPPING, Beat, own_heartbeat
 
 LOOK_EVERY_S = 1.0
 ANSWER_S = 5.0
-"""How long a rank may take to write its stacks; it does so from a signal handler in C."""
+"""How long a rank may take to dump its stacks, which a signal handler in C does."""
 _FRAME = re.compile(r'\s*File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
 _WAITING = ("torch/distributed/", "torch/autograd/graph.py", "meshwright/assemble/world.py", "torch/_C/_distributed")
 _LIBRARIES = tuple(
@@ -37,19 +36,19 @@ _LIBRARIES = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class CallStack:
-    """Where a rank's main thread stands, innermost frame first; empty where it did not answer."""
+    """Call stack of a rank's main thread, innermost frame first; empty if the rank did not answer."""
 
     text: str
     frames: tuple[tuple[str, int, str], ...]
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for its peers."""
+        """Whether the rank waits for its peers."""
         return any(part in file for file, _, _ in self.frames[:6] for part in _WAITING)
 
     @property
     def place(self) -> str:
-        """The innermost line that is the user's own; else the innermost of all."""
+        """The innermost line of the user's code; without one, the innermost of all."""
         own = [frame for frame in self.frames if not frame[0].startswith((*_LIBRARIES, "<"))]
         if not self.frames:
             return "it does not answer, so it may be stopped, or stuck in the system"
@@ -59,14 +58,14 @@ class CallStack:
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """Nothing was heard of a rank for longer than it is given."""
+    """A rank whose heartbeat has stopped for longer than its limit."""
 
     rank: int
     seconds: float
     beat: Beat
     stack: CallStack
     others: int
-    """Ranks beside it that are silent, too."""
+    """How many other ranks are silent, too."""
 
     @property
     def message(self) -> str:
@@ -76,17 +75,17 @@ class Hang:
 
 
 class HangWatch:
-    """Looks at the ranks of an attempt now and then."""
+    """Checks the heartbeats of an attempt's ranks, at most once per second."""
 
     def __init__(self, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`patience` in seconds, as `Beat.limit` takes it."""
+        """`patience`: seconds, as in `Beat.limit`."""
         self._patience, self._clock = patience, clock
         self._looked = clock()
 
     def find(self, attempt: Attempt) -> Hang | None:
-        """A silent rank: the one that the others wait for, once it has been silent for longer than it may itself.
+        """The rank that the others wait for, once it is silent for longer than its limit.
 
-        A peer that compiles, saves or has yet to start may take longer than those who wait for it would.
+        A rank that compiles, saves or starts has a longer limit than the ranks that wait for it.
         """
         if self._clock() - self._looked < LOOK_EVERY_S:
             return None
@@ -96,14 +95,14 @@ class HangWatch:
         if not late:
             return None
         stacks = ask_for_stacks(attempt, beats)
-        rank = behind(beats, stacks)
+        rank = blocking_rank(beats, stacks)
         if rank not in late:
             return None
         seconds = self._looked - beats[rank].at
         return Hang(rank=rank, seconds=seconds, beat=beats[rank], stack=stacks[rank], others=len(late) - 1)
 
 
-def behind(beats: Mapping[int, Beat], stacks: Mapping[int, CallStack]) -> int:
+def blocking_rank(beats: Mapping[int, Beat], stacks: Mapping[int, CallStack]) -> int:
     """The rank that the others wait for."""
 
     def order(rank: int) -> tuple[bool, bool, int, float]:
@@ -114,20 +113,20 @@ def behind(beats: Mapping[int, Beat], stacks: Mapping[int, CallStack]) -> int:
 
 
 def ask_for_stacks(attempt: Attempt, beats: Mapping[int, Beat]) -> dict[int, CallStack]:
-    """Of every rank at once; those that do not answer in time have none."""
+    """Stacks of all ranks; empty for those that do not answer in time."""
     for pid in attempt.pids().values():
         with suppress(ProcessLookupError):
             os.kill(pid, DUMP)
     deadline = time.monotonic() + ANSWER_S
-    found = {rank: read_stack(attempt.stacks(rank), beat.thread) for rank, beat in beats.items()}
-    while time.monotonic() < deadline and not all(stack.frames for stack in found.values()):
-        time.sleep(0.05)
+    while True:
         found = {rank: read_stack(attempt.stacks(rank), beat.thread) for rank, beat in beats.items()}
-    return found
+        if time.monotonic() >= deadline or all(stack.frames for stack in found.values()):
+            return found
+        time.sleep(0.05)
 
 
 def read_stack(text: str, thread: int) -> CallStack:
-    """One thread's part of what `faulthandler` wrote."""
+    """One thread's stack from the output of `faulthandler`."""
     parts = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", text)
     own = [part for part in parts if f"0x{thread:016x}" in part.partition("\n")[0]]
     part = own[-1].rstrip() if own else ""
@@ -137,7 +136,7 @@ def read_stack(text: str, thread: int) -> CallStack:
 
 @contextmanager
 def watching_itself(patience: float) -> Iterator[None]:
-    """Under somebody else's launcher: a rank that is silent says where it stands, and ends, so that it is restarted."""
+    """Under another launcher: a silent rank prints its stack and ends, so that the launcher restarts it."""
     place = launched()
     if not patience or place is None or place.ranks == 1 or own_attempt() is not None:
         yield
@@ -157,22 +156,17 @@ def _watch_itself(patience: float, ended: threading.Event) -> None:
     while not ended.wait(LOOK_EVERY_S):
         beat = own_heartbeat().last
         seconds, limit = time.monotonic() - beat.at, beat.limit(patience)
-        # For a main thread that never lets go of the interpreter: a thread in C that needs none.
+        # If the main thread never releases the GIL, this thread in C, which needs no GIL, ends the process.
         faulthandler.dump_traceback_later(limit + ANSWER_S, exit=True)
         if seconds > limit:
-            stack = own_stack(beat.thread)
-            hang = Hang(rank=own_rank(), seconds=seconds, beat=beat, stack=stack, others=0)
-            print(f"{stack.text}\nerror: {hang.message}", file=sys.stderr, flush=True)
-            leave(1)
+            hang = Hang(rank=own_rank(), seconds=seconds, beat=beat, stack=own_stack(beat.thread), others=0)
+            print(f"{hang.stack.text}\nerror: {hang.message}", file=sys.stderr, flush=True)
+            exit_now(1)
 
 
 def own_stack(thread: int) -> CallStack:
-    """Of a thread of this process."""
-    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in _frames_of(thread)]
+    """Call stack of a thread of this process."""
+    walk = traceback.walk_stack(sys._current_frames().get(thread))  # documented for this use
+    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk]
     text = "\n".join(f'  File "{file}", line {line} in {name}' for file, line, name in frames)
     return CallStack(text=text, frames=tuple(frames))
-
-
-def _frames_of(thread: int) -> list[tuple[FrameType, int]]:
-    innermost = sys._current_frames().get(thread)  # documented for this very use
-    return list(traceback.walk_stack(innermost))

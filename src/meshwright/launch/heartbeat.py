@@ -1,4 +1,4 @@
-"""What a rank does, told to whom watches it: a line in a file, written by its main thread after every step.
+"""Heartbeat of a rank: a line in a file that its main thread writes after every step.
 
 A rank that hangs writes nothing. Imports no torch.
 """
@@ -17,31 +17,31 @@ from pathlib import Path
 from typing import IO, ClassVar
 
 PATIENCE = 120.0
-"""Seconds that a rank may be silent beyond its longest step so far."""
+"""Seconds beyond its longest step so far that a rank may be silent."""
 AT_LEAST = 600.0
-"""The same before the first step has ended, while compiling and while saving: these take long where steps do not."""
+"""The minimum before the first step has ended, while compiling and while saving, which take longer than steps."""
 STARTING, STEPPING, COMPILING, SAVING = "starting", "stepping", "compiling", "saving"
 DUMP = signal.SIGRTMIN + 7
-"""Has a rank write the Python stacks of its threads, also where its main thread never comes back from C."""
+"""Signal on which a rank dumps its Python stacks, even if its main thread is stuck in C."""
 _WIDTH = 96
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """The last that was heard of a rank."""
+    """One heartbeat of a rank."""
 
     doing: str
     step: int
-    """Steps that it has ended."""
+    """Finished steps."""
     longest: float
-    """Seconds of its longest step."""
+    """Seconds of the longest step."""
     at: float
-    """By the machine's monotonic clock, which is one for all its processes."""
+    """Time on the monotonic clock, which all processes of the machine share."""
     thread: int
-    """Its main thread, as stacks name it."""
+    """Id of the main thread, as in stack dumps."""
 
     def limit(self, patience: float) -> float:
-        """Seconds after which silence is a fault."""
+        """Seconds of silence after which the rank counts as hanging."""
         usual = self.doing == STEPPING and self.step > 0
         return self.longest + (patience if usual else max(patience, AT_LEAST))
 
@@ -58,7 +58,7 @@ class Beat:
 
 
 class Heartbeat:
-    """The beats of this process. Where nobody watches, they go nowhere."""
+    """Writes the heartbeats of this process to `path`, if there is one."""
 
     own: ClassVar[Heartbeat | None] = None
 
@@ -66,47 +66,42 @@ class Heartbeat:
         self._descriptor = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         self._main = threading.main_thread().ident or 0
         self._pid = os.getpid()
-        self.last = Beat(doing=STARTING, step=0, longest=0.0, at=time.monotonic(), thread=self._main)
-        self._write()
+        self._beat(STARTING, 0, 0.0, time.monotonic())
 
     def step(self, number: int) -> None:
-        """A step has ended, the run's `number`-th."""
+        """Step `number` of the run has ended."""
         now = time.monotonic()
         took = now - self.last.at if self.last.doing == STEPPING and self.last.step else 0.0
         self._beat(STEPPING, number, max(self.last.longest, took), now)
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Something that takes longer than a step."""
+        """Context of an activity that may take longer than a step."""
         before = self.last.doing
-        self._beat(what, self.last.step, self.last.longest)
+        self.begin(what)
         try:
             yield
         finally:
-            self._beat(before, self.last.step, self.last.longest)
+            self.begin(before)
 
     def begin(self, what: str) -> None:
-        self._beat(what, self.last.step, self.last.longest)
+        self._beat(what, self.last.step, self.last.longest, time.monotonic())
 
-    def _beat(self, doing: str, step: int, longest: float, at: float | None = None) -> None:
-        now = time.monotonic() if at is None else at
-        self.last = Beat(doing=doing, step=step, longest=longest, at=now, thread=self._main)
-        self._write()
-
-    def _write(self) -> None:
+    def _beat(self, doing: str, step: int, longest: float, at: float) -> None:
+        self.last = Beat(doing=doing, step=step, longest=longest, at=at, thread=self._main)
         if self._descriptor is not None and os.getpid() == self._pid:
             os.pwrite(self._descriptor, self.last.line().ljust(_WIDTH).encode(), 0)
 
 
 def own_heartbeat() -> Heartbeat:
-    """This process's, silent unless somebody watches."""
+    """The heartbeat of this process; it writes nothing unless the launcher gave it a file."""
     if Heartbeat.own is None:
         Heartbeat.own = Heartbeat()
     return Heartbeat.own
 
 
-def tell_of_compiling() -> None:
-    """Have beats say when the model is compiled, also where a later step compiles it anew."""
+def beat_while_compiling() -> None:
+    """Beat when compiling starts and ends, also when a later step recompiles."""
     from meshwright.torch_private.dynamo import on_compile_end, on_compile_start
 
     heartbeat = own_heartbeat()
@@ -115,7 +110,7 @@ def tell_of_compiling() -> None:
 
 
 def dump_on_signal(path: Path) -> IO[str]:
-    """Write stacks to a file when `DUMP` comes; the file must stay open."""
+    """Dump stacks to a file on the signal `DUMP`; the file must stay open."""
     file = path.open("w")
     faulthandler.register(DUMP, file=file, all_threads=True)
     return file

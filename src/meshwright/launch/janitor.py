@@ -1,10 +1,10 @@
-"""Cleans up after a launcher that was killed: a small process that outlives it, ends what it started, and goes.
+"""Clean up after a killed launcher: a small process that outlives it and kills what it started.
 
     python janitor.py FOLDER VARIABLE
 
-The launcher holds the other end of its stdin. When that closes and FOLDER is still there, the launcher did not end by
-itself: every process with VARIABLE=FOLDER in its environment, ranks and what they started, is killed, and FOLDER
-removed. Imports nothing but the standard library, and runs without `site`, so it starts in milliseconds.
+The launcher holds the other end of the janitor's stdin. If that closes while FOLDER exists, the launcher was killed.
+The janitor then kills every process with VARIABLE=FOLDER in its environment (ranks and what they started), and removes
+FOLDER. It imports only the standard library and runs without `site`, so it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LIMIT_S = 10.0
 
 @contextmanager
 def cleaned_up_after(folder: Path, variable: str, environment: Mapping[str, str]) -> Iterator[None]:
-    """Have a janitor with this environment while the block runs. The block's own end must remove the folder."""
+    """Run a janitor with this environment during the block. The block must remove the folder at its end."""
     command = [sys.executable, "-I", "-S", __file__, str(folder), variable]
     janitor = subprocess.Popen(
         command,
@@ -33,7 +33,7 @@ def cleaned_up_after(folder: Path, variable: str, environment: Mapping[str, str]
         stderr=subprocess.DEVNULL,
         cwd="/",
         env=environment,
-        start_new_session=True,  # what ends the launcher's group, as a terminal does, must not end it
+        start_new_session=True,  # a signal to the launcher's process group must not end the janitor
     )
     try:
         yield

@@ -1,4 +1,4 @@
-"""Start ranks on this machine, restart them when one fails, and bring back results or the first failure's own words."""
+"""Start ranks on this machine, restart them when one fails, and return results or raise the first failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.environment import FOLDER, environment_for_ranks, environment_without_ranks
 from meshwright.launch.agent import Agent
-from meshwright.launch.attempt import Orders
+from meshwright.launch.attempt import RankOptions
 from meshwright.launch.hangs import HangWatch
 from meshwright.launch.interrupts import UNUSED, Interrupts
 from meshwright.launch.janitor import cleaned_up_after
@@ -23,7 +23,7 @@ WORKER = "meshwright.commands.worker"
 ENDING = ("SIGINT", "SIGHUP", "SIGQUIT")
 """Signals that end the launcher and its ranks at once."""
 SILENT = ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api")
-"""Loggers of torch: we say ourselves what failed, in one sentence."""
+"""Torch's loggers, silenced because we report failures ourselves."""
 
 
 def launch(
@@ -36,26 +36,21 @@ def launch(
     worker: str = WORKER,
     patience: float = 0.0,
 ) -> None:
-    """Run a worker module's `main()` once per rank and wait. What rank 0 reports goes to `results`, also on failure.
+    """Run a worker module's `main()` once per rank and wait. `results` gets what rank 0 reports, also on failure.
 
-    A rank that is killed or crashes makes all ranks start anew, `max_restarts` times at most; a user's mistake does
-    not. The first failure of the last attempt is raised as that rank told it. With `grace`, SIGTERM and SIGUSR1 ask
-    the ranks to save and end within that many seconds; without it, SIGTERM ends them at once. With `patience`, a rank
-    that is silent for that many seconds beyond its longest step counts as failed. Ranks end with this process,
-    whatever ends it, and leave nothing behind.
+    If a rank crashes or is killed, all ranks restart, at most `max_restarts` times; after a user's mistake they do not.
+    The first failure of the last attempt is raised. With `grace`, SIGTERM and SIGUSR1 ask the ranks to save and end
+    within that many seconds; without it, SIGTERM ends them at once. With `patience`, a rank that is silent for that
+    many seconds beyond its longest step counts as failed. Ranks end with this process, whatever ends it.
     """
-    with (
-        ExitStack() as outside,
-        tempfile.TemporaryDirectory(prefix="meshwright-") as folder,
-    ):
-        # Left last, when the folder is gone.
+    with ExitStack() as outside, tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        # Exited last, after the folder is removed.
         outside.enter_context(cleaned_up_after(Path(folder), FOLDER, environment_without_ranks()))
-        command = (sys.executable, "-u", "-m", "meshwright.launch.rank", worker)
         for logger in SILENT:
             logging.getLogger(logger).setLevel(logging.CRITICAL)
         interrupts = Interrupts(ENDING if grace else (*ENDING, "SIGTERM"))
         agent = Agent(
-            command,
+            (sys.executable, "-u", "-m", "meshwright.launch.rank", worker),
             ranks,
             Path(folder),
             interrupts=interrupts,
@@ -63,7 +58,7 @@ def launch(
             grace=grace or GRACE,
             watch=HangWatch(patience) if patience else None,
         )
-        agent.attempt.hand_out(Orders(launcher=os.getpid(), grace=grace, patience=patience), task)
+        agent.attempt.hand_out(RankOptions(launcher=os.getpid(), grace=grace, patience=patience), task)
         try:
             with (
                 environment_for_ranks(ranks, folder, ending=(UNUSED,)),

@@ -1,6 +1,6 @@
-"""Have a process end with its parent, whatever ends that one, SIGKILL included. Imports no torch.
+"""End a process when its parent ends, even by SIGKILL. Imports no torch.
 
-Linux signals children itself (`prctl`, man 2 PR_SET_PDEATHSIG). Elsewhere a thread looks at the parent now and then.
+On Linux the kernel signals the child (`prctl`, man 2 PR_SET_PDEATHSIG). Elsewhere a thread polls the parent.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _LOOK_EVERY_S = 1.0
 
 
 def end_with(parent: int) -> None:
-    """End this process when `parent` is gone; at once if it is gone already."""
+    """End this process when `parent` ends, or now if it has already ended."""
     if not _ask_the_kernel():
         threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if os.getppid() != parent:  # it ended before prctl
         os._exit(128 + signal.SIGKILL)
 
 
 def end_with_parent() -> None:
-    """For a process that its parent has just forked."""
+    """End this process, which was just forked, with its parent."""
     end_with(os.getppid())
 
 

@@ -20,7 +20,7 @@ Run = Callable[[], Any]
 
 
 def layouts(ranks: int) -> dict[str, list[list[int]]]:
-    """All ranks; and halves of them, next to each other and interleaved, where both differ from all."""
+    """Groups to measure: all ranks, and for four or more also consecutive and interleaved halves."""
     everyone = list(range(ranks))
     found = {"all": [everyone]}
     if ranks >= 4 and ranks % 2 == 0:
@@ -31,7 +31,7 @@ def layouts(ranks: int) -> dict[str, list[list[int]]]:
 
 
 def measure_collectives(world: World) -> Iterator[dict[str, Any]]:
-    """One row a layout, kind and size, on every rank alike: the seconds of the slowest rank."""
+    """Yield one row per layout, kind and size, with the seconds of the slowest rank; the same on every rank."""
     for layout, groups in layouts(world.ranks).items():
         group, _ = dist.new_subgroups_by_enumeration(groups)
         own = next(ranks for ranks in groups if world.rank in ranks)
@@ -91,7 +91,7 @@ def _broadcast(count: int, device: torch.device, group: dist.ProcessGroup) -> Ru
 
 
 def _send(count: int, device: torch.device, group: dist.ProcessGroup) -> Run:
-    """From every even rank of the group to the next; a last one without a partner has nothing to do."""
+    """Send from every even rank of the group to the next; a last rank without a partner does nothing."""
     value, rank = torch.zeros(count, device=device), dist.get_rank(group)
     if rank % 2:
         return lambda: dist.recv(value, group=group, group_src=rank - 1)

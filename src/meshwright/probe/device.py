@@ -1,4 +1,4 @@
-"""Measure one device: matrix products by shape and dtype, its memory, copies to its host, and launching a kernel."""
+"""Measure one device: matrix products by shape and dtype, memory bandwidth, host copies and kernel launches."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from torch.nn.functional import linear
 
 from meshwright.describe.dtypes import DTYPES
 from meshwright.facts.precision import FORMATS
+from meshwright.runtime.profile_step import synchronize
 
 BUDGET = 0.3
-"""Seconds that one measurement may take, about."""
+"""Seconds that one measurement takes at most, approximately."""
 BATCHES = 5
-"""The median of so many is taken, so that one disturbance does not count."""
+"""Batches per measurement; their median is taken, so that one disturbance does not count."""
 MOST = 2000
-"""Repetitions in a batch."""
+"""The most repetitions in a batch."""
 SLOW = 0.1
-"""Seconds of a call after which nothing larger of its kind is tried: a busy or small machine stays within a minute."""
+"""After a call of this many seconds, nothing larger of its kind is tried: even a slow machine needs only a minute."""
 GPU_SHAPES = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 1024, 4096))
 CPU_SHAPES = ((256, 256, 256), (2048, 256, 512), (1024, 1024, 1024))
 HALF_SHAPES = ((128, 128, 128), (256, 256, 256), (512, 512, 512))
-"""Of CPUs in half precision, which may take ten times as long."""
+"""For CPUs in half precision, which may take ten times as long."""
 GPU_COPY, CPU_COPY = 2**28, 2**26
 """Bytes: more than caches hold."""
 Agree = Callable[[float], float]
@@ -35,7 +36,7 @@ Agree = Callable[[float], float]
 def time_of(
     action: Callable[[], Any], device: torch.device, *, budget: float = BUDGET, agree: Agree = lambda seconds: seconds
 ) -> float:
-    """Seconds of one call, the median over batches. Ranks that act together `agree` on how long one call took."""
+    """Seconds of one call, the median over batches. Ranks that act together `agree` on the time of a first call."""
     action()  # the first one plans, allocates and connects
     once = agree(_batch(action, device, 1))
     if once > budget:
@@ -46,7 +47,7 @@ def time_of(
 
 
 def measure_matmuls(device: torch.device) -> list[dict[str, Any]]:
-    """One row a dtype and shape, in operations a second."""
+    """One row per dtype and shape, in operations per second."""
     rows = []
     for name in DTYPES:
         for shape in _shapes(name, device):
@@ -57,7 +58,7 @@ def measure_matmuls(device: torch.device) -> list[dict[str, Any]]:
 
 
 def measure_memory(device: torch.device) -> float:
-    """Bytes a second, read and written together, of a copy within the device."""
+    """Bytes per second, read plus written, of a copy within the device."""
     size = GPU_COPY if device.type == "cuda" else CPU_COPY
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -65,13 +66,13 @@ def measure_memory(device: torch.device) -> float:
 
 
 def measure_launch(device: torch.device) -> float:
-    """Seconds of one operator on next to no data: what the host needs to start it."""
+    """Seconds of one operator on almost no data: the time that the host needs to launch it."""
     value = torch.zeros(8, device=device)
     return time_of(lambda: value.add_(1.0), device)
 
 
 def measure_host_copies(device: torch.device) -> dict[str, float]:
-    """Bytes a second from and to pinned memory of the host, and the seconds that the smallest copy takes."""
+    """Bytes per second from and to pinned host memory, and the seconds of the smallest copy."""
     host = torch.empty(GPU_COPY, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(GPU_COPY, dtype=torch.uint8, device=device)
     return {
@@ -82,17 +83,12 @@ def measure_host_copies(device: torch.device) -> dict[str, float]:
 
 
 def _batch(action: Callable[[], Any], device: torch.device, count: int) -> float:
-    _wait(device)
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(count):
         action()
-    _wait(device)
+    synchronize(device)
     return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _matmul(name: str, shape: tuple[int, int, int], device: torch.device) -> dict[str, Any]:
@@ -100,13 +96,13 @@ def _matmul(name: str, shape: tuple[int, int, int], device: torch.device) -> dic
     left = torch.randn(m, k, device=device).to(dtype)
     right = torch.randn(n, k, device=device).to(dtype)
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a CPU that has no units for the dtype: the number says it
+        warnings.simplefilter("ignore")  # from a CPU without units for the dtype: the number shows it
         seconds = time_of(lambda: linear(left, right), device)
     return {"dtype": name, "shape": list(shape), "flops": 2 * m * n * k / seconds}
 
 
 def _shapes(dtype: str, device: torch.device) -> tuple[tuple[int, int, int], ...]:
     if device.type == "cuda":
-        # Torch would emulate bf16 on a V100 or T4, whose units have none.
+        # A V100 or T4 has no bf16 units; torch would emulate it.
         return GPU_SHAPES if dtype != "bf16" or torch.cuda.get_device_capability(device) >= (8, 0) else ()
     return HALF_SHAPES if FORMATS[dtype].is_low else CPU_SHAPES

@@ -1,4 +1,8 @@
-"""From measured collectives to a link's latency and bandwidth, by least squares of relative errors."""
+"""Fit a link's latency and bandwidth to measured collectives, by least squares of relative errors.
+
+Note on the model: a ring takes `launch + steps x latency + bytes / bandwidth` seconds, which is linear in the latency
+and in the inverse bandwidth. Dividing every row by its seconds gives small and large messages the same weight.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +14,20 @@ from typing import Any
 from meshwright.facts.links import ring_bytes, ring_steps
 
 RINGS = {"cuda": ("all_gather", "reduce_scatter"), "cpu": ("all_reduce", "all_gather", "reduce_scatter")}
-"""What runs as a ring, by device: NCCL may sum in the switch or in a tree. The others are only shown."""
+"""Collectives that run as rings, by device: NCCL may sum in the switch or in a tree. Others are only shown."""
 _LEAST = 1e-7
-"""Seconds of a hop, where noise would make it less than nothing."""
+"""The least seconds of a hop, which noise could make negative."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkFit:
-    """A link as measurements tell it."""
+    """A link's fitted bandwidth and latency."""
 
     bandwidth: float
-    """Bytes a second: of a device within a node, of a node between nodes."""
+    """Bytes per second: of a device within a node, of a node between nodes."""
     latency: float
     error: float
-    """The median of how far the rows lie from what the two numbers say, relative."""
+    """Median relative error of the fit over the rows."""
     rows: int
 
 
@@ -34,9 +38,9 @@ def fit_link(
     devices_per_node: int = 1,
     kinds: Sequence[str] = RINGS["cpu"],
 ) -> LinkFit | None:
-    """`launch + steps x latency + bytes / bandwidth` through the rows; None without rows.
+    """Fit the rows; None without rows.
 
-    Rows between nodes have the part of the node's link that their ranks have of its devices.
+    A group between nodes has the share of a node's link that its ranks have of the node's devices.
     """
     points = [_point(row, launch, devices_per_node) for row in rows if row["kind"] in kinds]
     if not points:
@@ -47,7 +51,7 @@ def fit_link(
 
 
 _Point = tuple[float, float, float]
-"""Steps, bytes of the ring, seconds."""
+"""Steps, bytes and seconds of a ring."""
 
 
 def _point(row: dict[str, Any], launch: float, devices_per_node: int) -> _Point:
@@ -57,17 +61,13 @@ def _point(row: dict[str, Any], launch: float, devices_per_node: int) -> _Point:
 
 
 def _solve(points: Sequence[_Point]) -> tuple[float, float]:
-    """Latency and seconds a byte, neither below nothing; every row weighs the same, whatever it took."""
+    """Latency and seconds per byte, both positive."""
     rows = [(steps / seconds, size / seconds) for steps, size, seconds in points]
-    aa, ab, bb = (sum(x * y for x, y in pairs) for pairs in _products(rows))
+    aa, ab, bb = sum(x * x for x, _ in rows), sum(x * y for x, y in rows), sum(y * y for _, y in rows)
     a, b = sum(x for x, _ in rows), sum(y for _, y in rows)
     determinant = aa * bb - ab * ab
     latency = (a * bb - b * ab) / determinant if determinant else 0.0
     inverse = (b * aa - a * ab) / determinant if determinant else 0.0
-    if inverse <= 0:  # latency hides the wire: the largest message says most of it
+    if inverse <= 0:  # latency hides the bandwidth: the largest message shows it best
         inverse = min(seconds / size for _, size, seconds in points)
     return max(latency, _LEAST), inverse
-
-
-def _products(rows: Sequence[tuple[float, float]]) -> tuple[list[tuple[float, float]], ...]:
-    return ([(x, x) for x, _ in rows], list(rows), [(y, y) for _, y in rows])

@@ -1,4 +1,4 @@
-"""What torch and the system say of this machine, with nothing measured: what `local` stands for."""
+"""This machine as a cluster, from what torch and the system report, without measurements: the cluster `local`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def local_cluster(device: str | None = None, *, devices: int | None = None) -> Cluster:
-    """This machine as a cluster: its GPUs by the catalogue's name, or its cores as one CPU device each.
+    """This machine as a cluster: its GPUs under the catalogue's name, or each core as one CPU device.
 
-    `devices` cuts a CPU into as many equal parts instead, or takes only so many GPUs.
+    `devices` is the number of equal parts of the CPU instead, or of the GPUs to use.
     """
     if choose_device(device) == "cuda":
         return _gpus(devices or torch.cuda.device_count())
@@ -31,14 +31,14 @@ def local_cluster(device: str | None = None, *, devices: int | None = None) -> C
 
 
 def host_memory() -> int:
-    """Bytes of memory that processes here can have: the machine's, or the container's where that is less."""
+    """Bytes of memory of the machine, or of the container if that has less."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _LIMIT.read_text().strip() if _LIMIT.exists() else "max"
     return min(memory, int(limit)) if limit.isdigit() else memory
 
 
 def machine_words(device: torch.device) -> str:
-    """What was measured, as a source says it: `2 cores, aarch64` or `NVIDIA H200`."""
+    """Name of the measured device, such as `2 cores, aarch64` or `NVIDIA H200`."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}"
@@ -49,18 +49,14 @@ def _gpus(count: int) -> Cluster:
     known = name_of_gpu(properties.name, properties.total_memory)
     said: dict[str, Any] = {"memory": properties.total_memory, "host_memory": host_memory()}
     if known is None:
-        # Its file has to say everything, because the catalogue says nothing of it.
+        # The catalogue does not know it, so the cluster file must hold everything.
         assumed = hardware_of_device(None).to_json()
         said = {**assumed, **said, "sources": {**assumed["sources"], **_said(*said)}}
         del said["device"]
     else:
         said["sources"] = _said(*said)
-    gib = properties.total_memory / GIB
-    return Cluster(devices_per_node=count, device=known or _as_device(properties.name), memory_gib=gib, hardware=said)
-
-
-def _as_device(name: str) -> str:
-    return "-".join(word for word in name.split() if word != "NVIDIA")
+    gib, name = properties.total_memory / GIB, "-".join(word for word in properties.name.split() if word != "NVIDIA")
+    return Cluster(devices_per_node=count, device=known or name, memory_gib=gib, hardware=said)
 
 
 def _said(*fields: str) -> dict[str, str]:

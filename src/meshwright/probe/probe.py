@@ -1,4 +1,4 @@
-"""Measure this machine and write what was found as a cluster: numbers that replace the catalogue's."""
+"""Measure this machine and write a cluster file, whose numbers replace the catalogue's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from meshwright.assemble.world import World
 from meshwright.environment import launched
-from meshwright.errors import BadInput, OutputError
+from meshwright.errors import OutputError
 from meshwright.facts.catalogue import MEASURED
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.links import LAUNCH
@@ -22,20 +23,21 @@ from meshwright.launch.attempt import own_task, report
 from meshwright.launch.launch import launch
 from meshwright.probe.collectives import measure_collectives
 from meshwright.probe.device import measure_host_copies, measure_launch, measure_matmuls, measure_memory
-from meshwright.probe.fit import RINGS, LinkFit, fit_link
+from meshwright.probe.fit import RINGS, fit_link
 from meshwright.probe.machine import local_cluster, machine_words
+from meshwright.runtime.place import count_ranks, known_device
 from meshwright.runtime.request import ProbeRequest
 from meshwright.runtime.run import enter_world
 
 WORKER = "meshwright.probe.probe"
 REACH = {"matmul": 1.0, "attention": 0.52, "stream": 0.62}
-"""Of a GPU's *measured* rates, what kernels of a step reach: all of what products alone do, and of a copy's bandwidth
-what kernels that also compute can use."""
+"""Shares of a GPU's *measured* rates that kernels of a step reach: the full rate of matrix products, and the part of
+a copy's bandwidth that kernels that also compute can use."""
 REACH_SOURCE = "an H200's steps (docs/data/plan_gpu.json), by what it reaches in products of 8192 cubed and in copies"
 
 
 def probe_command(request: ProbeRequest) -> dict[str, Any] | None:
-    """Measure, and write the cluster file; returns the JSON document, or None on a rank that has nothing to print."""
+    """Measure and write the cluster file; returns the JSON document on rank 0, and None on other ranks."""
     _refuse(request)
     place = launched()
     if place is None and (request.ranks or 1) > 1:
@@ -53,7 +55,7 @@ def probe_command(request: ProbeRequest) -> dict[str, Any] | None:
 
 
 def run_probe(device: str | None) -> dict[str, Any]:
-    """Measure on the ranks that this process was launched among, or alone; the same document on every rank."""
+    """Measure on the launched ranks, or in this process alone; the same document on every rank."""
     world = enter_world(device)
     start = time.perf_counter()
     document = measure(world)
@@ -62,7 +64,7 @@ def run_probe(device: str | None) -> dict[str, Any]:
 
 
 def measure(world: World) -> dict[str, Any]:
-    """All measurements and the cluster that follows from them. What ranks measure at once is told of the slowest."""
+    """Take all measurements and derive the cluster. If all ranks measure, the slowest counts."""
     document: dict[str, Any] = {
         "machine": machine_words(world.device),
         "torch": torch.__version__,
@@ -93,7 +95,7 @@ def _measure_device(world: World) -> dict[str, Any]:
 
 
 def fit_links(rows: list[dict[str, Any]], world: World) -> dict[str, dict[str, float]]:
-    """The link within a node from groups that stay there, the one between nodes from groups that do not."""
+    """Fit the link within a node from groups in one node, and the link between nodes from the other groups."""
     device = world.device.type
     overhead = LAUNCH if device == "cuda" else 0.0
     sides = {"within": [row for row in rows if row["nodes"] == 1], "between": [row for row in rows if row["nodes"] > 1]}
@@ -101,17 +103,17 @@ def fit_links(rows: list[dict[str, Any]], world: World) -> dict[str, dict[str, f
         name: fit_link(side, launch=overhead, devices_per_node=world.local_ranks, kinds=RINGS[device])
         for name, side in sides.items()
     }
-    return {name: _fit_json(fit) for name, fit in fits.items() if fit is not None}
+    return {name: asdict(fit) for name, fit in fits.items() if fit is not None}
 
 
 def cluster_of(document: dict[str, Any], world: World) -> Cluster:
-    """The machine as torch tells it, with every number replaced that was measured."""
-    found = local_cluster(world.device.type, devices=_devices_of_node(world))
+    """The machine as torch reports it, with measured numbers in place of the catalogue's."""
+    # CPU ranks divide the machine; GPUs exist whether or not a rank uses them.
+    found = local_cluster(world.device.type, devices=None if world.device.type == "cuda" else world.local_ranks)
     flops: dict[str, float] = {}
     for row in document["matmul"]:
         flops[row["dtype"]] = max(row["flops"], flops.get(row["dtype"], 0.0))
-    hardware = dict(found.hardware) | {"flops": flops, "bandwidth": document["bandwidth"]}
-    hardware["launch"] = document["launch"]
+    hardware = {**found.hardware, "flops": flops, "bandwidth": document["bandwidth"], "launch": document["launch"]}
     measured = ["flops", "bandwidth", "launch"]
     if world.device.type == "cuda":
         hardware["reach"] = REACH
@@ -135,27 +137,16 @@ def cluster_of(document: dict[str, Any], world: World) -> Cluster:
 
 
 def main() -> None:
-    """What `meshwright.launch.rank` calls on every rank."""
+    """Entry point of the worker: `meshwright.launch.rank` calls it on every rank."""
     report(run_probe(own_task().device))
 
 
-def _devices_of_node(world: World) -> int | None:
-    """Ranks on CPUs share the machine out; GPUs are there whether a rank was started for them or not."""
-    if world.device.type == "cuda":
-        return None
-    return world.local_ranks
-
-
 def _slowest_rows(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Of each product that every rank came to, the slowest."""
+    """The slowest row of each product that all ranks measured."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in chain(*by_rank):
         found.setdefault((row["dtype"], *row["shape"]), []).append(row)
     return [min(rows, key=lambda row: row["flops"]) for rows in found.values() if len(rows) == len(by_rank)]
-
-
-def _fit_json(fit: LinkFit) -> dict[str, float]:
-    return {"bandwidth": fit.bandwidth, "latency": fit.latency, "error": fit.error, "rows": fit.rows}
 
 
 def _tell(world: World, what: str) -> None:
@@ -164,14 +155,11 @@ def _tell(world: World, what: str) -> None:
 
 
 def _refuse(request: ProbeRequest) -> None:
-    ranks, device, out = request.ranks, request.device, request.out
-    if device not in (None, "cpu", "cuda"):
-        raise BadInput(f"--device must be cpu or cuda, not {device!r}.")
-    place = launched()
-    if place is not None and ranks not in (None, place.ranks):
-        raise BadInput(f"--ranks {ranks} was asked for, but the launcher started {place.ranks} ranks; leave it out.")
+    known_device(request.device)
+    count_ranks(request.ranks, default=1)
+    out = request.out
     if out is not None and (out.suffix != ".json" or not out.parent.is_dir()):
-        raise OutputError(f"--out {str(out)!r} has to be a .json file in a folder that is there, as in cluster.json.")
+        raise OutputError(f"--out {str(out)!r} must be a .json file in an existing folder, such as cluster.json.")
 
 
 def _write(path: Path, cluster: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run in training: saved every so many steps, never the end of it, taken up again after one."""
+"""Save checkpoints while a run trains, and resume from the newest sound one. A failed save never ends the run."""
 
 from __future__ import annotations
 
@@ -15,43 +15,41 @@ from meshwright.runtime.run_records import write_event
 
 
 class Checkpoints:
-    """Saves a run into its folder. A save that fails is reported, the one before stays, and the next is tried."""
+    """Saves a run into its folder. A failed save is reported; the previous checkpoint stays and training goes on."""
 
     def __init__(self, run: Run, out: Path, *, every: int = 0, keep: int = 0, keep_every: int = 0) -> None:
-        """`every` steps (0: only at the end); keep the newest `write_preset` (0: all) and multiples of `keep_every`."""
+        """Save `every` N steps (0: only at the end); keep the newest `keep` (0: all) and multiples of `keep_every`."""
         self._run, self._out, self._every = run, out, every
         self._folder = RunFolder(out / CHECKPOINTS, keep=keep, keep_every=keep_every)
-        self._under_way: tuple[int, float] | None = None
+        self._pending: tuple[int, float] | None = None
         self.saved: int | None = None
-        """The last step that is known to be saved."""
+        """The last step known to be saved."""
         self.failures = 0
         self.stalls: list[float] = []
-        """Seconds that training stood still for each save."""
+        """Seconds that each save blocked training."""
 
     def prepare(self) -> None:
-        """Before the first step: clear away what a killed run left."""
+        """Create the folder and remove what a killed run left. Call it before the first step."""
         if self._run.is_main:
             self._folder.folder.mkdir(parents=True, exist_ok=True)
             self._folder.clear()
-        self._run.world.gather(None)  # nobody writes into a folder that is being cleared
+        self._run.world.gather(None)  # no rank may write before rank 0 has cleared the folder
         blind = [rank for rank, sees in enumerate(self._run.world.gather(self._folder.folder.is_dir())) if not sees]
         if blind:
-            raise OutputError(
-                f"Rank {blind[0]} does not see {named(self._out)}; all nodes need a folder that they share."
-            )
+            raise OutputError(f"Rank {blind[0]} does not see {named(self._out)}; use a folder that all nodes share.")
 
     def is_due(self) -> bool:
-        """After the step that was just taken."""
+        """Whether the step just taken has to be saved."""
         return bool(self._every) and self._run.trainer.steps % self._every == 0
 
     def save(self, *, background: bool = True) -> None:
-        """Begin to save the step that was just taken, or save it now. All ranks call it between the same steps."""
+        """Save the step just taken, in the background or before returning. All ranks call it between the same steps."""
         begun = time.perf_counter()
         step = self._run.trainer.steps
         self.wait()
         try:
             save_in(self._run.saver, self._run.position, step, self._folder, background=background)
-            self._under_way = step, begun
+            self._pending = step, begun
         except BadInput as error:
             self._failed(step, error)
         self.stalls.append(time.perf_counter() - begun)
@@ -59,10 +57,10 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Until no save is under way; says so if the last one failed."""
-        if self._under_way is None:
+        """Wait until the save in progress has ended; report it if it failed."""
+        if self._pending is None:
             return
-        (step, begun), self._under_way = self._under_way, None
+        (step, begun), self._pending = self._pending, None
         try:
             self._run.saver.wait()
             self.saved = step
@@ -71,25 +69,25 @@ class Checkpoints:
             self._failed(step, error)
 
     def finish(self) -> None:
-        """Save where the run ends, if that is not saved yet."""
+        """Save the last step, unless it is saved already."""
         self.wait()
         if self.saved != self._run.trainer.steps and self._run.trainer.steps:
             self.save(background=False)
 
     def resume(self) -> RunState | None:
-        """Take up the newest sound checkpoint; None if there is none at all. All ranks call it."""
+        """Load the newest sound checkpoint; None if there is no checkpoint. All ranks call it."""
         (paths, *_) = self._run.world.gather([str(path) for path in _newest_first(self._folder.folder)])
         for path in paths:
             try:
                 loaded = self._run.load(path)
             except WrongCheckpoint:
                 raise
-            except CheckpointError as error:  # damaged, emptied or not to be read
-                self._say(f"{error} Going back to the one before.")
+            except CheckpointError as error:  # damaged, empty or unreadable
+                self._say(f"{error} Trying the one before.")
                 self._note("damaged", checkpoint=Path(path).name, reason=str(error))
                 continue
             self.saved = loaded.step
-            self._say(self._welcome(loaded))
+            self._say(_resumed(loaded))
             self._note("resumed", step=loaded.step, samples=loaded.samples, saved_under=loaded.strategy)
             return loaded
         if paths:
@@ -98,11 +96,6 @@ class Checkpoints:
             )
         self._say(f"{named(self._out)} holds no checkpoint yet; starting at step 0.")
         return None
-
-    def _welcome(self, loaded: RunState) -> str:
-        weights = "" if loaded.optimizer is not None else ", weights only: the optimizer starts anew"
-        ranks = f"{loaded.ranks} rank{'s' * (loaded.ranks > 1)}"
-        return f"resumed at step {loaded.step} (saved under {loaded.strategy} on {ranks}{weights})"
 
     def _failed(self, step: int, error: BadInput) -> None:
         self.failures += 1
@@ -119,26 +112,32 @@ class Checkpoints:
             write_event(self._out, event, strategy=str(self._run.strategy), ranks=self._run.world.ranks, **values)
 
 
+def _resumed(loaded: RunState) -> str:
+    weights = "" if loaded.optimizer is not None else ", weights only: the optimizer starts anew"
+    ranks = f"{loaded.ranks} rank{'s' * (loaded.ranks > 1)}"
+    return f"resumed at step {loaded.step} (saved under {loaded.strategy} on {ranks}{weights})"
+
+
 def saved_seed(out: Path, asked: int | None) -> int:
-    """The seed of the run that a folder holds: its order of samples is part of what is resumed."""
+    """The seed of the run in a folder: a resumed run must keep its order of samples."""
     for path in _newest_first(out / CHECKPOINTS):
         try:
             manifest = read_manifest(path)
         except CheckpointError:
             continue
-        # An imported one has no run behind it, so no seed either.
-        if manifest.run_state.optimizer is None:
+        if manifest.run_state.optimizer is None:  # an imported checkpoint: no run, so no seed
             break
-        if asked is not None and asked != manifest.run_state.seed:
+        seed = manifest.run_state.seed
+        if asked is not None and asked != seed:
             raise WrongCheckpoint(
-                f"--seed {asked} was asked for, but the run in {named(out)} has seed {manifest.run_state.seed}."
+                f"--seed {asked} was given, but the run in {named(out)} has seed {seed}; leave it out."
             )
-        return manifest.run_state.seed
+        return seed
     return asked or 0
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """What `latest` names, then the others from the newest on."""
+    """The checkpoint that `latest` names, then the others, newest first."""
     others = list_checkpoints(folder)[::-1]
     latest = read_latest(folder)
     return [latest, *(path for path in others if path != latest)] if latest else others

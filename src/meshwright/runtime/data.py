@@ -1,8 +1,8 @@
 """Give each data rank its part of every global batch.
 
 The order of an epoch is a permutation drawn from (seed, epoch) alone, so every strategy and world size sees the same
-global batches. A position is a global sample index, counted through all epochs: from it alone the loader goes on at
-the exact next sample, on any number of ranks.
+global batches. A position is a global sample index, counted through all epochs: it is all that the loader needs to
+continue at the exact next sample, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from meshwright.assemble.batch import Batch, Rounds, Share, Span, assemble, cut, has_stand_ins
 from meshwright.assemble.passes import seed_host
@@ -23,21 +23,21 @@ from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.launch.preemption import spare_loader
 
-_SAMPLE, _COLLATE = 0, 1  # what generators are seeded for
+_SAMPLE, _COLLATE = 0, 1  # purposes that generators are seeded for
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Which samples make up which global batch, and which of them are one rank's."""
+    """The samples of each global batch, and one rank's part of them."""
 
     samples: int
-    """In the data set."""
+    """Size of the data set."""
     global_batch: int
     seed: int
     share: Share = field(default_factory=Share)
-    """What one rank takes of each."""
+    """One rank's part of each global batch."""
     drop_ragged: bool = False
-    """Whether to leave out a last batch in which some rank would have nothing of its own (BatchNorm sees stand-ins)."""
+    """Whether to skip a last batch that leaves some rank without samples (BatchNorm must not see stand-ins)."""
 
     def __post_init__(self) -> None:
         if self.samples == 0:
@@ -53,7 +53,7 @@ class Order:
         return has_stand_ins(samples, self.share.ranks, self.share.micro_batch)
 
     def parts(self, position: int) -> Iterator[RankSamples]:
-        """This rank's parts from `position` on, epoch after epoch, without end."""
+        """Yield this rank's parts from `position` on, epoch after epoch, without end."""
         epoch, start = divmod(position, self.samples)
         while True:
             order = self._permutation(epoch)
@@ -80,7 +80,7 @@ class RankSamples:
     """One rank's part of one global batch, as indices into the data set."""
 
     groups: tuple[tuple[int, ...], ...]
-    """The samples of each micro-batch; one as a stand-in where a rank has none."""
+    """The samples of each micro-batch; one stand-in where the rank has none."""
     rounds: Rounds
     samples: int
     end: int
@@ -92,18 +92,18 @@ class RankSamples:
 
     @property
     def places(self) -> tuple[tuple[int, ...], ...]:
-        """Where the samples of each micro-batch stand in the run, counted through all epochs."""
+        """Positions of each micro-batch's samples, counted through all epochs."""
         firsts = [self.end - self.samples + span.first for span in self.spans]
         return tuple(tuple(range(first, first + len(g))) for first, g in zip(firsts, self.groups, strict=True))
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """All samples of this rank; one as a stand-in where it has none."""
+        """All samples of this rank; one stand-in where it has none."""
         return self._own(self.groups)
 
     @property
     def all_places(self) -> tuple[int, ...]:
-        """Those of `indices`."""
+        """Positions of the samples in `indices`."""
         return self._own(self.places)
 
     def _own(self, groups: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
@@ -112,7 +112,7 @@ class RankSamples:
 
 
 class Loader:
-    """Batches of one rank from a position on. `position` moves as batches are handed out."""
+    """Iterates over one rank's batches. `position` advances with every batch handed out."""
 
     def __init__(
         self,
@@ -125,10 +125,10 @@ class Loader:
         workers: int = 0,
         position: int = 0,
     ) -> None:
-        """`weighed`: whether somebody wants to know if samples are all of one size, which takes a look at a few."""
+        """With `weighed`, a few samples are read to find out whether all have one size."""
         self.order, self.position = order, position
         self._device, self._workers, self._cutter = device, workers, cutter or Cutter(job)
-        # Micro-batches of a pipeline must be of one shape: a collate that pads makes them so if it pads them together.
+        # Micro-batches of a pipeline must have one shape: a padding collate ensures that if it gets them together.
         self._together = (order.share.pipelined or 1) > 1 and self._cutter.cuts_data
         self._regular = not weighed or self._cutter.data.regular
         collate = job.collate or default_collate
@@ -147,9 +147,9 @@ class Loader:
         loader: DataLoader[Any] = DataLoader(
             self._collated,
             batch_size=None,
-            sampler=_RankSampler(self.order, start),
+            sampler=self.order.parts(start),
             num_workers=self._workers,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             pin_memory=self._device.type == "cuda",
             persistent_workers=self._workers > 0,
             worker_init_fn=spare_loader,
@@ -160,16 +160,15 @@ class Loader:
 
     def _batch(self, part: RankSamples, pieces: list[Any]) -> Batch:
         if self._together:
-            first = part.spans[0].first
-            return cut(pieces[0], part.rounds, self._cutter, samples=part.samples, first=first)
+            return cut(pieces[0], part.rounds, self._cutter, samples=part.samples, first=part.spans[0].first)
         return assemble(pieces, part.rounds, samples=part.samples, regular=self._regular)
 
 
 class _Collated(Dataset[list[Any]]):
-    """A data set whose items are the collated micro-batches of a part, so that no batch need be cut.
+    """A data set whose items are a part's collated micro-batches, so that no batch has to be cut.
 
-    Generators are seeded for each sample from the seed and its place in the run, and for each collate from that of its
-    first sample. So augmentation is the same on any number of ranks and workers, and after a run was resumed.
+    Generators are seeded for each sample from the seed and the sample's position, and for each collate from its first
+    sample's position. Augmentation is therefore the same on any number of ranks and workers, and after a resume.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], *, seed: int, together: bool) -> None:
@@ -186,7 +185,7 @@ class _Collated(Dataset[list[Any]]):
         return self._collate(items)
 
     def _items(self, indices: list[int], places: tuple[int, ...]) -> list[Any]:
-        many = getattr(self._dataset, "__getitems__", None)  # what DataLoader asks for, too
+        many = getattr(self._dataset, "__getitems__", None)  # the batched access that DataLoader uses, too
         if many:
             self._seed_for(places[0], _SAMPLE)
             return list(many(indices))
@@ -200,20 +199,12 @@ class _Collated(Dataset[list[Any]]):
         seed_host((((self._seed * 1_000_003 + place) * 1_000_003) + what) % 2**63)
 
 
-class _RankSampler(Sampler[RankSamples]):
-    def __init__(self, order: Order, position: int) -> None:
-        self._order, self._position = order, position
-
-    def __iter__(self) -> Iterator[RankSamples]:
-        return self._order.parts(self._position)
-
-
-def _as_it_is(pieces: list[Any]) -> list[Any]:
+def _identity(pieces: list[Any]) -> list[Any]:
     return pieces
 
 
 def _one_ahead(batches: Iterator[tuple[Batch, int]], device: torch.device) -> Iterator[tuple[Batch, int]]:
-    """Copy the next batch to the GPU on a stream of its own while this one is computed with."""
+    """Copy the next batch to the GPU on a separate stream while the current one is computed."""
     stream = torch.cuda.Stream(device)
 
     def start(item: tuple[Batch, int]) -> tuple[Batch, int]:

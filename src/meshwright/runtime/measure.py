@@ -1,4 +1,4 @@
-"""Measure what a rank holds and has held."""
+"""Measure a rank: its peak memory, and the bytes of its parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.facts.forecast import Measurement
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory this process has had: on its GPU, or of the machine where it has none."""
+    """Peak memory of this process: on its GPU, or on the host if it runs on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
@@ -22,30 +22,27 @@ def peak_bytes(device: torch.device) -> int:
 def held_states(trainer: Trainer) -> Measurement:
     """Bytes of parameters, gradients and optimizer state on this rank, counted from their storages.
 
-    fp32 masters beside smaller parameters count with the optimizer. Call it between `forward_backward` and `update`
-    to see gradients.
+    fp32 master weights count as optimizer state. Call it between `forward_backward` and `update` to see gradients.
     """
     resident = trainer.engine.resident()
-    parameters = storage_bytes(resident["parameters"])
-    known = storages(resident["parameters"])
+    parameters = storages(resident["parameters"])
     state = [v for values in trainer.optimizer.state.values() for v in values.values() if torch.is_tensor(v)]
     masters = [*resident.get("masters", []), *(trainer.host.tensors() if trainer.host else [])]
-    optimizer = storage_bytes([*state, *masters], without=known)
+    optimizer = storage_bytes([*state, *masters], without=parameters)
     gradients = storage_bytes(resident["gradients"])
-    return Measurement(memory={"parameters": parameters, "gradients": gradients, "optimizer": optimizer}, time={})
+    sizes = {"parameters": sum(parameters.values()), "gradients": gradients, "optimizer": optimizer}
+    return Measurement(memory=sizes, time={})
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], *, without: Iterable[int] = ()) -> int:
-    """Bytes behind tensors; views of one storage count once."""
-    found = storages(tensors)
-    return sum(size for key, size in found.items() if key not in set(without))
+    """Bytes of the tensors' storages; views of one storage count once."""
+    return sum(size for key, size in storages(tensors).items() if key not in set(without))
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     found = {}
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
         if storage.nbytes():
             found[storage.data_ptr()] = storage.nbytes()
     return found

@@ -1,4 +1,4 @@
-"""For those who keep their own loop: a model laid out under a strategy, and the few calls that a loop must make."""
+"""`parallelize`: a model laid out under a strategy for a training loop that the user writes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from meshwright.strategies.norm import global_norm, scale_
 
 
 class Parallel:
-    """Made by `parallelize`. Call it like the model; losses are means over this rank's own samples.
+    """The laid-out model that `parallelize` returns. Call it like the model; a loss is a mean over this rank's samples.
 
-    A loop is `parallel.backward(loss)`, `optimizer.step()`, `parallel.updated()`. Whatever would leave gradients or
-    parameters half done, a plain `loss.backward()` for one, is an error.
+    A loop calls `parallel.backward(loss)`, `optimizer.step()`, `parallel.updated()`. A call that would leave gradients
+    or parameters incomplete, such as a plain `loss.backward()`, is an error.
     """
 
     def __init__(self, engine: Any, strategy: Strategy, world: World) -> None:
@@ -45,12 +45,12 @@ class Parallel:
         self._recomputing = nullcontext() if strategy.autocast else recomputing(DTYPES[strategy.precision])
         self._in_backward = False
         self._has_gradients = False
-        """Whether gradients are all ranks' and wait for the optimizer."""
+        """Whether gradients are reduced over all ranks and wait for the optimizer."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._has_gradients and torch.is_grad_enabled():
             raise JobError(
-                "The model was called after parallel.backward(loss) without parallel.updated(); call that after every "
+                "The model was called after parallel.backward(loss) without parallel.updated(); call it after every "
                 "optimizer.step(). Before the last of several micro-batches, give backward and micro_batch last=False."
             )
         output = self._engine(*args, **kwargs)
@@ -68,15 +68,15 @@ class Parallel:
             )
 
     def parameters(self) -> NamedParameters:
-        """What the optimizer is given: this rank's parameters or its shards of them."""
+        """The parameters to give to the optimizer: this rank's parameters or its shards of them."""
         return self._engine.parameters()  # type: ignore[no-any-return]
 
     def micro_batch(self, *, last: bool = True) -> AbstractContextManager[Any]:
-        """Around forward and backward of one micro-batch; gradients cross the ranks in the last one only."""
+        """Context for forward and backward of one micro-batch; gradients are reduced in the last one only."""
         return self._engine.accumulating(last)  # type: ignore[no-any-return]
 
     def backward(self, loss: torch.Tensor, *, last: bool = True) -> None:
-        """Differentiate this rank's mean loss; after the last one, gradients are those of the mean over ranks."""
+        """Run backward of this rank's mean loss; after the last one, gradients are averaged over the ranks."""
         self._in_backward = True
         try:
             with self._recomputing:
@@ -88,7 +88,7 @@ class Parallel:
             self._has_gradients = True
 
     def clip_(self, max_norm: float) -> torch.Tensor:
-        """Clip by the true global norm, which is returned."""
+        """Clip gradients by their global norm, and return that norm."""
         self._refuse_unfinished("clip_(max_norm)")
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         norm = global_norm(gradients)
@@ -96,7 +96,7 @@ class Parallel:
         return norm
 
     def updated(self) -> None:
-        """After `optimizer.step()`: bring what other ranks updated, and forget the gradients."""
+        """Fetch what other ranks updated, and drop the gradients. Call it after `optimizer.step()`."""
         self._refuse_unfinished("updated()")
         self._has_gradients = False
         self._engine.updated()
@@ -107,8 +107,8 @@ class Parallel:
     def _refuse_unfinished(self, call: str) -> None:
         if not self._has_gradients:
             raise JobError(
-                f"parallel.{call} was called, but gradients are not all ranks' yet; call parallel.backward(loss) "
-                "before it, for the last micro-batch with last=True."
+                f"parallel.{call} was called before gradients were reduced over the ranks; call "
+                "parallel.backward(loss) first, with last=True for the last micro-batch."
             )
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -116,7 +116,7 @@ class Parallel:
         return {name: tensor.detach().cpu() for name, tensor in self._engine.state()}
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Leave the process group."""
         self.world.leave()
 
 
@@ -128,8 +128,8 @@ def parallelize(
     device: str | None = None,
     blocks: list[str] | None = None,
 ) -> Parallel:
-    """Lay a model out over the ranks of this process. A builder is better than a model: each rank then holds its part
-    only, and its weights follow from the seed alone."""
+    """Lay a model out over the launched ranks. Prefer a builder to a model: each rank then holds only its part, and
+    the weights depend only on the seed."""
     chosen = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     if chosen.micro_batch is not None or chosen.offload == "optimizer" or chosen.number_format.scales_loss:
         raise Refused(f"{chosen}: mb, offload=optimizer and fp16 need our loop; use mw.setup(job, ...).")
@@ -150,7 +150,7 @@ def parallelize(
         unseen="no step was run on fake tensors",
     )
     resolved = check_strategy(facts, chosen, place_of(world, chosen))
-    # Not before all is checked: an adopted model has no weights until it is laid out.
+    # Only after all checks: adopting a model takes its weights away until it is laid out.
     blueprint = blueprint or adopt(structure)
     engine, _ = lay_out(blueprint, facts, resolved, lay_axes(resolved, world), world)
     return Parallel(engine, resolved, world)

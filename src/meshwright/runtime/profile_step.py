@@ -1,8 +1,8 @@
-"""What one rank does in one step, seen by torch.profiler: when it computes, and when communication is under way.
+"""Profile one step of one rank with torch.profiler: when it computes, and when it communicates.
 
-On a CPU an operator of PyTorch is computing, and what gloo records (`gloo:all_reduce`, `gloo:send`) is communication,
-from its call to its end: waiting for a peer that is late is part of it. On a GPU they are kernels: those of NCCL, and
-all others. Communication is *exposed* while nothing computes.
+On a CPU, PyTorch operators are computation, and what gloo records (`gloo:all_reduce`, `gloo:send`) is communication,
+including the wait for a late peer. On a GPU, NCCL's kernels are communication and all others are computation.
+Communication is *exposed* while nothing computes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.profiler import ProfilerActivity, profile
 from meshwright.torch_private.autograd import DeviceType
 
 Span = tuple[float, float]
-"""Start and end, in seconds from the step's beginning."""
+"""Start and end, in seconds since the step began."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """One step of one rank. Spans of a kind do not overlap each other, and are in the order of time."""
+    """One step of one rank. Spans of one kind are sorted by time and do not overlap."""
 
     seconds: float
     compute: tuple[Span, ...]
@@ -32,7 +32,7 @@ class StepProfile:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of the step: computing, communicating, and communicating while nothing computes."""
+        """Shares of the step: computing, communicating, and communicating while nothing computes."""
         exposed = total(self.communication) - overlap(self.communication, self.compute)
         parts = {"compute": total(self.compute), "communication": total(self.communication), "exposed": exposed}
         return {name: min(1.0, seconds / self.seconds) for name, seconds in parts.items()}
@@ -46,18 +46,27 @@ class StepProfile:
         return cls(seconds=value["seconds"], **kinds)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def make_profiler(device: torch.device) -> profile:
+    """A profiler of the host and the device."""
+    on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    return profile(activities=[ProfilerActivity.CPU, *on_gpu], acc_events=True)
+
+
 def profile_step(step: Callable[[], Any], device: torch.device) -> StepProfile:
-    """Take a step under the profiler, which makes it somewhat slower: read shares from it, not its time."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with profile(activities=activities, acc_events=True) as profiler:
+    """Take a step under the profiler. Profiling slows the step: use its shares, not its time."""
+    with make_profiler(device) as profiler:
         began = time.time_ns()  # the clock of the profiler's events
         step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         seconds = (time.time_ns() - began) / 1e9
-    events = profiler.profiler.kineto_results.events()
     spans: dict[bool, list[Span]] = {False: [], True: []}
-    for event in events:
+    for event in profiler.profiler.kineto_results.events():
         if (talks := is_communication(event, on_gpu=device.type == "cuda")) is not None:
             start = (event.start_ns() - began) / 1e9
             spans[talks].append((max(0.0, start), min(seconds, start + event.duration_ns() / 1e9)))
@@ -65,10 +74,10 @@ def profile_step(step: Callable[[], Any], device: torch.device) -> StepProfile:
 
 
 def is_communication(event: Any, *, on_gpu: bool) -> bool | None:
-    """Whether an event is communication or computing; None if it is neither."""
+    """Whether an event is communication (True) or computation (False); None if it is neither."""
     name = event.name()
     if on_gpu:
-        # Ranges that somebody named show on the GPU's timeline, too, over the kernels that they are about.
+        # Ranges that a user named also show on the GPU's timeline, over their kernels.
         is_kernel = event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
         return name.startswith("nccl") if is_kernel else None
     if name.startswith("gloo:"):
@@ -77,7 +86,7 @@ def is_communication(event: Any, *, on_gpu: bool) -> bool | None:
 
 
 def merge(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """What the spans cover together."""
+    """The union of the spans, sorted."""
     merged: list[Span] = []
     for start, end in sorted(span for span in spans if span[1] > span[0]):
         if merged and start <= merged[-1][1]:
@@ -92,12 +101,12 @@ def total(spans: Iterable[Span]) -> float:
 
 
 def overlap(one: tuple[Span, ...], other: tuple[Span, ...]) -> float:
-    """Seconds that two kinds of spans have in common."""
+    """Seconds in which spans of both kinds run."""
     return total(one) + total(other) - total(merge(chain(one, other)))
 
 
 def coarsened(spans: tuple[Span, ...], most: int) -> tuple[Span, ...]:
-    """No more than so many spans: the smallest gaps between them are closed, for a picture."""
+    """At most `most` spans, for a picture: the smallest gaps are closed."""
     if len(spans) <= most:
         return spans
     gaps = sorted(later[0] - earlier[1] for earlier, later in pairwise(spans))

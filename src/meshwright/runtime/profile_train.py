@@ -1,9 +1,8 @@
-"""Keep torch.profiler's traces of chosen steps of a training, from chosen ranks.
+"""Write torch.profiler traces of chosen training steps from chosen ranks.
 
     train --profile 5-7 --profile-ranks 0,3     # OUT/profile/rank-0_steps-5-7.json, which Perfetto opens
 
-A profiled step is slower and takes memory, so there should be few, and not the first ones, in which allocators and
-caches fill.
+A profiled step is slower and takes memory: profile few steps, and not the first ones, which fill allocators and caches.
 """
 
 from __future__ import annotations
@@ -15,18 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from meshwright.errors import BadInput
+from meshwright.runtime.profile_step import make_profiler, synchronize
 
 FOLDER = "profile"
 MOST = 100
-"""Steps in one trace: each is megabytes, and all of it is held in memory until the last."""
+"""The most steps in one trace: each takes megabytes, which stay in memory until the trace is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """Which steps, counted from 1, and which ranks."""
+    """The steps to profile, counted from 1, and the ranks."""
 
     first: int
     last: int
@@ -35,7 +35,7 @@ class ProfileOptions:
 
     @classmethod
     def parse(cls, steps: str, ranks: str = "0") -> ProfileOptions:
-        """Reads `5` or `5-7`, and `0,3` or `all`."""
+        """Parse `5` or `5-7`, and `0,3` or `all`."""
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", steps.strip())
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 1 <= first <= last < first + MOST:
@@ -53,41 +53,35 @@ def _read_ranks(text: str) -> tuple[int, ...] | None:
 
 
 class TrainProfiler:
-    """Around every step of a loop. Steps that nobody wished for pass through."""
+    """Wraps every step of a loop, and profiles the chosen ones."""
 
-    def __init__(self, wish: ProfileOptions | None, out: Path | None, *, rank: int, device: torch.device) -> None:
-        chosen = wish is not None and out is not None and (wish.ranks is None or rank in wish.ranks)
-        self._wish = wish if chosen else None
+    def __init__(self, options: ProfileOptions | None, out: Path | None, *, rank: int, device: torch.device) -> None:
+        chosen = options is not None and out is not None and (options.ranks is None or rank in options.ranks)
+        self._options = options if chosen else None
         self._folder = None if out is None else out / FOLDER
         self._rank, self._device = rank, device
         self._profile: profile | None = None
-        self._begun_at = 0
-        self._seen = 0
+        self._first = self._last = 0
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """The step with this number; a trace begins and ends with it where that is wished."""
-        wish = self._wish
-        if wish is not None and self._profile is None and wish.first <= step <= wish.last:
-            self._begin(step)
+        """Context of one step: starts the trace before the first chosen step and writes it after the last."""
+        options = self._options
+        if options is not None and self._profile is None and options.first <= step <= options.last:
+            self._profile, self._first = make_profiler(self._device), step
+            self._profile.start()
         yield
-        self._seen = step
-        if wish is not None and step >= wish.last:
+        self._last = step
+        if options is not None and step >= options.last:
             self.close()
 
     def close(self) -> None:
-        """Write down what was traced; also where a run ends before the last step that was wished for."""
+        """Write the trace, also if the run ends before the last chosen step."""
         running, self._profile = self._profile, None
         if running is None or self._folder is None:
             return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         running.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
-        name = f"rank-{self._rank}_steps-{self._begun_at}-{self._seen}.json"
+        name = f"rank-{self._rank}_steps-{self._first}-{self._last}.json"
         running.export_chrome_trace(str(self._folder / name))
-
-    def _begin(self, step: int) -> None:
-        on_gpu = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
-        self._profile, self._begun_at = profile(activities=[ProfilerActivity.CPU, *on_gpu], acc_events=True), step
-        self._profile.start()

@@ -1,7 +1,7 @@
-"""What a command is asked for, and the task that it hands to its ranks.
+"""Requests of the commands, and the tasks that commands hand to their ranks.
 
-A request holds the user's words. A task is a request that was checked, with what the checks found. Tasks reach the
-ranks as they are: the launcher pickles them into a folder that only this user can read.
+A request holds the user's arguments. A task is a checked request plus what the checks found. The launcher pickles tasks
+for the ranks into a folder that only this user can read.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from meshwright.runtime.profile_train import ProfileOptions
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
-    """What `meshwright train` is asked for."""
+    """Arguments of `meshwright train`."""
 
     job: str
     strategy: Strategy
     ranks: int | None = None
     steps: int = 100
-    """Of the whole run, resumed ones included."""
+    """Of the whole run, including those before a resume."""
     out: Path | None = None
     resume: bool = False
     save_every: int = 0
@@ -35,12 +35,12 @@ class TrainRequest:
     """0: keep all checkpoints."""
     keep_every: int = 0
     max_restarts: int | None = None
-    """None: a few where the run saves itself."""
+    """None: a few if the run saves checkpoints."""
     grace: float = GRACE
     patience: float = 120.0
     seed: int | None = None
     max_norm: float | None = None
-    """None: the job's own."""
+    """None: the job's."""
     workers: int = 0
     device: str | None = None
     tensorboard: bool = False
@@ -49,29 +49,29 @@ class TrainRequest:
     deepspeed_config: Mapping[str, Any] | None = None
 
     def clip(self, job: Job) -> Job:
-        """The job with the norm that was asked for."""
+        """The job with this request's `max_norm`."""
         return job if self.max_norm is None else replace(job, max_norm=self.max_norm)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTask:
     request: TrainRequest
-    """With the ranks and the device that were chosen."""
+    """With ranks and device filled in."""
     facts: ModelFacts
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyRequest:
-    """What `meshwright verify` is asked for."""
+    """Arguments of `meshwright verify`."""
 
     job: str
     strategies: tuple[str, ...] = ()
-    """As they were written; empty: all usual ones that fit."""
+    """As the user wrote them; empty: all usual ones that fit."""
     ranks: int | None = None
     steps: int = 3
     seed: int = 0
     timeout: float = 600.0
-    """Seconds that a rank waits for another."""
+    """Seconds that a rank waits for its peers."""
     device: str | None = None
 
 
@@ -81,13 +81,13 @@ class VerifyTask:
     facts: ModelFacts
     device: str
     references: Path
-    """The folder in which another process has put what to compare with."""
+    """The folder with the references that another process made."""
     strategies: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceTask:
-    """For the process that makes the references."""
+    """Task of the process that makes the references."""
 
     request: VerifyRequest
     facts: ModelFacts
@@ -97,7 +97,7 @@ class ReferenceTask:
 
 @dataclass(frozen=True, kw_only=True)
 class CauseTask:
-    """For the process that looks for a cause of differences in the job itself."""
+    """Task of the process that looks for the cause of a difference in the job."""
 
     request: VerifyRequest
     device: str
@@ -105,36 +105,36 @@ class CauseTask:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareRequest:
-    """What `meshwright compare` is asked for."""
+    """Arguments of `meshwright compare`."""
 
     job: str
     ranks: int
     strategies: tuple[str, ...] = ()
-    """As they were written; empty: all plain ones that are legal."""
+    """As the user wrote them; empty: all plain ones that are legal."""
     steps: int = 10
-    """That are timed in each round."""
+    """Timed steps in each round."""
     rounds: int = 2
     seed: int = 0
     timeout: float = 300.0
-    """Seconds for one start of a strategy's ranks."""
+    """Seconds that one launch of a strategy's ranks may take."""
     device: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareTask:
-    """One strategy of a comparison."""
+    """Task of the ranks that measure one strategy."""
 
     request: CompareRequest
     facts: ModelFacts
     device: str
     strategy: Strategy
     profile: bool
-    """Whether one more step is profiled."""
+    """Whether to profile one more step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest:
-    """What `meshwright probe` is asked for; its ranks need no more than that."""
+    """Arguments of `meshwright probe`, and the task of its ranks."""
 
     ranks: int | None = None
     device: str | None = None

@@ -1,4 +1,4 @@
-"""A run: a job being trained under a strategy, from a user's point of view."""
+"""`setup` and `Run`: the public interface of a job that trains under a strategy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from meshwright.strategies.deepspeed.user_config import understood
 
 
 class Run:
-    """Made by `setup`. `batches` and `step` are all that a loop needs."""
+    """A job laid out by `setup`. A training loop needs only `batches` and `step`."""
 
     def __init__(self, trainer: Trainer, *, workers: int = 0, position: int = 0) -> None:
         self.trainer = trainer
@@ -45,7 +44,7 @@ class Run:
 
     @property
     def position(self) -> int:
-        """The global sample index after the last batch that was handed out."""
+        """The global sample index after the last batch handed out."""
         return self._position if self._loader is None else self._loader.position
 
     @property
@@ -53,53 +52,53 @@ class Run:
         return self.world.is_main
 
     def batches(self, *, steps: int | None = None) -> Iterator[Batch]:
-        """This rank's part of one global batch after another, epoch after epoch; `steps` of them, or without end."""
+        """Yield this rank's part of each global batch, epoch after epoch; `steps` of them, or without end."""
         if self._loader is None:
             self._loader = self._make_loader()
         yield from islice(self._loader, steps)
 
     def step(self, batch: Any) -> StepResult:
-        """One optimizer step: forward and backward over all micro-batches, normalise, clip, update.
+        """Take one optimizer step: forward and backward over all micro-batches, normalise, clip, update.
 
-        A batch of `batches()` is this rank's part. Anything else is a whole global batch, the same on every rank.
+        A batch from `batches()` is this rank's part. Anything else is a whole global batch, the same on every rank.
         """
         return self.trainer.step(batch)
 
     def forward_backward(self, batch: Any) -> None:
-        """The first half of `step`, for loops that look at gradients."""
+        """Run the first half of `step`, for loops that read gradients."""
         self.trainer.forward_backward(batch)
 
     def update(self) -> StepResult:
-        """The second half of `step`."""
+        """Run the second half of `step`."""
         return self.trainer.update()
 
     def evaluate(self, batches: Iterable[Any]) -> float:
-        """The mean loss over batches; nothing is changed."""
+        """The mean loss over batches; changes nothing."""
         return self.trainer.evaluate(batches)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Every parameter and buffer as one process would hold it, on the CPU of every rank. All ranks must call it."""
+        """Every full parameter and buffer, on the CPU of every rank. All ranks must call it."""
         return {name: tensor.detach().cpu() for name, tensor in self.trainer.engine.state()}
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint, the folder `path`; every strategy on any number of ranks loads it. All ranks call it."""
+        """Write a checkpoint to the folder `path`; any strategy on any number of ranks loads it. All ranks call it."""
         save_at(self.saver, self.position, Path(path))
 
     def load(self, path: str | Path) -> RunState:
-        """Go on where a checkpoint (or a run's latest) left off. All ranks call it, before `batches`."""
+        """Resume from a checkpoint, or from a run's latest one. All ranks call it, before `batches`."""
         loaded = load(self.trainer, find_checkpoint(Path(path)))
         self._position, self._loader = loaded.samples, None
         return loaded
 
     @property
     def saver(self) -> Saver:
-        """What saves this run. All ranks must ask for it the first time together."""
+        """The object that saves this run. Its first use is collective: all ranks must take part."""
         if self._saver is None:
             self._saver = Saver(self.trainer)
         return self._saver
 
     def close(self) -> None:
-        """Leave the other ranks. Also done at the end of a `with` block."""
+        """Leave the process group. The end of a `with` block does so, too."""
         if self._saver is not None:
             self._saver.close()
         self.world.leave()
@@ -107,10 +106,8 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:  # else peers may be stuck in a collective, and a farewell would wait for them
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is None:  # otherwise peers may be stuck in a collective, and leaving would wait for them
             self.close()
 
     def _make_loader(self) -> Loader:
@@ -144,9 +141,9 @@ def setup(
     world: World | None = None,
     deepspeed_config: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Lay a job out under a strategy over the ranks that this process was launched among; alone if it was not.
+    """Lay a job out under a strategy over the launched ranks, or in this process alone if no launcher started it.
 
-    `deepspeed_config` is a configuration of DeepSpeed's, for `engine=deepspeed`; it must agree with job and strategy.
+    `deepspeed_config` is a DeepSpeed configuration for `engine=deepspeed`; it must agree with job and strategy.
     """
     chosen = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     facts = facts or describe(job)
@@ -163,7 +160,7 @@ def setup(
 
 
 def enter_world(device: str | None, patience: timedelta = PATIENCE) -> World:
-    """The ranks that torchrun, Slurm or Kubernetes gave, or this process alone."""
+    """Join the ranks that torchrun, Slurm or Kubernetes launched; without a launcher, a world of one rank."""
     kind = choose_device(device)
     place = launched()
     if place is None or place.ranks == 1:
@@ -177,16 +174,16 @@ def enter_world(device: str | None, patience: timedelta = PATIENCE) -> World:
         local_rank=place.local_rank,
         local_ranks=place.local_ranks,
         device=torch.device(kind, place.local_rank) if kind == "cuda" else torch.device(kind),
-        store=_meeting_anew(place, patience),
+        store=_store_after_restart(place, patience),
         patience=patience,
     )
 
 
-def _meeting_anew(place: LaunchedRank, patience: timedelta) -> dist.Store | None:
-    """A part of torchrun's store for ranks that it started anew; None is all of it.
+def _store_after_restart(place: LaunchedRank, patience: timedelta) -> dist.Store | None:
+    """A separate section of torchrun's store after a restart; None before one.
 
-    The store outlives the ranks: one that is quicker than its peers would find the addresses that they had before, and
-    wait for somebody who is gone.
+    The store outlives the ranks: a quick rank would find the addresses that its peers had before the restart, and wait
+    for processes that are gone.
     """
     restarts = restart_count()
     if not restarts:

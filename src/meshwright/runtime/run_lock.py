@@ -1,8 +1,8 @@
-"""A run owns its folder: while one writes to it, another is refused, and told who holds it.
+"""Lock a run's folder: while one run writes to it, another is refused with the name of the holder.
 
-RUN/.lock is locked (`flock`) as long as its holder lives, and names host, process and time. Where a shared folder takes
-no locks, or holds them for each host alone, the name decides: on this machine by whether that process lives, on another
-by whether the file is still touched. What a crash leaves is taken over.
+RUN/.lock is locked (`flock`) while its holder lives, and holds host, process and time. A shared file system may have no
+locks, or locks that other hosts do not see. Then the content decides: a holder on this machine is alive if its process
+is, a holder on another machine if it still touches the file. A lock left by a crash is taken over.
 """
 
 from __future__ import annotations
@@ -36,28 +36,24 @@ class Holder:
 
     host: str
     boot: str
-    """Of the machine's last start: pids of an earlier one mean nothing."""
+    """Boot id of the machine: a pid from before a reboot means nothing."""
     pid: int
     born: str
-    """When the process began, in the kernel's ticks: pids are used again."""
+    """Start time of the process in kernel ticks: pids are reused."""
     since: str
 
     def __str__(self) -> str:
         return f"the run on {self.host}, process {self.pid}, which began at {self.since}"
 
     @property
-    def is_here(self) -> bool:
-        return self.host == socket.gethostname()
-
-    @property
     def lives(self) -> bool:
-        """Whether the process is there, for a holder on this host."""
+        """Whether the process runs; only for a holder on this host."""
         return self.boot == _boot() and self.born == _born(self.pid) != ""
 
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock while the block runs; OutputError names who holds it already."""
+    """Hold the folder's lock while the block runs; OutputError if another run holds it."""
     missing = [above for above in (folder, *folder.parents) if not above.exists()]
     path = folder / LOCK
     try:
@@ -82,12 +78,12 @@ def owned(folder: Path) -> Iterator[None]:
 
 
 def _acquire(path: Path) -> int:
-    """The open lock, with our name in it."""
+    """Open the lock and write our name into it; returns its file descriptor."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             locked = _flock(descriptor)
-            if not _is_same(descriptor, path):  # its holder has just removed it
+            if not _is_same(descriptor, path):  # its holder just removed it
                 os.close(descriptor)
                 continue
             holder = _read(path)
@@ -97,7 +93,7 @@ def _acquire(path: Path) -> int:
                     "wait for it, end it, or choose another --out."
                 )
             if holder is not None:
-                print(f"{path.parent}: {holder} is gone and left its lock, which is taken over.", file=sys.stderr)
+                print(f"{path.parent}: {holder} is gone; taking over its lock.", file=sys.stderr)
             _write(descriptor, _own())
         except BaseException:
             os.close(descriptor)
@@ -106,7 +102,7 @@ def _acquire(path: Path) -> int:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Whether we hold it; None where the file system has no locks."""
+    """Whether we hold the lock; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -124,10 +120,12 @@ def _is_same(descriptor: int, path: Path) -> bool:
 
 
 def _is_alive(holder: Holder, path: Path) -> bool:
-    if holder.is_here:
+    if holder.host == socket.gethostname():
         return holder.lives
     seen = _touched(path)
-    print(f"{path.parent} was last written by {holder}; waiting for a sign of it ...", file=sys.stderr, flush=True)
+    print(
+        f"{path.parent} was last written by {holder}; checking whether it still runs ...", file=sys.stderr, flush=True
+    )
     deadline = time.monotonic() + _MISSED_BEATS * BEAT_S
     while time.monotonic() < deadline:
         time.sleep(BEAT_S / 5)
@@ -150,7 +148,7 @@ def _beat(path: Path, descriptor: int, ended: threading.Event) -> None:
 
 
 def _read(path: Path) -> Holder | None:
-    """Who is named; None where nobody is, or where the file is not as we write it."""
+    """The holder in the file; None if the file is empty or not one of ours."""
     try:
         return Holder(**read_json(path))
     except (Unreadable, TypeError):
@@ -176,7 +174,7 @@ def _boot() -> str:
 
 
 def _born(pid: int) -> str:
-    """The start of a process; empty where there is none. See man 5 proc_pid_stat, field 22."""
+    """Start time of a process; empty if it does not run. See man 5 proc_pid_stat, field 22."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

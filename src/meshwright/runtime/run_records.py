@@ -1,4 +1,4 @@
-"""Keep what happened in a run: JSON lines and CSV always, and what other tools read where it is asked for."""
+"""Record a run: always as JSON lines and CSV, and on request for TensorBoard and other tools."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from meshwright.errors import BadInput, OutputError, named, one_line
@@ -19,14 +18,11 @@ RECORDS, EVENTS = "records.jsonl", "events.jsonl"
 
 
 def prepare_output(folder: Path, *, resume: bool = False) -> None:
-    """See that a run's folder can be written and, unless one is to be resumed, holds no run yet.
-
-    Nothing is left behind: the run makes it.
-    """
+    """Check that a run's folder can be written and, without `resume`, holds no run yet. Leaves nothing behind."""
     try:
         if not resume and any((folder / name).exists() for name in (RECORDS, "checkpoints")):
             raise OutputError(
-                f"{named(folder)} already holds a run; --resume goes on with it, or choose another --out."
+                f"{named(folder)} already holds a run; continue it with --resume or choose another --out."
             )
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,12 +36,12 @@ def prepare_output(folder: Path, *, resume: bool = False) -> None:
 
 
 class RunRecorder:
-    """Writes one record a step. Only rank 0 has one with a folder; the others' writes go nowhere."""
+    """Writes one record per step. Only rank 0 passes a folder; without one, nothing is written."""
 
     def __init__(
         self, folder: Path | None, *, tensorboard: bool = False, after: int = 0, services: Sequence[Sink] = ()
     ) -> None:
-        """A run that is resumed goes on `after` a step: what was recorded beyond it is taken again."""
+        """A run resumed `after` a step repeats later steps, so their old records are dropped."""
         self._file = None
         self._board: Any = None
         self._sinks: list[Sink] = [*services]
@@ -61,7 +57,7 @@ class RunRecorder:
         if self._file is not None:
             try:
                 self._file.write(json.dumps({key: _json(value) for key, value in record.items()}) + "\n")
-            except OSError as error:  # a full disk must not end a training that goes on without records
+            except OSError as error:  # a full disk must not end the training
                 self._warn(error)
         if self._board is not None:
             for key, value in record.items():
@@ -81,7 +77,7 @@ class RunRecorder:
                     self._warn(error)
 
     def _try(self, write: Callable[[], None]) -> None:
-        """Whatever a client of another tool raises, a server that is gone, say, the training goes on."""
+        """Call a client of another tool. Whatever it raises is a warning, so that training goes on."""
         try:
             write()
         except Exception as error:
@@ -96,14 +92,12 @@ class RunRecorder:
     def __enter__(self) -> RunRecorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 def write_event(folder: Path, event: str, **values: Any) -> None:
-    """One line more about a run: that it began, was resumed, saved, could not be saved, or was asked to stop."""
+    """Append one event: the run was resumed, saved, could not be saved, or got a signal to stop."""
     at = datetime.now(UTC).isoformat(timespec="milliseconds")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +108,7 @@ def write_event(folder: Path, event: str, **values: Any) -> None:
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Drop records of later steps, and a last line that a killed run left unfinished."""
+    """Drop records of later steps, and an unfinished last line of a killed run."""
     kept = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -129,14 +123,14 @@ def _keep_until(path: Path, step: int) -> None:
 
 
 def _json(value: Any) -> Any:
-    """JSON knows no infinity: the norm of a step that fp16 overflowed in is null."""
+    """Null for infinity and NaN, which JSON does not have: the norm of a step in which fp16 overflowed."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def require_tensorboard() -> None:
-    """Before a run starts, not after its first step."""
+    """Refuse --tensorboard without its package, before the run starts."""
     try:
-        import torch.utils.tensorboard  # noqa: F401  # only to see that it is there
+        import torch.utils.tensorboard  # noqa: F401  # only to check that it is installed
     except ImportError as error:
         raise BadInput("--tensorboard needs the package: pip install 'meshwright[tensorboard]'.") from error
 

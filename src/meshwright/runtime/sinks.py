@@ -1,8 +1,7 @@
-"""Where records go beside JSON lines: a CSV file always, and the tools that people look at runs with, if asked for.
+"""Outputs of records beside JSON lines: always a CSV file, and on request Weights & Biases and MLflow.
 
-Weights & Biases and MLflow are used through their own clients, with their own settings: `WANDB_MODE=offline` keeps a
-run on this machine, `MLFLOW_TRACKING_URI` names a server. What a client fails at is a warning, not the end of a
-training.
+Both tools are used through their clients, with the clients' usual variables: `WANDB_MODE=offline` keeps a run on this
+machine, `MLFLOW_TRACKING_URI` names a server. A client that fails causes a warning and does not end the training.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from meshwright.errors import BadInput, one_line
 CSV = "records.csv"
 PROJECT = "meshwright"
 SERVICES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
-"""Words of `--log-to`, and the package that each needs."""
+"""Values of `--log-to`, and the package that each needs."""
 Record = Mapping[str, Any]
 
 
 class Sink(Protocol):
-    """Takes one record a step."""
+    """Output that gets one record per step."""
 
     def write(self, record: Record) -> None: ...
 
@@ -34,7 +33,7 @@ class Sink(Protocol):
 
 
 def check_services(names: Sequence[str], folder: Path | None) -> None:
-    """Before a run starts, not after its first step."""
+    """Refuse `--log-to` values that cannot work, before the run starts."""
     for name in names:
         if name not in SERVICES:
             raise BadInput(
@@ -43,26 +42,26 @@ def check_services(names: Sequence[str], folder: Path | None) -> None:
         if find_spec(SERVICES[name]) is None:
             raise BadInput(f"--log-to {name} needs the package: pip install 'meshwright[{name}]'.")
     if names and folder is None:
-        raise BadInput(f"--log-to {names[0]} keeps something in the run's folder; give --out a folder.")
+        raise BadInput(f"--log-to {names[0]} writes into the run's folder; give --out a folder.")
 
 
 def open_services(names: Sequence[str], folder: Path, about: Record) -> list[Sink]:
-    """Clients that go on with what they had written for this folder, or begin; `about` is what the run is of."""
+    """Open clients, which continue this folder's earlier run if there is one. `about` describes the run."""
     makers: dict[str, Callable[[Path, Record], Sink]] = {"wandb": WandbRun, "mlflow": MlflowRun}
     sinks = []
     for name in names:
         try:
             sinks.append(makers[name](folder, about))
-        except Exception as error:  # whatever a client raises: no key, no server, a run that was deleted
-            raise BadInput(f"--log-to {name} was asked for, but its client cannot begin: {one_line(error)}") from error
+        except Exception as error:  # no key, no server, a deleted run: clients raise many classes
+            raise BadInput(f"--log-to {name} was given, but its client cannot start: {one_line(error)}") from error
     return sinks
 
 
 class CsvFile:
-    """One line a step under the names of the first record."""
+    """Writes one line per step; the first record names the columns."""
 
     def __init__(self, folder: Path, *, after: int = 0) -> None:
-        """Lines of steps `after` which a run is resumed are dropped: it takes them again."""
+        """A run resumed `after` a step repeats later steps, so their old lines are dropped."""
         path, part = folder / CSV, folder / f"{CSV}.part"
         kept = _rows_until(path, after)
         self._names = list(kept[0]) if kept else []
@@ -86,7 +85,7 @@ class CsvFile:
 
 
 def _rows_until(path: Path, step: int) -> list[dict[str, str]]:
-    """Whole lines of the steps up to one; a killed run may have left half of a line."""
+    """Complete lines up to a step; a killed run may have left half a line."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -96,7 +95,7 @@ def _rows_until(path: Path, step: int) -> list[dict[str, str]]:
 
 
 class WandbRun:
-    """A run of Weights & Biases; resumed under the id that it was begun with."""
+    """A run of Weights & Biases; a resumed run keeps its id."""
 
     def __init__(self, folder: Path, about: Record) -> None:
         import wandb
@@ -121,7 +120,7 @@ class WandbRun:
 
 
 class MlflowRun:
-    """A run of MLflow, on the server that its settings name, or in a file in the run's folder."""
+    """A run of MLflow, on the configured server or in a file in the run's folder."""
 
     def __init__(self, folder: Path, about: Record) -> None:
         from mlflow.tracking import MlflowClient
@@ -156,7 +155,7 @@ class MlflowRun:
 
 
 def numbers(record: Record) -> dict[str, float]:
-    """What can be drawn: numbers that are numbers."""
+    """The finite numbers of a record, which can be plotted."""
     return {
         name: value
         for name, value in record.items()

@@ -1,14 +1,15 @@
-"""Check, before the first step, that a run starts from what the job's builder gives plainly.
+"""Check, before the first step, that a run starts from the values that the job's builder gives in plain PyTorch.
 
-A recording is a reading of what a builder does; a mistake in it would train another model without a word. So rank 0
-runs a builder of a small model once more, with nothing of ours around it, and compares: first every parameter, buffer
-and plain tensor attribute, and the output of one call, of a model that is filled from the recording; then what the
-strategy has laid out. What is left for large models are the recording's own checks, which need no second build.
+Note on why: models are filled from a recording of their builder, and a mistake in it would silently train another
+model. For a small model, rank 0 therefore runs the builder once more without recording. It compares every parameter,
+buffer, plain tensor attribute and one output with a model filled from the recording, then with what the strategy laid
+out. Large models rely on the recording's checks, which need no second build.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,15 +27,13 @@ from meshwright.recording.memory import has_memory, named_tensors
 from meshwright.recording.run_builder import seeded
 
 SMALL = 1 << 26
-"""Parameters up to which the builder is run again."""
+"""The builder is run again up to this many parameters."""
 CALLED = 1 << 22
-"""Parameters up to which the model is called as well: on a CPU, more would take longer than a step."""
-
-Values = dict[str, torch.Tensor]
+"""The model is called as well up to this many parameters: on a CPU, more would take longer than a step."""
 
 
 def check_start(trainer: Trainer) -> None:
-    """Refuse a start from other values than the builder's own. All ranks must call it."""
+    """Refuse to start from values that differ from the builder's. All ranks must call it."""
     world, count = trainer.world, sum(parameter.count for parameter in trainer.facts.parameters)
     if world.fake or world.weightless or count > SMALL:
         return
@@ -50,14 +49,14 @@ def check_start(trainer: Trainer) -> None:
 
 
 class _Comparison:
-    """A plain build, and how other models differ from it."""
+    """A plain build, with which other models are compared."""
 
     def __init__(self, job: Job, seed: int) -> None:
         self._job, self._seed = job, seed
         try:
             self._model = build_plainly(job.model, seed)
             self._values = dict(_everything(self._model))
-        except Exception:  # what was recorded may need more memory, or another machine, to be built for real
+        except Exception:  # a real build may need more memory, or another machine
             self._values = {}
 
     @property
@@ -65,7 +64,7 @@ class _Comparison:
         return bool(self._values)
 
     def of_recording(self, *, call: bool) -> str:
-        """How a model filled from the recording differs, in words; nothing if it does not."""
+        """How a model filled from the recording differs; empty if it does not."""
         blueprint = record(self._job.model, self._seed)
         blueprint.fill(torch.device("cpu"))
         for name, tensor in _everything(blueprint.model):
@@ -80,14 +79,14 @@ class _Comparison:
         return _differs(f"{name} would start from {_show(tensor)}", _show(plain), self._seed)
 
     def _is_certain(self, name: str, plain: torch.Tensor) -> bool:
-        """Whether the builder gives the same again: it may draw numbers from anywhere."""
+        """Whether the builder gives the same value again: it may draw unseeded random numbers."""
         again = dict(_everything(build_plainly(self._job.model, self._seed))).get(name)
         return again is not None and _is_same(again, plain)
 
     def _of_call(self, filled: nn.Module) -> str:
         try:
             expected = self._call(self._model)
-        except Exception:  # it needs a GPU, say
+        except Exception:  # for instance, it needs a GPU
             return ""
         try:
             got = self._call(filled)
@@ -99,7 +98,7 @@ class _Comparison:
         return ""
 
     def _repeats(self, index: int, plain: torch.Tensor) -> bool:
-        """Whether another plain build gives the same output: a model may look at a clock."""
+        """Whether another plain build gives the same output: a model may read a clock."""
         return _is_same(self._call(build_plainly(self._job.model, self._seed))[index], plain)
 
     @torch.no_grad()
@@ -110,17 +109,13 @@ class _Comparison:
 
 
 def _everything(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers and the tensors beside them, by name."""
-    for name, tensor in named_tensors(model):
-        if has_memory(tensor):
-            yield name, tensor.detach()
-    for place, tensor in loose_tensors(model):
-        if has_memory(tensor):
-            yield str(place), tensor.detach()
+    """Parameters, buffers and tensors in plain attributes, by name."""
+    loose = ((str(place), tensor) for place, tensor in loose_tensors(model))
+    return ((name, tensor.detach()) for name, tensor in chain(named_tensors(model), loose) if has_memory(tensor))
 
 
 def _is_same(value: torch.Tensor, plain: torch.Tensor) -> bool:
-    """Up to rounding: a precision may have been asked for, and sums may be taken in another order."""
+    """Whether values agree up to rounding: precision and the order of sums may differ."""
     if value.shape != plain.shape:
         return False
     if not plain.is_floating_point():
@@ -137,5 +132,5 @@ def _show(tensor: torch.Tensor) -> str:
 def _differs(found: str, plain: str, seed: int) -> str:
     return (
         f"Refused to train: {found}, but torch.manual_seed({seed}) and the job's builder alone give {plain}. "
-        "The builder was not followed rightly; please report it, and have it keep tensors in parameters and buffers."
+        "The recording of the builder is wrong; please report it, and keep tensors in parameters and buffers meanwhile."
     )

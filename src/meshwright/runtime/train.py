@@ -1,4 +1,4 @@
-"""The loop: batches in, steps, records and checkpoints out."""
+"""The training loop: takes steps, writes records and saves checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,22 @@ from meshwright.runtime.run import Run
 from meshwright.runtime.run_records import RunRecorder, write_event
 from meshwright.runtime.sinks import open_services
 
-WARMUP = 2  # steps that are not counted into the speed: allocators and caches fill in them
+WARMUP = 2  # first steps, left out of the speed because they fill allocators and caches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a run comes to; the same on every rank."""
+    """Results of a run; the same on every rank."""
 
     strategy: str
     ranks: int
     device: str
     steps: int
-    """Of the whole run, those before it was resumed included."""
+    """Of the whole run, including those before a resume."""
     resumed_at: int | None
-    """The step that it went on from; None if it began at the beginning."""
+    """The step that the run resumed from; None if it started at step 0."""
     samples: int
-    """Since then, as all that follows."""
+    """Since the resume, like all fields below."""
     seconds: float
     step_ms: float | None
     """Median."""
@@ -48,20 +48,17 @@ class Summary:
     first_loss: float | None
     last_loss: float | None
     peak_bytes: list[int]
-    """Of each rank."""
+    """Per rank."""
     stopped: str | None = None
-    """The signal that asked the run to stop before its last step."""
+    """The signal that stopped the run before its last step."""
     saved: int | None = None
     """The step of the last checkpoint."""
     failed_saves: int = 0
     out: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class StepWatch:
-    """Turns step results into records; on a GPU one step late, because reading a number waits for the device."""
+    """Turns step results into records; on a GPU one step late, because reading a number blocks until it is computed."""
 
     def __init__(self, run: Run, recorder: RunRecorder) -> None:
         self._run, self._recorder = run, recorder
@@ -71,10 +68,10 @@ class StepWatch:
         self.times: list[float] = []
         self.samples = 0
         self.stop = False
-        """Whether any rank was asked to stop, as far as results have been read: the same on all ranks."""
+        """Whether a result read so far says that some rank got a signal to stop; the same on all ranks."""
 
     def saw(self, result: StepResult) -> None:
-        """Take in a new result and write down what is finished."""
+        """Add a result, and record those that are computed."""
         if self._run.world.device.type != "cuda":
             self._write(result)
             return
@@ -82,14 +79,13 @@ class StepWatch:
         self._waiting = result
 
     def catch_up(self) -> None:
-        """Write down all that was taken in."""
+        """Record all results added so far."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             self._write(waiting)
 
     def _write(self, result: StepResult) -> None:
-        loss = result.loss
-        now = time.perf_counter()
+        loss, now = result.loss, time.perf_counter()
         seconds, self._clock = now - self._clock, now
         self.losses.append(loss)
         self.times.append(seconds)
@@ -140,9 +136,9 @@ def train(
             _loop(run, watch, bar, profiler, steps=steps, checkpoints=checkpoints, preemption=preemption)
         except NonFiniteLoss:
             if checkpoints is not None:
-                checkpoints.wait()  # all ranks are here, and the last good state may be on its way to the disk
+                checkpoints.wait()  # all ranks get here, and the last good state may still be written
             raise
-    stopped = _who_asked(run, preemption) if watch.stop and run.trainer.steps < steps else None
+    stopped = _stop_signal(run, preemption) if watch.stop and run.trainer.steps < steps else None
     if checkpoints is not None:
         with own_heartbeat().doing(SAVING):
             checkpoints.finish()
@@ -170,7 +166,7 @@ def _loop(
             watch.saw(run.step(batch))
         heartbeat.step(run.trainer.steps)
         if checkpoints is not None and checkpoints.is_due():
-            watch.catch_up()  # a state with a loss that is no number must not become the last checkpoint
+            watch.catch_up()  # a state with a NaN loss must not become the last checkpoint
             with heartbeat.doing(SAVING):
                 checkpoints.save()
         bar.update(task, advance=1, loss=f"loss {watch.losses[-1]:.4f}" if watch.losses else "")
@@ -182,28 +178,25 @@ def _loop(
 
 
 def _about(run: Run) -> Mapping[str, Any]:
-    """What a record of a run is of, for tools that show many."""
-    batch, device = run.trainer.job.global_batch, run.world.device.type
-    return {
-        **{"strategy": str(run.strategy), "ranks": run.world.ranks, "device": device},
-        **{"global_batch": batch, "seed": run.trainer.seed},
-    }
+    """The run's parameters, for tools that list many runs."""
+    about = {"strategy": str(run.strategy), "ranks": run.world.ranks, "device": run.world.device.type}
+    return {**about, "global_batch": run.trainer.job.global_batch, "seed": run.trainer.seed}
 
 
 def refuse_non_finite(run: Run, result: StepResult) -> None:
-    """All ranks see the same loss, so all of them stop here together."""
+    """Stop at a loss that is not finite. All ranks see the same loss, so they stop together."""
     if math.isfinite(result.loss):
         return
     parts = run.world.gather(float(result.totals.local))
     culprits = [rank for rank, value in enumerate(parts) if not math.isfinite(value)] or [0]
     raise NonFiniteLoss(
         f"The loss became {result.loss} at step {result.step}, first on rank {culprits[0]}; "
-        "lower the learning rate, set max_norm, or look at that rank's batch."
+        "lower the learning rate, set max_norm, or check that rank's batch."
     )
 
 
-def _who_asked(run: Run, preemption: Preemption | None) -> str:
-    """The signal that some rank got."""
+def _stop_signal(run: Run, preemption: Preemption | None) -> str:
+    """The first signal that any rank got."""
     asked = run.world.gather(preemption.asked if preemption is not None else None)
     return next((name for name in asked if name is not None), "a signal")
 
@@ -249,6 +242,5 @@ def _bar(run: Run, wanted: bool) -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    # Where stderr is no terminal a bar would be a wall of text: it is drawn once, at the end.
-    console = Console(file=sys.stderr)
-    return Progress(*columns, console=console, disable=not (wanted and run.is_main))
+    # If stderr is no terminal, rich draws the bar once, at the end.
+    return Progress(*columns, console=Console(file=sys.stderr), disable=not (wanted and run.is_main))

@@ -1,14 +1,15 @@
-"""How far may two trainings be apart where only rounding separates them?
+"""Bounds on how far two trainings may differ if only rounding separates them.
 
-Strategies add the same numbers in another order. In float64 that is harmless: a sum of n numbers is off by n unit
-roundoffs of their sizes at most, so a bound for a million of them is still a ten-billionth, and no defect is that
-small. Gradients are compared before the optimizer sees them, because Adam divides a gradient by its own size: of an
-element that is zero but for rounding (the bias of an attention's keys, say) it makes a full step in a direction that
-rounding chose. How far a parameter may be off therefore follows from how exactly its gradient is known.
+Strategies add the same numbers in another order. In float64 that is harmless: a sum of n numbers is off by at most n
+unit roundoffs of their sizes. The bound for a million numbers is one ten-billionth, smaller than any defect.
 
-Some trainings blow rounding up all the same (a large learning rate, a ResNet in its third step), so the reference is
-also run disturbed, with weights moved by one rounding before every step and sums in another order, and a strategy may
-be a few times as far off as those runs.
+Gradients are compared before the optimizer uses them, because Adam divides a gradient by its size. An element that is
+zero except for rounding (such as the bias of attention keys) gets a full step in a direction that rounding chose. The
+bound of a parameter therefore follows from the error of its gradient.
+
+Some trainings amplify rounding (a large learning rate, a ResNet in its third step). So the reference is also run
+disturbed: weights move by one rounding before every step, and sums are taken in another order. A strategy may differ
+by a few times as much as those runs.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ import torch
 from meshwright.verify.evidence import ROUNDING, Evidence, Reference, State
 
 MARGIN = {"float64": 16.0, "fp32": 16.0, "bf16": 4.0, "fp16": 4.0}
-"""How many times the measured effect of one rounding anything may differ by: a step rounds many times. Less in low
-precision, where moving all weights is as much as computing with them does."""
+"""Allowed multiple of the measured effect of one rounding: a step rounds many times. Smaller in low precision, where
+moving all weights has as much effect as computing with them."""
 SUMMED = 2.0**20
-"""Numbers that a sum of float64 adds up: n of them are off by n unit roundoffs at most. More is covered by MARGIN."""
+"""Assumed length of a float64 sum: n numbers are off by at most n unit roundoffs. MARGIN covers longer sums."""
 LOSS_BOUND = {"float64": SUMMED * 2.0**-53, "fp32": 1e-5, "bf16": 2.0**-7, "fp16": 2.0**-9}
-"""Relative, per step. fp32 is the contract; bf16 is 2 and fp16 4 roundings of a number that is a mean of many."""
+"""Relative, per step. fp32 is our promise; bf16 allows 2 roundings and fp16 4 of a mean over many numbers."""
 NORM_BOUND = {"float64": 4 * SUMMED * 2.0**-53, "fp32": 1e-4, "bf16": 2.0**-5, "fp16": 2.0**-6}
-"""Relative, per step: gradients go through the whole model twice, so they carry more roundings than the loss."""
+"""Relative, per step. Gradients pass through the whole model twice, so they carry more roundings than the loss."""
 GRADIENT_BOUND = {"float64": SUMMED * 2.0**-53, "fp32": 2.0**-13}
-"""Of a gradient's largest element, relative to that. fp32's is the norm's bound: a worst case would allow anything."""
+"""Relative to a gradient's largest element. For fp32 the norm's bound: a worst-case bound would allow anything."""
 GLOBAL_SHARE = 2.0**-4
-"""A gradient that cancels (the bias of an attention's keys) is as inexact as what it cancels from. So below this share
-of the bound, relative to the largest gradient of the model, nothing is taken for a difference."""
+"""A gradient whose terms cancel (the bias of attention keys) is as inexact as its terms. So nothing below this share of
+the bound, relative to the largest gradient of the model, counts as a difference."""
 STEP_ERROR = 8.0
-"""How many times a gradient's relative error an optimizer's step may be off by: Adam's second moment has a square and
-a root in it, a factor of clipping comes on top, and one step builds on the other."""
+"""Allowed multiple of a gradient's relative error in an optimizer's step: Adam's second moment has a square and a root,
+clipping adds a factor, and steps build on each other."""
 WRONG_SIGNS = 1 / 16
-"""The share of a gradient's elements whose sign bf16 and fp16 may get wrong: gradients carry a few percent of noise
-there, and Adam makes a full step of every sign. A rank that trains on its half of the batch gets a quarter wrong."""
+"""Allowed share of a gradient's elements with a wrong sign in bf16 and fp16: gradients have a few percent of noise, and
+Adam makes a full step of every sign. A rank that trains on only its half of the batch gets a quarter wrong."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """One number a step, beside what the reference has and what rounding could make of it."""
+    """One number per step, with the reference's value and the bound."""
 
     what: str
     found: list[float]
@@ -58,7 +59,7 @@ class Numbers:
 
     def first_difference(self) -> str | None:
         for index, (distance, bound) in enumerate(zip(self.distances, self.bounds, strict=True)):
-            if not distance <= bound:  # so that "not a number" counts as a difference
+            if not distance <= bound:  # NaN counts as a difference
                 values = f"{self.found[index]:.12g} where plain PyTorch has {self.exact[index]:.12g}"
                 return f"{self.what} at step {index + 1}: {values}"
         return None
@@ -82,12 +83,12 @@ def _numbers(
 
 
 def arithmetic_of(reference: Reference) -> str:
-    """What it rounds as: a model that computes in fp32 in some places does so whatever its weights are."""
+    """The precision that a reference rounds to: a model may compute in fp32 in places whatever its weights are."""
     return reference.narrow or reference.precision
 
 
 def gradient_bounds(reference: Reference) -> dict[str, float]:
-    """By parameter, how far an element of the first step's gradient may be off."""
+    """By parameter, the allowed error of an element of the first step's gradient."""
     exact, precision = reference.exact.gradients or {}, arithmetic_of(reference)
     largest = max((_size(gradient) for gradient in exact.values()), default=0.0)
     relative = GRADIENT_BOUND.get(precision, math.inf)
@@ -123,13 +124,12 @@ def first_gradient(trace: Evidence, reference: Reference) -> str | None:
 
 
 def _harmless(name: str, only: torch.Tensor, trace: Evidence, reference: Reference) -> bool:
-    """Whether the one gradient that there is of a parameter is zeros, and the optimizer made nothing of them."""
-    apart = _distance(trace.last.get(name), reference.exact.last[name])
-    return not only.any() and apart == 0.0
+    """Whether a gradient that only one side has is all zeros and did not change the parameter."""
+    return not only.any() and _distance(trace.last.get(name), reference.exact.last[name]) == 0.0
 
 
 def _ratio(found: torch.Tensor, exact: torch.Tensor) -> str:
-    """A gradient that is a multiple of the right one says so."""
+    """Words for a gradient that is a multiple of the right one; empty otherwise."""
     square = float(exact.double().square().sum())
     factor = float((found.double() * exact.double()).sum()) / square if square else math.nan
     off = float((found.double() - factor * exact.double()).norm())
@@ -139,7 +139,7 @@ def _ratio(found: torch.Tensor, exact: torch.Tensor) -> str:
 
 
 def first_of_start(found: State, exact: State) -> str | None:
-    """Initial values are the builder's own, bit for bit."""
+    """The first initial value that differs, by a single bit, from the builder's."""
     for name, value in exact.items():
         if name not in found:
             return f"{name}: is missing at the start"
@@ -151,7 +151,7 @@ def first_of_start(found: State, exact: State) -> str | None:
 
 
 def first_output(trace: Evidence, reference: Reference) -> str | None:
-    """The model's outputs of the first step, before any gradient."""
+    """The first output of the model that differs, in the first step."""
     precision = arithmetic_of(reference)
     if len(trace.outputs) != len(reference.exact.outputs):
         return f"outputs: {len(trace.outputs)} tensors where plain PyTorch gives {len(reference.exact.outputs)}"
@@ -171,6 +171,7 @@ def first_state(trace: Evidence, reference: Reference, *, at_end: bool) -> str |
         return run.last if at_end else run.first
 
     found, exact, moved = read(trace), read(reference.exact), [read(one) for one in reference.disturbed]
+    precision = arithmetic_of(reference)
     words = f"after step {len(trace.losses) if at_end else 1}"
     sizes = reference.exact.smallest if at_end else reference.exact.gradients or {}
     errors = dict(_gradient_errors(reference, sizes))
@@ -184,10 +185,9 @@ def first_state(trace: Evidence, reference: Reference, *, at_end: bool) -> str |
             continue
         starts = [run.start[name].double() for run in (reference.exact, *reference.disturbed)]
         others = [one[name].double() for one in moved]
-        if arithmetic_of(reference) in ("bf16", "fp16"):
+        if precision in ("bf16", "fp16"):
             how = _differs_as_a_whole(starts, found[name].double(), value.double(), others)
         else:
-            precision = arithmetic_of(reference)
             steps = None if name not in errors else _step_errors(errors[name], value.double() - starts[0], farthest)
             how = _differs(found[name].double(), value.double(), others, steps, precision)
         if how:
@@ -196,26 +196,22 @@ def first_state(trace: Evidence, reference: Reference, *, at_end: bool) -> str |
 
 
 def _gradient_errors(reference: Reference, gradients: State) -> Iterator[tuple[str, torch.Tensor]]:
-    """By element, how inexact the gradients of a parameter are, relative to themselves; 1 where they are noise."""
+    """By parameter, the relative error of each element of its gradient; 1 where the element is noise."""
     for name, bound in gradient_bounds(reference).items():
         if name in gradients:
             yield name, (bound / gradients[name].double().abs().clamp_min(1e-300)).clamp_max(1.0)
 
 
 def _step_errors(error: torch.Tensor, movement: torch.Tensor, farthest: float) -> torch.Tensor:
-    """How far the steps of an optimizer may be off; one that divides noise by noise goes as far as anything does."""
+    """Allowed error of the optimizer's steps; where it divides noise by noise, as much as the largest movement."""
     known = 2 * _size(movement) * (STEP_ERROR * error).clamp_max(1.0)
     return torch.where(error < 1.0, known, 2 * farthest)
 
 
 def _differs(
-    found: torch.Tensor,
-    exact: torch.Tensor,
-    moved: list[torch.Tensor],
-    steps: torch.Tensor | None,
-    precision: str,
+    found: torch.Tensor, exact: torch.Tensor, moved: list[torch.Tensor], steps: torch.Tensor | None, precision: str
 ) -> str | None:
-    """An element is off by more than its own roundings, its gradient's error and a few times one rounding explain."""
+    """Words if an element is off by more than its roundings, its gradient's error and the disturbed runs explain."""
     disturbed = max((_distance(other, exact) for other in moved), default=0.0)
     least = MARGIN[precision] * max(ROUNDING[precision] * max(_size(exact), _SMALL[precision]), disturbed)
     bounds = torch.full_like(exact, least) + (0.0 if steps is None else steps)
@@ -228,27 +224,26 @@ def _differs(
 
 
 _SMALL = {"float64": 0.0, "fp32": 1e-2}
-"""Tensors whose elements are all smaller than this are held to its roundings: a bias of zeros has none of its own."""
+"""Tensors with only smaller elements are allowed the roundings of this size: a bias of zeros has no roundings."""
 
 
 def _differs_as_a_whole(
     starts: list[torch.Tensor], found: torch.Tensor, exact: torch.Tensor, moved: list[torch.Tensor]
 ) -> str | None:
-    """The movement from the start is turned by more than wrong signs explain, or a few times one rounding."""
+    """Words if the movement from the start differs by more than wrong signs or the disturbed runs explain."""
     movement = exact - starts[0]
-    # A small tensor may be unlucky: three standard deviations of the share. A wrong sign is off by twice a step.
+    # Small tensors vary: allow three standard deviations of the share. A wrong sign is off by two steps.
     unlucky = 3 * math.sqrt(WRONG_SIGNS * (1 - WRONG_SIGNS) / movement.numel())
     turn = 2 * math.sqrt(WRONG_SIGNS + unlucky) * float(movement.norm())
     others = zip(moved, starts[1:], strict=True)
     disturbed = max((float((other - start - movement).norm()) for other, start in others), default=0.0)
-    least = MARGIN["fp32"] * ROUNDING["fp32"] * float(exact.norm())
-    bound = max(turn, MARGIN["bf16"] * disturbed, least)
+    bound = max(turn, MARGIN["bf16"] * disturbed, MARGIN["fp32"] * ROUNDING["fp32"] * float(exact.norm()))
     distance = float((found - exact).norm())
     return None if distance <= bound else f"is {distance:.3g} away where {bound:.3g} could be rounding (2-norms)"
 
 
 def largest_gradient_error(trace: Evidence, reference: Reference) -> float | None:
-    """Relative to the largest gradient of the model."""
+    """The largest error of a gradient, relative to the largest gradient of the model."""
     if trace.gradients is None or reference.exact.gradients is None:
         return None
     exact = reference.exact.gradients
@@ -270,7 +265,7 @@ def _both_nan(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _size(tensor: torch.Tensor) -> float:
-    """The largest element."""
+    """The largest absolute value."""
     return float(tensor.double().abs().max()) if tensor.numel() else 0.0
 
 

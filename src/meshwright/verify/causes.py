@@ -1,8 +1,8 @@
-"""Why a strategy cannot train as plain PyTorch does, found by experiments on the plain model alone.
+"""Find out why no strategy can train a job as plain PyTorch does, by experiments on the plain model.
 
-Each asks one question of the user's model and loss, in one process and without any strategy: do they draw random
-numbers, does a sample's result depend on the samples beside it, does forward change what is kept? An answer names the
-module, operator or tensor.
+Each experiment runs in one process without any strategy and answers one question about the user's model and loss: do
+they draw random numbers, does a sample's result depend on other samples of the batch, does forward change state? The
+answer names the module, operator or tensor.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from meshwright.describe.samples import Cutter
 from meshwright.facts.job import Job
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.modules import BatchNorm
-from meshwright.torch_private.trees import tree_flatten_with_path, tree_leaves
-from meshwright.verify.evidence import State, state_of
+from meshwright.torch_private.trees import tree_flatten_with_path
+from meshwright.verify.evidence import State, state_of, tensors_in
 from meshwright.verify.float64 import double_arithmetic, in_double
 from meshwright.verify.plain_training import Recipe, build_plainly, seed_step, step_batch
 
 APART = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""From which relative difference on two results are taken to depend on something else than rounding."""
+"""Relative difference from which on two results differ by more than rounding."""
 
 
 def find_cause(job: Job, *, seed: int, device: torch.device) -> str | None:
-    """What there is about the job that no strategy, or not every one, can train alike; None if nothing was found.
+    """The property of the job that strategies cannot reproduce; None if none was found.
 
-    The experiments build on one another: what is random cannot be told from what depends on the batch.
+    The order of the experiments matters: a random model also looks as if samples depended on each other.
     """
     recipe = Recipe(steps=1, seed=seed, device=device)
     try:
@@ -46,7 +46,7 @@ def find_cause(job: Job, *, seed: int, device: torch.device) -> str | None:
         try:
             return _find(Experiment(job, recipe, torch.float32))
         except Exception:
-            return None  # no answer is better than another error
+            return None  # better no answer than another error
 
 
 def _find(experiment: Experiment) -> str | None:
@@ -56,7 +56,7 @@ def _find(experiment: Experiment) -> str | None:
 
 @dataclass(frozen=True)
 class Result:
-    """What one forward pass gave."""
+    """Result of one forward pass."""
 
     output: Any
     total: float
@@ -65,14 +65,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A job on which forward passes are tried."""
+    """A job with what its forward passes need."""
 
     job: Job
     recipe: Recipe
     dtype: torch.dtype
 
     def build(self) -> nn.Module:
-        """With BatchNorm taking its running statistics, because strategies keep what it has of a batch."""
+        """A new model whose BatchNorms use running statistics: strategies reproduce batch statistics."""
         model = build_plainly(self.job, self.recipe)
         for module in model.modules():
             if isinstance(module, BatchNorm):
@@ -113,7 +113,7 @@ def random_builder(experiment: Experiment) -> str | None:
 
 
 def random_model(experiment: Experiment) -> str | None:
-    """Two passes that differ in nothing but the state of random generators."""
+    """Compare two passes that differ only in the state of random generators."""
     batch = experiment.batch()
     one, other = (experiment.run(experiment.build(), batch, reseed=reseed) for reseed in (0, 1))
     if one.total == other.total and _same(one.output, other.output):
@@ -122,15 +122,15 @@ def random_model(experiment: Experiment) -> str | None:
     with _telling_modules(model, watch), watch:
         python, arrays = random.getstate(), numpy.random.get_state()
         experiment.run(model, batch)
-    advice = "ranks and micro-batches draw other numbers than one process does"
+    effect = "ranks and micro-batches draw other numbers than one process does"
     if watch.found is not None:
         module, operator = watch.found
-        return f"the model or loss draws random numbers, first in {module} by {operator}; {advice}"
-    return f"the model or loss draws random numbers from {_moved_generator(python, arrays)}; {advice}"
+        return f"the model or loss draws random numbers, first in {module} by {operator}; {effect}"
+    return f"the model or loss draws random numbers from {_moved_generator(python, arrays)}; {effect}"
 
 
 def _same(one: Any, other: Any) -> bool:
-    pairs = zip(_tensors(one), _tensors(other), strict=True)
+    pairs = zip(tensors_in(one), tensors_in(other), strict=True)
     return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
 
@@ -142,7 +142,7 @@ def _moved_generator(python: Any, arrays: Any) -> str:
 
 
 class _Draws(TorchDispatchMode):
-    """Remembers the first random operator and the module that was running."""
+    """Records the first random operator and the module that ran it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def _telling_modules(model: nn.Module, watch: _Draws) -> Iterator[None]:
 
 
 def changed_state(experiment: Experiment) -> str | None:
-    """What forward changes: one half of the batch alone, and the other."""
+    """Compare what forward changes for each half of the batch."""
     states: list[State] = []
     for half in experiment.halves():
         model = experiment.build()
@@ -195,7 +195,7 @@ def changed_state(experiment: Experiment) -> str | None:
 
 
 def shared_batch(experiment: Experiment) -> str | None:
-    """Whether a sample's result depends on the samples beside it: a batch against its halves."""
+    """Compare a batch with its halves: does a sample's result depend on the others?"""
     halves = experiment.halves()
     if len(halves) < 2:
         return None
@@ -219,7 +219,7 @@ def _first_shared(experiment: Experiment) -> str | None:
     alone, together = _module_outputs(experiment, half), _module_outputs(experiment, experiment.batch())
     for (name, one), (other_name, other) in zip(alone, together, strict=False):
         if name != other_name:
-            return name  # another module is called: by the values of the batch
+            return name  # which module is called depends on the values of the batch
         for a, b in zip(one, other, strict=False):
             rows = len(a) if a.dim() else 0
             if rows and a.shape[1:] == b.shape[1:] and len(b) > rows and experiment.apart(b[:rows], a):
@@ -228,13 +228,13 @@ def _first_shared(experiment: Experiment) -> str | None:
 
 
 def _module_outputs(experiment: Experiment, batch: Any) -> list[tuple[str, list[torch.Tensor]]]:
-    """What each module gave, in the order in which they were done."""
+    """Outputs of each module, in the order in which the modules finished."""
     model, found = experiment.build(), []
     names = {id(module): f"module {name or type(model).__name__}" for name, module in model.named_modules()}
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         if id(module) in names:
-            found.append((names[id(module)], [t.detach().clone() for t in _tensors(output) if t.is_floating_point()]))
+            found.append((names[id(module)], [t.detach().clone() for t in tensors_in(output) if t.is_floating_point()]))
 
     hook = register_module_forward_hook(note)
     try:
@@ -245,12 +245,8 @@ def _module_outputs(experiment: Experiment, batch: Any) -> list[tuple[str, list[
 
 
 def _one_number(output: Any) -> str | None:
-    """Where an output without dims is in what the model gives."""
+    """Path of the first 0-dim tensor in the model's output."""
     for path, leaf in tree_flatten_with_path(output)[0]:
         if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
             return f"output{''.join(str(key) for key in path)}"
     return None
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

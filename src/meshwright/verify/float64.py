@@ -1,8 +1,7 @@
-"""A job in float64: there rounding is too small to hide a defect, and too small to look like one.
+"""Convert a job to float64, where rounding is too small to hide a defect or to look like one.
 
-Parameters, buffers and batches are converted; nothing else of the job changes, so the converted job goes through every
-strategy as any job does. A model that asks for float32 by name (norms and rotary tables often do, for the sake of
-bf16) gets float64, or else it would round as fp32 does in those places.
+Only parameters, buffers and batches are converted, so every strategy takes the converted job like any other. Code that
+names float32 (norms and rotary tables often do, because of bf16) gets float64; otherwise it would round like fp32.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from meshwright.strategies.forward import wrap_forward
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.modules import REGISTERED
 from meshwright.torch_private.trees import tree_leaves, tree_map
-from meshwright.verify.evidence import ROUNDING
+from meshwright.verify.evidence import ROUNDING, tensors_in
 
 
 def in_double(job: Job) -> Job:
@@ -45,13 +44,13 @@ def in_double(job: Job) -> Job:
 
 
 def to_double(tree: Any) -> Any:
-    """Floating tensors of a tree in float64."""
+    """The tree with its floating-point tensors in float64."""
     return map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, tree)
 
 
 @contextmanager
 def double_arithmetic() -> Iterator[None]:
-    """New tensors are float64 where nobody says otherwise, and also where float32 is asked for."""
+    """Make new tensors float64, both by default and where code names float32."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -62,27 +61,21 @@ def double_arithmetic() -> Iterator[None]:
 
 
 def _doubled(model: nn.Module) -> nn.Module:
-    """After the builder, so that it draws the same numbers as ever."""
+    """Convert a model after it is built, so that its builder draws the usual random numbers."""
     model.double()
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if name not in REGISTERED and _holds_narrow(value):
+            narrow = name not in REGISTERED and any(_double_unless_parameter(t) is not t for t in tensors_in(value))
+            if narrow:  # `module.double()` does not know plain attributes
                 setattr(module, name, tree_map(_double_unless_parameter, value))
     wrap_forward(model, _in_double)
     return model
 
 
 def _in_double(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Also where a model is only looked at, before the first step."""
+    """Run forward in float64, also when the model is only inspected before the first step."""
     with double_arithmetic():
         return forward(*args, **kwargs)
-
-
-def _holds_narrow(value: Any) -> bool:
-    """Whether a plain attribute has tensors in it that `module.double()` does not know."""
-    if value is None or isinstance(value, bool | int | float | str | nn.Module):
-        return False
-    return any(_double_unless_parameter(leaf) is not leaf for leaf in tree_leaves(value))
 
 
 def _double_unless_parameter(leaf: Any) -> Any:
@@ -91,7 +84,7 @@ def _double_unless_parameter(leaf: Any) -> Any:
 
 
 class _Widened(TorchFunctionMode):
-    """Asks for float64 where float32 was asked for."""
+    """Replaces float32 by float64 in the arguments of every call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = torch.Tensor.double if func is torch.Tensor.float else func
@@ -101,7 +94,7 @@ class _Widened(TorchFunctionMode):
 
 
 class NarrowWatch(TorchDispatchMode):
-    """Remembers the smallest precision that something is computed in, and the first operator that does it."""
+    """Records the lowest precision that an operator computes in, and the first such operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,6 +117,6 @@ NARROW = {**WORDS, torch.complex64: "fp32"}
 
 
 def _floating(tree: Any) -> list[torch.dtype]:
-    """Dtypes of the tensors that are computed with."""
+    """Dtypes of the floating-point and complex tensors in a tree."""
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.numel()]
     return [tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]

@@ -1,4 +1,4 @@
-"""Whole gradients and states of a trainer, and whether ranks that hold the same part of something hold the same."""
+"""Gather a trainer's full gradients and state, and check that ranks hold equal copies of the same part."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from meshwright.strategies.norm import local
 from meshwright.verify.evidence import State
 
 APART = 2.0**-16
-"""How far copies may be from each other, relative to their size. Ranks get the same bits of a sum, but where each
-computes a value by itself they may round differently; a copy that was forgotten is off by a whole update."""
+"""Allowed difference of copies, relative to their size. Ranks get the same bits of a sum, but may round differently
+what each computes itself. A copy that was not updated is off by a whole update."""
 
 
 def whole_state(trainer: Trainer) -> State:
-    """Parameters and buffers on rank 0; the other ranks take part and keep nothing."""
+    """Full parameters and buffers on rank 0. The other ranks must call it too, and get nothing."""
     return _on_main(trainer, trainer.engine.state())
 
 
 def whole_gradients(trainer: Trainer) -> State:
-    """Gradients on rank 0 between `forward_backward` and `update`."""
+    """Full gradients on rank 0, between `forward_backward` and `update`."""
     own = {held.name for held in trainer.engine.held() if held.tensor.grad is not None}
-    # A rank may have none where another has one; whoever gathers must know before.
+    # Gathering is collective: ranks without a gradient that another has must take part.
     names = frozenset().union(*trainer.world.gather(own))
     return _on_main(trainer, trainer.engine.collect(_gradient, names))
 
@@ -48,7 +48,7 @@ def _on_main(trainer: Trainer, tensors: Iterator[tuple[str, torch.Tensor]]) -> S
 
 @dataclass(frozen=True)
 class Digest:
-    """A tensor in two numbers: whether it is a copy of another can be told without sending it."""
+    """A tensor in two numbers, so that copies can be compared without sending them."""
 
     size: float
     projection: float
@@ -59,21 +59,19 @@ class Digest:
 
 
 Copies = dict[tuple[str, str], Digest]
-"""By name and by which part of the whole it is."""
+"""By name and part of the full tensor."""
 
 
 def compare_copies(trainer: Trainer) -> dict[int, str]:
-    """A sentence for the first tensor of which a rank holds another copy than its peers, or a stale one, by step."""
-    if trainer.world.ranks == 1 or isinstance(trainer.engine, OptimizingEngine):  # DeepSpeed keeps parts of its own
+    """By step, a sentence about the first tensor of which a rank's copy is stale or differs from its peers'."""
+    if trainer.world.ranks == 1 or isinstance(trainer.engine, OptimizingEngine):  # DeepSpeed hides its parts
         return {}
     when = f"after step {trainer.steps}" if trainer.steps else "before the first step"
-    stale = trainer.world.gather(_stale(trainer))
-    for rank, name in enumerate(stale):
+    for rank, name in enumerate(trainer.world.gather(_stale(trainer))):
         if name is not None:
             return {trainer.steps: f"{name}: rank {rank} computes with a stale copy of it {when}"}
-    everywhere = trainer.world.gather(_digests(trainer))
     first: dict[tuple[str, str], tuple[int, Digest]] = {}
-    for rank, copies in enumerate(everywhere):
+    for rank, copies in enumerate(trainer.world.gather(_digests(trainer))):
         for key, digest in copies.items():
             other, known = first.setdefault(key, (rank, digest))
             if not known.equals(digest):
@@ -82,7 +80,7 @@ def compare_copies(trainer: Trainer) -> dict[int, str]:
 
 
 def _stale(trainer: Trainer) -> str | None:
-    """The first parameter of this rank's model that is not what the ranks have updated, where they update another."""
+    """The first parameter that the model computes with and that differs from the updated one, if they are separate."""
     computed = dict(trainer.engine.model.named_parameters(remove_duplicate=False))
     apart = {held.name for held in trainer.engine.held() if held.tensor is not computed.get(held.name, held.tensor)}
     names = frozenset().union(*trainer.world.gather(apart))
@@ -96,20 +94,19 @@ def _stale(trainer: Trainer) -> str | None:
 
 
 def _digests(trainer: Trainer) -> Copies:
-    stage = str(trainer.axes.stage_rank)
     found = {}
     for held in trainer.engine.held():
-        if held.current and not (held.cut is not None and not isinstance(held.cut, Cut)):
+        if held.current and (held.cut is None or isinstance(held.cut, Cut)):
             found[held.name, _part(held)] = _digest(held.tensor)
     known = {name for name, _ in found}
     for name, buffer in trainer.engine.model.named_buffers():
         if name not in known and not is_dtensor(buffer):
-            found[name, f"stage {stage}"] = _digest(buffer)
+            found[name, f"stage {trainer.axes.stage_rank}"] = _digest(buffer)
     return found
 
 
 def _part(held: HeldTensor) -> str:
-    """Which part of the whole a rank holds: its places on the axes that divide it."""
+    """The part of the full tensor that a rank holds: its places on the axes that divide it."""
     places: list[Any] = []
     tensor = held.tensor
     if is_dtensor(tensor):
@@ -122,7 +119,7 @@ def _part(held: HeldTensor) -> str:
 
 @torch.no_grad()
 def _digest(tensor: torch.Tensor) -> Digest:
-    """The 2-norm, and the product with random numbers that all ranks draw alike."""
+    """The 2-norm, and the dot product with random numbers that are the same on all ranks."""
     values = local(tensor.detach()).reshape(-1).double().cpu()
     noise = torch.rand(values.numel(), generator=torch.Generator().manual_seed(values.numel()), dtype=torch.float64)
     return Digest(float(values.norm()), float(torch.dot(values, noise * 2 - 1)))

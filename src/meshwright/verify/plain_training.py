@@ -1,14 +1,14 @@
-"""Training in plain PyTorch: the user's builder called as it is, and a loop as anybody would write it.
+"""Train in plain PyTorch: call the user's builder, and run an ordinary training loop.
 
-Nothing of Meshwright's recording, filling, casting or stepping is in here, because this is what all of that is
-compared with. Dropout is off, and random generators are seeded before each step by the rule that is documented for
-dropout, so that a model which draws numbers itself can be compared at all.
+It uses nothing of Meshwright's recording, filling, casting or stepping, which are compared with it. Dropout is off.
+Random generators are seeded before each step by the documented rule for dropout, so that a model that draws random
+numbers can be compared at all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,28 +30,38 @@ from meshwright.facts.named_parameters import NamedParameters
 from meshwright.verify.evidence import Evidence, gradients_of, kept_of, outputs_of, state_of
 from meshwright.verify.seeded_batch import seed_generators, seeded_batch
 
+
+@dataclass(frozen=True, kw_only=True)
+class Perturbation:
+    """A disturbance of the size of rounding."""
+
+    seed: int
+    by: float
+    """The largest relative change of a weight."""
+    backwards: bool = False
+    """Whether to reverse the samples of every batch."""
+
+
 Around = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How the plain loop runs."""
+    """Options of the plain loop."""
 
     steps: int
     seed: int
     device: torch.device
     micro_batch: int | None = None
-    """Samples that meet in one forward pass, where that has a meaning: under BatchNorm."""
+    """Samples in one forward pass, which matters under BatchNorm."""
     arithmetic: Around = field(default=nullcontext)
-    """Around each step."""
+    """Context of each step."""
     watch: Around = field(default=nullcontext)
-    """Around forward, loss and backward."""
+    """Context of forward, loss and backward."""
     autocast: torch.dtype | None = None
-    """What `torch.autocast` lowers forward and loss to."""
-    moved: tuple[int, float] | None = None
-    """A disturbance by rounding: a seed, and how much of itself a weight is moved by at most before every step."""
-    backwards: bool = False
-    """Whether the samples of every batch come in the opposite order."""
+    """The dtype of `torch.autocast` around forward and loss."""
+    disturbed: Perturbation | None = None
+    """Applied before every step."""
     reseed: int = 0
     """Added to the seed of each step's random numbers."""
 
@@ -60,7 +70,7 @@ class Recipe:
 
 
 def train_plainly(job: Job, recipe: Recipe) -> Evidence:
-    """Take a few steps and keep what is compared. What fails here fails without Meshwright: it is the job's mistake."""
+    """Take a few steps and return their results. A failure here is the job's: Meshwright takes no part."""
     try:
         return _train(job, recipe)
     except MeshwrightError:
@@ -68,16 +78,16 @@ def train_plainly(job: Job, recipe: Recipe) -> Evidence:
     except Exception as error:
         raise JobError(
             f"The job does not train in plain PyTorch, in one process and without Meshwright: {one_line(error)} "
-            "Run its model, loss and optimizer in a loop of your own to find out why."
+            "Run its model, loss and optimizer in a plain loop to find out why."
         ) from error
 
 
 def build_plainly(job: Job, recipe: Recipe) -> nn.Module:
-    """The model as the user's builder makes it from a seed, ready to train without dropout."""
+    """The model that the user's builder makes from the seed, ready to train without dropout."""
     seed_generators(recipe.seed)
     model = job.model().to(recipe.device).train()
     if recipe.device.type == "cpu":
-        take_over_synchronised(model)  # which in one process is a BatchNorm, but refuses CPU tensors
+        take_over_synchronised(model)  # SyncBatchNorm refuses CPU tensors; in one process BatchNorm is the same
     switch_dropout_off(model)
     return model
 
@@ -88,8 +98,8 @@ def _train(job: Job, recipe: Recipe) -> Evidence:
     schedule = job.schedule(optimizer) if job.schedule is not None else None
     trace = Evidence(losses=[], norms=[])
     for step in range(recipe.steps):
-        if recipe.moved is not None:
-            _move(model, recipe.moved[0] * recipe.steps + step, recipe.moved[1])
+        if (disturbed := recipe.disturbed) is not None:
+            move_weights(model.parameters(), disturbed.seed * recipe.steps + step, disturbed.by)
         if step == 0:
             trace.start.update(state_of(model))
             trace.kept.update(kept_of(model))
@@ -110,25 +120,22 @@ def _train(job: Job, recipe: Recipe) -> Evidence:
 
 def step_batch(job: Job, recipe: Recipe, step: int) -> Any:
     batch = seeded_batch(job, recipe.seed + step)
-    return to_device(Cutter(job).turned(batch) if recipe.backwards else batch, recipe.device)
+    backwards = recipe.disturbed is not None and recipe.disturbed.backwards
+    return to_device(Cutter(job).turned(batch) if backwards else batch, recipe.device)
 
 
 def forward_backward(
     job: Job, model: nn.Module, batch: Any, recipe: Recipe, step: int, outputs: list[torch.Tensor]
 ) -> float:
-    """Leave the gradient of the mean loss on the parameters; `outputs` gets what the model gave at the first step."""
-    sums, weights = [], []
-    pieces = _pieces(job, batch, recipe)
+    """Compute gradients of the mean loss, and return the loss; `outputs` gets the model's outputs of the first step."""
+    sums, weights, pieces = [], [], _pieces(job, batch, recipe)
     for piece in pieces:
         seed_step(recipe, step, piece.span.first)
         with recipe.watch():
             with recipe.lowered():
                 output = call_model(job, model, piece.data)
                 total, weight = call_loss(job, output, piece.data)
-            if len(pieces) == 1:
-                (total / weight).backward()
-            else:
-                total.backward()
+            (total / weight if len(pieces) == 1 else total).backward()
         sums.append(float(total.detach()))
         weights.append(float(weight))
         if step == 0:
@@ -147,7 +154,7 @@ def _pieces(job: Job, batch: Any, recipe: Recipe) -> list[MicroBatch]:
 
 
 def seed_step(recipe: Recipe, step: int, first: int = 0) -> None:
-    """By the rule for dropout's masks, and Python's and numpy's generators as well."""
+    """Seed torch by the rule for dropout's masks, and also Python's and numpy's generators."""
     seed_generators(recipe.seed + step + recipe.reseed)
     Dropout(run_seed=recipe.seed + recipe.reseed, device=recipe.device).seed(step, first)
 
@@ -162,7 +169,7 @@ def _note_gradients(model: nn.Module, trace: Evidence, step: int) -> None:
 
 
 def _clip(model: nn.Module, max_norm: float | None) -> float:
-    """The norm of all gradients, in float64: on CPUs torch's loses digits over large tensors."""
+    """Clip, and return the norm before it in float64: on CPUs torch's norm loses digits over large tensors."""
     squares = [float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None]
     if max_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
@@ -170,10 +177,10 @@ def _clip(model: nn.Module, max_norm: float | None) -> float:
 
 
 @torch.no_grad()
-def _move(model: nn.Module, seed: int, by: float) -> None:
-    """By up to `by` of itself: computed in float64, because most of it would be lost in the parameter's own dtype."""
+def move_weights(parameters: Iterable[nn.Parameter], seed: int, by: float) -> None:
+    """Change each weight randomly by up to `by` of itself, in float64: its dtype would round most of that away."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.is_floating_point():
             noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2 - 1
             parameter.copy_(parameter.double() * (1 + by * noise.to(parameter.device)))

@@ -1,8 +1,7 @@
-"""What strategies are compared with: plain PyTorch, and under bf16 and fp16 one process of ours.
+"""References that strategies are compared with: plain PyTorch, and for bf16 and fp16 our single process.
 
-They are made in a process of their own that knows of no ranks (`python -m meshwright.verify.references FOLDER`),
-before the ranks start, and come back as files. A model with collectives of its own would otherwise wait for ranks that
-do something else.
+A separate process that belongs to no process group makes them (`python -m meshwright.verify.references FOLDER`) before
+the ranks start, and writes them to files. In a rank, a model that calls collectives would wait for the other ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,7 +32,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.importing import importing
 from meshwright.jobs.load import load_job
-from meshwright.launch.attempt import leave
+from meshwright.launch.attempt import exit_now
 from meshwright.runtime.request import CauseTask, ReferenceTask
 from meshwright.strategies import Place
 from meshwright.strategies.pipeline.sizes import is_pipelined
@@ -41,58 +40,49 @@ from meshwright.verify.bounds import LOSS_BOUND
 from meshwright.verify.causes import find_cause
 from meshwright.verify.evidence import ROUNDING, Evidence, Reference
 from meshwright.verify.float64 import NarrowWatch, double_arithmetic, in_double
-from meshwright.verify.plain_training import Recipe, train_plainly
-from meshwright.verify.strategy_steps import Perturbation, run_steps
+from meshwright.verify.plain_training import Perturbation, Recipe, train_plainly
+from meshwright.verify.strategy_steps import run_steps
 from meshwright.verify.verdict import FAILED, REFUSED, Verdict, judge, judge_loss, without_verdict
 
 
 def reference_of(strategy: Strategy, facts: ModelFacts, global_batch: int) -> Strategy:
-    """One process with the same precision. Where there is BatchNorm, also with the same samples in each statistic."""
+    """One process with the same precision; with BatchNorm, also with the same samples in each statistic."""
     ranks = strategy.data_ranks
-    # A pipeline with BatchNorm is one of a single micro-batch: others were refused.
+    # A pipeline with BatchNorm has a single micro-batch: others were refused.
     count = 1 if is_pipelined(strategy) else micro_steps(global_batch, ranks, strategy.micro_batch)
     size = -(-global_batch // count) if facts.batch_norms and count > 1 else None
     return Strategy(
-        data="single",
-        precision=strategy.precision,
-        pure=strategy.pure,
-        autocast=strategy.autocast,
-        micro_batch=size,
+        data="single", precision=strategy.precision, pure=strategy.pure, autocast=strategy.autocast, micro_batch=size
     )
 
 
-def runs_alone(strategy: Strategy) -> bool:
-    """Whether a strategy is one process of ours, which is compared where the references are made."""
-    return strategy.traits.one_process
-
-
 def own_place(strategy: Strategy, place: Place) -> Place:
-    """Where a strategy is verified among the ranks of a place: one device is one rank of it."""
+    """The place in which a strategy is verified: one rank if it uses one device."""
     return replace(place, ranks=1, local_ranks=1) if strategy.traits.alone else place
 
 
 class References(Protocol):
-    """Where verdicts come from what to compare with."""
+    """The interface through which `verify` gets references."""
 
     def of(self, strategy: Strategy) -> Reference:
-        """What a resolved strategy is compared with."""
+        """The reference of a resolved strategy."""
 
     def verdict_on_process(self, strategy: Strategy) -> Verdict:
-        """How one process of ours compares with plain PyTorch."""
+        """Compare our single process with plain PyTorch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Float64Support:
-    """Whether a model runs in float64, and how much of it does."""
+    """Whether a model runs in float64, and whether all of it does."""
 
     runs: bool
     narrow: str | None = None
-    """The precision that some of it rounds to all the same."""
+    """The precision that parts of it still round to."""
     note: str | None = None
 
 
 class LocalReferences:
-    """References that are made in this process, each when it is first asked for."""
+    """References made in this process, each on first use."""
 
     def __init__(self, job: Job, facts: ModelFacts, device: torch.device, *, steps: int, seed: int) -> None:
         self._job, self._facts, self._world = job, facts, World(device=device)
@@ -100,24 +90,23 @@ class LocalReferences:
         self._made: dict[str, Reference] = {}
 
     def of(self, strategy: Strategy) -> Reference:
-        """In float64 where the strategy computes in fp32 and the model also runs in more."""
+        """In float64 if the strategy computes in fp32 and can run in float64, as can the model."""
         key = reference_of(strategy, self._facts, self._job.global_batch)
         double = not strategy.number_format.is_low and _takes_double(strategy) and self._double.runs
         name = f"{key}{' in float64' * double}"
         if name not in self._made:
-            make = self._ours if strategy.number_format.is_low else self._plain
-            self._made[name] = make(key, double)
+            self._made[name] = self._ours(key) if strategy.number_format.is_low else self._plain(key, double)
         return self._made[name]
 
     def verdict_on_process(self, strategy: Strategy) -> Verdict:
         lowered = strategy.number_format.is_low
-        autocast = DTYPES[strategy.precision] if lowered else None
-        plain = train_plainly(self._job, replace(self._recipe(strategy), autocast=autocast)) if lowered else None
-        reference = None if lowered else self.of(strategy)
+        if lowered:
+            plain = train_plainly(self._job, replace(self._recipe(strategy), autocast=DTYPES[strategy.precision]))
+        else:
+            reference = self.of(strategy)
         try:
-            if plain is not None:
+            if lowered:
                 return judge_loss(str(strategy), self._run(strategy), plain, self.of(strategy))
-            assert reference is not None
             return judge(str(strategy), self._run(strategy, double=reference.precision == "float64"), reference)
         except BadInput as reason:
             return without_verdict(str(strategy), REFUSED, str(reason))
@@ -143,30 +132,24 @@ class LocalReferences:
         job = in_double(self._job) if double else self._job
         narrow = self._double.narrow if double else None
         precision = "float64" if double else "fp32"
-        unit = ROUNDING[narrow or precision]
         recipe = self._recipe(key, double=double)
-        exact = train_plainly(job, recipe)
-        moved = train_plainly(job, replace(recipe, moved=(1, 2 * unit)))
-        turned = train_plainly(job, replace(recipe, moved=(2, 2 * unit), backwards=True))
-        if _order_matters(exact, turned, narrow or "fp32"):
-            turned = train_plainly(job, replace(recipe, moved=(2, 2 * unit)))
-        return Reference(
-            words=f"plain PyTorch in {precision}" + f", mb={key.micro_batch}" * (key.micro_batch is not None),
-            precision=precision,
-            exact=exact,
-            disturbed=[moved, turned],
-            narrow=narrow,
-            note=self._double.note,
+        exact, disturbed = _run_disturbed(
+            lambda disturbed: train_plainly(job, replace(recipe, disturbed=disturbed)),
+            by=2 * ROUNDING[narrow or precision],
+            order_bound=LOSS_BOUND[narrow or "fp32"],
         )
+        words = f"plain PyTorch in {precision}" + f", mb={key.micro_batch}" * (key.micro_batch is not None)
+        note = self._double.note
+        return Reference(words=words, precision=precision, exact=exact, disturbed=disturbed, narrow=narrow, note=note)
 
-    def _ours(self, key: Strategy, double: bool) -> Reference:
-        """Of bf16 and fp16: autocast rounds elsewhere, so only one process of ours can be compared in detail."""
-        by = 2 * ROUNDING[key.precision]
-        exact, moved = self._run(key), self._run(key, disturbed=Perturbation(seed=1, by=by))
-        turned = self._run(key, disturbed=Perturbation(seed=2, by=by, backwards=True))
-        if _order_matters(exact, turned, key.precision):
-            turned = self._run(key, disturbed=Perturbation(seed=2, by=by))
-        return Reference(words=str(key), precision=key.precision, exact=exact, disturbed=[moved, turned])
+    def _ours(self, key: Strategy) -> Reference:
+        """For bf16 and fp16: autocast rounds at other places, so only our single process can be compared in detail."""
+        exact, disturbed = _run_disturbed(
+            lambda disturbed: self._run(key, disturbed=disturbed),
+            by=2 * ROUNDING[key.precision],
+            order_bound=LOSS_BOUND[key.precision],
+        )
+        return Reference(words=str(key), precision=key.precision, exact=exact, disturbed=disturbed)
 
     def _run(self, strategy: Strategy, *, double: bool = False, disturbed: Perturbation | None = None) -> Evidence:
         return run_steps(
@@ -188,17 +171,25 @@ class LocalReferences:
 
 
 def _takes_double(strategy: Strategy) -> bool:
-    """DeepSpeed's engine takes fp32 and less, a compiled model is of one dtype, and a mode is one thread's alone."""
+    """Not DeepSpeed, which takes at most fp32, nor compiled models, which have one dtype, nor several threads: a torch
+    function mode belongs to one thread."""
     return strategy.engine == "torch" and not strategy.compile and not strategy.traits.many_devices
 
 
-def _order_matters(exact: Evidence, turned: Evidence, precision: str) -> bool:
-    """Where the order of samples has a meaning (BatchNorm over micro-batches), turning it round is no rounding."""
-    return not abs(turned.losses[0] - exact.losses[0]) <= LOSS_BOUND[precision] * abs(exact.losses[0])
+def _run_disturbed(
+    run: Callable[[Perturbation | None], Evidence], *, by: float, order_bound: float
+) -> tuple[Evidence, list[Evidence]]:
+    """An exact run and two disturbed ones. The second reverses samples, unless that changes more than rounding does,
+    as under BatchNorm over micro-batches."""
+    exact, moved = run(None), run(Perturbation(seed=1, by=by))
+    turned = run(Perturbation(seed=2, by=by, backwards=True))
+    if not abs(turned.losses[0] - exact.losses[0]) <= order_bound * abs(exact.losses[0]):
+        turned = run(Perturbation(seed=2, by=by))
+    return exact, [moved, turned]
 
 
 class StoredReferences:
-    """References that another process has made, read from its folder."""
+    """References that another process made, read from its folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -215,24 +206,20 @@ class StoredReferences:
         return Verdict(**self._index["processes"][str(strategy)])
 
 
-def store_references(task: ReferenceTask, folder: Path) -> None:
-    """Have another process make the references of resolved strategies, and verdicts on those of one process."""
-    _ask(folder, task)
-
-
 def find_cause_apart(task: CauseTask, folder: Path) -> str | None:
-    """Have another process look for a cause of differences in the job itself."""
+    """Look in another process for a cause of differences in the job."""
     try:
-        _ask(folder, task)
+        run_apart(task, folder)
     except MeshwrightError:
         return None  # the verdicts stand without it
     return json.loads((folder / "cause.json").read_text())  # type: ignore[no-any-return]
 
 
-def _ask(folder: Path, task: ReferenceTask | CauseTask) -> None:
+def run_apart(task: ReferenceTask | CauseTask, folder: Path) -> None:
+    """Run a task in another process, which writes its results to the folder."""
     (folder / "task").write_bytes(pickle.dumps(task))
     command = [sys.executable, "-m", "meshwright.verify.references", str(folder)]
-    # The child ends when its stdin does, so that it does not outlive this process.
+    # The child ends when its stdin closes, so it does not outlive this process.
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment_without_ranks())
     try:
         code = child.wait()
@@ -243,11 +230,11 @@ def _ask(folder: Path, task: ReferenceTask | CauseTask) -> None:
         raise JobError(json.loads((folder / "failure.json").read_text()))
     if code:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise MeshwrightError(f"The process that trains the job in plain PyTorch {how}; it needs room for all of it.")
+        raise MeshwrightError(f"The process that trains the job in plain PyTorch {how}; it needs memory for all of it.")
 
 
 def main(folder: Path) -> None:
-    """What the process does: a file for each reference and an index of them, or a cause."""
+    """Entry point of the process: writes references and an index of them, or a cause."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     task: ReferenceTask | CauseTask = pickle.loads((folder / "task").read_bytes())
     request = task.request
@@ -256,22 +243,22 @@ def main(folder: Path) -> None:
         if isinstance(task, CauseTask):
             (folder / "cause.json").write_text(json.dumps(find_cause(job, seed=seed, device=device)))
         else:
-            here = LocalReferences(job, task.facts, device, steps=request.steps, seed=seed)
-            index = _make_all(here, task.wanted, folder)
+            local = LocalReferences(job, task.facts, device, steps=request.steps, seed=seed)
+            index = _make_all(local, task.wanted, folder)
             (folder / "index.json").write_text(json.dumps(index))
     except BadInput as error:
         (folder / "failure.json").write_text(json.dumps(str(error)))
-    leave(0)
+    exit_now(0)
 
 
-def _make_all(here: LocalReferences, wanted: Sequence[Strategy], folder: Path) -> dict[str, dict[str, Any]]:
+def _make_all(local: LocalReferences, wanted: Sequence[Strategy], folder: Path) -> dict[str, dict[str, Any]]:
     index: dict[str, dict[str, Any]] = {"references": {}, "processes": {}}
     names: dict[int, str] = {}
     for number, strategy in enumerate(wanted):
-        if runs_alone(strategy):
-            index["processes"][str(strategy)] = here.verdict_on_process(strategy).to_json()
+        if strategy.traits.one_process:
+            index["processes"][str(strategy)] = local.verdict_on_process(strategy).to_json()
             continue
-        reference = here.of(strategy)
+        reference = local.of(strategy)
         if id(reference) not in names:
             names[id(reference)] = f"reference-{number}.pt"
             reference.save(folder / names[id(reference)])
@@ -281,7 +268,7 @@ def _make_all(here: LocalReferences, wanted: Sequence[Strategy], folder: Path) -
 
 def _end_with_parent() -> None:
     sys.stdin.read()
-    leave(1)
+    exit_now(1)
 
 
 if __name__ == "__main__":

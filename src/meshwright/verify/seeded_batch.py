@@ -1,4 +1,4 @@
-"""Batches of made-up samples and random generators that every process makes alike."""
+"""Synthetic batches and seeded random generators that are the same in every process."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from meshwright.facts.job import Job
 
 
 def seeded_batch(job: Job, seed: int) -> Any:
-    """A global batch of made-up samples that every rank makes alike."""
+    """A global batch of synthetic samples, the same on every rank."""
     with own_random_numbers(seed):
         return make_batch(job, job.global_batch)
 
 
 def seed_generators(seed: int) -> None:
-    """PyTorch's, Python's and numpy's."""
+    """Seed the generators of PyTorch, Python and numpy."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)

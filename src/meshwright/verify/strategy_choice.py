@@ -1,4 +1,4 @@
-"""Which strategies `compare` runs where none are named: all plain ways to lay a job over so many ranks."""
+"""Choose the strategies that `compare` runs: the named ones, or all plain ones for the number of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.strategies import Place, model_axis
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A strategy as it was written, and as it would lie here or why it cannot."""
+    """A strategy as the user wrote it, with the checked strategy or the reason why it cannot run."""
 
     text: str
     strategy: Strategy | None = None
@@ -26,12 +26,12 @@ class Choice:
 
 
 def choose(job: Job, facts: ModelFacts, place: Place, named: list[str]) -> list[Choice]:
-    """The strategies that are named, or all plain ones; each looked at before any process starts.
+    """Check the named strategies, or all plain ones, before any process starts.
 
-    A text that is no strategy is an error; a strategy that this job or these ranks cannot take says why.
+    A text that is no strategy is an error; a strategy that does not fit the job or the ranks gets a reason.
     """
     texts = dict.fromkeys(named or plain_strategies(place.ranks))
-    choices = [_look_at(job, facts, place, text) for text in texts]
+    choices = [_check(job, facts, place, text) for text in texts]
     if not any(choice.strategy for choice in choices):
         reasons = " ".join(f"{choice.text}: {choice.reason}" for choice in choices)
         raise Refused(f"No strategy fits this job and {place.ranks} ranks. {reasons}")
@@ -39,7 +39,7 @@ def choose(job: Job, facts: ModelFacts, place: Place, named: list[str]) -> list[
 
 
 def plain_strategies(ranks: int) -> Iterator[str]:
-    """Each axis alone in every size, with all schedules where it takes all ranks, and the plainest of mixes."""
+    """Each axis alone in every size, with all schedules if it uses all ranks, and the simplest mix."""
     if ranks == 1:
         yield "single"
         return
@@ -52,7 +52,7 @@ def plain_strategies(ranks: int) -> Iterator[str]:
         yield f"{AxisTerm.of(inner, 2)},{AxisTerm.of(staged, ranks // 2)}"
 
 
-def _look_at(job: Job, facts: ModelFacts, place: Place, text: str) -> Choice:
+def _check(job: Job, facts: ModelFacts, place: Place, text: str) -> Choice:
     parsed = Strategy.parse(text)
     try:
         strategy = check(job, facts, parsed, place)

@@ -1,11 +1,11 @@
-"""A few steps under a strategy, and what they leave behind for a comparison."""
+"""Take a few steps under a strategy and keep their results for a comparison."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -21,23 +21,13 @@ from meshwright.strategies.engine import OptimizingEngine
 from meshwright.verify.evidence import Evidence, kept_of, outputs_of
 from meshwright.verify.float64 import double_arithmetic, in_double
 from meshwright.verify.gathered_state import compare_copies, whole_gradients, whole_state
+from meshwright.verify.plain_training import Perturbation, move_weights
 from meshwright.verify.seeded_batch import seeded_batch
 
 LOSS_SCALE = 2.0**8
-"""fp16's, held low: at the usual 2**16 one process overflows where the smaller parts of its ranks do not, and skips."""
+"""Of fp16, kept low: at the usual 2**16 one process may overflow and skip where the smaller parts of ranks do not."""
 Plant = Callable[[Trainer], None]
-"""Spoils a trainer on purpose; tests use it to see that a defect is found."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Perturbation:
-    """What rounding could do to a training."""
-
-    seed: int
-    by: float
-    """How much of itself a weight is moved by at most."""
-    backwards: bool = False
-    """Whether the samples of every batch come in the opposite order."""
+"""Puts a defect into a trainer; tests use it to check that the defect is found."""
 
 
 def run_steps(
@@ -62,8 +52,8 @@ def run_steps(
         plant(trainer)
     if trainer.loss_scale:
         trainer.loss_scale.value = LOSS_SCALE
-    if disturbed:
-        _move(trainer, disturbed)
+    if disturbed:  # once, at the start: under bf16 and fp16 that has as much effect as computing with the weights
+        move_weights(trainer.engine.parameters(), disturbed.seed, disturbed.by)
     trace.start.update(whole_state(trainer))
     trace.kept.update(kept_of(trainer.engine.model))
     trace.copies.update(compare_copies(trainer))
@@ -93,12 +83,12 @@ def _step(trainer: Trainer, batch: Any, trace: Evidence, seed: int) -> StepResul
 
 
 def _shows_gradients(trainer: Trainer) -> bool:
-    """DeepSpeed's engine keeps them to itself, and those of bf16 and fp16 have no bound of their own."""
+    """Not under DeepSpeed, whose engine hides gradients, nor in bf16 and fp16, whose gradients have no bound."""
     return not isinstance(trainer.engine, OptimizingEngine) and not trainer.strategy.number_format.is_low
 
 
 def _noting_outputs(job: Job, trace: Evidence) -> Callable[[Any, Any], Any]:
-    """The job's loss, which also keeps the model's outputs of the first step."""
+    """The job's loss, which also records the model's outputs of the first step."""
 
     def loss(output: Any, batch: Any) -> Any:
         if not trace.losses and torch.is_grad_enabled():
@@ -106,12 +96,3 @@ def _noting_outputs(job: Job, trace: Evidence) -> Callable[[Any, Any], Any]:
         return job.loss(output, batch)
 
     return loss
-
-
-@torch.no_grad()
-def _move(trainer: Trainer, disturbed: Perturbation) -> None:
-    """Once, at the start: under bf16 and fp16 that is as much as computing with the weights does."""
-    generator = torch.Generator().manual_seed(disturbed.seed)
-    for parameter in trainer.engine.parameters():
-        noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2 - 1
-        parameter.copy_(parameter.double() * (1 + disturbed.by * noise.to(parameter.device)))

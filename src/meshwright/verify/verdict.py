@@ -1,4 +1,4 @@
-"""Whether a strategy trains as its reference does, and if not, what differs first."""
+"""Judge whether a strategy trains as its reference does, and if not, what differs first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.verify.bounds import (
     losses_of,
     norms_of,
 )
-from meshwright.verify.evidence import Evidence, Reference, State
+from meshwright.verify.evidence import Evidence, Reference
 
 EQUAL, DIFFERS, REFUSED, FAILED = "equal", "differs", "refused", "failed"
 
@@ -28,34 +28,34 @@ class Verdict:
 
     strategy: str
     reference: str | None
-    """What it was compared with; None where it was not."""
+    """What it was compared with; None if it was not compared."""
     status: str
-    """equal, differs, refused (it cannot run on this job or these ranks) or failed (its ranks did)."""
+    """equal, differs, refused (it cannot run with this job or these ranks) or failed (its ranks failed)."""
     equal: bool
     loss_max_rel: float | None = None
     grad_norm_max_rel: float | None = None
     grad_max_rel: float | None = None
-    """Of the first step, relative to the largest gradient of the model; None where no gradients could be read."""
+    """Of the first step, relative to the largest gradient of the model; None if gradients cannot be read."""
     param_max_abs: float | None = None
     first_difference: str | None = None
     """The first thing that differs in the order of a step, then the first loss and the first gradient norm that do; or
     why it was refused or failed."""
     cause: str | None = None
-    """Why it differs, where an experiment has shown it."""
+    """Why it differs, if an experiment has shown it."""
     precision: str | None = None
-    """Of the arithmetic in which they were compared."""
+    """Of the arithmetic in which it was compared."""
     bounds: dict[str, float] | None = None
     note: str | None = None
-    """What the verdict does not speak of."""
+    """What the verdict does not cover."""
 
     def to_json(self) -> dict[str, Any]:
-        """JSON knows no infinity: a number that is none is null."""
+        """As JSON, with null for infinity and NaN, which JSON does not have."""
         numbers = {key: value for key, value in asdict(self).items() if isinstance(value, float)}
         return asdict(self) | {key: value if math.isfinite(value) else None for key, value in numbers.items()}
 
 
 def judge(text: str, trace: Evidence, reference: Reference) -> Verdict:
-    """Compare what a strategy left behind with what its reference did."""
+    """Compare a strategy's results with those of its reference."""
     losses, norms = losses_of(trace, reference), norms_of(trace, reference)
     found = [*_first_tensors(trace, reference), losses.first_difference(), norms.first_difference()]
     differences = [difference for difference in found if difference is not None]
@@ -76,11 +76,13 @@ def judge(text: str, trace: Evidence, reference: Reference) -> Verdict:
 
 
 def _first_tensors(trace: Evidence, reference: Reference) -> list[str | None]:
-    """In the order in which a step makes them, because what comes first is nearest to the cause; a copy as well."""
-    exact, alone = reference.exact, bool(trace.outputs)
+    """First differences, in the order in which a step computes tensors: the first is nearest to the cause."""
+    exact = reference.exact
+    # A pipeline stage does not hold everything; a single process, which has outputs, does.
+    kept = {name: value for name, value in exact.kept.items() if trace.outputs or name in trace.kept}
     at_first = (
         first_of_start(trace.start, exact.start)
-        or first_of_start(trace.kept, exact.kept if alone else _common(exact.kept, trace.kept))
+        or first_of_start(trace.kept, kept)
         or (first_output(trace, reference) if trace.outputs else None)
         or first_gradient(trace, reference)
         or first_state(trace, reference, at_end=False)
@@ -90,13 +92,8 @@ def _first_tensors(trace: Evidence, reference: Reference) -> list[str | None]:
     return [copy, at_first, at_end] if step == 0 else [at_first, copy, at_end]
 
 
-def _common(exact: State, found: State) -> State:
-    """A stage of a pipeline does not keep what others do."""
-    return {name: value for name, value in exact.items() if name in found}
-
-
 def judge_loss(text: str, trace: Evidence, plain: Evidence, reference: Reference) -> Verdict:
-    """Compare losses alone: our bf16 and autocast round different things, so nothing finer could be equal."""
+    """Compare only losses: our bf16 and autocast round at different places, so nothing else can be equal."""
     bounds = losses_of(trace, reference).bounds
     losses = Numbers("loss", trace.losses, plain.losses, bounds)
     difference = losses.first_difference()
@@ -113,5 +110,5 @@ def judge_loss(text: str, trace: Evidence, plain: Evidence, reference: Reference
 
 
 def without_verdict(strategy: str, status: str, reason: str) -> Verdict:
-    """A strategy that was refused, or whose ranks failed."""
+    """The verdict of a strategy that was refused, or whose ranks failed."""
     return Verdict(strategy=strategy, reference=None, status=status, equal=False, first_difference=reason)

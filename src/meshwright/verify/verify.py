@@ -1,7 +1,7 @@
-"""Prove that a strategy trains as plain PyTorch does, or name the first thing that differs.
+"""Prove that a strategy trains as plain PyTorch does, or name the first difference.
 
-Plain PyTorch takes a few optimizer steps in one process, and each strategy takes the same from one seed on the same
-global batches, with dropout off. Initial values, gradients, losses, gradient norms, parameters and buffers are
+Plain PyTorch takes a few optimizer steps in one process. Each strategy takes the same steps from the same seed on the
+same global batches, with dropout off. Initial values, gradients, losses, gradient norms, parameters and buffers are
 compared.
 """
 
@@ -17,7 +17,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.place import place_of
-from meshwright.verify.references import LocalReferences, References, own_place, runs_alone
+from meshwright.verify.references import LocalReferences, References, own_place
 from meshwright.verify.seeded_batch import seeded_batch
 from meshwright.verify.strategy_steps import Plant, run_steps
 from meshwright.verify.verdict import REFUSED, Verdict, judge, without_verdict
@@ -41,17 +41,17 @@ def verify(
     plant: Plant | None = None,
     references: References | None = None,
 ) -> Iterator[Verdict]:
-    """One verdict a strategy, on every rank alike. Rank 0 has the references, or makes them itself."""
+    """Yield one verdict per strategy, the same on every rank. Rank 0 reads the references, or makes them."""
     if references is None:
         references = LocalReferences(job, facts, world.device, steps=steps, seed=seed)
     for text in strategies:
         strategy = Strategy.parse(text)
         try:
             resolved = check(job, facts, strategy, own_place(strategy, place_of(world)))
-        except BadInput as reason:  # alike on all ranks
+        except BadInput as reason:  # the same on all ranks
             yield without_verdict(text, REFUSED, str(reason))
             continue
-        if runs_alone(resolved):
+        if resolved.traits.one_process:  # compared in the process that makes the references
             alone = replace(references.verdict_on_process(resolved), strategy=text) if world.is_main else None
             yield world.gather(alone)[0]
             continue

@@ -40,7 +40,7 @@ class PlanOptions:
 
     allowed: Allowed = field(default_factory=Allowed)
     strategies: tuple[str, ...] = ()
-    """Consider only these, instead of everything that is allowed."""
+    """Evaluate only these, instead of everything that is allowed. Each is listed or refused."""
     fast: bool = False
     """Whether to skip tracing the finalists."""
     finalists: int = 3
@@ -137,20 +137,23 @@ class Planner:
         """Evaluate exactly these strategies."""
         for strategy in strategies:
             self._measure(strategy.precision, strategy.recompute)
-        return search(self.context(cluster), strategies, time_all=True)
+        return search(self.context(cluster), strategies, time_all=True, shortcuts=False)
 
     def _measure(self, precision: str, recompute: str) -> None:
-        """Make sure that costs are known under a policy; each precision is traced once."""
+        """Make sure that costs are known under a policy; each precision that an engine runs is traced once."""
+        if precision not in BUILT:
+            return
         if (precision, "none") not in self._costs:
             self._costs[precision, "none"] = measure_costs(self.job, self.facts, precision)
         self._costs.setdefault((precision, recompute), self._costs[precision, "none"].recomputed(recompute))
 
-    def trace_first(self, cluster: Cluster, plans: list[Plan], count: int) -> list[Plan]:
-        """Trace the memory of the first plans; a plan that turns out not to fit is replaced by the next."""
+    def trace_first(self, cluster: Cluster, plans: list[Plan], count: int) -> tuple[list[Plan], list[Plan]]:
+        """Trace the memory of plans until `count` of them fit. Returns the plans that fit, and those that do not."""
         from meshwright.tracing import trace_roles  # slow import that plans without traces do not need
 
         context, rest = self.context(cluster), list(plans)
         traced: list[Plan] = []
+        unfit: list[Plan] = []
         started = last = time.perf_counter()
         while rest and len(traced) < count and (now := time.perf_counter()) + (now - last) <= started + PATIENCE:
             plan, last = rest.pop(0), now
@@ -161,9 +164,8 @@ class Planner:
                 traced.append(plan)
                 continue
             checked = with_traces(context, plan, traces)
-            if checked.fits:
-                traced.append(checked)
-        return [*traced, *rest]
+            (traced if checked.fits else unfit).append(checked)
+        return [*traced, *rest], unfit
 
     def _short(self, strategy: Strategy) -> Job:
         """The job with the smallest batch that fills the strategy: a larger one needs no more memory."""

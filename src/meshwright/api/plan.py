@@ -9,7 +9,7 @@ from meshwright.api.rank_foreign import rank_foreign
 from meshwright.describe.model import describe
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.job import Job
-from meshwright.facts.plan import Ranking
+from meshwright.facts.plan import Plan, Ranking, Refusal
 from meshwright.planner.explain import explain
 from meshwright.planner.search import best_of_each_kind, choose
 
@@ -27,15 +27,17 @@ def rank(
     """The same by a planner that is kept, for who asks again and again. Its clock runs from `started`, if told."""
     started, known = started or time.perf_counter(), len(planner.notes)
     found = planner.search(cluster, options)
-    plans = choose(planner.context(cluster), best_of_each_kind(found.plans))
+    # Every strategy that the user named is listed or refused; of a search, only the best of each kind.
+    plans = found.plans if options.strategies else choose(planner.context(cluster), best_of_each_kind(found.plans))
+    unfit: list[Plan] = []
     if not options.fast:
-        plans = planner.trace_first(cluster, plans, options.finalists)
+        plans, unfit = planner.trace_first(cluster, plans, options.finalists)
     advice = () if plans else planner.advise(cluster, options, found)
     return Ranking(
         job=name,
         cluster=str(cluster),
-        plans=tuple(explain(plans[: options.listed])),
-        refused=tuple(found.refused),
+        plans=tuple(explain(plans if options.strategies else plans[: options.listed])),
+        refused=(*found.refused, *(Refusal(strategy=str(plan.strategy), reason=plan.why[0]) for plan in unfit)),
         candidates=found.candidates,
         seconds=time.perf_counter() - started,
         advice=(*options.fitted, *planner.notes[known:], *advice),

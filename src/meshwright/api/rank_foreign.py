@@ -82,8 +82,8 @@ def _forecast(planner: Planner, cluster: Cluster, strategy: Strategy, plans: lis
     same = next((plan for plan in plans if plan.strategy == best.strategy), None)
     if same is not None or not traced or not best.fits:
         return same or best
-    checked = planner.trace_first(cluster, [best], 1)
-    return checked[0] if checked else replace(best, fits=False, why=("the traced step does not fit",))
+    fitting, _ = planner.trace_first(cluster, [best], 1)
+    return fitting[0] if fitting else replace(best, fits=False, why=("the traced step does not fit",))
 
 
 def _sizes(strategy: Strategy, global_batch: int) -> list[Strategy]:

@@ -12,6 +12,7 @@ from meshwright.facts.forecast import Forecast
 from meshwright.facts.hardware import Hardware
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.plan import GIB, Plan, Refusal, Speed
+from meshwright.facts.precision import BUILT
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
 from meshwright.planner.account import Account, account, usable
@@ -62,16 +63,18 @@ class PlanContext:
         return Place(device=device, devices=per_node, ranks=self.cluster.devices, local_ranks=per_node)
 
 
-def search(context: PlanContext, candidates: Iterable[Strategy], *, time_all: bool = False) -> SearchResult:
-    """Think through every candidate. Those that only take more memory than one that does not fit are passed over.
+def search(
+    context: PlanContext, candidates: Iterable[Strategy], *, time_all: bool = False, shortcuts: bool = True
+) -> SearchResult:
+    """Evaluate every candidate, and sort those that fit by step time.
 
-    How long a step would take is told of those that fit, or with `time_all` of the others as well.
+    With `time_all`, candidates that do not fit get a step time too. With `shortcuts`, a candidate that an earlier one
+    rules out is refused without being evaluated.
     """
     found, known = SearchResult(), _Known()
     for candidate in candidates:
         found.candidates += 1
-        reason = known.foretells(candidate)
-        if reason:
+        if shortcuts and (reason := known.rules_out(candidate)):
             found.refused.append(Refusal(strategy=str(candidate), reason=reason))
             continue
         try:
@@ -91,15 +94,15 @@ def search(context: PlanContext, candidates: Iterable[Strategy], *, time_all: bo
 
 
 class _Known:
-    """What earlier candidates say of later ones: memory grows with the micro-batch, and offloading never saves time."""
+    """What earlier candidates imply for later ones: memory grows with the micro-batch; offloading never saves time."""
 
     def __init__(self) -> None:
         self._full: dict[tuple[object, ...], int] = {}
         self._fits: set[tuple[object, ...]] = set()
         self._refused: dict[tuple[object, ...], str] = {}
 
-    def foretells(self, candidate: Strategy) -> str:
-        """Why a candidate need not be thought through; empty if it must be."""
+    def rules_out(self, candidate: Strategy) -> str:
+        """Why a candidate need not be evaluated; empty if it must be."""
         size = candidate.micro_batch or 0
         smallest = self._full.get(_policies(candidate))
         if smallest is not None and size >= smallest:
@@ -145,8 +148,12 @@ def consider(context: PlanContext, candidate: Strategy, *, time_all: bool = True
 
 
 def refuse(context: PlanContext, strategy: Strategy) -> str | None:
-    """Why the engine would not run it."""
+    """Why the engine would not run a strategy, or None."""
     facts = context.facts
+    if not strategy.number_format.is_built:
+        return (
+            f"{strategy.precision} is a strategy term, but no engine here runs it yet; use one of {', '.join(BUILT)}."
+        )
     if strategy.precision not in context.hardware.flops:
         return f"{context.hardware.device} has no units for {strategy.precision}; use fp16 or fp32."
     if strategy.autocast:
@@ -172,10 +179,8 @@ def refuse(context: PlanContext, strategy: Strategy) -> str | None:
 def _plan(context: PlanContext, strategy: Strategy, step_layout: StepLayout, found: Account) -> Plan:
     room, host = usable(context.hardware), _host_gib(context, step_layout)
     forecast = context.calibration.apply(found.forecast)
-    why: tuple[str, ...] = ()
-    if forecast.peak > room:
-        why = (f"needs {forecast.peak / GIB:.1f} of {room / GIB:.1f} GiB: {_largest(forecast)}",)
-    elif host > context.hardware.host_memory / GIB:
+    why = _too_large(forecast, room)
+    if not why and host > context.hardware.host_memory / GIB:
         why = (f"needs {host:.0f} of {context.hardware.host_memory / GIB:.0f} GiB of a node's host memory",)
     held = forecast.memory
     written = (held.get("parameters", 0) + held.get("optimizer", 0)) / GIB
@@ -192,9 +197,13 @@ def _plan(context: PlanContext, strategy: Strategy, step_layout: StepLayout, fou
     )
 
 
-def _largest(forecast: Forecast) -> str:
+def _too_large(forecast: Forecast, room: float) -> tuple[str, ...]:
+    """The reason that memory does not suffice, with the two largest causes; empty if it does."""
+    if forecast.peak <= room:
+        return ()
     parts = sorted(forecast.memory.items(), key=lambda part: -part[1])[:2]
-    return " and ".join(f"{size / GIB:.1f} GiB of {cause}" for cause, size in parts)
+    largest = " and ".join(f"{size / GIB:.1f} GiB of {cause}" for cause, size in parts)
+    return (f"needs {forecast.peak / GIB:.1f} of {room / GIB:.1f} GiB: {largest}",)
 
 
 def _speed(context: PlanContext, step_layout: StepLayout, step: float) -> Speed:
@@ -242,16 +251,18 @@ def choose(context: PlanContext, plans: list[Plan]) -> list[Plan]:
 
 
 def with_traces(context: PlanContext, plan: Plan, traces: list[Trace]) -> Plan:
-    """The plan with its memory as a step on fake tensors shows it."""
+    """The plan with the memory of a step traced on fake tensors."""
     fullest = max(traces, key=lambda trace: trace.reserved)
     memory = {**fullest.memory, "allocator": max(0, fullest.reserved - fullest.peak)}
-    fits = fullest.reserved <= usable(context.hardware)
-    stages = tuple(Forecast(memory=trace.memory) for trace in traces) if len(traces) > 1 else ()
+    forecast = Forecast(memory=memory, time=plan.forecast.time)
+    room = usable(context.hardware)
+    fits = fullest.reserved <= room
     return replace(
         plan,
-        forecast=Forecast(memory=memory, time=plan.forecast.time),
+        forecast=forecast,
         fits=fits,
+        why=plan.why if fits else _too_large(forecast, room),
         grade="trace",
         error_bar=ERROR_BARS["trace"],
-        stages=stages,
+        stages=tuple(Forecast(memory=trace.memory) for trace in traces) if len(traces) > 1 else (),
     )

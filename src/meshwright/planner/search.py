@@ -1,8 +1,8 @@
-"""From candidates to a ranking: refuse what cannot be, account for the rest, keep what fits, fastest first."""
+"""Evaluate candidates: refuse those that cannot run, forecast the rest, and rank those that fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -11,33 +11,31 @@ from meshwright.facts.cluster import Cluster
 from meshwright.facts.forecast import Forecast
 from meshwright.facts.hardware import Hardware
 from meshwright.facts.model import ModelFacts
-from meshwright.facts.plan import GIB, Plan, Refusal, Speed
+from meshwright.facts.plan import Plan, Refusal, Speed
 from meshwright.facts.precision import BUILT
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
 from meshwright.planner.account import Account, account, usable
 from meshwright.planner.calibrate import Calibration
-from meshwright.planner.candidates import plainness
+from meshwright.planner.candidates import complexity
 from meshwright.planner.kernels import peak_flops
 from meshwright.planner.stage_costs import StageCosts
 from meshwright.planner.step_layout import StepLayout, lay_out_step
 from meshwright.strategies import Place, data_strategy, model_axis
 from meshwright.strategies.moved_state import refuse_moved
+from meshwright.units import GIB
 
 TIE = 0.03
-"""Plans whose times differ by less than this are as fast as each other, as far as we know."""
+"""Plans whose times differ by less than this share count as equally fast."""
 ROOM = 0.93
-"""The share of a device's memory up to which a plan has room to spare, as far off as forecasts are."""
+"""Share of a device's memory up to which a plan fits safely, considering the error of forecasts."""
 ERROR_BARS = {"account": {"memory": 0.10, "time": 0.20}, "trace": {"memory": 0.03, "time": 0.20}}
-"""Published runs are within this share of our forecasts about three times in four (docs/planner.md)."""
-
-Tracer = Callable[[Strategy], list[Trace]]
-"""Traces one rank of each role of a strategy."""
+"""Three in four published runs are within this share of our forecasts (docs/planner.md)."""
 
 
 @dataclass
 class SearchResult:
-    """What a search has seen so far."""
+    """Plans that fit, plans that do not, and every refusal with its reason."""
 
     plans: list[Plan] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
@@ -47,7 +45,7 @@ class SearchResult:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanContext:
-    """What is planned for, and with."""
+    """The model, cluster and costs that plans are made for."""
 
     facts: ModelFacts
     stage_costs: StageCosts
@@ -123,8 +121,7 @@ class _Known:
 
 
 def _axes(s: Strategy) -> tuple[object, ...]:
-    laid = (s.data, s.data_size, s.variant, s.hsdp_replicas, s.axes)
-    return *laid, s.precision, s.pure, s.autocast, s.compile
+    return s.data, s.data_size, s.variant, s.hsdp_replicas, s.axes, s.precision, s.pure, s.autocast, s.compile
 
 
 def _policies(s: Strategy) -> tuple[object, ...]:
@@ -132,7 +129,7 @@ def _policies(s: Strategy) -> tuple[object, ...]:
 
 
 def consider(context: PlanContext, candidate: Strategy, *, time_all: bool = True) -> Plan:
-    """One strategy's plan, whether it fits or not; raises where it cannot be. Without `time_all` only if it fits."""
+    """The plan of one strategy, or `Refused`. Without `time_all`, the time is forecast only if the plan fits."""
     strategy = candidate.resolve(context.cluster.devices)
     if reason := refuse(context, strategy):
         raise Refused(reason)
@@ -182,8 +179,7 @@ def _plan(context: PlanContext, strategy: Strategy, step_layout: StepLayout, fou
     why = _too_large(forecast, room)
     if not why and host > context.hardware.host_memory / GIB:
         why = (f"needs {host:.0f} of {context.hardware.host_memory / GIB:.0f} GiB of a node's host memory",)
-    held = forecast.memory
-    written = (held.get("parameters", 0) + held.get("optimizer", 0)) / GIB
+    written = (forecast.memory.get("parameters", 0) + forecast.memory.get("optimizer", 0)) / GIB
     return Plan(
         strategy=strategy,
         forecast=forecast,
@@ -218,7 +214,7 @@ def _speed(context: PlanContext, step_layout: StepLayout, step: float) -> Speed:
 
 
 def _host_gib(context: PlanContext, step_layout: StepLayout) -> float:
-    """Host memory of one node's ranks that holds what is offloaded."""
+    """Host memory per node that holds offloaded state."""
     if not step_layout.offload:
         return 0.0
     stages = context.stage_costs.of(step_layout)
@@ -228,25 +224,25 @@ def _host_gib(context: PlanContext, step_layout: StepLayout) -> float:
 
 
 def best_of_each_kind(plans: list[Plan]) -> list[Plan]:
-    """The fastest of each way to lay the axes, fastest first: a ranking of fifty micro-batch sizes helps nobody."""
+    """The fastest plan of each combination of axes, so that a ranking does not list fifty micro-batch sizes of one."""
     kinds: dict[tuple[object, ...], Plan] = {}
     for plan in plans:
         s = plan.strategy
         kind = (s.data, s.variant, s.hsdp_replicas, s.axes, s.precision)
         kinds.setdefault(kind, plan)
         best = kinds[kind]
-        if plan.forecast.step <= best.forecast.step * (1 + TIE) and plainness(s) < plainness(best.strategy):
+        if plan.forecast.step <= best.forecast.step * (1 + TIE) and complexity(s) < complexity(best.strategy):
             kinds[kind] = plan
     return sorted(kinds.values(), key=lambda plan: plan.forecast.step)
 
 
 def choose(context: PlanContext, plans: list[Plan]) -> list[Plan]:
-    """Fastest first; but of those that are as fast as the first, the plainest that has room to spare leads."""
+    """Fastest first, except that the least complex plan leads those that tie; one that fits safely is preferred."""
     if not plans:
         return []
     fastest, enough = plans[0].forecast.step, ROOM * usable(context.hardware)
     ties = [plan for plan in plans if plan.forecast.step <= fastest * (1 + TIE)]
-    first = min(ties, key=lambda plan: (plan.forecast.peak > enough, plainness(plan.strategy), plan.forecast.step))
+    first = min(ties, key=lambda plan: (plan.forecast.peak > enough, complexity(plan.strategy), plan.forecast.step))
     return [first, *(plan for plan in plans if plan is not first)]
 
 

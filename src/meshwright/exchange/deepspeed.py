@@ -1,4 +1,4 @@
-"""A strategy as DeepSpeed's JSON. Names and checks are those of DeepSpeed 0.19."""
+"""Write a strategy as DeepSpeed's JSON, for DeepSpeed 0.19."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ZERO: tuple[Rule, ...] = (
     offloaded(lambda s: stage(s) == 0, "", "DeepSpeed offloads from ZeRO's stage 1 on; nothing leaves the device"),
     offloaded(lambda s: stage(s) < 3, "optimizer", "below stage 3 DeepSpeed offloads the optimizer alone, to the host"),
 )
-"""What DeepSpeed's engine cannot do, whoever configures it."""
+"""Limits of DeepSpeed's engine, however it is configured."""
 NOT_IN_CODE: tuple[Rule, ...] = (
     impure(lambda s: stage(s) == 0, "DeepSpeed leaves out fp32 masters from stage 1 on only"),
     drop("recompute", "none", "DeepSpeed has no switch for it; the model calls its checkpoint function", head="ac"),
@@ -47,7 +47,7 @@ NOT_IN_CODE: tuple[Rule, ...] = (
 
 
 def stage(strategy: Strategy) -> int:
-    """ZeRO's stage; a data axis that is not named is one rank or plain replicas."""
+    """The stage of ZeRO; 0 without a data axis."""
     return strategy.traits.zero_stage or 0
 
 
@@ -61,10 +61,10 @@ def write_deepspeed(request: ExportRequest) -> Exported:
         "train_batch_size": batches.total,
         "train_micro_batch_size_per_gpu": batches.micro,
         "gradient_accumulation_steps": batches.steps,
-        # Left out, it is 1.0 in DeepSpeed 0.19, and clips what nobody asked to clip.
+        # DeepSpeed 0.19 clips to 1.0 by default.
         "gradient_clipping": request.max_norm or 0.0,
         "zero_optimization": zero_section(said),
-        # The script's optimizer is kept, whatever it is, also where it runs on the host.
+        # Keep the script's optimizer, also if it runs on the host.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         **_precision(said),
@@ -75,7 +75,7 @@ def write_deepspeed(request: ExportRequest) -> Exported:
 
 
 def zero_section(strategy: Strategy) -> dict[str, Any]:
-    """`zero_optimization`: the stage and what leaves the device."""
+    """`zero_optimization`: the stage and what is offloaded."""
     section: dict[str, Any] = {"stage": stage(strategy)}
     place = {"device": "nvme", "nvme_path": strategy.nvme} if strategy.offload == "nvme" else {"device": "cpu"}
     if strategy.offload:
@@ -91,7 +91,7 @@ def _precision(strategy: Strategy) -> dict[str, Any]:
     word = strategy.precision
     section: dict[str, Any] = {"enabled": True}
     if not strategy.pure:
-        # Gradients are summed in fp32, over micro-steps and over ranks, as our bf16 and fp16 mean it.
+        # Our bf16 and fp16 sum gradients in fp32, over micro-batches and over ranks.
         sums = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
         return {word: section, **sums}
     section[f"{word}_master_weights_and_grads"] = True
@@ -101,7 +101,7 @@ def _precision(strategy: Strategy) -> dict[str, Any]:
 
 
 def _remarks(request: ExportRequest, losses: tuple[Unsupported, ...]) -> dict[str, Any]:
-    """JSON has no comments, and DeepSpeed passes over top-level keys that it does not know."""
+    """Remarks in place of comments, which JSON lacks; DeepSpeed ignores unknown top-level keys."""
     return {
         "strategy": str(request.strategy),
         "ranks": request.ranks,

@@ -1,4 +1,4 @@
-"""The planner's front door: describes and traces a job, and hands the results to the pure planner."""
+"""Plan for a job: describe and trace it, and pass the results to the planner, which needs no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PATIENCE = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What a user asks of a ranking."""
+    """Options of a ranking."""
 
     allowed: Allowed = field(default_factory=Allowed)
     strategies: tuple[str, ...] = ()
@@ -48,9 +48,9 @@ class PlanOptions:
     global_batch: int | None = None
     """Overrides the job's global batch."""
     calibration: Calibration | None = None
-    """Correction factors fitted to the user's own runs."""
+    """Factors fitted to the user's own runs."""
     against: Imported | None = None
-    """A config that the user already has, to be ranked against the plans."""
+    """The user's config of another framework, to be ranked with the plans."""
 
     @property
     def fitted(self) -> tuple[str, ...]:
@@ -74,11 +74,11 @@ def read_allowed(
     *, precision: str, recompute: str, offload: str, compile: bool, tensor: bool, pipeline: bool
 ) -> Allowed:
     """Parse the command line's choices; an unknown word is an error that lists the valid ones."""
-    left = _words("offload", offload, ("none", "optimizer", "params"))
+    offloads = _words("offload", offload, ("none", "optimizer", "params"))
     return Allowed(
         precisions=_words("precision", precision, BUILT),
         recompute=_words("ac", recompute, ("none", "selective", "full")),
-        offload=tuple("" if word == "none" else word for word in left),
+        offload=tuple("" if word == "none" else word for word in offloads),
         compile=(False, True) if compile else (False,),
         tensor=tensor,
         pipeline=pipeline,
@@ -110,12 +110,12 @@ class Planner:
         self.notes: list[str] = []
         """What a user should know about how the plans were made."""
         self._costs = {} if costs is None else costs
-        self._settings: dict[Cluster, PlanContext] = {}
+        self._contexts: dict[Cluster, PlanContext] = {}
 
     def context(self, cluster: Cluster) -> PlanContext:
-        if cluster not in self._settings:
+        if cluster not in self._contexts:
             hardware = hardware_of(cluster)
-            self._settings[cluster] = PlanContext(
+            self._contexts[cluster] = PlanContext(
                 facts=self.facts,
                 stage_costs=StageCosts(self.facts, self._costs, hardware),
                 cluster=cluster,
@@ -123,7 +123,7 @@ class Planner:
                 global_batch=self.global_batch,
                 calibration=self._calibration,
             )
-        return self._settings[cluster]
+        return self._contexts[cluster]
 
     def search(self, cluster: Cluster, options: PlanOptions) -> SearchResult:
         """Evaluate every allowed strategy, or only the named ones."""

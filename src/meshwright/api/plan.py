@@ -1,4 +1,4 @@
-"""Plans ranked: candidates searched, finalists traced, and an imported choice placed among them."""
+"""Rank plans: search candidates, trace the finalists, and compare the user's own config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.planner.search import best_of_each_kind, choose
 
 
 def plan(job: Job, cluster: Cluster, options: PlanOptions | None = None, *, name: str = "job") -> Ranking:
-    """All strategies for a job on a cluster, ranked; the finalists traced unless that is not wished."""
+    """Rank all strategies for a job on a cluster; the finalists are traced unless `options.fast`."""
     options, started = options or PlanOptions(), time.perf_counter()
     planner = Planner(job, describe(job), options.global_batch or job.global_batch, options.calibration)
     return rank(planner, cluster, options, name=name, started=started)
@@ -24,7 +24,7 @@ def plan(job: Job, cluster: Cluster, options: PlanOptions | None = None, *, name
 def rank(
     planner: Planner, cluster: Cluster, options: PlanOptions, *, name: str = "job", started: float | None = None
 ) -> Ranking:
-    """The same by a planner that is kept, for who asks again and again. Its clock runs from `started`, if told."""
+    """Rank with an existing planner, for repeated requests. `started` is when the measured time starts."""
     started, known = started or time.perf_counter(), len(planner.notes)
     found = planner.search(cluster, options)
     # Every strategy that the user named is listed or refused; of a search, only the best of each kind.

@@ -67,14 +67,11 @@ def setup(
 ) -> Run:
     """Set up a job under a strategy on the ranks that this process was launched with, or on this process alone.
 
-    `auto` asks the planner for the fastest strategy here. `deepspeed_config` is the content of DeepSpeed's own JSON
-    file,
-    for `engine=deepspeed`.
+    `auto` chooses the fastest strategy here. `deepspeed_config` is the content of DeepSpeed's JSON file.
     """
-    chosen = resolve_auto(job, strategy, ranks=1, device=device)
     return run.setup(
         job,
-        chosen,
+        resolve_auto(job, strategy, ranks=1, device=device),
         seed=seed,
         device=device,
         workers=workers,

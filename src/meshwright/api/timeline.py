@@ -19,7 +19,7 @@ from meshwright.facts.timeline import BACKWARD, DATA, FORWARD, INPUT, SEND, UPDA
 from meshwright.planner.calibrate import Calibration
 from meshwright.planner.search import PlanContext
 from meshwright.planner.step_layout import StepLayout, lay_out_step
-from meshwright.planner.time import Pass, Site, forecast_time, stage_passes
+from meshwright.planner.time import Site, forecast_time, stage_passes
 from meshwright.schedules import Action, Kind, Schedule, TimedAction, make, simulate
 
 LARGEST = 20_000
@@ -119,7 +119,8 @@ def _seconds(context: PlanContext, step_layout: StepLayout) -> tuple[list[_Stage
         data=_fitted(context.calibration, _only(step, "data")),
         update=_fitted(context.calibration, _only(step, "update", "host copies", "host")),
     )
-    return [_stage(context.calibration, *stage_passes(site, stage)) for stage in stages], around
+    passes = [[_fitted(context.calibration, part.parts) for part in stage_passes(site, stage)] for stage in stages]
+    return [_Stage(forward=forward, backward=backward) for forward, backward in passes], around
 
 
 def _only(parts: Parts, *causes: str) -> Parts:
@@ -128,10 +129,6 @@ def _only(parts: Parts, *causes: str) -> Parts:
 
 def _fitted(calibration: Calibration, parts: Parts) -> Parts:
     return calibration.apply(Forecast(time=parts)).time
-
-
-def _stage(calibration: Calibration, forward: Pass, backward: Pass) -> _Stage:
-    return _Stage(forward=_fitted(calibration, forward.parts), backward=_fitted(calibration, backward.parts))
 
 
 def _passes(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -76,16 +75,13 @@ _DEEPSPEED: tuple[Rule, ...] = (
 
 def write_accelerate(request: ExportRequest) -> Exported:
     """FSDP2 or DDP; the DeepSpeed plugin for engine=deepspeed, or if only DeepSpeed has the strategy."""
-    settled, losses, config = _deepspeed(request) if _needs_deepspeed(request.strategy) else _torch(request)
+    needs_deepspeed = request.strategy.engine == "deepspeed" or zero_alone(request.strategy)
+    settled, losses, config = _deepspeed(request) if needs_deepspeed else _torch(request)
     text = comments(request, losses, _remarks(request, config)) + yaml.safe_dump(config, sort_keys=False)
     return Exported(to="accelerate", text=text, request=request, strategy=settled, without_equal=losses)
 
 
 Written = tuple[Strategy, tuple[Unsupported, ...], dict[str, Any]]
-
-
-def _needs_deepspeed(strategy: Strategy) -> bool:
-    return strategy.engine == "deepspeed" or zero_alone(strategy)
 
 
 def _torch(request: ExportRequest) -> Written:
@@ -173,10 +169,10 @@ def _fsdp(strategy: Strategy) -> dict[str, Any]:
 
 def _remarks(request: ExportRequest, config: dict[str, Any]) -> list[str]:
     """Remarks for the user of the file."""
-    known: list[tuple[str, Callable[[], bool]]] = [
-        (WRAP, lambda: "fsdp_config" in config),
-        (TENSOR, lambda: config.get("parallelism_config", {}).get("parallelism_config_tp_size", 1) > 1),
-        (SEVERAL, lambda: request.nodes > 1),
-        (ON_CPU, lambda: config["use_cpu"] and request.ranks > 1),
-    ]
-    return [remark for remark, holds in known if holds()]
+    remarks = {
+        WRAP: "fsdp_config" in config,
+        TENSOR: config.get("parallelism_config", {}).get("parallelism_config_tp_size", 1) > 1,
+        SEVERAL: request.nodes > 1,
+        ON_CPU: config["use_cpu"] and request.ranks > 1,
+    }
+    return [remark for remark, holds in remarks.items() if holds]

@@ -20,18 +20,17 @@ from meshwright.exchange.approximate import (
     without_autocast,
 )
 from meshwright.exchange.batches import cut, named
-from meshwright.exchange.export_request import Exported, ExportRequest, Unsupported
+from meshwright.exchange.export_request import Exported, ExportRequest
 from meshwright.facts.strategy import Strategy
-
-
-def _keeps_gathered(strategy: Strategy) -> bool:
-    return strategy.traits.gathers and not strategy.traits.reshards
-
 
 ZERO: tuple[Rule, ...] = (
     *PLAIN_WORDS,
     as_data(lambda s: s.traits.hybrid, "fsdp", "DeepSpeed shards over all ranks; it is stage 3"),
-    as_data(_keeps_gathered, "zero2", "whole parameters between forward and backward are stage 2"),
+    as_data(
+        lambda s: s.traits.gathers and not s.traits.reshards,
+        "zero2",
+        "whole parameters between forward and backward are stage 2",
+    ),
     as_data(lambda s: replicates(s) and s.data_size == 1, "single", "there is one rank"),
     becomes_precision(lambda s: s.precision == "fp8", "bf16", "DeepSpeed's config has no fp8; it says bf16"),
     without_autocast(lambda s: True, "DeepSpeed casts parameters where it says bf16 or fp16"),
@@ -68,7 +67,12 @@ def write_deepspeed(request: ExportRequest) -> Exported:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         **_precision(said),
-        "meshwright": _remarks(request, losses),
+        # JSON has no comments, and DeepSpeed ignores unknown top-level keys.
+        "meshwright": {
+            "strategy": str(request.strategy),
+            "ranks": request.ranks,
+            "without_equal": [str(loss) for loss in losses],
+        },
     }
     text = json.dumps(config, indent=2) + "\n"
     return Exported(to="deepspeed", text=text, request=request, strategy=said, without_equal=losses)
@@ -98,12 +102,3 @@ def _precision(strategy: Strategy) -> dict[str, Any]:
     if word == "bf16":
         section["bf16_optimizer_states"] = True
     return {word: section}
-
-
-def _remarks(request: ExportRequest, losses: tuple[Unsupported, ...]) -> dict[str, Any]:
-    """Remarks in place of comments, which JSON lacks; DeepSpeed ignores unknown top-level keys."""
-    return {
-        "strategy": str(request.strategy),
-        "ranks": request.ranks,
-        "without_equal": [str(loss) for loss in losses],
-    }

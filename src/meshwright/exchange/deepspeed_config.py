@@ -49,7 +49,6 @@ class DeepSpeedConfig:
 def read_config(fields: Fields) -> DeepSpeedConfig:
     """Read all known settings; `fields.unread()` lists the others."""
     precision, pure = _precision(fields)
-    sums = fields.table("data_types").word("grad_accum_dtype", "fp32")
     return DeepSpeedConfig(
         zero=_zero(fields.table("zero_optimization")),
         precision=precision,
@@ -60,7 +59,7 @@ def read_config(fields: Fields) -> DeepSpeedConfig:
         global_batch=fields.maybe("train_batch_size"),
         max_norm=fields.real("gradient_clipping"),
         gradient_dtypes={
-            "data_types.grad_accum_dtype": sums,
+            "data_types.grad_accum_dtype": fields.table("data_types").word("grad_accum_dtype", "fp32"),
             "communication_data_type": fields.word("communication_data_type", "fp32"),
         },
         optimizer=_job_section(fields, "optimizer"),

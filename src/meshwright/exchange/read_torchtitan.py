@@ -36,12 +36,14 @@ def read_torchtitan(fields: Fields, *, ranks: int | None = None) -> Imported:
     recompute = _recompute(fields.table("activation_checkpoint"), notes)
     compiled = fields.table("compile")
     compiled.skip("components", "backend")
+    local = training.size("local_batch_size", LOCAL_BATCH)
+    micro = parallelism.size("pipeline_parallel_microbatch_size", 1)
     strategy = Strategy(
         **axes,
         **_precision(fields, training, axes),
         recompute=recompute,  # type: ignore[arg-type]  # one of the grammar's words, or it was refused
         offload="params" if training.flag("enable_cpu_offload") else "",
-        micro_batch=_micro_batch(parallelism, training, staged=any(term.traits.staged for term in axes["axes"])),
+        micro_batch=micro if any(term.traits.staged for term in axes["axes"]) else local,
         compile=compiled.flag("enable"),
     )
     total = training.number("global_batch_size", -1)
@@ -142,9 +144,3 @@ def _dtype(training: Fields, name: str, default: str) -> bool:
     if word not in ("bfloat16", "float32"):
         raise training.wrong(name, "bfloat16 or float32")
     return word == "bfloat16"
-
-
-def _micro_batch(parallelism: Fields, training: Fields, *, staged: bool) -> int:
-    local = training.size("local_batch_size", LOCAL_BATCH)
-    micro = parallelism.size("pipeline_parallel_microbatch_size", 1)
-    return micro if staged else local

@@ -143,11 +143,10 @@ def _reshard(strategy: Strategy) -> str:
 
 
 def _toml(sections: dict[str, dict[str, Any]]) -> str:
-    tables = [
+    return "".join(
         f"\n[{name}]\n" + "".join(f"{key} = {_value(value)}\n" for key, value in section.items())
         for name, section in sections.items()
-    ]
-    return "".join(tables)
+    )
 
 
 def _value(value: object) -> str:

@@ -55,7 +55,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "devices_per_node"):
-            _check_count(name, getattr(self, name))
+            number = getattr(self, name)
+            if type(number) is not int or not 1 <= number <= MOST:
+                raise ClusterError(f"{name} is {shown(number)}; it must be a whole number from 1 to {MOST}. {_FORMS}")
         device, memory = _read_device(self.device)
         object.__setattr__(self, "device", device)
         object.__setattr__(self, "memory_gib", _check_memory(memory if self.memory_gib is None else self.memory_gib))
@@ -124,11 +126,6 @@ def _as_mapping(value: object) -> Mapping[str, Any]:
     if isinstance(value, Mapping):
         return value
     raise ClusterError(f"A cluster is a JSON object, as in {_JSON_FORM}.")
-
-
-def _check_count(name: str, number: object) -> None:
-    if type(number) is not int or not 1 <= number <= MOST:
-        raise ClusterError(f"{name} is {shown(number)}; it must be a whole number from 1 to {MOST}. {_FORMS}")
 
 
 def _is_amount(value: object) -> bool:

@@ -91,7 +91,11 @@ class ModelCosts:
 
     def to_json(self) -> dict[str, Any]:
         """Of units identical to an earlier one, only the names are stored."""
-        units = [_names(unit) if unit.like != unit.name else asdict(unit) for unit in self.units]
+        names = ("name", "like", "parameters")
+        units = [
+            asdict(unit) if unit.like == unit.name else {name: getattr(unit, name) for name in names}
+            for unit in self.units
+        ]
         return {"precision": self.precision, "recompute": self.recompute, "units": units}
 
     @classmethod
@@ -104,10 +108,6 @@ class ModelCosts:
                 made[values["name"]] = _unit({**values, **own})
             units.append(replace(made[values["like"]], **own))
         return cls(precision=document["precision"], recompute=document["recompute"], units=tuple(units))
-
-
-def _names(unit: UnitCosts) -> dict[str, Any]:
-    return {"name": unit.name, "like": unit.like, "parameters": unit.parameters}
 
 
 def _unit(values: Mapping[str, Any]) -> UnitCosts:

@@ -75,7 +75,9 @@ def read_terms(text: str) -> Fields:
     rows = table()
     for part in text.split(","):
         term = Term.split(part.strip())
-        place = _find_row(term, rows)
+        place = next((index for index, row in enumerate(rows) if term.head in row.heads), None)
+        if place is None:
+            raise UnknownTerm(_unknown(term, rows))
         if place in written:
             raise ContradictoryTerms(_twice(written[place], term))
         written[place] = term
@@ -87,14 +89,6 @@ def read_terms(text: str) -> Fields:
 def show_terms(strategy: Strategy) -> str:
     """The canonical text; `fp32` if every field has its default."""
     return ",".join(filter(None, (row.show(strategy) for row in table()))) or FULL.word
-
-
-def _find_row(term: Term, rows: Sequence[TermRow]) -> int:
-    """Index of the row that a term belongs to."""
-    for place, row in enumerate(rows):
-        if term.head in row.heads:
-            return place
-    raise UnknownTerm(_unknown(term, rows))
 
 
 def pick(word: str | None, choices: Iterable[str], *, term: str, what: str, note: str = "") -> str:

@@ -43,14 +43,11 @@ def lay_over(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     """
     result = {**base, "sources": dict(base.get("sources", {}))}
     for key, part in overrides.items():
-        if key in (*_LINKS, *_TABLES):
-            result[key] = {**base.get(key, {}), **part}
-        elif key != "sources":
-            result[key] = part
-        if key in _LINKS:
-            result["sources"].update({f"{key}.{name}": "the cluster's file" for name in part})
-        elif key != "sources":
-            result["sources"][key] = "the cluster's file"
+        if key == "sources":
+            continue
+        result[key] = {**base.get(key, {}), **part} if key in (*_LINKS, *_TABLES) else part
+        replaced = [f"{key}.{name}" for name in part] if key in _LINKS else [key]
+        result["sources"] |= dict.fromkeys(replaced, "the cluster's file")
     result["sources"].update(overrides.get("sources", {}))
     return result
 

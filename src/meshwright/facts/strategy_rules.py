@@ -92,14 +92,16 @@ def _check_data_axis(strategy: Strategy) -> None:
         found = strategy.data or "no data axis"
         raise StrategyError(f"data_size={strategy.data_size} was given with {found}; name a data axis, as in ddp=2.")
     if traits.hybrid != (strategy.hsdp_replicas is not None):
-        raise StrategyError("hsdp_replicas belongs to hsdp, which needs it; in text, hsdp=2x4.")
+        raise StrategyError("hsdp needs hsdp_replicas, and only hsdp takes them; in text, hsdp=2x4.")
     if traits.hybrid and (strategy.data_size is None or strategy.data_size % (strategy.hsdp_replicas or 1)):
         raise StrategyError("hsdp needs a data_size that is a multiple of hsdp_replicas; in text, hsdp=2x4.")
 
 
 def _check_folder(strategy: Strategy) -> None:
     if (strategy.offload == "nvme") != bool(strategy.nvme):
-        raise StrategyError("A folder belongs to offload=nvme, which needs one; in text, offload=nvme:/scratch.")
+        raise StrategyError(
+            "offload=nvme needs a folder, and only offload=nvme takes one; in text, offload=nvme:/scratch."
+        )
     if "," in strategy.nvme or strategy.nvme != strategy.nvme.strip():
         raise StrategyError(
             f"The folder {strategy.nvme!r} of offload=nvme contains a comma or an outer space, which a strategy's text "

@@ -69,9 +69,10 @@ class TensorPlan:
 
     def _refuse(self, ranks: int) -> str | None:
         if not self.divided:
+            reason = next((f" ({row.module}: {row.reason})" for row in self.rows if row.reason), "")
             return (
                 f"tp={ranks} was asked, but no layer can be divided: it takes linear layers of a block that feed "
-                f"another linear layer, or a vocabulary{self._first_reason()}; name layers in "
+                f"another linear layer, or a vocabulary{reason}; name layers in "
                 f"Job(tensor_plan=...), or use op={ranks}, which divides single operators."
             )
         needed = [row for row in self.divided if not self._may_be_whole(row)]
@@ -83,9 +84,6 @@ class TensorPlan:
             found = _size(self.divided[0])
             return f"tp={ranks} was asked, but {found}, and nothing else could be divided; use op={ranks}."
         return None
-
-    def _first_reason(self) -> str:
-        return next((f" ({row.module}: {row.reason})" for row in self.rows if row.reason), "")
 
     def for_ranks(self, ranks: int) -> TensorPlan:
         """The plan for `ranks` ranks: layers that they cannot divide, and need not, stay whole."""

@@ -138,13 +138,14 @@ def _paths(group: RankGroup, links: _Links) -> tuple[float, tuple[_Path, ...]]:
 
 
 def _path(group: RankGroup, links: _Links, protocol: _Protocol) -> _Path:
-    contention = KINDS[links.between.kind].contention
-    between = _between(group, links) * protocol.bandwidth
+    kind = KINDS[links.between.kind]
+    efficiency = 1.0 if links.measured[1] else kind.efficiency
+    between = links.between.bandwidth * group.share * efficiency * protocol.bandwidth
     has_switch = links.within.kind == "nvlink-sharp"
     return _Path(
         within=_within(group, links) * protocol.bandwidth,
         between=between,
-        crowded=between / (1 + contention * (group.nodes - 1)),
+        crowded=between / (1 + kind.contention * (group.nodes - 1)),
         hop=links.within.latency * protocol.within,
         far_hop=links.between.latency * protocol.between,
         half_ring=HALF_RING if has_switch and group.nodes == 1 and not links.measured[0] else 1.0,
@@ -158,11 +159,6 @@ def _within(group: RankGroup, links: _Links) -> float:
         return link.bandwidth
     used = MESH_RINGS.get(group.per_node, MESH_LINKS) / MESH_LINKS if link.kind == "nvlink-mesh" else 1.0
     return link.bandwidth * KINDS[link.kind].efficiency * used
-
-
-def _between(group: RankGroup, links: _Links) -> float:
-    efficiency = 1.0 if links.measured[1] else KINDS[links.between.kind].efficiency
-    return links.between.bandwidth * group.share * efficiency
 
 
 def _ring(kind: str, size: float, group: RankGroup, path: _Path) -> float:

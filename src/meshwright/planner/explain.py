@@ -33,7 +33,9 @@ def _why_first(first: Plan, others: list[Plan]) -> tuple[str, ...]:
     ties = [plan for plan in others if abs(plan.forecast.step / first.forecast.step - 1) <= TIE]
     slower = [plan for plan in others if plan.forecast.step > first.forecast.step * (1 + TIE)]
     if ties:
-        sentences.append(f"Equally fast within the error bar, but more complex: {_named(ties)}.")
+        names = ", ".join(str(plan.strategy) for plan in ties[:3])
+        names += f" and {len(ties) - 3} more" if len(ties) > 3 else ""
+        sentences.append(f"Equally fast within the error bar, but more complex: {names}.")
     if slower:
         longer = slower[0].forecast.step / first.forecast.step - 1
         sentences.append(f"{slower[0].strategy} would take {longer:.0%} longer: {_difference(slower[0], first)}.")
@@ -73,11 +75,6 @@ def _worded(cause: str) -> str:
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
-
-
-def _named(plans: list[Plan]) -> str:
-    names = [str(plan.strategy) for plan in plans[:3]]
-    return ", ".join(names) + (f" and {len(plans) - 3} more" if len(plans) > 3 else "")
 
 
 def advise(tightest: Plan | None, room: float, tries: list[tuple[str, Callable[[], Plan | None]]]) -> tuple[str, ...]:

@@ -43,7 +43,9 @@ def _of_rank(step_layout: StepLayout, stages: tuple[StageWork, ...], rank: int) 
     own = [stages[stage] for stage in stages_of(step_layout)[rank]]
     flights = in_flight(step_layout)[rank]
     kept, climb = _activations(own, flights)
-    kept += _received(step_layout, stages, rank, flights)
+    # The received inputs of the micro-batches in flight, which no unit of the stage counts.
+    first = stages_of(step_layout)[rank][0]
+    kept += max(flights) * stages[first - 1].output if first else 0.0
     logits = min(climb, max(stage.logits for stage in own))
     memory = {
         **_states(step_layout, own, flights),
@@ -108,12 +110,6 @@ def _with_gradients(step_layout: StepLayout, stage: StageWork) -> dict[str, floa
         fullest = max(fullest, moment, key=lambda held: sum(held.values()))
         gradients += unit.trainable * each
     return fullest
-
-
-def _received(step_layout: StepLayout, stages: tuple[StageWork, ...], rank: int, flights: tuple[int, ...]) -> float:
-    """Received inputs of every micro-batch in flight, which no unit of the stage counts."""
-    first = stages_of(step_layout)[rank][0]
-    return max(flights) * stages[first - 1].output if first else 0.0
 
 
 def _gathered(step_layout: StepLayout, own: list[StageWork], inside: bool) -> float:

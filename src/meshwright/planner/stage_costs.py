@@ -85,7 +85,6 @@ class StageWork:
     elements: int
     """Elements of all parameters that the stage holds, each counted once."""
     trainable: int
-    tensors: int
     output: float
     """Bytes that one rank sends to the next stage."""
 
@@ -187,10 +186,9 @@ class StageCosts:
                 units=tuple(work[i] for i in group),
                 elements=elements,
                 trainable=trainable,
-                tensors=tensors,
                 output=work[group[-1]].output / boundary if group else 0.0,
             )
-            for group, (elements, trainable, tensors) in zip(groups, self._holdings(case.inner, stages), strict=True)
+            for group, (elements, trainable) in zip(groups, self._holdings(case.inner, stages), strict=True)
         )
 
     def _divide(self, inner: Inner) -> tuple[Division, ...]:
@@ -199,12 +197,11 @@ class StageCosts:
         found = (inner_axis(term).division(self._facts, term.size) for term in terms)
         return tuple(division if sequence else division.without_sequence() for division in found)
 
-    def _hold(self, inner: Inner, stages: int) -> list[tuple[int, int, int]]:
-        """For each stage: elements, trainable elements, and number of parameters."""
+    def _hold(self, inner: Inner, stages: int) -> list[tuple[int, int]]:
+        """For each stage, its elements and how many of them are trainable."""
         calls, cut = self._facts.calls, self._borders(stages)
         groups = [cut.calls_of(stage) for stage in range(stages)] if cut else [range(len(calls))]
-        names = [{self._first[name] for i in group for name in calls[i].reads} for group in groups]
-        return [(*self._held(own, inner), len(own)) for own in names]
+        return [self._held({self._first[name] for i in group for name in calls[i].reads}, inner) for group in groups]
 
     def _held(self, names: set[str], inner: Inner) -> tuple[int, int]:
         """Elements on one rank of the inner axes, and how many of them are trainable."""

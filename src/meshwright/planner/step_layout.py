@@ -30,7 +30,6 @@ class StepLayout:
     inner: tuple[AxisTerm, ...] = ()
     """The axes whose ranks run the same layers together, outermost first."""
     stage_ranks: int = 1
-    """Ranks of the pipeline."""
     virtual: int = 1
     """Stages on each pipeline rank."""
     schedule: str = ""

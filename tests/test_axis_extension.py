@@ -108,7 +108,7 @@ def test_its_layout(wide: Strategy) -> None:
 
 @pytest.mark.parametrize("framework", ["accelerate", "deepspeed", "torchtitan"])
 def test_no_other_framework_has_it(wide: Strategy, framework: str) -> None:
-    with pytest.raises(ExchangeError, match="wide=2 was to be exported"):
+    with pytest.raises(ExchangeError, match="wide=2 cannot be exported"):
         export(subject(wide), framework)
 
 

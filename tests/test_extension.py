@@ -96,7 +96,7 @@ def test_its_layout(summed: Strategy) -> None:
 
 @pytest.mark.parametrize("framework", ["accelerate", "deepspeed", "torchtitan"])
 def test_no_other_framework_has_it(summed: Strategy, framework: str) -> None:
-    with pytest.raises(ExchangeError, match="summed=2 was to be exported"):
+    with pytest.raises(ExchangeError, match="summed=2 cannot be exported"):
         export(subject(summed), framework)
 
 

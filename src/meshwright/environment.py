@@ -1,7 +1,4 @@
-"""The only file that reads or sets environment variables.
-
-Most of them say who started this process and which rank it is. Imports no torch.
-"""
+"""The only file that reads or sets environment variables. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,30 +10,30 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = "MESHWRIGHT_FOLDER"  # set for the ranks that Meshwright starts: where request, result and failures lie
+FOLDER = "MESHWRIGHT_FOLDER"  # for ranks that Meshwright starts: the folder of request, result and failures
 
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchedRank:
-    """A place among ranks that torchrun, Slurm or Kubernetes has given to this process."""
+    """The rank that torchrun, Slurm or Kubernetes assigned to this process."""
 
     rank: int
     ranks: int
     local_rank: int
     local_ranks: int
     meeting_point: tuple[str, int] | None = None
-    """Address and port, where the launcher does not set torch's own variables."""
+    """Address and port, if the launcher does not set torch's variables."""
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
-    """The place that a launcher gave to this process, or None: then Meshwright starts the ranks itself."""
+    """The rank that a launcher assigned to this process; None if Meshwright must start the ranks itself."""
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return LaunchedRank(
             rank=int(environment["RANK"]),
             ranks=int(environment["WORLD_SIZE"]),
-            # Kubernetes' PyTorchJob sets no local rank: it runs one process a pod.
+            # Kubernetes' PyTorchJob sets no local rank: it runs one process per pod.
             local_rank=int(environment.get("LOCAL_RANK", "0")),
             local_ranks=int(environment.get("LOCAL_WORLD_SIZE", "1")),
         )
@@ -46,14 +43,14 @@ def launched(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None
 
 
 def announce(place: LaunchedRank) -> None:
-    """Tell torch.distributed where to meet, where the launcher did not speak its language."""
+    """Set torch.distributed's rendezvous variables if the launcher did not."""
     if place.meeting_point is not None:
         os.environ.setdefault("MASTER_ADDR", place.meeting_point[0])
         os.environ.setdefault("MASTER_PORT", str(place.meeting_point[1]))
 
 
 def own_folder() -> Path | None:
-    """Where a rank that Meshwright started finds its request and leaves its words."""
+    """The folder of the request and result of a rank that Meshwright started."""
     return Path(os.environ[FOLDER]) if FOLDER in os.environ else None
 
 
@@ -62,49 +59,49 @@ def own_rank() -> int:
 
 
 def restart_count() -> int:
-    """How many times the launcher, ours or torchrun, has started this rank anew."""
+    """Number of times that the launcher, ours or torchrun, has restarted this rank."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def environment_for_ranks(ranks: int, folder: str, *, ending: Iterable[str]) -> AbstractContextManager[None]:
-    """What the launcher hands on to the ranks: their folder, and an equal share of the CPU's threads.
+    """Set variables for the ranks that are started in this block: their folder, and an equal share of CPU threads.
 
-    `ending` are the signals that torch's agent answers by ending the ranks.
+    `ending` names the signals on which torch's agent ends the ranks.
     """
     values = {
         FOLDER: folder,
-        # All ranks are on this machine, so nobody else needs to reach them.
+        # All ranks are on this machine, so other machines need not reach them.
         **{name: os.environ.get(name, LOOPBACK) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")},
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads(ranks))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks))),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(ending),
     }
-    return _set_meanwhile(values)
+    return _temporarily(values)
 
 
 def silent_profiler() -> AbstractContextManager[None]:
-    """For starting processes that profile: torch 2.13 would print to stderr when profiling begins and ends."""
-    return _set_meanwhile({"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")})
+    """For starting processes that profile: keeps torch 2.13 from printing to stderr."""
+    return _temporarily({"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")})
 
 
 def environment_without_ranks() -> dict[str, str]:
-    """For a process that is to know of no ranks: without what torchrun, Slurm or Meshwright told this one."""
+    """The environment for a process without ranks: without the variables of torchrun, Slurm and Meshwright."""
     ours = (FOLDER, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     theirs = ("GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
     return {key: value for key, value in os.environ.items() if key not in ours and not key.startswith(theirs)}
 
 
 def environment_offline() -> dict[str, str]:
-    """For a process in which transformers must not contact its hub."""
+    """The environment for a process in which transformers must not contact its hub."""
     return os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
 def choose_deepspeed_device(kind: str) -> None:
-    """DeepSpeed reads the kind of device from the environment when it is imported."""
+    """Set the kind of device that DeepSpeed reads when it is imported."""
     os.environ.setdefault("DS_ACCELERATOR", kind)
 
 
 def announce_local_rank(index: int) -> None:
-    """Every DeepSpeed engine reads the index of its device from the environment."""
+    """Set the device index that every DeepSpeed engine reads."""
     os.environ.setdefault("LOCAL_RANK", str(index))
 
 
@@ -117,7 +114,7 @@ def mlflow_uri(default: str) -> str:
 
 
 @contextmanager
-def _set_meanwhile(values: Mapping[str, str]) -> Iterator[None]:
+def _temporarily(values: Mapping[str, str]) -> Iterator[None]:
     before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
     try:
@@ -125,10 +122,6 @@ def _set_meanwhile(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         for key, value in before.items():
             os.environ.pop(key, None) if value is None else os.environ.__setitem__(key, value)
-
-
-def _threads(ranks: int) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def _from_slurm(environment: Mapping[str, str]) -> LaunchedRank:
@@ -145,6 +138,6 @@ def _from_slurm(environment: Mapping[str, str]) -> LaunchedRank:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of Slurm's short form: of `node[03-07,12]-ib,other` it is `node03-ib`."""
+    """The first host in Slurm's short form: `node03-ib` for `node[03-07,12]-ib,other`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else nodes)

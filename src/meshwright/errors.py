@@ -23,11 +23,12 @@ Each message says what was asked, what was found and what to do.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 
 class MeshwrightError(Exception):
-    """The root: catching it catches everything that Meshwright raises on purpose."""
+    """The base class of every error that Meshwright raises on purpose."""
 
     exit_code = 1
 
@@ -110,8 +111,13 @@ class RankFailed(MeshwrightError):
 
 
 def named(path: Path) -> str:
-    """A path as a user would write it: relative if it is inside the working folder."""
+    """A path as part of our sentence: relative if it is inside the working folder."""
     return os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
+
+
+def either(words: Sequence[str]) -> str:
+    """Alternatives as part of our sentence: `a`, `a or b`, `a, b or c`."""
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def one_line(error: BaseException) -> str:

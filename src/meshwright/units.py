@@ -58,13 +58,9 @@ def parse_count(text: str) -> int:
 def _show(amount: float, units: dict[str, float], *, zero: str, gap: str) -> str:
     if amount == 0:
         return f"0{gap}{zero}"
-    unit = next((unit for unit, size in units.items() if _fills(amount, size)), list(units)[-1])
-    return f"{_three_digits(amount / units[unit])}{gap}{unit}"
-
-
-def _fills(amount: float, size: float) -> bool:
     # 0.9995 rounds to 1 at three digits, so 999,999 is shown as 1M and not as 1000K.
-    return abs(amount) / size >= 0.9995
+    unit = next((unit for unit, size in units.items() if abs(amount) / size >= 0.9995), list(units)[-1])
+    return f"{_three_digits(amount / units[unit])}{gap}{unit}"
 
 
 def _three_digits(number: float) -> str:

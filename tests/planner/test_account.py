@@ -12,7 +12,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.planner.account import usable
-from meshwright.planner.candidates import plainness
+from meshwright.planner.candidates import complexity
 from meshwright.planner.memory import forecast_memory
 from meshwright.planner.search import consider
 from meshwright.planner.step_layout import StepLayout
@@ -127,7 +127,7 @@ def test_one_process_for_all_devices_is_fuller_and_slower_than_ddp(planner: Plan
     assert dp.memory["logits"] == pytest.approx(8 * ddp.memory["logits"], rel=0.01)
     assert dp.memory["optimizer"] == ddp.memory["optimizer"]
     assert dp.time["data"] > ddp.time["data"]
-    assert plainness(Strategy.parse("dp=8")) > plainness(Strategy.parse("ddp=8"))  # of equals ddp is recommended
+    assert complexity(Strategy.parse("dp=8")) > complexity(Strategy.parse("ddp=8"))  # of equals ddp is recommended
     in_four = consider(planner.context(EIGHT), Strategy.parse("dp,mb=32")).forecast
     assert in_four.time["data"] == pytest.approx(planner.global_batch / 32 * dp.time["data"])
     with pytest.raises(Refused, match="dp runs in one process, which has 8 of the 16 devices"):

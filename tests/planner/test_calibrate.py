@@ -7,7 +7,6 @@ import pytest
 from meshwright.describe.model import describe
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import Cluster
-from meshwright.facts.plan import GIB
 from meshwright.facts.strategy import AxisTerm
 from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.planner.account import account
@@ -17,6 +16,7 @@ from meshwright.planner.scores import ScoredRun
 from meshwright.planner.stage_costs import StageCosts
 from meshwright.planner.step_layout import StepLayout
 from meshwright.tracing.costs import measure_costs
+from meshwright.units import GIB
 
 CLUSTER = Cluster.parse("2x8xA100-80GB")
 SHAPE = Shape(layers=4, width=1024, heads=16, kv_heads=16, feed_forward=4096, vocabulary=32000, length=1024)

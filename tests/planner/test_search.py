@@ -7,13 +7,15 @@ from meshwright.api.described_presets import describe_job
 from meshwright.api.job_planner import Planner, PlanOptions
 from meshwright.api.plan import plan
 from meshwright.api.setup import resolve_auto
+from meshwright.errors import NotBuiltYet
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.job import Job
 from meshwright.facts.plan import Plan, Ranking
 from meshwright.facts.strategy import Strategy
+from meshwright.facts.trace import Trace
 from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.jobs.load import load_job
-from meshwright.planner.candidates import Allowed, candidates, plainness
+from meshwright.planner.candidates import Allowed, candidates, complexity
 from meshwright.planner.search import search
 
 FAST = PlanOptions(fast=True)
@@ -87,6 +89,36 @@ def test_only_what_is_named(job: Job) -> None:
     assert "tp=16" in found.refused[0].strategy
 
 
+def test_every_named_strategy_is_answered(job: Job) -> None:
+    fitting = {"ddp=2,ac=full,mb=4", "ddp=2,mb=4", "ddp=2,offload=optimizer,mb=4", "pp=2:1f1b"}
+    others = {"pp=2:1f1b,offload=params", "ddp,fp8", "ddp,mb=32", "tp=3"}
+    names = (*sorted(others), *sorted(fitting))
+    found = plan(job, Cluster.parse("2xA100-40GB"), PlanOptions(fast=True, strategies=names, listed=1))
+    assert {str(each.strategy) for each in found.plans} == fitting
+    assert {refusal.strategy for refusal in found.refused} == others
+    steps = [each.forecast.step for each in found.plans]
+    assert steps == sorted(steps)
+
+
+def test_a_named_strategy_whose_traced_step_does_not_fit_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: object) -> list[Trace]:
+        return [Trace(rank=0, ranks=2, memory={"activations": 90 * 2**30}, reserved=90 * 2**30)]
+
+    monkeypatch.setattr("meshwright.tracing.trace_roles", too_large)
+    found = plan(job, Cluster.parse("2xA100-40GB"), PlanOptions(strategies=("ddp,mb=4", "fsdp,mb=4")))
+    assert not found.plans
+    assert [refusal.reason.split(":")[0] for refusal in found.refused] == ["needs 90.0 of 37.2 GiB"] * 2
+
+
+def test_a_precision_without_an_engine_is_refused_by_name(job: Job) -> None:
+    found = plan(job, Cluster.parse("2xA100-40GB"), PlanOptions(fast=True, strategies=("ddp,fp8",)))
+    assert not found.plans
+    assert found.refused[0].strategy == "ddp,fp8"
+    assert found.refused[0].reason.startswith("fp8 is a strategy term, but no engine here runs it yet")
+    with pytest.raises(NotBuiltYet, match="fp8 is a strategy term"):
+        resolve_auto(tiny_jobs.transformer, "auto,fp8", ranks=2, device="cpu")
+
+
 def test_nothing_fits_and_what_would() -> None:
     found = plan(load_job("preset:llama3-70b:batch=8"), Cluster.parse("8xA100-40GB"), FAST)
     assert not found.plans
@@ -112,7 +144,7 @@ def test_candidates_are_resolved_and_legal(job: Job) -> None:
 
 def test_plainer_is_simpler() -> None:
     order = ["ddp", "zero1", "fsdp", "tp=2,ddp", "pp=2:1f1b,ddp", "tp=2,pp=2:zbv,fsdp,ac=full"]
-    scores = [plainness(Strategy.parse(text)) for text in order]
+    scores = [complexity(Strategy.parse(text)) for text in order]
     assert scores == sorted(scores)
 
 

@@ -11,13 +11,14 @@ import pytest
 
 from meshwright.errors import OutputError
 from meshwright.facts.forecast import MEMORY_CAUSES, Forecast
-from meshwright.facts.plan import GIB, Plan, Ranking, Refusal, Speed
+from meshwright.facts.plan import Plan, Ranking, Refusal, Speed
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.explain import CAUSES, explain
 from meshwright.report.charts import plotly_script, policy, scripts
 from meshwright.report.plan_bars import memory_chart, memory_room, time_chart
 from meshwright.report.plan_html import page, write_page
 from meshwright.report.plan_refusals import SHOWN, kinds_of_refusals
+from meshwright.units import GIB
 from page_charts import figures
 
 pytest.importorskip("plotly", reason="pages need meshwright[pages]")

@@ -71,7 +71,7 @@ def with_forecast(row: dict[str, Any], planner: Planner, cluster: Cluster, strat
 
 
 def forecast_of(plan: Plan, row: dict[str, Any]) -> dict[str, Any]:
-    """A plan's figures under the row's field names, and their errors relative to the measurement."""
+    """A plan's numbers under the row's field names, and their errors relative to the measurement."""
     step, peak = 1e3 * plan.forecast.step, mib(plan.peak)
     return {
         "step_ms": step,

@@ -1,4 +1,4 @@
-"""The planner's front door: describes and traces a job, and hands the results to the pure planner."""
+"""Plan for a job: describe and trace it, and pass the results to the planner, which needs no torch."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ PATIENCE = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What a user asks of a ranking."""
+    """Options of a ranking."""
 
     allowed: Allowed = field(default_factory=Allowed)
     strategies: tuple[str, ...] = ()
-    """Consider only these, instead of everything that is allowed."""
+    """Evaluate only these, instead of everything that is allowed. Each is listed or refused."""
     fast: bool = False
     """Whether to skip tracing the finalists."""
     finalists: int = 3
@@ -48,9 +48,9 @@ class PlanOptions:
     global_batch: int | None = None
     """Overrides the job's global batch."""
     calibration: Calibration | None = None
-    """Correction factors fitted to the user's own runs."""
+    """Factors fitted to the user's own runs."""
     against: Imported | None = None
-    """A config that the user already has, to be ranked against the plans."""
+    """The user's config of another framework, to be ranked with the plans."""
 
     @property
     def fitted(self) -> tuple[str, ...]:
@@ -74,11 +74,11 @@ def read_allowed(
     *, precision: str, recompute: str, offload: str, compile: bool, tensor: bool, pipeline: bool
 ) -> Allowed:
     """Parse the command line's choices; an unknown word is an error that lists the valid ones."""
-    left = _words("offload", offload, ("none", "optimizer", "params"))
+    offloads = _words("offload", offload, ("none", "optimizer", "params"))
     return Allowed(
         precisions=_words("precision", precision, BUILT),
         recompute=_words("ac", recompute, ("none", "selective", "full")),
-        offload=tuple("" if word == "none" else word for word in left),
+        offload=tuple("" if word == "none" else word for word in offloads),
         compile=(False, True) if compile else (False,),
         tensor=tensor,
         pipeline=pipeline,
@@ -110,12 +110,12 @@ class Planner:
         self.notes: list[str] = []
         """What a user should know about how the plans were made."""
         self._costs = {} if costs is None else costs
-        self._settings: dict[Cluster, PlanContext] = {}
+        self._contexts: dict[Cluster, PlanContext] = {}
 
     def context(self, cluster: Cluster) -> PlanContext:
-        if cluster not in self._settings:
+        if cluster not in self._contexts:
             hardware = hardware_of(cluster)
-            self._settings[cluster] = PlanContext(
+            self._contexts[cluster] = PlanContext(
                 facts=self.facts,
                 stage_costs=StageCosts(self.facts, self._costs, hardware),
                 cluster=cluster,
@@ -123,7 +123,7 @@ class Planner:
                 global_batch=self.global_batch,
                 calibration=self._calibration,
             )
-        return self._settings[cluster]
+        return self._contexts[cluster]
 
     def search(self, cluster: Cluster, options: PlanOptions) -> SearchResult:
         """Evaluate every allowed strategy, or only the named ones."""
@@ -137,20 +137,23 @@ class Planner:
         """Evaluate exactly these strategies."""
         for strategy in strategies:
             self._measure(strategy.precision, strategy.recompute)
-        return search(self.context(cluster), strategies, time_all=True)
+        return search(self.context(cluster), strategies, time_all=True, shortcuts=False)
 
     def _measure(self, precision: str, recompute: str) -> None:
-        """Make sure that costs are known under a policy; each precision is traced once."""
+        """Make sure that costs are known under a policy; each precision that an engine runs is traced once."""
+        if precision not in BUILT:
+            return
         if (precision, "none") not in self._costs:
             self._costs[precision, "none"] = measure_costs(self.job, self.facts, precision)
         self._costs.setdefault((precision, recompute), self._costs[precision, "none"].recomputed(recompute))
 
-    def trace_first(self, cluster: Cluster, plans: list[Plan], count: int) -> list[Plan]:
-        """Trace the memory of the first plans; a plan that turns out not to fit is replaced by the next."""
+    def trace_first(self, cluster: Cluster, plans: list[Plan], count: int) -> tuple[list[Plan], list[Plan]]:
+        """Trace the memory of plans until `count` of them fit. Returns the plans that fit, and those that do not."""
         from meshwright.tracing import trace_roles  # slow import that plans without traces do not need
 
         context, rest = self.context(cluster), list(plans)
         traced: list[Plan] = []
+        unfit: list[Plan] = []
         started = last = time.perf_counter()
         while rest and len(traced) < count and (now := time.perf_counter()) + (now - last) <= started + PATIENCE:
             plan, last = rest.pop(0), now
@@ -161,9 +164,8 @@ class Planner:
                 traced.append(plan)
                 continue
             checked = with_traces(context, plan, traces)
-            if checked.fits:
-                traced.append(checked)
-        return [*traced, *rest]
+            (traced if checked.fits else unfit).append(checked)
+        return [*traced, *rest], unfit
 
     def _short(self, strategy: Strategy) -> Job:
         """The job with the smallest batch that fills the strategy: a larger one needs no more memory."""

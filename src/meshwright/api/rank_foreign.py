@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from meshwright.api.job_planner import Planner
 from meshwright.errors import MeshwrightError, Refused
 from meshwright.exchange import Imported
 from meshwright.facts.cluster import Cluster
-from meshwright.facts.plan import GIB, ForeignChoice, Plan
+from meshwright.facts.plan import ForeignChoice, Plan
+from meshwright.facts.ranks import divisors
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.explain import explain
 from meshwright.planner.search import TIE, choose, refuse
-from meshwright.units import show_seconds
+from meshwright.units import GIB, show_seconds
 
 
 def rank_foreign(
@@ -20,45 +22,23 @@ def rank_foreign(
 ) -> ForeignChoice:
     """Forecast the user's strategy and find its rank among `plans`, which are already sorted."""
     notes = _notes(theirs, planner.global_batch)
+    choice = partial(ForeignChoice, file=theirs.file, origin=theirs.origin)
     engine = theirs.strategy.engine
     try:
         plan = _forecast(planner, cluster, replace(theirs.strategy, engine="torch"), plans, traced=traced)
     except MeshwrightError as error:
         gain = f"Your strategy cannot run here; {_first(plans)}."
-        return _against(theirs, str(theirs.strategy), gain=gain, reason=str(error), notes=notes)
+        return choice(strategy=str(theirs.strategy), gain=gain, reason=str(error), notes=notes)
     plan = plan if engine == "torch" else replace(plan, strategy=replace(plan.strategy, engine=engine))
     strategy = str(plan.strategy)
     if theirs.strategy.micro_batch is None and plan.strategy.micro_batch is not None:
         notes = (*notes, f"The file sets no micro-batch size; mb={plan.strategy.micro_batch} is the fastest here.")
     if not plan.fits:
         gain = f"Your strategy does not fit; {_first(plans)}."
-        return _against(theirs, strategy, gain=gain, plan=plan, reason=plan.why[0], notes=notes)
+        return choice(strategy=strategy, gain=gain, plan=plan, reason=plan.why[0], notes=notes)
     rank = _rank(planner, cluster, plan, plans)
-    first = plans[0] if plans else plan
-    explained = explain([first, plan])[1]
-    return _against(theirs, strategy, gain=_gain(plan, plans), plan=explained, rank=rank, notes=notes)
-
-
-def _against(
-    theirs: Imported,
-    strategy: str,
-    *,
-    gain: str,
-    plan: Plan | None = None,
-    rank: int | None = None,
-    reason: str = "",
-    notes: tuple[str, ...] = (),
-) -> ForeignChoice:
-    return ForeignChoice(
-        file=theirs.file,
-        origin=theirs.origin,
-        strategy=strategy,
-        gain=gain,
-        plan=plan,
-        rank=rank,
-        reason=reason,
-        notes=notes,
-    )
+    explained = explain([plans[0] if plans else plan, plan])[1]
+    return choice(strategy=strategy, gain=_gain(plan, plans), plan=explained, rank=rank, notes=notes)
 
 
 def _notes(theirs: Imported, global_batch: int) -> tuple[str, ...]:
@@ -82,8 +62,8 @@ def _forecast(planner: Planner, cluster: Cluster, strategy: Strategy, plans: lis
     same = next((plan for plan in plans if plan.strategy == best.strategy), None)
     if same is not None or not traced or not best.fits:
         return same or best
-    checked = planner.trace_first(cluster, [best], 1)
-    return checked[0] if checked else replace(best, fits=False, why=("the traced step does not fit",))
+    fitting, _ = planner.trace_first(cluster, [best], 1)
+    return fitting[0] if fitting else replace(best, fits=False, why=("the traced step does not fit",))
 
 
 def _sizes(strategy: Strategy, global_batch: int) -> list[Strategy]:
@@ -91,8 +71,7 @@ def _sizes(strategy: Strategy, global_batch: int) -> list[Strategy]:
     if strategy.micro_batch is not None:
         return [strategy]
     samples = max(1, global_batch // strategy.data_ranks)
-    sizes = [size for size in range(1, samples + 1) if samples % size == 0]
-    return [replace(strategy, micro_batch=size) for size in sizes]
+    return [replace(strategy, micro_batch=size) for size in divisors(samples)]
 
 
 def _rank(planner: Planner, cluster: Cluster, plan: Plan, plans: list[Plan]) -> int:

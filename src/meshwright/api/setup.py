@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.api.job_planner import PlanOptions
 from meshwright.api.plan import plan
+from meshwright.assemble.check import refuse_unbuilt
 from meshwright.assemble.world import World
 from meshwright.environment import launched
 from meshwright.errors import Refused
@@ -24,6 +25,7 @@ from meshwright.runtime.run import Run
 
 def choose_strategy(job: Job, wanted: Strategy, cluster: Cluster) -> Plan:
     """The plan for `auto`: the planner chooses the axes, and any policy that `wanted` leaves open."""
+    refuse_unbuilt(replace(wanted, auto=False))
     allowed = Allowed(
         precisions=(wanted.precision,),
         recompute=(wanted.recompute,) if wanted.recompute != "none" else ("none", "selective", "full"),
@@ -65,14 +67,11 @@ def setup(
 ) -> Run:
     """Set up a job under a strategy on the ranks that this process was launched with, or on this process alone.
 
-    `auto` asks the planner for the fastest strategy here. `deepspeed_config` is the content of DeepSpeed's own JSON
-    file,
-    for `engine=deepspeed`.
+    `auto` chooses the fastest strategy here. `deepspeed_config` is the content of DeepSpeed's JSON file.
     """
-    chosen = resolve_auto(job, strategy, ranks=1, device=device)
     return run.setup(
         job,
-        chosen,
+        resolve_auto(job, strategy, ranks=1, device=device),
         seed=seed,
         device=device,
         workers=workers,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from meshwright.errors import Refused
 from meshwright.facts.forecast import Forecast
@@ -18,7 +19,7 @@ from meshwright.facts.timeline import BACKWARD, DATA, FORWARD, INPUT, SEND, UPDA
 from meshwright.planner.calibrate import Calibration
 from meshwright.planner.search import PlanContext
 from meshwright.planner.step_layout import StepLayout, lay_out_step
-from meshwright.planner.time import Pass, Site, forecast_time, stage_passes
+from meshwright.planner.time import Site, forecast_time, stage_passes
 from meshwright.schedules import Action, Kind, Schedule, TimedAction, make, simulate
 
 LARGEST = 20_000
@@ -57,7 +58,7 @@ class _Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class _Around:
-    """What a step spends outside the schedule."""
+    """Seconds that a step spends outside the schedule."""
 
     send: float
     """Seconds for sending an activation or gradient to the next stage."""
@@ -105,20 +106,21 @@ def forecast_timeline(context: PlanContext, strategy: Strategy) -> Timeline:
 
 def _seconds(context: PlanContext, step_layout: StepLayout) -> tuple[list[_Stage], _Around]:
     hardware, per_node = context.hardware, context.cluster.devices_per_node
-    stage_costs = context.stage_costs.of(step_layout)
+    stages = context.stage_costs.of(step_layout)
     site = Site(
         hardware=hardware, per_node=per_node, step_layout=step_layout, collective=context.stage_costs.collective
     )
     timing = forecast_time(step_layout, context.stage_costs, hardware, per_node)
     step = {**timing.parts, "host": timing.waits}
-    largest = max(load.output for load in stage_costs[:-1])
+    largest = max(stage.output for stage in stages[:-1])
     send = _fitted(context.calibration, {"stages": site.time("send", largest, site.neighbour)})
     around = _Around(
         send=send["stages"],
         data=_fitted(context.calibration, _only(step, "data")),
         update=_fitted(context.calibration, _only(step, "update", "host copies", "host")),
     )
-    return [_stage(context.calibration, *stage_passes(site, load)) for load in stage_costs], around
+    passes = [[_fitted(context.calibration, part.parts) for part in stage_passes(site, stage)] for stage in stages]
+    return [_Stage(forward=forward, backward=backward) for forward, backward in passes], around
 
 
 def _only(parts: Parts, *causes: str) -> Parts:
@@ -129,36 +131,18 @@ def _fitted(calibration: Calibration, parts: Parts) -> Parts:
     return calibration.apply(Forecast(time=parts)).time
 
 
-def _stage(calibration: Calibration, forward: Pass, backward: Pass) -> _Stage:
-    return _Stage(forward=_fitted(calibration, forward.parts), backward=_fitted(calibration, backward.parts))
-
-
 def _passes(
     schedule: Schedule, spans: tuple[tuple[TimedAction, ...], ...], stages: list[_Stage], send: float
 ) -> Iterator[Piece]:
-    """Every action, and the message that it sends."""
+    """A piece for every action, and for the message that it sends."""
     for span in (span for row in spans for span in row):
         action = span.action
-        yield Piece(
-            rank=span.rank,
-            kind=KINDS[action.kind],
-            start=span.start,
-            end=span.end,
-            stage=action.stage,
-            micro_batch=action.micro_batch,
-            parts=stages[action.stage].parts(action.kind),
-        )
+        piece = partial(Piece, rank=span.rank, stage=action.stage, micro_batch=action.micro_batch)
+        parts = stages[action.stage].parts(action.kind)
+        yield piece(kind=KINDS[action.kind], start=span.start, end=span.end, parts=parts)
         to = _receiver(schedule, action)
         if send and to is not None and to != span.rank:
-            yield Piece(
-                rank=span.rank,
-                kind=SEND,
-                start=span.end,
-                end=span.end + send,
-                stage=action.stage,
-                micro_batch=action.micro_batch,
-                to=to,
-            )
+            yield piece(kind=SEND, start=span.end, end=span.end + send, to=to)
 
 
 def _receiver(schedule: Schedule, action: Action) -> int | None:

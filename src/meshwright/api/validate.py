@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from meshwright.describe.model import describe
@@ -12,7 +12,6 @@ from meshwright.facts.costs import ModelCosts
 from meshwright.facts.hardware import Hardware
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
-from meshwright.facts.plan import GIB
 from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.jobs.decoder_losses import fused_loss_job, shifted_loss_job
 from meshwright.planner.account import account, usable
@@ -20,6 +19,7 @@ from meshwright.planner.measured_runs import MeasuredRun, read_rows
 from meshwright.planner.scores import ScoredRun
 from meshwright.planner.stage_costs import StageCosts
 from meshwright.tracing.costs import measure_costs
+from meshwright.units import GIB
 
 Progress = Callable[[int, int], None]
 """Called with the number of finished rows and the total."""
@@ -52,7 +52,7 @@ class _Shapes:
 
     def __init__(self) -> None:
         self._facts: dict[tuple[Shape, str], tuple[Job, ModelFacts, dict[tuple[str, str], ModelCosts]]] = {}
-        self._loads: dict[object, StageCosts] = {}
+        self._stage_costs: dict[object, StageCosts] = {}
 
     def stage_costs(self, row: MeasuredRun, hardware: Hardware) -> StageCosts:
         key = (row.shape, row.loss)
@@ -60,19 +60,15 @@ class _Shapes:
             job = _JOBS[row.loss](row.shape)
             self._facts[key] = job, describe(job), {}
         job, facts, costs = self._facts[key]
-        policy = row.step_layout.precision, row.step_layout.recompute
-        if policy not in costs:
-            costs[policy] = self._plain(key, policy[0]).recomputed(policy[1])
-        place = (key, row.cluster)
-        if place not in self._loads:
-            self._loads[place] = StageCosts(facts, costs, hardware, by_compute=True)
-        return self._loads[place]
-
-    def _plain(self, key: tuple[Shape, str], precision: str) -> ModelCosts:
-        job, facts, costs = self._facts[key]
+        precision, recompute = row.step_layout.precision, row.step_layout.recompute
         if (precision, "none") not in costs:
             costs[precision, "none"] = measure_costs(job, facts, precision)
-        return costs[precision, "none"]
+        if (precision, recompute) not in costs:
+            costs[precision, recompute] = costs[precision, "none"].recomputed(recompute)
+        place = (key, row.cluster)
+        if place not in self._stage_costs:
+            self._stage_costs[place] = StageCosts(facts, costs, hardware, by_compute=True)
+        return self._stage_costs[place]
 
 
 _JOBS: dict[str, Callable[[Shape], Job]] = {
@@ -80,8 +76,3 @@ _JOBS: dict[str, Callable[[Shape], Job]] = {
     "shifted": lambda shape: shifted_loss_job(shape, global_batch=1),
     "fused": lambda shape: fused_loss_job(shape, global_batch=1),
 }
-
-
-def unexplained(outcomes: Sequence[ScoredRun]) -> list[ScoredRun]:
-    """Runs that failed although the forecast fits: they failed for another reason, or the forecast is wrong."""
-    return [outcome for outcome in outcomes if not outcome.row.fits and outcome.fits]

@@ -1,4 +1,4 @@
-"""Plans in other frameworks' languages: DeepSpeed's, Accelerate's and torchtitan's configs, written and read."""
+"""Read and write the configs of DeepSpeed, Accelerate and torchtitan, and write launch files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""A strategy as the YAML of `accelerate launch --config_file`. Names and checks are those of Accelerate 1.15."""
+"""Write a strategy as the YAML of `accelerate launch --config_file`, for Accelerate 1.15."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,13 +29,13 @@ from meshwright.facts.grammar import show_data
 from meshwright.facts.strategy import Strategy
 
 WRAP = (
-    "Each block is gathered alone where the model says what its blocks are (_no_split_modules, as transformers' models "
-    "do); else name their class in fsdp_transformer_layer_cls_to_wrap."
+    "Each block is gathered separately if the model declares its blocks in _no_split_modules, as transformers' do; "
+    "otherwise name their class in fsdp_transformer_layer_cls_to_wrap."
 )
 SEVERAL = "Several machines: pass --machine_rank, --main_process_ip and --main_process_port to each accelerate launch."
 ON_CPU = (
-    "Call Accelerator(cpu=True): without it each rank trains alone. MULTI_CPU would start a single process "
-    "where there is no mpirun, and so the type is MULTI_GPU."
+    "Call Accelerator(cpu=True): without it each rank trains alone. The type is MULTI_GPU because MULTI_CPU starts a "
+    "single process if there is no mpirun."
 )
 TENSOR = "The tensor axis divides models of transformers that were loaded with a tp_plan."
 
@@ -75,17 +74,14 @@ _DEEPSPEED: tuple[Rule, ...] = (
 
 
 def write_accelerate(request: ExportRequest) -> Exported:
-    """FSDP2 or DDP; the DeepSpeed plugin where DeepSpeed is asked for, or is all that has the strategy."""
-    settled, losses, config = _deepspeed(request) if _needs_deepspeed(request.strategy) else _torch(request)
+    """FSDP2 or DDP; the DeepSpeed plugin for engine=deepspeed, or if only DeepSpeed has the strategy."""
+    needs_deepspeed = request.strategy.engine == "deepspeed" or zero_alone(request.strategy)
+    settled, losses, config = _deepspeed(request) if needs_deepspeed else _torch(request)
     text = comments(request, losses, _remarks(request, config)) + yaml.safe_dump(config, sort_keys=False)
     return Exported(to="accelerate", text=text, request=request, strategy=settled, without_equal=losses)
 
 
 Written = tuple[Strategy, tuple[Unsupported, ...], dict[str, Any]]
-
-
-def _needs_deepspeed(strategy: Strategy) -> bool:
-    return strategy.engine == "deepspeed" or zero_alone(strategy)
 
 
 def _torch(request: ExportRequest) -> Written:
@@ -121,7 +117,7 @@ def _deepspeed(request: ExportRequest) -> Written:
 
 
 def _handed_over(strategy: Strategy) -> Unsupported | None:
-    """ZeRO-1 and ZeRO-2 of the torch engine."""
+    """Hand ZeRO-1 and ZeRO-2 of the torch engine over to DeepSpeed."""
     if strategy.engine == "deepspeed":
         return None
     says = "Accelerate has it through DeepSpeed only, which then runs it"
@@ -172,11 +168,11 @@ def _fsdp(strategy: Strategy) -> dict[str, Any]:
 
 
 def _remarks(request: ExportRequest, config: dict[str, Any]) -> list[str]:
-    """What the user of the file should know."""
-    known: list[tuple[str, Callable[[], bool]]] = [
-        (WRAP, lambda: "fsdp_config" in config),
-        (TENSOR, lambda: config.get("parallelism_config", {}).get("parallelism_config_tp_size", 1) > 1),
-        (SEVERAL, lambda: request.nodes > 1),
-        (ON_CPU, lambda: config["use_cpu"] and request.ranks > 1),
-    ]
-    return [remark for remark, holds in known if holds()]
+    """Remarks for the user of the file."""
+    remarks = {
+        WRAP: "fsdp_config" in config,
+        TENSOR: config.get("parallelism_config", {}).get("parallelism_config_tp_size", 1) > 1,
+        SEVERAL: request.nodes > 1,
+        ON_CPU: config["use_cpu"] and request.ranks > 1,
+    }
+    return [remark for remark, holds in remarks.items() if holds]

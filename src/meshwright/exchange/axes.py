@@ -1,4 +1,4 @@
-"""The model axes of another framework's config."""
+"""Read the model axes of another framework's config."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from meshwright.facts.model_axis import MODEL_AXES, AxisTerm
 
 
 def read_axes(framework: str, fields: Fields, schedule: str = "") -> tuple[AxisTerm, ...]:
-    """The axes of more than one rank. `schedule` is that of a staged axis."""
+    """The axes of more than one rank. `schedule` applies to a staged axis."""
     found = []
     for word, traits in MODEL_AXES.items():
         if framework in traits.config_fields and (size := fields.size(traits.config_fields[framework])) > 1:

@@ -1,4 +1,4 @@
-"""How a global batch is cut, in the three numbers that other frameworks ask for."""
+"""Divide a global batch as other frameworks do: micro-batch, accumulation steps and total."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from meshwright.facts.strategy import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """`micro * steps * data ranks == total`, which others insist on."""
+    """A global batch with `micro * steps * data ranks == total`, which other frameworks require."""
 
     micro: int
-    """Samples of a rank in one forward pass."""
+    """Samples per rank and forward pass."""
     steps: int
-    """Micro-steps of one optimizer step."""
+    """Micro-batches per optimizer step."""
     total: int
 
 
 def cut(request: ExportRequest, strategy: Strategy, *, alone: int) -> Batches:
-    """Our micro-steps in their numbers; `alone` is the micro-batch where neither strategy nor job names one."""
+    """Divide the request's global batch; `alone` is the micro-batch if neither strategy nor job sets one."""
     ranks = strategy.data_ranks
     if request.global_batch is None:
         micro = strategy.micro_batch or alone
@@ -30,23 +30,20 @@ def cut(request: ExportRequest, strategy: Strategy, *, alone: int) -> Batches:
     steps = 1 if strategy.micro_batch is None else -(-samples // strategy.micro_batch)
     if over or not samples or samples % steps:
         raise ExchangeError(
-            f"A global batch of {request.global_batch} was to be cut over {ranks} data ranks in {max(steps, 1)} "
-            "micro-steps, and the other side takes equal parts only; choose mb=N so that N times the data ranks "
-            "divides the global batch, or another batch with --batch."
+            f"A global batch of {request.global_batch} cannot be divided equally over {ranks} data ranks and "
+            f"{max(steps, 1)} micro-batches, as the other framework requires; choose mb=N so that N times the data "
+            "ranks divides the global batch, or another batch with --batch."
         )
     return Batches(micro=samples // steps, steps=steps, total=request.global_batch)
 
 
 def named(strategy: Strategy, micro: int) -> tuple[Unsupported, ...]:
-    """The loss that tells of a micro-batch which the strategy has left open or has otherwise."""
+    """Report a micro-batch size that the strategy leaves open or sets differently."""
     if strategy.micro_batch == micro:
         return ()
     becomes = {"micro_batch": micro}
     if strategy.micro_batch is None:
-        return (
-            Unsupported(
-                term="mb", says=f"the strategy names none, and the file has to: it says {micro}", becomes=becomes
-            ),
-        )
-    says = f"a rank's samples are cut into equal parts there, which are {micro} each"
+        says = f"the strategy sets none, but the file must: it says {micro}"
+        return (Unsupported(term="mb", says=says, becomes=becomes),)
+    says = f"a rank's samples are cut into equal parts there, of {micro} each"
     return (Unsupported(term=f"mb={strategy.micro_batch}", says=says, becomes=becomes),)

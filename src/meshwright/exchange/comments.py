@@ -1,4 +1,4 @@
-"""The lines that every exported file begins with."""
+"""Write the comment at the top of every exported file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.exchange.export_request import ExportRequest, Unsupported
 
 
 def comments(request: ExportRequest, losses: Sequence[Unsupported], remarks: Sequence[str] = ()) -> str:
-    """Where the file came from, what its user should know, and what has no equal in it; each line behind a `#`."""
+    """The file's origin, remarks for its user, and the terms without an equal; each line starts with `#`."""
     nodes = f" in {request.nodes} nodes" if request.nodes > 1 else ""
     ranks = f"{request.ranks} rank{'s' * (request.ranks > 1)}"
     lines = [f"meshwright export: {request.strategy} on {ranks}{nodes}.", *remarks]

@@ -1,4 +1,4 @@
-"""A strategy as DeepSpeed's JSON. Names and checks are those of DeepSpeed 0.19."""
+"""Write a strategy as DeepSpeed's JSON, for DeepSpeed 0.19."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ from meshwright.exchange.approximate import (
     without_autocast,
 )
 from meshwright.exchange.batches import cut, named
-from meshwright.exchange.export_request import Exported, ExportRequest, Unsupported
+from meshwright.exchange.export_request import Exported, ExportRequest
 from meshwright.facts.strategy import Strategy
-
-
-def _keeps_gathered(strategy: Strategy) -> bool:
-    return strategy.traits.gathers and not strategy.traits.reshards
-
 
 ZERO: tuple[Rule, ...] = (
     *PLAIN_WORDS,
     as_data(lambda s: s.traits.hybrid, "fsdp", "DeepSpeed shards over all ranks; it is stage 3"),
-    as_data(_keeps_gathered, "zero2", "whole parameters between forward and backward are stage 2"),
+    as_data(
+        lambda s: s.traits.gathers and not s.traits.reshards,
+        "zero2",
+        "whole parameters between forward and backward are stage 2",
+    ),
     as_data(lambda s: replicates(s) and s.data_size == 1, "single", "there is one rank"),
     becomes_precision(lambda s: s.precision == "fp8", "bf16", "DeepSpeed's config has no fp8; it says bf16"),
     without_autocast(lambda s: True, "DeepSpeed casts parameters where it says bf16 or fp16"),
     offloaded(lambda s: stage(s) == 0, "", "DeepSpeed offloads from ZeRO's stage 1 on; nothing leaves the device"),
     offloaded(lambda s: stage(s) < 3, "optimizer", "below stage 3 DeepSpeed offloads the optimizer alone, to the host"),
 )
-"""What DeepSpeed's engine cannot do, whoever configures it."""
+"""Limits of DeepSpeed's engine, however it is configured."""
 NOT_IN_CODE: tuple[Rule, ...] = (
     impure(lambda s: stage(s) == 0, "DeepSpeed leaves out fp32 masters from stage 1 on only"),
     drop("recompute", "none", "DeepSpeed has no switch for it; the model calls its checkpoint function", head="ac"),
@@ -47,7 +46,7 @@ NOT_IN_CODE: tuple[Rule, ...] = (
 
 
 def stage(strategy: Strategy) -> int:
-    """ZeRO's stage; a data axis that is not named is one rank or plain replicas."""
+    """The stage of ZeRO; 0 without a data axis."""
     return strategy.traits.zero_stage or 0
 
 
@@ -61,21 +60,26 @@ def write_deepspeed(request: ExportRequest) -> Exported:
         "train_batch_size": batches.total,
         "train_micro_batch_size_per_gpu": batches.micro,
         "gradient_accumulation_steps": batches.steps,
-        # Left out, it is 1.0 in DeepSpeed 0.19, and clips what nobody asked to clip.
+        # DeepSpeed 0.19 clips to 1.0 by default.
         "gradient_clipping": request.max_norm or 0.0,
         "zero_optimization": zero_section(said),
-        # The script's optimizer is kept, whatever it is, also where it runs on the host.
+        # Keep the script's optimizer, also if it runs on the host.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         **_precision(said),
-        "meshwright": _remarks(request, losses),
+        # JSON has no comments, and DeepSpeed ignores unknown top-level keys.
+        "meshwright": {
+            "strategy": str(request.strategy),
+            "ranks": request.ranks,
+            "without_equal": [str(loss) for loss in losses],
+        },
     }
     text = json.dumps(config, indent=2) + "\n"
     return Exported(to="deepspeed", text=text, request=request, strategy=said, without_equal=losses)
 
 
 def zero_section(strategy: Strategy) -> dict[str, Any]:
-    """`zero_optimization`: the stage and what leaves the device."""
+    """`zero_optimization`: the stage and what is offloaded."""
     section: dict[str, Any] = {"stage": stage(strategy)}
     place = {"device": "nvme", "nvme_path": strategy.nvme} if strategy.offload == "nvme" else {"device": "cpu"}
     if strategy.offload:
@@ -91,19 +95,10 @@ def _precision(strategy: Strategy) -> dict[str, Any]:
     word = strategy.precision
     section: dict[str, Any] = {"enabled": True}
     if not strategy.pure:
-        # Gradients are summed in fp32, over micro-steps and over ranks, as our bf16 and fp16 mean it.
+        # Our bf16 and fp16 sum gradients in fp32, over micro-batches and over ranks.
         sums = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
         return {word: section, **sums}
     section[f"{word}_master_weights_and_grads"] = True
     if word == "bf16":
         section["bf16_optimizer_states"] = True
     return {word: section}
-
-
-def _remarks(request: ExportRequest, losses: tuple[Unsupported, ...]) -> dict[str, Any]:
-    """JSON has no comments, and DeepSpeed passes over top-level keys that it does not know."""
-    return {
-        "strategy": str(request.strategy),
-        "ranks": request.ranks,
-        "without_equal": [str(loss) for loss in losses],
-    }

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON as a typed value. `plan --against` and `train --deepspeed-config` both read it here."""
+"""A DeepSpeed JSON as a typed value, for `plan --against` and `train --deepspeed-config`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Zero:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedConfig:
-    """How a DeepSpeed JSON trains a job. None: it leaves that open."""
+    """The settings of a DeepSpeed JSON that matter here. None: not set."""
 
     zero: Zero
     precision: str = "fp32"
@@ -39,17 +39,16 @@ class DeepSpeedConfig:
     accumulation: int | None = None
     global_batch: int | None = None
     max_norm: float | None = None
-    """0.0: nothing is clipped."""
+    """0.0: no clipping."""
     gradient_dtypes: Mapping[str, str]
-    """By setting, the dtype that gradients are summed in."""
+    """The dtypes of gradient sums, by setting."""
     optimizer: Mapping[str, Any] | None = None
     scheduler: Mapping[str, Any] | None = None
 
 
 def read_config(fields: Fields) -> DeepSpeedConfig:
-    """All that is understood here; the rest is `fields.unread()`."""
+    """Read all known settings; `fields.unread()` lists the others."""
     precision, pure = _precision(fields)
-    sums = fields.table("data_types").word("grad_accum_dtype", "fp32")
     return DeepSpeedConfig(
         zero=_zero(fields.table("zero_optimization")),
         precision=precision,
@@ -60,7 +59,7 @@ def read_config(fields: Fields) -> DeepSpeedConfig:
         global_batch=fields.maybe("train_batch_size"),
         max_norm=fields.real("gradient_clipping"),
         gradient_dtypes={
-            "data_types.grad_accum_dtype": sums,
+            "data_types.grad_accum_dtype": fields.table("data_types").word("grad_accum_dtype", "fp32"),
             "communication_data_type": fields.word("communication_data_type", "fp32"),
         },
         optimizer=_job_section(fields, "optimizer"),
@@ -69,7 +68,7 @@ def read_config(fields: Fields) -> DeepSpeedConfig:
 
 
 def _axes(fields: Fields) -> tuple[AxisTerm, ...]:
-    """The tensor axis; DeepSpeed writes a size of 0 where there is none."""
+    """The tensor axis; a size of 0 means none in DeepSpeed."""
     off = all(fields.number(field, 0) == 0 for field in axis_fields("deepspeed"))
     return () if off else read_axes("deepspeed", fields)
 
@@ -95,7 +94,7 @@ def _device(fields: Fields) -> str:
 
 
 def _precision(fields: Fields) -> tuple[str, bool]:
-    """The precision that is enabled, and whether its master weights are left out."""
+    """The enabled precision, and whether it has no master weights."""
     found = []
     for word in ("bf16", "fp16"):
         table = fields.table(word)

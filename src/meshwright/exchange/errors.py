@@ -1,4 +1,4 @@
-"""The error of a file that other frameworks read or wrote."""
+"""The error for configs of other frameworks."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from meshwright.errors import BadInput
 
 
 class ExchangeError(BadInput):
-    """A config that cannot be read, contradicts itself, or cannot be written for what was asked."""
+    """A config that cannot be read, contradicts itself, or cannot express the strategy."""

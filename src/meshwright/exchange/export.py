@@ -1,4 +1,4 @@
-"""The one way in: a subject and a word for who shall read it."""
+"""Export a strategy to another framework or launcher."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TARGETS: dict[str, Callable[[ExportRequest], Exported]] = {
 
 
 def export(request: ExportRequest, to: str) -> Exported:
-    """A strategy as somebody else's config or a launch file."""
+    """Write the request as a config of another framework, or as a launch file."""
     if to not in TARGETS:
         near = nearest(to, TARGETS)
         hint = f"; did you mean {near}?" if near else "."

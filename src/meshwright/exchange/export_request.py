@@ -1,4 +1,4 @@
-"""What is exported, what is lost by it, and what came out."""
+"""The input and output of an export."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from meshwright.facts.strategy import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """A strategy, and what else a config or a launch file has to say."""
+    """A strategy, and what else a config or a launch file contains."""
 
     strategy: Strategy
-    """Resolved: its sizes multiply to the ranks."""
+    """Resolved, so that its sizes multiply to the ranks."""
     ranks: int
-    """Devices in all nodes together."""
+    """Devices on all nodes."""
     nodes: int = 1
     device: str = "cuda"
     """cuda or cpu."""
     job: str = ""
-    """The job as the command line names it; "" where none was named."""
+    """The job as written on the command line, or ""."""
     global_batch: int | None = None
-    """Samples of one optimizer step; None where no job was named."""
+    """Samples per optimizer step; None without a job."""
     max_norm: float | None = None
-    """What gradients are clipped to; None: not at all, where there is a global batch, and else not known."""
+    """Gradients are clipped to this norm. None: no clipping with a job, unknown without one."""
 
     @property
     def per_node(self) -> int:
@@ -34,14 +34,14 @@ class ExportRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Unsupported:
-    """A term that has no equal in somebody else's file."""
+    """A term without an equal in the other framework."""
 
     term: str
-    """As the strategy's text has it."""
+    """The term in the strategy's text."""
     says: str
-    """Why, what the file says instead, and what to do. A clause: the term stands before it, with a colon."""
+    """Why, what the file says instead, and what to do: a clause that follows the term and a colon."""
     becomes: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the strategy as the file has them."""
+    """The strategy's fields that the file has instead."""
 
     def __str__(self) -> str:
         return f"{self.term}: {self.says}."
@@ -49,13 +49,13 @@ class Unsupported:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """Somebody else's file."""
+    """An exported file."""
 
     to: str
     text: str
     request: ExportRequest
     strategy: Strategy
-    """What the file says, in our words: the subject's strategy with every loss applied."""
+    """The strategy that the file expresses: the request's, with `becomes` of every unsupported term."""
     without_equal: tuple[Unsupported, ...]
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Somebody else's settings, read one by one, so that what nobody asked for can be told."""
+"""Read another framework's settings one by one, and keep track of those that were not read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from meshwright.exchange.errors import ExchangeError
 from meshwright.reading import shown
 
 AUTO = "auto"
-"""What Hugging Face's configs of DeepSpeed leave to the script."""
+"""In Hugging Face's DeepSpeed configs: the script decides."""
 _NUMBER = re.compile(r"-?[0-9]{1,15}")
 _FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 class Fields:
-    """One table of a config file. A setting of None, or "auto", counts as one that is not there."""
+    """One table of a config file. A setting of None or "auto" counts as missing."""
 
     def __init__(self, values: Mapping[str, Any], file: Path, prefix: str = "") -> None:
         self.file = file
@@ -29,16 +29,16 @@ class Fields:
         return self._values.get(name) not in (None, AUTO)
 
     def path(self, name: str) -> str:
-        """A setting's name, with those of the tables around it."""
+        """A setting's full name, including the enclosing tables."""
         return f"{self._prefix}{name}"
 
     def take(self, name: str, default: Any = None) -> Any:
-        """A setting of any kind."""
+        """A setting of any type."""
         self._read.add(name)
         return self._values[name] if name in self else default
 
     def number(self, name: str, default: int) -> int:
-        """A whole number. Some write it as text, or as -1 for what is left."""
+        """A whole number, possibly written as text. Some frameworks write -1 for "the rest"."""
         value = self.take(name, default)
         text = str(value).strip()
         if isinstance(value, bool) or not _NUMBER.fullmatch(text):
@@ -53,18 +53,18 @@ class Fields:
         return number
 
     def maybe(self, name: str) -> int | None:
-        """A whole number of at least 1, or None where there is none."""
+        """A whole number of at least 1, or None if missing."""
         return self.size(name) if name in self else self.take(name)
 
     def real(self, name: str) -> float | None:
-        """A number, or None where there is none."""
+        """A number, or None if missing."""
         value = self.take(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise self.wrong(name, "a number")
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A truth, also as text."""
+        """A boolean, possibly written as text."""
         text = str(self.take(name, default)).strip().lower()
         if text not in _FLAGS:
             raise self.wrong(name, "true or false")
@@ -72,27 +72,27 @@ class Fields:
 
     def word(self, name: str, default: str) -> str:
         value = self.take(name, default)
-        # YAML reads a bare `no` as a truth.
+        # YAML reads a bare `no` as a boolean.
         return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value).strip()
 
     def table(self, name: str) -> Fields:
-        """A table within; empty where there is none."""
+        """A nested table; empty if missing."""
         value = self.take(name, {})
         if not isinstance(value, Mapping):
             raise self.wrong(name, "a table of settings")
         return self._tables.setdefault(name, Fields(value, self.file, f"{self.path(name)}."))
 
     def skip(self, *names: str) -> None:
-        """Settings that say nothing about how a job lies over ranks."""
+        """Mark settings as read that do not affect the strategy."""
         self._read.update(names)
 
     def unread(self) -> Iterator[str]:
-        """Settings that nobody has asked for, by their full names."""
+        """The full names of settings that were not read."""
         yield from (self.path(name) for name in self._values if name not in self._read and name in self)
         for inner in self._tables.values():
             yield from inner.unread()
 
     def wrong(self, name: str, wanted: str) -> ExchangeError:
-        """The error of a setting that is not what it should be."""
+        """The error for a setting with a wrong value."""
         found = self._values.get(name)
-        return ExchangeError(f"{self.file}: {self.path(name)} is {shown(found)}, and has to be {wanted}.")
+        return ExchangeError(f"{self.file}: {self.path(name)} is {shown(found)}; it must be {wanted}.")

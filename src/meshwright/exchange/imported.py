@@ -1,4 +1,4 @@
-"""What was read from somebody else's file."""
+"""The result of reading another framework's config."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from meshwright.facts.strategy import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """A strategy that another framework's config describes."""
+    """A strategy read from another framework's config."""
 
     strategy: Strategy
-    """With sizes as far as the file names them."""
+    """Has the sizes that the file sets."""
     origin: str
-    """Whose file it is: deepspeed, accelerate or torchtitan."""
+    """The framework: deepspeed, accelerate or torchtitan."""
     file: str
     ignored: tuple[str, ...] = ()
-    """Settings that have no equal here, by name; some with what was taken instead."""
+    """Names of settings without an equal here; some with what was used instead."""
     global_batch: int | None = None
-    """Samples of one optimizer step, where the file says so."""
+    """Samples per optimizer step, if the file sets it."""
     max_norm: float | None = None
-    """What gradients are clipped to, where the file says so."""
+    """Gradient clipping norm, if the file sets it."""

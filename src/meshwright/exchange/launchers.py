@@ -1,4 +1,4 @@
-"""Files that start `torchrun -m meshwright train` on somebody's machines: Slurm's and Kubernetes'."""
+"""Write launch files that run `torchrun -m meshwright train` under Slurm or Kubernetes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from meshwright.exchange.export_request import Exported, ExportRequest
 
 PORT = 29500
 RESTARTS = 4
-"""torchrun's ranks may need two attempts for each restart (docs/launching.md)."""
+"""torchrun may need two attempts for each restart (docs/launching.md)."""
 IMAGE = "IMAGE"
-"""What the user replaces: no image of ours exists."""
+"""Placeholder for the user's image; Meshwright publishes none."""
 
 OPTIONS = "Steps, saving and the rest are options of meshwright train: add them at the end."
 
@@ -40,8 +40,7 @@ def write_slurm(request: ExportRequest) -> Exported:
     """A batch file for `sbatch`."""
     _need_job(request, "slurm")
     remarks = (
-        f"sbatch FILE. {OPTIONS} Slurm's TERM, two minutes before the end, saves and stops the run, and sbatch again "
-        "goes on with it.",
+        f"sbatch FILE. {OPTIONS} Slurm's TERM, two minutes before the end, saves and stops the run; sbatch resumes it.",
     )
     text = _SLURM.format(
         comments=comments(request, (), remarks),
@@ -57,11 +56,11 @@ def write_slurm(request: ExportRequest) -> Exported:
 
 
 def write_kubernetes(request: ExportRequest) -> Exported:
-    """An indexed Job with a headless Service, which need no operator."""
+    """An indexed Job with a headless Service; no operator is needed."""
     _need_job(request, "kubernetes")
     remarks = (
-        f"Replace {IMAGE} by an image that holds PyTorch, meshwright and the job, and `run` by a volume that all nodes "
-        f"share, if there are several. kubectl apply -f FILE. {OPTIONS}",
+        f"Replace {IMAGE} by an image with PyTorch, meshwright and the job, and `run` by a shared volume if there are "
+        f"several nodes. kubectl apply -f FILE. {OPTIONS}",
     )
     documents = [_service(request), _job(request)]
     text = comments(request, (), remarks) + yaml.safe_dump_all(documents, sort_keys=False, width=1000)
@@ -74,25 +73,25 @@ def _exported(to: str, text: str, request: ExportRequest) -> Exported:
 
 def _need_job(request: ExportRequest, to: str) -> None:
     if not request.job:
-        raise ExchangeError(f"--to {to} writes a file that trains a job, and none was named; give it with --job.")
+        raise ExchangeError(f"--to {to} writes a file that trains a job, but none was given; add --job.")
     if request.strategy.traits.many_devices and request.nodes > 1:
         raise ExchangeError(f"{request.strategy} runs in one process, but there are {request.nodes} nodes; name ddp.")
 
 
 def _processes(request: ExportRequest) -> int:
-    """Of a node: one a device, except where one process computes on all of them."""
+    """Processes per node: one per device, unless one process computes on all of them."""
     return 1 if request.strategy.traits.many_devices else request.per_node
 
 
 def _train(request: ExportRequest, runs: str) -> list[str]:
-    """What torchrun runs. A run that is there already is gone on with, since both launchers start files again."""
+    """The arguments of torchrun. They resume an existing run, because both launchers restart files."""
     device = ["--device", "cpu"] if request.device == "cpu" else []
     out = ["--out", f"{runs}/{_name(request)}", "--resume"]
     return ["-m", "meshwright", "train", request.job, "--strategy", str(request.strategy), *device, *out]
 
 
 def _name(request: ExportRequest) -> str:
-    """The job's name as both Slurm and Kubernetes take it: lower-case letters, digits and dashes, at most 50."""
+    """The job's name in a form that Slurm and Kubernetes accept: lower-case letters, digits and dashes, at most 50."""
     stem = re.sub(r"\.py\b.*$", "", request.job.rsplit("/", 1)[-1])
     return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:50].strip("-") or "train"
 
@@ -156,7 +155,7 @@ def _container(request: ExportRequest) -> dict[str, Any]:
 
 
 def _meeting(request: ExportRequest) -> list[str]:
-    """Where the nodes find each other: the first pod of an indexed Job has a name that is known beforehand."""
+    """The rendezvous: the first pod of an indexed Job has a predictable name."""
     return [
         *("--nnodes", str(request.nodes), "--nproc-per-node", str(_processes(request))),
         *("--node-rank", "$(NODE_RANK)", "--max-restarts", str(RESTARTS)),

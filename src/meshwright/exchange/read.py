@@ -1,4 +1,4 @@
-"""Which framework a config is for, and what strategy it describes."""
+"""Recognise the framework of a config, and read its strategy."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _KNOWN = (
 
 
 def read_foreign(path: Path | str, *, ranks: int | None = None) -> Imported:
-    """The strategy of another framework's config, which is recognised by what it holds and not by its name.
+    """Read the strategy of another framework's config, which is recognised by its keys, not by its name.
 
-    `ranks` are those that it is to run on, where the file leaves that open; a file that names them keeps its own.
+    `ranks` is used if the file does not set the number of ranks.
     """
     path = Path(path)
     values = _load(path)
@@ -34,7 +34,7 @@ def read_foreign(path: Path | str, *, ranks: int | None = None) -> Imported:
     if any(sign in values for sign in read_deepspeed.SIGNS):
         return read_deepspeed.read_deepspeed(fields)
     found = ", ".join(map(str, list(values)[:4])) or "nothing"
-    raise ExchangeError(f"{path} holds {found}, and is none of the configs that are read here: {_KNOWN}.")
+    raise ExchangeError(f"{path} contains {found}, so it is not a config that can be read here: {_KNOWN}.")
 
 
 def _load(path: Path) -> Mapping[str, Any]:
@@ -42,14 +42,14 @@ def _load(path: Path) -> Mapping[str, Any]:
         text = read_text(path, limit=MIB)
     except Unreadable as error:
         raise ExchangeError(f"Cannot read {str(path)!r}: {error.why}. Name {_KNOWN}.") from None
-    said = ""
-    # YAML last: it takes nearly any text for something.
+    problem = ""
+    # YAML last, because nearly any text is valid YAML.
     for parse in (parse_json, parse_toml, parse_yaml):
         try:
             values = parse(text)
         except ValueError as error:
-            said = f" ({error})"
+            problem = f" ({error})"
             continue
         if isinstance(values, Mapping):
             return values
-    raise ExchangeError(f"{path} is no table of settings in JSON, TOML or YAML{said}; name {_KNOWN}.")
+    raise ExchangeError(f"{path} is not a table of settings in JSON, TOML or YAML{problem}; name {_KNOWN}.")

@@ -1,4 +1,4 @@
-"""The YAML of `accelerate config` as a strategy."""
+"""Read the YAML of `accelerate config` as a strategy."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from meshwright.facts.strategy import Strategy
 from meshwright.reading import read_json
 
 SIGNS = ("distributed_type", "compute_environment")
-"""By one of these keys a file is Accelerate's."""
+"""Keys that identify Accelerate's files."""
 QUIET = (
     *("compute_environment", "debug", "downcast_bf16", "enable_cpu_affinity", "gpu_ids", "machine_rank"),
     *("main_process_ip", "main_process_port", "main_training_function", "rdzv_backend", "same_network", "use_cpu"),
     *("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "fp8_config", "num_machines", "mpirun_config"),
 )
-"""Keys that say nothing about how a job lies over ranks."""
+"""Keys that do not affect the strategy."""
 QUIET_FSDP = (
     *("fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params", "fsdp_state_dict_type"),
     *("fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states", "fsdp_use_orig_params", "fsdp_backward_prefetch"),
@@ -36,9 +36,9 @@ SHARDING = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBR
 
 
 def read_accelerate(fields: Fields, *, ranks: int | None = None) -> Imported:
-    """The strategy of an Accelerate config, its DeepSpeed file included where it names one.
+    """Read the strategy of an Accelerate config, including the DeepSpeed file that it may name.
 
-    `ranks` are taken where the file leaves them to `accelerate launch`.
+    `ranks` is used if the file leaves the number to `accelerate launch`.
     """
     kind = fields.word("distributed_type", "NO").upper()
     if kind == "NO" or fields.number("num_processes", -1) != -1:  # as SLURM's users write it
@@ -80,13 +80,11 @@ def _axes(fields: Fields, kind: str, ranks: int | None) -> tuple[dict[str, Any],
 
 
 def _refuse_others(sizes: Fields) -> None:
-    """Axes that take ranks, and for which there is no term."""
+    """Refuse axes that take ranks and have no equivalent term."""
     for name in ("cp", "sp"):
         field = f"parallelism_config_{name}_size"
         if sizes.size(field) > 1:
-            raise ExchangeError(
-                f"{sizes.file}: {sizes.path(field)} has no equal here; set it to 1 to compare the rest."
-            )
+            raise ExchangeError(f"{sizes.file}: {sizes.path(field)} has no equal here; set it to 1 to read the rest.")
         sizes.skip(f"parallelism_config_{name}_backend")
 
 
@@ -97,7 +95,7 @@ def _check_sizes(fields: Fields, kind: str, product: int, ranks: int) -> None:
             "Accelerate refuses that."
         )
     if kind == "NO":
-        raise ExchangeError(f"{fields.file}: distributed_type NO has no room for parallelism_config; set it to FSDP.")
+        raise ExchangeError(f"{fields.file}: distributed_type NO excludes parallelism_config; set it to FSDP.")
 
 
 def _fsdp(
@@ -132,7 +130,7 @@ _LAZY = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
 
 
 def _sharding(fsdp: Fields, version: int) -> str:
-    """FSDP1's word for what is sharded, also of FSDP2's truth."""
+    """FSDP1's word for what is sharded; FSDP2's boolean is translated."""
     if version == 2:
         return "FULL_SHARD" if fsdp.flag("fsdp_reshard_after_forward", True) else "SHARD_GRAD_OP"
     named = fsdp.word("fsdp_sharding_strategy", "") or fsdp.word("fsdp_reshard_after_forward", "FULL_SHARD")
@@ -163,7 +161,7 @@ def _deepspeed(fields: Fields, ranks: int | None) -> Imported:
     named = plugin.take("deepspeed_config_file")
     if named:
         return _with_file(fields, Path(str(named)), ranks)
-    plugin.skip("gradient_accumulation_steps")  # the micro-batch is the script's, and so this alone says nothing
+    plugin.skip("gradient_accumulation_steps")  # says nothing without the micro-batch, which the script sets
     norm = plugin.take("gradient_clipping")
     strategy = Strategy(
         **zero_terms(plugin, _zero(plugin), ranks),
@@ -195,17 +193,16 @@ def _zero(plugin: Fields) -> Zero:
 
 
 def _with_file(fields: Fields, named: Path, ranks: int | None) -> Imported:
-    """The plugin's own fields are refused by Accelerate beside a file, so the file says it all but the precision."""
+    """Read the DeepSpeed file. Accelerate then allows none of the plugin's fields but the precision."""
     beside = fields.file.parent / named
-    path = beside if beside.exists() else named  # Accelerate itself looks in the folder that it is called in
+    path = beside if beside.exists() else named  # Accelerate looks in the working folder
     try:
         values = read_json(path)
     except Unreadable as error:
-        raise ExchangeError(
-            f"{fields.file}: its deepspeed_config_file {str(named)!r} cannot be read: {error.why}."
-        ) from None
+        why = f"its deepspeed_config_file {str(named)!r} cannot be read: {error.why}"
+        raise ExchangeError(f"{fields.file}: {why}.") from None
     if not isinstance(values, dict):
-        raise ExchangeError(f"{fields.file}: its deepspeed_config_file {str(named)!r} is no table of settings.")
+        raise ExchangeError(f"{fields.file}: its deepspeed_config_file {str(named)!r} is not a table of settings.")
     found = read_deepspeed(Fields(values, path), ranks=ranks)
     left_open = {} if found.strategy.number_format.is_low else _precision(fields)
     strategy = replace(found.strategy, **left_open, compile=_compiled(fields))

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON as a strategy."""
+"""Read DeepSpeed's JSON as a strategy."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from meshwright.facts.data_axis import word_of_stage
 from meshwright.facts.strategy import Strategy
 
 SIGNS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""By one of these keys a file is DeepSpeed's."""
+"""Keys that identify DeepSpeed's files."""
 QUIET = (
     *("meshwright", "steps_per_print", "wall_clock_breakdown", "dump_state", "comms_logger"),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
 )
-"""Keys that say nothing about how a job lies over ranks."""
+"""Keys that do not affect the strategy."""
 
 
 def read_deepspeed(fields: Fields, *, ranks: int | None = None) -> Imported:
-    """The strategy of a DeepSpeed config; `ranks` where something else says how many there are."""
+    """Read the strategy of a DeepSpeed config; `ranks` is the number of ranks, if known from elsewhere."""
     config = read_config(fields)
     fields.skip(*QUIET)
     size, tp = _data_ranks(fields, config), prod(term.size for term in config.axes)
@@ -50,7 +50,7 @@ def read_deepspeed(fields: Fields, *, ranks: int | None = None) -> Imported:
 
 
 def zero_terms(fields: Fields, zero: Zero, size: int | None, *, alone: bool = True) -> dict[str, Any]:
-    """A strategy's data axis of this many ranks and its offload. What the stage cannot offload is an error."""
+    """The fields of a strategy for ZeRO on `size` data ranks; an error if the stage cannot offload."""
     if zero.parameters != "none" and zero.stage != 3:
         raise ExchangeError(
             f"{fields.file}: parameters are offloaded under stage {zero.stage}, but only stage 3 divides them; "
@@ -63,22 +63,20 @@ def zero_terms(fields: Fields, zero: Zero, size: int | None, *, alone: bool = Tr
         data = {"data": "single"} if alone else {}
     if "nvme" in (zero.optimizer, zero.parameters):
         if not zero.nvme_path:
-            raise ExchangeError(
-                f"{fields.file}: something is offloaded to nvme, and no nvme_path says where; name one."
-            )
+            raise ExchangeError(f"{fields.file}: state is offloaded to nvme, but nvme_path is missing; set it.")
         return {**data, "offload": "nvme", "nvme": zero.nvme_path}
     return {**data, "offload": "params" if zero.parameters == "cpu" else "optimizer" if zero.optimizer == "cpu" else ""}
 
 
 def _data_ranks(fields: Fields, config: DeepSpeedConfig) -> int | None:
-    """The data ranks that follow from the batch sizes where the file names all of them."""
+    """The number of data ranks, if the file sets all batch sizes."""
     micro, total, steps = config.micro_batch, config.global_batch, config.accumulation
     if micro is None or total is None or steps is None:
         return None
     size, over = divmod(total, micro * steps)
     if over or not size:
         raise ExchangeError(
-            f"{fields.file}: train_batch_size is {total}, which is no multiple of train_micro_batch_size_per_gpu x "
+            f"{fields.file}: train_batch_size is {total}, which is not a multiple of train_micro_batch_size_per_gpu x "
             f"gradient_accumulation_steps = {micro * steps}; DeepSpeed refuses that."
         )
     return size

@@ -1,4 +1,4 @@
-"""torchtitan's TOML as a strategy, with torchtitan's own defaults for what it leaves out."""
+"""Read torchtitan's TOML as a strategy, with torchtitan's defaults."""
 
 from __future__ import annotations
 
@@ -14,41 +14,36 @@ from meshwright.facts.data_axis import find_traits
 from meshwright.facts.strategy import Strategy
 
 SIGNS = ("parallelism", "activation_checkpoint", "training")
-"""By one of these tables a file is torchtitan's."""
+"""Tables that identify torchtitan's files."""
 QUIET = (
     *("job", "profiling", "metrics", "optimizer", "lr_scheduler", "checkpoint", "comm", "memory_estimation"),
     *("fault_tolerance", "experimental", "validation", "debug"),
 )
-"""Tables that say nothing about how a job lies over ranks."""
+"""Tables that do not affect the strategy."""
 QUIET_TRAINING = (
-    "dataset",
-    "dataset_path",
-    "seq_len",
-    "steps",
-    "gc_freq",
-    "gc_debug",
-    "dataloader",
-    "mixed_precision_reduce",
+    *("dataset", "dataset_path", "seq_len", "steps", "gc_freq", "gc_debug", "dataloader", "mixed_precision_reduce"),
 )
 NEAREST = {"LoopedBFS": "interleaved"}
-"""Schedules of PyTorch's that have no word here, with the one that is nearest."""
+"""PyTorch's schedules without an equal here, and the nearest one."""
 _WORDS = {name.lower(): word for word, name in SCHEDULES.items()}
 
 
 def read_torchtitan(fields: Fields, *, ranks: int | None = None) -> Imported:
-    """The strategy of a torchtitan config; `ranks` for a hybrid whose shards are what is left."""
+    """Read the strategy of a torchtitan config; `ranks` sizes the shards that the file leaves open."""
     parallelism, training = fields.table("parallelism"), fields.table("training")
     notes: list[str] = []
     axes = _axes(parallelism, ranks, notes)
     recompute = _recompute(fields.table("activation_checkpoint"), notes)
     compiled = fields.table("compile")
     compiled.skip("components", "backend")
+    local = training.size("local_batch_size", LOCAL_BATCH)
+    micro = parallelism.size("pipeline_parallel_microbatch_size", 1)
     strategy = Strategy(
         **axes,
         **_precision(fields, training, axes),
         recompute=recompute,  # type: ignore[arg-type]  # one of the grammar's words, or it was refused
         offload="params" if training.flag("enable_cpu_offload") else "",
-        micro_batch=_micro_batch(parallelism, training, staged=any(term.traits.staged for term in axes["axes"])),
+        micro_batch=micro if any(term.traits.staged for term in axes["axes"]) else local,
         compile=compiled.flag("enable"),
     )
     total = training.number("global_batch_size", -1)
@@ -69,9 +64,7 @@ def _axes(fields: Fields, ranks: int | None, notes: list[str]) -> dict[str, Any]
     for name in ("context", "expert"):
         field = f"{name}_parallel_degree"
         if fields.size(field) > 1:
-            raise ExchangeError(
-                f"{fields.file}: {fields.path(field)} has no equal here; set it to 1 to compare the rest."
-            )
+            raise ExchangeError(f"{fields.file}: {fields.path(field)} has no equal here; set it to 1 to read the rest.")
     schedule = _schedule(fields, notes)
     terms = read_axes("torchtitan", fields, schedule)
     model_ranks = prod(term.size for term in terms)
@@ -82,7 +75,7 @@ def _axes(fields: Fields, ranks: int | None, notes: list[str]) -> dict[str, Any]
 
 
 def _shards(fields: Fields) -> int | None:
-    """None where the shards are what the other axes leave, which torchtitan writes as -1."""
+    """The shards; None if they are what the other axes leave, which torchtitan writes as -1."""
     shards = fields.number("data_parallel_shard_degree", -1)
     if shards == 0 or shards < -1:
         raise fields.wrong("data_parallel_shard_degree", "-1, or a whole number of at least 1")
@@ -93,8 +86,8 @@ def _data(fields: Fields, replicas: int, shards: int | None, *, alone: bool, not
     lazy = fields.word("fsdp_reshard_after_forward", "default") == "never"
     if replicas > 1 and shards is None:
         raise ExchangeError(
-            f"{fields.file}: data_parallel_replicate_degree is {replicas} and the shards are what is left; "
-            "name data_parallel_shard_degree, or say on how many ranks."
+            f"{fields.file}: data_parallel_replicate_degree is {replicas}, but the number of shards is unknown; "
+            "set data_parallel_shard_degree, or give the number of ranks."
         )
     if replicas > 1 and shards == 1:
         return {"data": "ddp", "data_size": replicas}
@@ -107,14 +100,14 @@ def _data(fields: Fields, replicas: int, shards: int | None, *, alone: bool, not
 
 
 def _schedule(fields: Fields, notes: list[str]) -> str:
-    fields.skip("expert_tensor_parallel_degree")  # without experts it says nothing
+    fields.skip("expert_tensor_parallel_degree")  # has no effect without experts
     if fields.flag("enable_async_tensor_parallel"):
         notes.append(fields.path("enable_async_tensor_parallel"))
     fields.skip("pipeline_parallel_layers_per_stage", "disable_loss_parallel", "context_parallel_rotate_method")
     fields.skip("context_parallel_load_balancer", "expert_parallel_comm_backend", "pipeline_parallel_schedule_csv")
     name = fields.word("pipeline_parallel_schedule", "1F1B")
     if name in NEAREST:
-        notes.append(f"parallelism.pipeline_parallel_schedule = {name} ({NEAREST[name]} was taken)")
+        notes.append(f"parallelism.pipeline_parallel_schedule = {name} ({NEAREST[name]} was used instead)")
         return NEAREST[name]
     if name.lower() not in _WORDS:
         raise fields.wrong("pipeline_parallel_schedule", f"one of {', '.join(SCHEDULES.values())}")
@@ -138,7 +131,7 @@ def _precision(fields: Fields, training: Fields, axes: dict[str, Any]) -> dict[s
     model.skip("name", "flavor", "hf_assets_path", "tokenizer_path", "print_after_conversion")
     fields.skip("quantize")
     pure = _dtype(training, "dtype", "float32")
-    # Without FSDP torchtitan leaves mixed precision out where there is a tensor axis or a pipeline.
+    # Without FSDP, torchtitan skips mixed precision if there is a tensor axis or a pipeline.
     mixed = find_traits(axes.get("data")).gathers or not axes["axes"]
     small = _dtype(training, "mixed_precision_param", "bfloat16") and mixed
     word = "fp8" if FLOAT8 in converters and (small or pure) else "bf16" if small or pure else "fp32"
@@ -146,14 +139,8 @@ def _precision(fields: Fields, training: Fields, axes: dict[str, Any]) -> dict[s
 
 
 def _dtype(training: Fields, name: str, default: str) -> bool:
-    """Whether it is the small one of the two that torchtitan knows."""
+    """Whether a setting is bfloat16, the lower of torchtitan's two dtypes."""
     word = training.word(name, default)
     if word not in ("bfloat16", "float32"):
         raise training.wrong(name, "bfloat16 or float32")
     return word == "bfloat16"
-
-
-def _micro_batch(parallelism: Fields, training: Fields, *, staged: bool) -> int:
-    local = training.size("local_batch_size", LOCAL_BATCH)
-    micro = parallelism.size("pipeline_parallel_microbatch_size", 1)
-    return micro if staged else local

@@ -1,6 +1,6 @@
-"""A strategy as torchtitan's TOML. Names and checks are those of v0.2.2, the last release that reads TOML.
+"""Write a strategy as torchtitan's TOML, for v0.2.2, the last release that reads TOML.
 
-Later ones configure in Python and take the same names as options, `--parallelism.tensor_parallel_degree 2`.
+Later releases are configured in Python and take the same names as options: `--parallelism.tensor_parallel_degree 2`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ SCHEDULES = {
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
-"""PyTorch's names of our schedules, by which torchtitan finds them."""
+"""PyTorch's names of our schedules, which torchtitan uses."""
 FLOAT8 = "quantize.linear.float8"
 LOCAL_BATCH = 8
-"""torchtitan's own local_batch_size."""
+"""torchtitan's default local_batch_size."""
 REMARK = (
-    "For torchtitan up to v0.2.2: add [model], [training] seq_len and the rest of your run. Later ones are configured "
-    "in Python and take these names as options, as in --parallelism.tensor_parallel_degree 2; they count batches in "
-    "tokens."
+    "For torchtitan up to v0.2.2: add [model], [training] seq_len and the rest of your run. Later releases are "
+    "configured in Python, take these names as options, as in --parallelism.tensor_parallel_degree 2, and count "
+    "batches in tokens."
 )
 
 _BY_AUTOCAST = "without FSDP torchtitan computes a tensor axis or a pipeline in fp32"
@@ -68,7 +68,7 @@ _RULES: tuple[Rule, ...] = (
 
 
 def _unmixed(strategy: Strategy) -> bool:
-    """Whether torchtitan leaves mixed precision out without an error."""
+    """Whether torchtitan silently skips mixed precision."""
     return not strategy.traits.gathers and strategy.model_ranks > 1
 
 
@@ -105,13 +105,13 @@ def _training(request: ExportRequest, strategy: Strategy, batches: Batches) -> d
         "enable_cpu_offload": strategy.offload == "params",
     }
     if request.global_batch is not None:
-        # Left out, torchtitan clips to 1.0.
+        # torchtitan clips to 1.0 by default.
         section |= {"global_batch_size": batches.total, "max_norm": request.max_norm or float("inf")}
     return section
 
 
 def _local_batch(request: ExportRequest, strategy: Strategy, batches: Batches) -> int:
-    """What a data rank goes through between two updates of its schedule: under a pipeline all its micro-batches."""
+    """Samples per data rank and forward pass; with a pipeline, those of all its micro-batches."""
     if not strategy.stage_axis:
         return batches.micro
     if request.global_batch is not None:
@@ -143,13 +143,12 @@ def _reshard(strategy: Strategy) -> str:
 
 
 def _toml(sections: dict[str, dict[str, Any]]) -> str:
-    tables = [
+    return "".join(
         f"\n[{name}]\n" + "".join(f"{key} = {_value(value)}\n" for key, value in section.items())
         for name, section in sections.items()
-    ]
-    return "".join(tables)
+    )
 
 
 def _value(value: object) -> str:
-    # JSON's strings, numbers, booleans and lists are TOML's, but for the name of infinity.
+    # TOML writes strings, numbers, booleans and lists as JSON does, except infinity.
     return "inf" if value == float("inf") else json.dumps(value, ensure_ascii=False)

@@ -1,6 +1,6 @@
-"""What a job runs on: nodes, devices, their memory and the link between nodes.
+"""A cluster: nodes, devices, their memory and the link between nodes.
 
-`8xA100-40GB`, `4x8xH100-80GB@3200Gbps`, `local`, or a JSON file. What those devices can do is in the catalogue.
+Written as `8xA100-40GB`, `4x8xH100-80GB@3200Gbps`, `local`, or a JSON file. The catalogue has the devices' numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.facts.overrides import check_overrides
 from meshwright.reading import read_json, shown
 
 LOCAL = "local"
-"""The device of a cluster that stands for this machine, until somebody looks at the machine."""
+"""Device of a cluster that means this machine, before the machine is inspected."""
 
 _SHAPE = re.compile(r"(?:(?P<nodes>[0-9]{1,7})x)?(?P<devices>[0-9]{1,7})x(?P<device>[A-Za-z][^@]*)(?:@(?P<link>.*))?")
 _DEVICE = re.compile(
@@ -30,55 +30,61 @@ _LINK = re.compile(r"(?P<gbps>[0-9]{1,9}(?:\.[0-9]{1,9})?)gbps(?::(?P<kind>[a-z]
 _FORMS = "Write DEVICESxNAME-MEMORY, as in 8xA100-40GB; NODESxDEVICESxNAME, as in 4x8xH100-80GB; local; or FILE.json."
 _LINK_FORMS = f"Write Gbit/s of a node, as in @3200Gbps or @400Gbps:roce; kinds are {', '.join(BETWEEN_KINDS)}."
 MOST = 10_000_000
-"""Nodes, and devices in each; beyond it a number is a slip of the keyboard."""
+"""Largest number of nodes, and of devices in each; a larger one is a typing error."""
 _JSON_FORM = '{"devices_per_node": 8, "device": "A100-40GB"}'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """`parse(str(cluster)) == cluster`, for a cluster that text or a file gave."""
+    """Nodes and devices. `parse(str(cluster)) == cluster`, for a cluster read from text or a file."""
 
     nodes: int = 1
-    """Machines."""
     devices_per_node: int = 1
-    """Devices in each machine."""
     device: str
-    """NAME or NAME-NNGB, as `A100-40GB`; `cpu`; or `local`, which is resolved where the machine can be seen."""
+    """NAME or NAME-NNGB, as `A100-40GB`; `cpu`; or `local`, which `probe.machine` resolves."""
     memory_gib: float | None = None
-    """Memory of one device. None: what the device's name says, and the catalogue's where it says nothing."""
+    """Memory of one device. None: what the device's name says, or else the catalogue."""
     between_gbps: float | None = None
-    """Gbit/s of one node to the others. None: what nodes with this device usually have."""
+    """Gbit/s from one node to the others. None: what nodes with this device usually have."""
     between_kind: str | None = None
-    """What the nodes are joined by, one of BETWEEN_KINDS. None: what nodes with this device usually have."""
+    """Kind of the link between nodes, one of BETWEEN_KINDS. None: what nodes with this device usually have."""
     hardware: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Parts of `Hardware` that replace the catalogue's: what `probe` measured, or what somebody knows better."""
+    """Parts of `Hardware` that replace the catalogue's: measured by `probe`, or written by the user."""
     source: str = field(default="", compare=False)
-    """The file that it came from; "" where it came from text. Where a value came from is no part of the value."""
+    """The file that the cluster was read from, or "". It is not compared."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "devices_per_node"):
-            _check_count(name, getattr(self, name))
+            number = getattr(self, name)
+            if type(number) is not int or not 1 <= number <= MOST:
+                raise ClusterError(f"{name} is {shown(number)}; it must be a whole number from 1 to {MOST}. {_FORMS}")
         device, memory = _read_device(self.device)
         object.__setattr__(self, "device", device)
         object.__setattr__(self, "memory_gib", _check_memory(memory if self.memory_gib is None else self.memory_gib))
         _check_link(self.between_gbps, self.between_kind)
         object.__setattr__(self, "hardware", check_overrides(self.hardware))
         if device == LOCAL and self.devices != 1:
-            raise ClusterError(f"local stands for this machine as it is and takes no count. {_FORMS}")
+            raise ClusterError(f"local means this machine with all its devices, so it takes no count. {_FORMS}")
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """Reads a shape, `local` or the path of a JSON file."""
+        """Read a shape, `local` or the path of a JSON file."""
         text = text.strip()
         if text == LOCAL:
             return cls(device=LOCAL)
         if text.endswith(".json"):
             return cls.load(Path(text))
-        return cls._parse_shape(text)
+        found = _SHAPE.fullmatch(text)
+        if found is None:
+            hint = f"; did you mean '1x{text}'?" if _DEVICE.fullmatch(text) else "."
+            raise ClusterError(f"Cannot read the cluster {text!r}{hint} {_FORMS}")
+        nodes, devices = int(found["nodes"] or 1), int(found["devices"])
+        gbps, kind = _read_link(found["link"])
+        return cls(nodes=nodes, devices_per_node=devices, device=found["device"], between_gbps=gbps, between_kind=kind)
 
     @classmethod
     def load(cls, path: Path) -> Cluster:
-        """Reads a cluster file."""
+        """Read a cluster file."""
         try:
             value = read_json(path)
         except Unreadable as error:
@@ -88,18 +94,8 @@ class Cluster:
         except ClusterError as error:
             raise ClusterError(f"The cluster file {str(path)!r} is wrong: {error}") from error
 
-    @classmethod
-    def _parse_shape(cls, text: str) -> Cluster:
-        found = _SHAPE.fullmatch(text)
-        if found is None:
-            hint = f"; did you mean '1x{text}'?" if _DEVICE.fullmatch(text) else "."
-            raise ClusterError(f"Cannot read the cluster {text!r}{hint} {_FORMS}")
-        nodes, devices = int(found["nodes"] or 1), int(found["devices"])
-        gbps, kind = _read_link(found["link"])
-        return cls(nodes=nodes, devices_per_node=devices, device=found["device"], between_gbps=gbps, between_kind=kind)
-
     def __str__(self) -> str:
-        # A file can say more than a shape can, so a cluster from a file is named by the file.
+        # A file can hold more than a shape can express, so a cluster from a file prints as the file's name.
         if self.source:
             return self.source
         if self.device == LOCAL:
@@ -109,7 +105,7 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """Devices in all nodes together."""
+        """Devices on all nodes."""
         return self.nodes * self.devices_per_node
 
     def to_json(self) -> dict[str, Any]:
@@ -132,13 +128,8 @@ def _as_mapping(value: object) -> Mapping[str, Any]:
     raise ClusterError(f"A cluster is a JSON object, as in {_JSON_FORM}.")
 
 
-def _check_count(name: str, number: object) -> None:
-    if type(number) is not int or not 1 <= number <= MOST:
-        raise ClusterError(f"{name} is {shown(number)}, and has to be a whole number from 1 to {MOST}. {_FORMS}")
-
-
 def _is_amount(value: object) -> bool:
-    """A number above 0."""
+    """Whether a value is a finite number above 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and value > 0 and math.isfinite(value)  # type: ignore[operator,arg-type]  # it is a number
 
@@ -147,12 +138,12 @@ def _check_memory(memory: float | None) -> float | None:
     if memory is None:
         return None
     if not _is_amount(memory):
-        raise ClusterError(f"memory_gib is {shown(memory)}, and has to be a number above 0, as in 8xA100-40GB.")
+        raise ClusterError(f"memory_gib is {shown(memory)}; it must be a number above 0, as in 8xA100-40GB.")
     return float(memory)
 
 
 def _read_device(text: object) -> tuple[str, float | None]:
-    """The device's canonical name and the memory that it states."""
+    """The device's canonical name, and the memory in it."""
     found = _DEVICE.fullmatch(text) if isinstance(text, str) else None
     if found is None:
         raise ClusterError(
@@ -160,7 +151,7 @@ def _read_device(text: object) -> tuple[str, float | None]:
         )
     if found["memory"] is None:
         return found[0], None
-    # Device names say GB for what is GiB: an A100-40GB has 40 x 2^30 bytes on board.
+    # Device names say GB but mean GiB: an A100-40GB has 40 x 2^30 bytes on board.
     form = (found["form"] or "").upper().replace("PCIE", "PCIe")
     return f"{found['name']}-{found['memory']}GB{form}", float(found["memory"])
 
@@ -182,7 +173,7 @@ def _show_link(gbps: float | None, kind: str | None) -> str:
 
 def _check_link(gbps: object, kind: object) -> None:
     if gbps is not None and not _is_amount(gbps):
-        raise ClusterError(f"between_gbps is {shown(gbps)}, and has to be a number above 0. {_LINK_FORMS}")
+        raise ClusterError(f"between_gbps is {shown(gbps)}; it must be a number above 0. {_LINK_FORMS}")
     if kind is not None and not (isinstance(kind, str) and kind in BETWEEN_KINDS):
         raise ClusterError(f"The link between nodes is of kind {shown(kind)}, which is unknown. {_LINK_FORMS}")
     if kind is not None and gbps is None:

@@ -1,7 +1,8 @@
-"""What a model computes and keeps, unit by unit: found on fake tensors, so it costs no memory.
+"""What a model computes and keeps, unit by unit, measured on fake tensors.
 
-A unit is one call of a block, or of a module with weights around the blocks, with the glue that follows it; the loss is
-the last one. All sizes are affine in the samples of a micro-batch, so two traces give every batch.
+A unit is one call of a block, or of a module with weights outside of blocks, with the operators that follow it; the
+loss is the last one. The affine cost model: every size is `fixed + each * samples` in the samples of a micro-batch, so
+two traces determine it for every batch size.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """`fixed + each * samples`."""
+    """An amount that is affine in the samples of a micro-batch: `fixed + each * samples`."""
 
     fixed: float = 0.0
     each: float = 0.0
@@ -27,15 +28,15 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """One operator that launches work on a device."""
+    """One operator that launches work on the device."""
 
     name: str
     kind: str
-    """"matmul", "attention", "convolution" or "other": which ceiling its speed has."""
+    """What limits its speed: "matmul", "attention", "convolution" or "other"."""
     dtype: str
     flops: Size
     bytes: Size
-    """Read and written."""
+    """Bytes read and written."""
     made: Size = Size()
     """Bytes of its results."""
     shape: tuple[Size, ...] = ()
@@ -44,41 +45,41 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitCosts:
-    """One unit under one precision and one way of recomputing."""
+    """Costs of one unit under one precision and one kind of activation checkpointing."""
 
     name: str
     like: str
-    """The first unit that is the same in everything; its own name where it is the first."""
+    """Name of the first unit with identical costs; its own name if it is the first."""
     is_block: bool
     parameters: tuple[str, ...]
-    """Those that it reads, by their first names."""
+    """The parameters that the unit reads, by their first names."""
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
-    """Recomputing included."""
+    """Includes recomputation."""
     kept: Size
-    """Bytes that are still there when the next unit begins: what backward needs, and its output."""
+    """Bytes still allocated when the next unit starts: what backward needs, and the output."""
     output: Size
-    """Bytes of what it hands on, which is what crosses a cut of a pipeline."""
+    """Bytes of the output, which a pipeline sends if it cuts here."""
     forward_peak: Size
-    """Bytes at the fullest moment of its forward pass, over those that were there when it began."""
+    """Peak bytes of its forward pass, on top of what was allocated when it started."""
     backward_peak: Size
-    """Bytes at the fullest moment of its backward pass, over what all earlier units keep. Its own are in it."""
+    """Peak bytes of its backward pass, on top of what all earlier units keep; what it keeps itself is included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCosts:
-    """All units in the order of their calls, the loss last."""
+    """Costs of all units in the order of their calls, the loss last."""
 
     precision: str
     units: tuple[UnitCosts, ...]
     recompute: str = "none"
 
     def flops(self, samples: float) -> float:
-        """Of forward and backward for so many samples."""
+        """FLOPs of forward and backward for `samples` samples."""
         return sum(k.flops.at(samples) for unit in self.units for k in (*unit.forward, *unit.backward))
 
     def recomputed(self, kind: str) -> ModelCosts:
-        """The same model where blocks recompute: all (`full`), or all but products and attention (`selective`)."""
+        """The costs if blocks recompute everything (`full`), or all but matmuls and attention (`selective`)."""
         if kind == "none":
             return self
         made: dict[str, UnitCosts] = {}
@@ -89,8 +90,12 @@ class ModelCosts:
         return replace(self, units=units, recompute=kind)
 
     def to_json(self) -> dict[str, Any]:
-        """Units that are like an earlier one by their names alone."""
-        units = [_names(unit) if unit.like != unit.name else asdict(unit) for unit in self.units]
+        """Of units identical to an earlier one, only the names are stored."""
+        names = ("name", "like", "parameters")
+        units = [
+            asdict(unit) if unit.like == unit.name else {name: getattr(unit, name) for name in names}
+            for unit in self.units
+        ]
         return {"precision": self.precision, "recompute": self.recompute, "units": units}
 
     @classmethod
@@ -103,10 +108,6 @@ class ModelCosts:
                 made[values["name"]] = _unit({**values, **own})
             units.append(replace(made[values["like"]], **own))
         return cls(precision=document["precision"], recompute=document["recompute"], units=tuple(units))
-
-
-def _names(unit: UnitCosts) -> dict[str, Any]:
-    return {"name": unit.name, "like": unit.like, "parameters": unit.parameters}
 
 
 def _unit(values: Mapping[str, Any]) -> UnitCosts:
@@ -122,11 +123,9 @@ def _kernel(values: Mapping[str, Any]) -> Kernel:
 
 def _recomputed(unit: UnitCosts, kind: str) -> UnitCosts:
     products = [place for place, kernel in enumerate(unit.forward) if kernel.kind != "other"]
-    dear = [unit.forward[place] for place in products if kind == "selective"]
-    # Recomputing ends when backward has all it needs, which is before the last product: nobody needs its result.
+    saved = [unit.forward[place] for place in products if kind == "selective"]
+    # Recomputation stops before the last matmul, because backward does not need its result.
     needed = unit.forward[: products[-1]] if products else unit.forward
-    again = tuple(kernel for kernel in needed if kernel not in dear)
-    kept = unit.output
-    for kernel in dear:
-        kept = kept + kernel.made
+    again = tuple(kernel for kernel in needed if kernel not in saved)
+    kept = sum((kernel.made for kernel in saved), start=unit.output)
     return replace(unit, backward=(*again, *unit.backward), kept=kept, backward_peak=unit.backward_peak + unit.output)

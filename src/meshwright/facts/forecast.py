@@ -1,4 +1,4 @@
-"""Bytes by cause and seconds by cause of one step on one rank, foretold or measured."""
+"""Bytes and seconds by cause of one step on one rank, forecast or measured."""
 
 from __future__ import annotations
 
@@ -8,27 +8,20 @@ from types import MappingProxyType
 from typing import Any
 
 MEMORY_CAUSES = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "gathered",
-    "communication",
-    "logits",
-    "temporary",
-    "allocator",
+    *("parameters", "gradients", "optimizer", "activations", "gathered"),
+    *("communication", "logits", "temporary", "allocator"),
 )
-"""What memory may be spent on, in the order in which it is shown."""
+"""Uses of memory, in the order in which they are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A forecast and a measurement are the same type, so a comparison is a subtraction."""
+    """Memory and time of one step. A measurement has the same type, so a comparison is a subtraction."""
 
     memory: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by cause, at the moment of the peak. The causes are those of MEMORY_CAUSES."""
+    """Bytes at the peak, by a cause from MEMORY_CAUSES."""
     time: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by cause. The causes are the caller's, as long as they add up to the step."""
+    """Seconds by cause; the caller names the causes, and they add up to the step."""
 
     def __post_init__(self) -> None:
         unknown = [cause for cause in self.memory if cause not in MEMORY_CAUSES]
@@ -40,16 +33,16 @@ class Forecast:
 
     @property
     def peak(self) -> int:
-        """Bytes, all causes together."""
+        """Bytes of all causes."""
         return sum(self.memory.values())
 
     @property
     def step(self) -> float:
-        """Seconds of one step, all causes together."""
+        """Seconds of all causes."""
         return sum(self.time.values())
 
     def __sub__(self, other: Forecast) -> Forecast:
-        """The difference by cause; a cause that one side does not name counts as zero there."""
+        """The difference by cause; a missing cause counts as zero."""
         memory, time = {**self.memory, **other.memory}, {**self.time, **other.time}
         return Forecast(
             memory={cause: self.memory.get(cause, 0) - other.memory.get(cause, 0) for cause in memory},
@@ -64,7 +57,7 @@ class Forecast:
         return cls(memory=value["memory"], time=value["time"])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A read-only mapping does not pickle, and forecasts travel between processes.
+        # Forecasts are sent between processes, and a read-only mapping cannot be pickled.
         return Forecast.from_json, (self.to_json(),)
 
 

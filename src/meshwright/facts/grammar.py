@@ -1,8 +1,8 @@
-"""The strategy's text, as a table: one row per term, saying how it reads and how it prints.
+"""The grammar of a strategy's text, as a table: each row reads and prints one kind of term.
 
 A term is `head`, `head=value`, `head:suffix` or `head=value:suffix`. Reading gives fields of `Strategy`; a row prints
-"" where its fields hold their defaults. Data strategies and model axes register their terms; see `facts/data_axis.py`
-and `facts/model_axis.py`.
+"" if its fields have their defaults. Data strategies and model axes register their terms; see `facts/data_axis.py` and
+`facts/model_axis.py`.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ Offload = Literal["", "optimizer", "params", "nvme"]
 Engine = Literal["torch", "deepspeed"]
 
 SUFFIXES = ("pure", "autocast")
-"""What a precision's masters and operators may be told, each a field of `Strategy`."""
+"""Suffixes of a precision, each a field of `Strategy`."""
 
 Fields = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One term, taken apart."""
+    """One term, split into its parts."""
 
     text: str
     """The term as written."""
     head: str
-    """What comes before `=` and `:`."""
+    """The part before `=` and `:`."""
     value: str | None
-    """What follows `=`; None where there is no `=`."""
+    """The part after `=`; None without a `=`."""
     suffix: str | None
-    """What follows `:`; None where there is no `:`."""
+    """The part after `:`; None without a `:`."""
 
     @classmethod
     def split(cls, text: str) -> Term:
-        # The colon first: the folder in `offload=nvme:DIR` may hold an equals sign.
+        # The colon first: the folder in `offload=nvme:DIR` may contain an equals sign.
         left, colon, suffix = text.partition(":")
         head, equals, value = left.partition("=")
         return cls(text=text, head=head, value=value if equals else None, suffix=suffix if colon else None)
@@ -53,18 +53,18 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class TermRow:
-    """Terms that fill the same fields, so that at most one of them may be written."""
+    """Terms that set the same fields, so that a strategy may have at most one of them."""
 
     forms: tuple[str, ...]
-    """How the terms look; their heads are what the row answers to."""
+    """The forms of the terms; their heads identify the row."""
     read: Callable[[Term], Fields]
     """The fields that a term sets."""
     show: Callable[[Strategy], str]
-    """The canonical term; "" where the fields hold their defaults."""
+    """The canonical term; "" if the fields have their defaults."""
 
     @property
     def heads(self) -> dict[str, str]:
-        """Each head with the first form that shows it."""
+        """Each head with its first form."""
         return {Term.split(form).head: form for form in reversed(self.forms)}
 
 
@@ -75,7 +75,9 @@ def read_terms(text: str) -> Fields:
     rows = table()
     for part in text.split(","):
         term = Term.split(part.strip())
-        place = _find_row(term, rows)
+        place = next((index for index, row in enumerate(rows) if term.head in row.heads), None)
+        if place is None:
+            raise UnknownTerm(_unknown(term, rows))
         if place in written:
             raise ContradictoryTerms(_twice(written[place], term))
         written[place] = term
@@ -85,20 +87,12 @@ def read_terms(text: str) -> Fields:
 
 
 def show_terms(strategy: Strategy) -> str:
-    """The canonical text; `fp32` for the strategy that leaves everything at its default."""
+    """The canonical text; `fp32` if every field has its default."""
     return ",".join(filter(None, (row.show(strategy) for row in table()))) or FULL.word
 
 
-def _find_row(term: Term, rows: Sequence[TermRow]) -> int:
-    """The place in the table of the row that a term belongs to."""
-    for place, row in enumerate(rows):
-        if term.head in row.heads:
-            return place
-    raise UnknownTerm(_unknown(term, rows))
-
-
 def pick(word: str | None, choices: Iterable[str], *, term: str, what: str, note: str = "") -> str:
-    """`word` where it is one of the choices; otherwise an error with the note, or with a guess where there is none."""
+    """Return `word` if it is one of the choices; if not, raise an error with the note, or with a guess."""
     valid = [choice for choice in choices if choice]
     if word in valid:
         return str(word)
@@ -114,14 +108,14 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
 
 def count(text: str | None, *, term: str, example: str) -> int:
-    """A whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     if text and text.isascii() and text.isdigit() and int(text) > 0:
         return int(text)
     raise UnknownTerm(f"Strategy term {term!r} needs a whole number of at least 1, as in {example}.")
 
 
 def bare(term: Term, *, value: bool = True, suffix: bool = True) -> None:
-    """Refuses a value or a suffix on a term that takes none."""
+    """Raise an error for a value or a suffix on a term that takes none."""
     if value and term.value is not None:
         raise UnknownTerm(f"Strategy term {term.text!r} takes no value; write {term.head!r}.")
     if suffix and term.suffix is not None:
@@ -146,7 +140,7 @@ def _unknown(term: Term, rows: Sequence[TermRow]) -> str:
 
 
 def _mended(term: Term, head: str, form: str) -> str:
-    """The user's own term under the right head where that reads, so that `tpp=4` is answered with `tp=4`."""
+    """The user's term with the right head if it is valid, so that `tpp=4` suggests `tp=4`; otherwise the form."""
     text = head + term.text[len(term.head) :]
     try:
         read_terms(text)
@@ -156,7 +150,7 @@ def _mended(term: Term, head: str, form: str) -> str:
 
 
 def flag(name: str) -> TermRow:
-    """A term that is there or not, as `compile`."""
+    """A term without a value, such as `compile`."""
 
     def read(term: Term) -> Fields:
         bare(term)
@@ -165,23 +159,17 @@ def flag(name: str) -> TermRow:
     return TermRow(forms=(name,), read=read, show=lambda strategy: name if getattr(strategy, name) else "")
 
 
-def size(head: str, *, field: str = "", default: int | None = 1) -> TermRow:
-    """A term with a whole number, as `tp=4`."""
-    field = field or head
+def read_micro_batch(term: Term) -> Fields:
+    bare(term, value=False)
+    return {"micro_batch": count(term.value, term=term.text, example=f"{term.head}=2")}
 
-    def read(term: Term) -> Fields:
-        bare(term, value=False)
-        return {field: count(term.value, term=term.text, example=f"{head}=2")}
 
-    def show(strategy: Strategy) -> str:
-        number = getattr(strategy, field)
-        return "" if number == default else f"{head}={number}"
-
-    return TermRow(forms=(f"{head}=N",), read=read, show=show)
+def show_micro_batch(strategy: Strategy) -> str:
+    return "" if strategy.micro_batch is None else f"mb={strategy.micro_batch}"
 
 
 def choice(head: str, words: tuple[str, ...], *, field: str = "") -> TermRow:
-    """A term with one of a few words, as `ac=full`; the first word is the default."""
+    """A term with one of a few words, such as `ac=full`; the first word is the default."""
     field = field or head
 
     def read(term: Term) -> Fields:
@@ -204,7 +192,7 @@ def read_data(term: Term) -> Fields:
     if term.value is not None:
         fields["data_size"] = count(term.value, term=term.text, example=f"{term.head}=4")
     if term.suffix is not None:
-        # A guess would answer `full-shard` with `no-shard`, its opposite.
+        # The nearest word to `full-shard` is `no-shard`, its opposite.
         note = f"{traits.word} alone shards everything" if traits.shards else ""
         fields["variant"] = pick(term.suffix, traits.variants, term=term.text, what="suffix", note=note)
     return fields
@@ -290,13 +278,13 @@ _AFTER = (
     TermRow(forms=tuple(FORMATS), read=read_precision, show=show_precision),
     choice("ac", get_args(Recompute), field="recompute"),
     TermRow(forms=("offload=optimizer|params|nvme:DIR",), read=read_offload, show=show_offload),
-    size("mb", field="micro_batch", default=None),
+    TermRow(forms=("mb=N",), read=read_micro_batch, show=show_micro_batch),
     flag("compile"),
     choice("engine", get_args(Engine)),
 )
 
 
 def table() -> tuple[TermRow, ...]:
-    """All rows. Their order is the order of the canonical text."""
+    """All rows, in the order of the canonical text."""
     data = TermRow(forms=_data_forms(), read=read_data, show=show_data)
     return (*_BEFORE, data, *map(axis_row, MODEL_AXES.values()), *_AFTER)

@@ -1,4 +1,4 @@
-"""What one device, its links and its host can do: the numbers that a forecast divides by."""
+"""Speeds and sizes of a device, its links and its host, from which forecasts are computed."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What connects devices, or a device and its host."""
+    """A connection between devices, or between a device and its host."""
 
     kind: str
     """"nvlink", "pcie", "infiniband", "roce", "efa", "ethernet", "shared-memory"."""
     bandwidth: float
-    """Bytes a second in one direction: of one device within a node; of one *node* between nodes."""
+    """Bytes per second in one direction: per device within a node, per *node* between nodes."""
     latency: float
-    """Seconds that a message takes from one neighbour to the next, however small."""
+    """Seconds that the smallest message takes between neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One kind of node. Where a number comes from is told in `sources`, by the name of the field."""
+    """Numbers of one kind of node. `sources` cites where each comes from."""
 
     device: str
     memory: int
-    """Bytes that a process can have of one device, its own context included."""
+    """Bytes of one device that a process can use, including its context."""
     flops: Mapping[str, float]
-    """Dense peak of matrix products by compute dtype, in operations a second: `fp32`, `bf16`, `fp16`."""
+    """Dense peak FLOP/s of matmuls by compute dtype: `fp32`, `bf16`, `fp16`."""
     bandwidth: float
-    """Bytes a second of the device's memory, read and written together."""
+    """Bytes per second of the device's memory, reads and writes together."""
     launch: float
     """Seconds that the host needs to launch one kernel in eager PyTorch."""
     within: Link
@@ -39,11 +39,11 @@ class Hardware:
     host: Link
     """Between a device and its host's memory."""
     host_memory: int
-    """Bytes of memory of one node's host."""
+    """Bytes of host memory per node."""
     reach: Mapping[str, float] = field(default_factory=dict)
-    """Of the peaks, what kernels of a training step reach where it was measured: `matmul`, `attention`, `stream`."""
+    """Measured shares of the peaks that kernels of a training step reach: `matmul`, `attention`, `stream`."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """For each field (`within.bandwidth`, say), the data sheet or measurement that it comes from."""
+    """The data sheet or measurement behind each field, such as `within.bandwidth`."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

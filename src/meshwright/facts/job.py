@@ -1,4 +1,4 @@
-"""A job: what is trained. It knows no device, no rank and no strategy."""
+"""A training job, independent of devices, ranks and strategies."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Model, inputs, loss, optimizer, data and global batch of one training."""
+    """Model, inputs, loss, optimizer, data and global batch of a training run."""
 
     model: Callable[[], nn.Module]
-    """Builds the model. Called under a recorder that gives meta tensors, so it must not look at weights."""
+    """Builds the model. It is recorded with meta tensors, so it must not read weights."""
     inputs: Callable[[Any], Sequence[Any] | Mapping[str, Any]]
     """From a batch to what `model()` takes: positional arguments as a tuple, or keyword arguments as a dict."""
     loss: Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
@@ -34,39 +34,40 @@ class Job:
     schedule: Callable[[Optimizer], Any] | None = None
     """Builds a learning-rate schedule; stepped once per optimizer step."""
     loss_over: str | None = None
-    """What `loss` sums over: "samples", or "batch" where it compares samples with each other, as contrastive losses do;
-    then the outputs of all ranks and micro-batches are brought together for it. None finds out by trying."""
+    """What `loss` sums over: "samples", or "batch" if it compares samples with each other, as contrastive losses do.
+    For "batch", it gets the outputs of all ranks and micro-batches. None: determined by trying."""
     max_norm: float | None = None
     """Clip gradients to this global norm; None does not clip."""
     data: Callable[[], Dataset[Any]] | Dataset[Any] | None = None
-    """A map-style dataset, or what builds one. Only training needs it."""
+    """A map-style dataset, or a function that builds one. Only training needs it."""
     collate: Callable[[list[Any]], Any] | None = None
     """From a list of samples to a batch; None is PyTorch's default. Called for each micro-batch."""
     split: Callable[[Any], Sequence[Any]] | None = None
-    """The inverse of `collate`, from a batch to the list of its samples. Only a whole batch that must be cut needs it,
-    and only where comparing batches of several sizes does not show where its samples lie."""
+    """The inverse of `collate`, from a batch to the list of its samples. Only needed if a whole batch must be cut and
+    comparing batches of several sizes does not show how samples are laid out."""
     sample: Callable[[int], Any] | None = None
-    """A batch of n made-up samples, for planning, rehearsing and verifying."""
+    """Makes a batch of n synthetic samples, for planning, dry runs and verifying."""
     blocks: Sequence[str] | None = None
-    """Hint: names of the modules that repeat, where they cannot be found."""
+    """Hint: names of the repeated modules, if they cannot be found."""
     tensor_plan: Mapping[str, str] | None = None
     """Hint: how tensor parallelism splits each module."""
     stages: Sequence[str] | None = None
     """Hint: the first module of each pipeline stage."""
 
     def __post_init__(self) -> None:
-        for field in ("model", "inputs", "loss", "optimizer"):
-            if not callable(getattr(self, field)):
-                raise JobError(f"Job({field}=...) must be a function, but it is {type(getattr(self, field)).__name__}.")
-        for field in ("schedule", "collate", "split", "sample"):
-            if getattr(self, field) is not None and not callable(getattr(self, field)):
-                raise JobError(f"Job({field}=...) must be a function, but it is {type(getattr(self, field)).__name__}.")
+        optional = ("schedule", "collate", "split", "sample")
+        for field in ("model", "inputs", "loss", "optimizer", *optional):
+            value = getattr(self, field)
+            if not callable(value) and not (value is None and field in optional):
+                raise JobError(f"Job({field}=...) must be a function, but it is {type(value).__name__}.")
         if self.loss_over not in (None, "samples", "batch"):
             raise JobError(f'Job(loss_over=...) must be "samples", "batch" or None, but it is {self.loss_over!r}.')
         if isinstance(self.global_batch, bool) or not isinstance(self.global_batch, int) or self.global_batch < 1:
             raise JobError(f"Job(global_batch=...) must be a whole number of samples, but it is {self.global_batch!r}.")
         if self.max_norm is not None and not self.max_norm > 0:
-            raise JobError(f"Job(max_norm=...) must be above 0, but it is {self.max_norm!r}; leave it out not to clip.")
+            raise JobError(
+                f"Job(max_norm=...) must be above 0, but it is {self.max_norm!r}; leave it out for no clipping."
+            )
 
     def dataset(self) -> Dataset[Any]:
         """The training data, built if the job gives a builder."""

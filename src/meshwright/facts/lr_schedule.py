@@ -1,4 +1,4 @@
-"""How a job's schedule is stepped: once per optimizer step, with what its `step` asks for."""
+"""Step a job's learning-rate schedule once per optimizer step, with the arguments that its `step` takes."""
 
 from __future__ import annotations
 
@@ -14,35 +14,34 @@ LOSS, COUNT = "loss", "count"
 def advance(schedule: Any, *, updates: int, loss: Callable[[], float]) -> None:
     """Step a schedule after an update: with nothing, with the mean loss, or with the number of updates so far.
 
-    A schedule that also has a `step_update`, as timm's have, counts epochs in one and updates in the other; it takes
-    notice of one of them, and an epoch here is an update.
+    timm's schedules also have `step_update`. They count epochs in one and updates in the other, and ignore one of them;
+    both are called with the number of updates.
     """
-    wanted = _wanted(schedule.step)
     arguments = {LOSS: loss, COUNT: lambda: updates}
-    schedule.step(*(arguments[kind]() for kind in wanted or ()))
+    schedule.step(*(arguments[kind]() for kind in _wanted(schedule.step) or ()))
     if callable(update := getattr(schedule, "step_update", None)):
         update(updates)
 
 
 def refuse_schedule(schedule: Any) -> None:
-    """Raise where it is not known what a schedule's `step` wants."""
+    """Raise `JobError` if the arguments of a schedule's `step` are unknown."""
     if not callable(getattr(schedule, "step", None)):
         raise JobError(f"Job(schedule=...) must give something with a step(), but it gave {type(schedule).__name__}.")
     if _wanted(schedule.step) is None:
         raise JobError(
-            f"{type(schedule).__name__}.step{inspect.signature(schedule.step)} wants something that is not known here; "
+            f"{type(schedule).__name__}.step{inspect.signature(schedule.step)} takes unknown arguments; "
             "a schedule is stepped with nothing, with the loss (step(metrics)) or with the number of updates."
         )
 
 
 def required(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """What a function cannot be called without."""
+    """The parameters of a function that have no default."""
     parameters = inspect.signature(function).parameters.values()
     return [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _wanted(step: Callable[..., Any]) -> list[str] | None:
-    """What `step` must be given; None where that cannot be known."""
+    """The arguments that `step` needs; None if they are unknown."""
     wanted = required(step)
     if not wanted:
         return []

@@ -1,4 +1,4 @@
-"""What is known of a model before any weight exists."""
+"""What is known about a model before any weight exists."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from meshwright.facts.tensor_plan import TensorPlan
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterFacts:
-    """One parameter. Tied names are one parameter with several names."""
+    """One parameter. A tied parameter has several names."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     itemsize: int
     trainable: bool = True
     used: bool = True
-    """Whether the loss depends on it, as far as a step on fake tensors shows."""
+    """Whether the loss depends on it, according to a step on fake tensors."""
     contiguous: bool = True
-    """Whether its rows lie one after another in memory; not under `channels_last`."""
+    """Whether its memory format is contiguous, and not `channels_last`, say."""
 
     @property
     def name(self) -> str:
@@ -34,13 +34,13 @@ class ParameterFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class CallFacts:
-    """One call of a block, or of a module with parameters outside of blocks, in the forward pass."""
+    """One call in the forward pass, of a block or of a module with parameters outside of blocks."""
 
     name: str
     flops: float
-    """Of its forward pass, for two samples."""
+    """FLOPs of its forward pass for two samples."""
     reads: tuple[str, ...]
-    """Parameters that it reads, by their first names."""
+    """The parameters that it reads, by their first names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,48 +50,48 @@ class MovedFacts:
     name: str
     parameter: bool = False
     by_samples: bool = True
-    """Whether it ends elsewhere with other samples, as far as it could be tried."""
+    """Whether its new value depends on the samples, as far as a trial shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What strategies ask of a model. Found on fake tensors, so it costs no memory."""
+    """What strategies need to know about a model, found on fake tensors without using memory."""
 
     parameters: tuple[ParameterFacts, ...]
     blocks: tuple[str, ...]
-    """Names of the modules that are sharded, recomputed and compiled as one."""
+    """Names of the modules that are sharded, recomputed and compiled as units."""
     calls: tuple[CallFacts, ...] = ()
-    """Where a pipeline may cut: the calls of blocks and of modules around them, in order."""
+    """The calls of blocks and of modules around them, in order. A pipeline may cut between them."""
     optimizer_slots: float = 2.0
     """Bytes of optimizer state per byte of parameter: 2 for Adam, 1 for momentum, 0 for plain SGD."""
     couplings: tuple[str, ...] = ()
-    """What the optimizer's update of a number depends on beside its own gradients: "rows" or "columns" of its tensor,
+    """What else the update of an element depends on besides its own gradient: "rows" or "columns" of its tensor, or
     other "parameters"."""
     batch_norms: tuple[str, ...] = ()
     """Modules whose output depends on which samples share a batch."""
     weight_per_sample: float | None = None
-    """The loss's weight of one sample where it follows from shapes; None where it depends on the data."""
+    """The loss's weight of one sample if shapes determine it; None if it depends on the data."""
     loss_over: str = "samples"
-    """What the loss is of: "samples", a sum over them; "batch", the outputs of all of them; "model", where outputs
-    themselves depend on which samples share a batch; "backward", where gradients do."""
+    """What the loss is computed over: "samples", if it is a sum over them; "batch", if it needs all their outputs;
+    "model", if outputs depend on which samples share a batch; "backward", if gradients do."""
     mixed_output: str = ""
-    """For "model", the part of the output that does; for "backward", the parameter."""
+    """For "model", the part of the output that depends on other samples; for "backward", the parameter."""
     tensor_plan: TensorPlan | None = None
-    """How tensor parallelism would divide it; None where no step could be seen."""
+    """How tensor parallelism would divide the model; None if no step could be observed."""
     read_elsewhere: tuple[str, ...] = ()
-    """Parameters that are read outside of the module that holds them, as a tied weight in a function call is."""
+    """Parameters that are read outside of the module that holds them, such as a tied weight in a function call."""
     read_outside: tuple[str, ...] = ()
     """Parameters of blocks that are read while their block is not running."""
     moved: tuple[MovedFacts, ...] = ()
-    """State that forward moves, beside BatchNorm's."""
+    """State that forward changes, except BatchNorm's."""
     by_value: bool = False
-    """Whether the model looks at values, so that samples may decide which parameters are used."""
+    """Whether the model reads values of tensors, so that samples may decide which parameters are used."""
     blocks_by_value: bool = False
     """Whether samples may also decide which blocks run."""
     drops: bool = False
     """Whether a training step draws random numbers, as dropout does."""
     unseen: str = ""
-    """Why a step on fake tensors could not be run; empty if it was."""
+    """Why a step on fake tensors could not run; empty if it did."""
 
     @property
     def trainable(self) -> tuple[ParameterFacts, ...]:
@@ -113,10 +113,11 @@ class ModelFacts:
         calls = tuple(CallFacts(**{**call, "reads": tuple(call["reads"])}) for call in document.get("calls", ()))
         moved = tuple(MovedFacts(**state) for state in document.get("moved", ()))
         plan = document.get("tensor_plan")
-        tensor_plan = TensorPlan.from_json(plan) if plan else None
-        lists = {
-            key: tuple(document.get(key, ()))
-            for key in ("blocks", "batch_norms", "read_elsewhere", "read_outside", "couplings")
+        values = {
+            "parameters": parameters,
+            "calls": calls,
+            "moved": moved,
+            "tensor_plan": plan and TensorPlan.from_json(plan),
         }
-        values = {"parameters": parameters, "calls": calls, "moved": moved, "tensor_plan": tensor_plan}
-        return cls(**{**document, **values, **lists})
+        names = ("blocks", "batch_norms", "read_elsewhere", "read_outside", "couplings")
+        return cls(**{**document, **values, **{name: tuple(document.get(name, ())) for name in names}})

@@ -1,7 +1,7 @@
-"""What a model axis is, apart from how it runs: facts that any layer may ask for.
+"""Facts about model axes that every layer may read.
 
-A model axis divides the model itself: its operators, its layers. An axis's file under `strategies/` states these facts,
-and registering the axis enters them here. Nothing else compares the name of a model axis.
+A model axis divides the model itself: its operators or its layers. An axis's file under `strategies/` states its facts,
+and registering the axis enters them here. No other code compares the name of a model axis.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class AxisTraits:
-    """The facts of one model axis."""
+    """Facts about one model axis."""
 
     word: str
-    """Its term in the strategy's text, as `tp` in `tp=4`."""
+    """Its term in the strategy's text, such as `tp` in `tp=4`."""
     mesh_name: str
-    """The name of its dimension in the device mesh. Two axes of one name exclude each other."""
+    """The name of its dimension in the device mesh. Two axes with the same name exclude each other."""
     place: int
     """Its place in the mesh: negative outside the data axis, positive inside. Ranks of the axis with the highest place
     are neighbours, so it gets the fastest link."""
     conflict: str = ""
     """Why it cannot be combined with another axis of the same mesh name."""
     suffixes: tuple[str, ...] = ()
-    """What may follow the size, as `1f1b` in `pp=4:1f1b`."""
+    """What may follow the size, such as `1f1b` in `pp=4:1f1b`."""
     default_suffix: str = ""
     suffix_name: str = "suffix"
-    """What a suffix is called in messages."""
+    """The word for a suffix in messages."""
     staged: bool = False
     """Whether it cuts the model into stages of consecutive layers."""
     schedule: str = ""
-    """The schedule of a staged axis without suffixes; otherwise the suffix names it."""
+    """The schedule of a staged axis without suffixes; otherwise the suffix is the schedule."""
     splits_tensors: bool = False
-    """Whether a rank holds parts of parameters, which an optimizer that reads whole tensors would not notice."""
+    """Whether a rank holds parts of parameters, without an optimizer that reads whole tensors noticing."""
     splits_activations: bool = False
     """Whether a rank computes parts of activations between layers, so that state kept in `forward` differs."""
     autocast: bool = True
-    """Whether autocast reaches the layers that it divides."""
+    """Whether autocast works in the layers that it divides."""
     one_process: bool = False
-    """Whether it can also run in one process that has all the devices."""
+    """Whether it can also run in one process with all devices."""
     engines: tuple[str, ...] = ("torch",)
     """The engines that run it."""
     complexity: int = 10
@@ -47,7 +47,7 @@ class AxisTraits:
     config_fields: Mapping[str, str] = field(default_factory=dict)
     """For each framework whose config can name this axis, the field that holds its size."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """For each framework that it is not exported to, the reason; its ranks go to the data axis there."""
+    """For each framework that it is not exported to, the reason; its ranks then go to the data axis."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ MODEL_AXES: dict[str, AxisTraits] = {}
 
 
 def first_axes() -> tuple[AxisTraits, AxisTraits]:
-    """The first registered axis inside the data axis and the first that has stages: what checks take unasked."""
+    """The first registered axis without stages and the first with stages, which checks use by default."""
     inner = next(traits for traits in MODEL_AXES.values() if not traits.staged)
     return inner, next(traits for traits in MODEL_AXES.values() if traits.staged)
 
@@ -93,9 +93,9 @@ def conflict(one: AxisTraits, other: AxisTraits) -> str:
 
 
 def normalised(terms: tuple[AxisTerm, ...]) -> tuple[AxisTerm, ...]:
-    """The terms in the order of the strategy's text, with default suffixes; an axis of one rank is none."""
+    """The terms in the order of the strategy's text, with default suffixes and without axes of one rank."""
     order = list(MODEL_AXES)
-    kept = [
+    kept = (
         AxisTerm(term.word, term.size, term.suffix or term.traits.default_suffix) for term in terms if term.size > 1
-    ]
+    )
     return tuple(sorted(kept, key=lambda term: order.index(term.word)))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class NamedParameters(list["nn.Parameter"]):
-    """A list of parameters, so `AdamW(params)` takes it; `named()` gives the names for groups."""
+    """A list of parameters that `AdamW(params)` accepts; `named()` gives their names, for parameter groups."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         pairs = list(named)

@@ -1,4 +1,4 @@
-"""What a cluster file says of its hardware: any part of `Hardware`, checked, and laid over what the catalogue says."""
+"""The hardware section of a cluster file: any part of `Hardware`, checked, and replacing the catalogue's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORDS = ("device", "kind")
 
 
 def check_overrides(value: object) -> dict[str, Any]:
-    """The overrides as they are; an error that names the first key or number that cannot be."""
+    """Return valid overrides; an error names the first wrong key or number."""
     found = _as_mapping("hardware", value)
     for key, part in found.items():
         _check_key("hardware", key, _KEYS)
@@ -37,26 +37,23 @@ def check_overrides(value: object) -> dict[str, Any]:
 
 
 def lay_over(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON of a `Hardware` with parts replaced; links, tables and sources are replaced by their own parts.
+    """The JSON of a `Hardware` with parts replaced; links, tables and sources are merged.
 
-    A number that is replaced loses the source it had.
+    A replaced number cites the cluster's file as its source.
     """
     result = {**base, "sources": dict(base.get("sources", {}))}
     for key, part in overrides.items():
-        if key in (*_LINKS, *_TABLES):
-            result[key] = {**base.get(key, {}), **part}
-        elif key != "sources":
-            result[key] = part
-        if key in _LINKS:
-            result["sources"].update({f"{key}.{name}": "the cluster's file" for name in part})
-        elif key != "sources":
-            result["sources"][key] = "the cluster's file"
+        if key == "sources":
+            continue
+        result[key] = {**base.get(key, {}), **part} if key in (*_LINKS, *_TABLES) else part
+        replaced = [f"{key}.{name}" for name in part] if key in _LINKS else [key]
+        result["sources"] |= dict.fromkeys(replaced, "the cluster's file")
     result["sources"].update(overrides.get("sources", {}))
     return result
 
 
 def is_complete(overrides: Mapping[str, Any]) -> bool:
-    """Whether they say all that there is to say, so that no catalogue is needed."""
+    """Whether the overrides set every number, so that the catalogue is not needed."""
     needed = set(_KEYS) - {"sources", "device", "reach"}
     return needed <= set(overrides) and all(set(_LINK_KEYS) <= set(overrides[name]) for name in _LINKS)
 
@@ -71,9 +68,7 @@ def _check_link(name: str, value: object) -> None:
 def _as_mapping(name: str, value: object) -> Mapping[str, Any]:
     if isinstance(value, Mapping):
         return value
-    raise ClusterError(
-        f'{name} is {shown(value)}, and has to be a JSON object, as in {{"hardware": {{"launch": 5e-6}}}}.'
-    )
+    raise ClusterError(f'{name} is {shown(value)}; it must be a JSON object, as in {{"hardware": {{"launch": 5e-6}}}}.')
 
 
 def _check_key(where: str, key: str, known: tuple[str, ...]) -> None:
@@ -86,6 +81,4 @@ def _check_key(where: str, key: str, known: tuple[str, ...]) -> None:
 def _check_number(name: str, number: object) -> None:
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
     if not is_number or not number > 0 or not math.isfinite(number):  # type: ignore[operator,arg-type]
-        raise ClusterError(
-            f"{name} is {shown(number)}, and has to be a number above 0: bytes, seconds, or those a second."
-        )
+        raise ClusterError(f"{name} is {shown(number)}; it must be a number above 0, in bytes, seconds or per second.")

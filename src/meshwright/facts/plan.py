@@ -1,4 +1,4 @@
-"""A strategy with its forecast and the reasons for it: where the planner and the runtime meet."""
+"""Plans: strategies with their forecasts and reasons, which the planner makes and other layers read."""
 
 from __future__ import annotations
 
@@ -8,48 +8,46 @@ from typing import Any
 
 from meshwright.facts.forecast import Forecast
 from meshwright.facts.strategy import Strategy
-
-GIB = 2**30
+from meshwright.units import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What a step's time comes to."""
+    """Throughput that follows from a step's time."""
 
     samples_per_s: float = 0.0
     tokens_per_s_per_device: float | None = None
-    """None where a sample's tokens cannot be told from its loss."""
+    """None if the tokens of a sample are unknown."""
     mfu: float = 0.0
-    """The share of the devices' peak that the model's own forward and backward pass come to."""
+    """Model FLOPs utilization: FLOPs of forward and backward, without recomputation, as a share of the peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One candidate that the planner has thought through."""
+    """One strategy with its forecast."""
 
     strategy: Strategy
-    """How the job would lie over the cluster."""
     forecast: Forecast
-    """What one step would take on the fullest rank."""
+    """Memory of the fullest rank, and time of a step."""
     fits: bool
-    """Whether the peak stays within the device's memory."""
+    """Whether the peak fits into the device's memory."""
     why: tuple[str, ...] = ()
-    """Sentences for the user: why it won, lost, or does not fit."""
+    """Sentences that explain its rank, or why it does not fit."""
     speed: Speed = field(default_factory=Speed)
     error_bar: Mapping[str, float] = field(default_factory=dict)
-    """How far memory and time may be off, as shares."""
+    """Expected errors of memory and time, as shares."""
     grade: str = "account"
-    """"account" where it is a closed form, "trace" where the step was run on fake tensors."""
+    """How memory was forecast: "account" in closed form, or "trace" by a step on fake tensors."""
     stages: tuple[Forecast, ...] = ()
     """Memory of one rank of each pipeline stage, first to last; empty without a pipeline."""
     host_gib: float = 0.0
-    """What leaves the device for its host's memory."""
+    """Host memory per node for offloaded state."""
     saving_gib: float = 0.0
-    """What a save in the background holds of host memory meanwhile: one copy of what the rank writes."""
+    """Host memory of a background save: one copy of what the rank writes."""
 
     @property
     def peak(self) -> int:
-        """Bytes allocated."""
+        """Bytes allocated, without the allocator's fragmentation."""
         return self.forecast.peak - self.forecast.memory.get("allocator", 0)
 
     def to_json(self) -> dict[str, Any]:
@@ -84,7 +82,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A candidate that cannot be, or does not fit, and why."""
+    """A candidate that cannot run or does not fit, and why."""
 
     strategy: str
     reason: str
@@ -92,23 +90,23 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignChoice:
-    """Somebody's own choice, read from another framework's config, held against the plans."""
+    """The user's config of another framework, compared with the plans."""
 
     file: str
     origin: str
-    """Whose config it is."""
+    """The framework that the config is for."""
     strategy: str
-    """As it would lie here; as the file has it where it cannot."""
+    """Resolved for the cluster, or as in the file if that is refused."""
     gain: str
     """What the first plan gains over it, in one sentence."""
     rank: int | None = None
-    """Its place among the plans, from 1; None where it does not fit or is refused."""
+    """Its rank among the plans, from 1; None if it does not fit or is refused."""
     plan: Plan | None = None
-    """Its forecast; None where it is refused."""
+    """Its forecast; None if it is refused."""
     reason: str = ""
-    """Why it does not fit or is refused; empty where it fits."""
+    """Why it does not fit or is refused; empty if it fits."""
     notes: tuple[str, ...] = ()
-    """What was taken otherwise than the file has it, or left out."""
+    """Settings that were changed or left out."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -126,19 +124,19 @@ class ForeignChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """What `plan` found: plans that fit, fastest first; the rest with their reasons."""
+    """The result of `plan`: plans that fit, fastest first, and refusals with their reasons."""
 
     job: str
     cluster: str
     plans: tuple[Plan, ...]
     refused: tuple[Refusal, ...]
     candidates: int
-    """How many were considered."""
+    """Number of strategies that were considered."""
     seconds: float = 0.0
     advice: tuple[str, ...] = ()
-    """What to change where nothing fits; else what is worth knowing."""
+    """What to change if nothing fits, and other remarks."""
     against: ForeignChoice | None = None
-    """A choice that was not ours, where one was asked for."""
+    """The user's own config, if one was given."""
 
     def to_json(self) -> dict[str, Any]:
         """The document that `plan --json` prints."""

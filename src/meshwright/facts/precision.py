@@ -1,4 +1,4 @@
-"""Number formats that a strategy can compute in: all that is known of each, in one record."""
+"""Number formats that a strategy can compute in."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class NumberFormat:
-    """What a strategy's precision stands for."""
+    """Properties of one precision."""
 
     word: str
-    """As a strategy says it."""
+    """The term in a strategy's text."""
     bytes: int
     torch_name: str
     """The dtype's name in PyTorch."""
     rounding: float
     """The largest relative error of rounding a number to it."""
     is_low: bool = True
-    """Whether it has fewer bits than fp32, in which master weights and sums of gradients are kept."""
+    """Whether it has fewer bits than fp32, the format of master weights and gradient sums."""
     scales_loss: bool = False
     """Whether gradients underflow in it unless the loss is scaled up."""
     autocasts: bool = False
     """Whether `torch.autocast` lowers operators to it."""
     is_built: bool = True
-    """Whether an engine here computes in it."""
+    """Whether an engine of ours computes in it."""
 
 
 FULL = NumberFormat(word="fp32", bytes=4, torch_name="float32", rounding=2.0**-24, is_low=False)

@@ -1,45 +1,37 @@
-"""How a strategy's axes share out a number of ranks."""
+"""Divide a number of ranks among a strategy's axes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from meshwright.errors import Refused
+from meshwright.errors import Refused, either
 from meshwright.facts.grammar import show_data
 
 if TYPE_CHECKING:
     from meshwright.facts.strategy import Strategy
 
-_SHOWN = 3  # suggestions in one message; more is a list to search, not an answer
+_SHOWN = 3  # suggestions in one message
 
 
 def fill_data_axis(strategy: Strategy, ranks: int) -> Strategy:
-    """The strategy with its data axis named and sized for `ranks`; refused where the sizes do not multiply to them."""
+    """The strategy with its data axis named and sized for `ranks`; `Refused` if the sizes do not multiply to them."""
     if ranks < 1:
         raise Refused(f"{strategy} was given {ranks} ranks; give it at least 1.")
     if strategy.auto:
         raise Refused(f"{strategy} has no axes yet; let the planner choose them, or name a strategy such as ddp.")
     if strategy.traits.alone:
-        return _resolve_single(strategy, ranks)
+        if ranks == 1:
+            return strategy
+        raise Refused(f"{strategy} runs on 1 rank, but {ranks} were given; ddp is the simplest strategy for {ranks}.")
     if not _fits(strategy.model_ranks, strategy.data_size, ranks):
         raise Refused(_misfit(strategy, ranks))
     left = ranks // strategy.model_ranks
-    if strategy.data is None:
-        return _name_data_axis(strategy, left)
-    return replace(strategy, data_size=left)
-
-
-def _resolve_single(strategy: Strategy, ranks: int) -> Strategy:
-    if ranks == 1:
-        return strategy
-    raise Refused(f"{strategy} runs on 1 rank, but {ranks} were given; ddp is the simplest strategy for {ranks}.")
-
-
-def _name_data_axis(strategy: Strategy, left: int) -> Strategy:
+    if strategy.data is not None:
+        return replace(strategy, data_size=left)
     if left > 1:
         return replace(strategy, data="ddp", data_size=left)
-    # The model's axes took every rank: a data axis of one rank would only add a name.
+    # If the model's axes take every rank, a data axis of one rank would only add a name.
     return strategy if strategy.model_ranks > 1 else replace(strategy, data="single")
 
 
@@ -48,27 +40,27 @@ def _misfit(strategy: Strategy, ranks: int) -> str:
     need = f"{least} ranks" if strategy.data_size else f"a multiple of {least} ranks"
     given = "1 was given" if ranks == 1 else f"{ranks} were given"
     fits = [*_data_terms(strategy, ranks), *_model_terms(strategy, ranks)][:_SHOWN]
-    advice = f"{_either(fits)} would fit" if fits else f"give it {need}, or change more than one size"
+    advice = f"{either(fits)} would fit" if fits else f"give it {need}, or change more than one size"
     return f"{strategy} needs {need}, but {given}; {advice}."
 
 
 def _data_terms(strategy: Strategy, ranks: int) -> list[str]:
-    """Data axes that would fill the ranks beside the model's axes, nearest first."""
+    """Data axes that would fill the ranks that the model's axes leave, nearest size first."""
     left, over = divmod(ranks, strategy.model_ranks)
     if over or strategy.data_size is None:
         return []
     if strategy.hsdp_replicas is None:
         return [show_data(replace(strategy, data_size=left))]
-    replicas = _nearest_first(_divisors(left), strategy.hsdp_replicas)
+    replicas = _nearest_first(divisors(left), strategy.hsdp_replicas)
     return [show_data(replace(strategy, data_size=left, hsdp_replicas=number)) for number in replicas]
 
 
 def _model_terms(strategy: Strategy, ranks: int) -> list[str]:
-    """Sizes of one model axis that would fit with all other sizes kept; size 1 only where nothing else does."""
+    """Sizes of one model axis that would fit if all others stay; size 1 only if no other fits."""
     terms = []
     for axis in strategy.axes:
         others = strategy.model_ranks // axis.size
-        fits = [n for n in _divisors(ranks) if _fits(others * n, strategy.data_size, ranks)]
+        fits = [n for n in divisors(ranks) if _fits(others * n, strategy.data_size, ranks)]
         split = [n for n in fits if n > 1] or fits
         terms += [f"{axis.word}={n}" for n in _nearest_first(split, axis.size)]
     return terms
@@ -79,13 +71,9 @@ def _fits(model_ranks: int, data_size: int | None, ranks: int) -> bool:
     return not over and data_size in (None, left)
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _nearest_first(sizes: list[int], asked: int) -> list[int]:
-    return sorted(sizes, key=lambda size: (abs(size - asked), size))
-
-
-def _either(terms: list[str]) -> str:
-    return " or ".join(filter(None, [", ".join(terms[:-1]), terms[-1]]))
+def _nearest_first(sizes: list[int], wanted: int) -> list[int]:
+    return sorted(sizes, key=lambda size: (abs(size - wanted), size))

@@ -1,4 +1,4 @@
-"""How a job lies over a cluster: mesh axes with sizes, and policies. A frozen value with a text form.
+"""Strategies: mesh axes with sizes, and policies. A frozen value with a text form.
 
 `Strategy.parse("fsdp,tp=2,bf16").resolve(8)` is `fsdp=4,tp=2,bf16`.
 """
@@ -20,36 +20,34 @@ __all__ = ["AxisTerm", "Engine", "Offload", "Recompute", "Strategy"]
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """`parse(str(strategy)) == strategy`, for every strategy that can be made."""
+    """How a job is distributed. `parse(str(strategy)) == strategy` for every valid strategy."""
 
     data: str | None = None
-    """The data axis, a registered word. None: not named; `resolve` makes it ddp where the other axes leave ranks."""
+    """The data axis, a registered word. None: not named; `resolve` makes it ddp if the other axes leave ranks."""
     data_size: int | None = None
-    """Ranks on the whole data axis: R times S for hsdp. None: what the other axes leave."""
+    """Ranks on the whole data axis: R times S for hsdp. None: the ranks that the other axes leave."""
     hsdp_replicas: int | None = None
-    """R of `hsdp=RxS`, and None for every other data axis. Read `replicas` and `shards` instead."""
+    """R of `hsdp=RxS`; None for every other data axis. Read `replicas` and `shards` instead."""
     variant: str = ""
-    """The suffix of the data axis: how much fsdp shards, where "" is everything."""
+    """The suffix of the data axis: what fsdp shards, where "" means everything."""
     axes: tuple[AxisTerm, ...] = ()
     """The axes that divide the model, in the order of the text."""
     precision: str = "fp32"
-    """The number format of the computation: one of `facts/precision.py`."""
+    """The compute dtype, one of `facts/precision.py`."""
     pure: bool = False
-    """Whether the parameters are in that dtype too, with no fp32 master weights."""
+    """Whether parameters have that dtype too, without fp32 master weights."""
     autocast: bool = False
-    """Whether `torch.autocast` chooses each operator's dtype, with parameters in fp32 for everybody."""
+    """Whether `torch.autocast` chooses each operator's dtype, with parameters in fp32."""
     recompute: Recompute = "none"
-    """Activations that are computed again in the backward pass: `ac=` in text."""
+    """Activation checkpointing: `ac=` in text."""
     offload: Offload = ""
-    """What leaves the device."""
+    """State that is offloaded from the device."""
     nvme: str = ""
     """The folder of `offload=nvme:DIR`."""
     micro_batch: int | None = None
-    """Samples in one micro-batch of one rank: `mb=` in text. None: chosen when the run is built."""
+    """Samples per micro-batch of one rank: `mb=` in text. None: chosen when the run is built."""
     compile: bool = False
-    """Whether torch.compile is used."""
     engine: Engine = "torch"
-    """Who runs it."""
     auto: bool = False
     """Whether the planner chooses the axes."""
 
@@ -59,14 +57,14 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Reads comma-separated terms, as `fsdp,tp=2,bf16`."""
+        """Read comma-separated terms, such as `fsdp,tp=2,bf16`."""
         return cls(**grammar.read_terms(text))
 
     def __str__(self) -> str:
         return grammar.show_terms(self)
 
     def to_json(self) -> str:
-        """The canonical text: it loses nothing, and a person can read it."""
+        """The canonical text, which is lossless."""
         return str(self)
 
     @classmethod
@@ -74,27 +72,26 @@ class Strategy:
         return cls.parse(value)
 
     def resolve(self, ranks: int) -> Strategy:
-        """The strategy with its data axis named and sized for a world of so many ranks."""
+        """The strategy with its data axis named and sized for `ranks` ranks."""
         return fill_data_axis(self, ranks)
 
     @property
     def traits(self) -> DataTraits:
-        """What its data axis is."""
+        """Facts about its data axis."""
         return find_traits(self.data, self.variant)
 
     @property
     def number_format(self) -> NumberFormat:
-        """What its precision is."""
         return FORMATS[self.precision]
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that one copy of the model is split over by the axes other than data."""
+        """Ranks that one copy of the model is divided over."""
         return prod(term.size for term in self.axes)
 
     @property
     def stage_axis(self) -> AxisTerm | None:
-        """The axis that cuts the model into stages, a pipeline for one."""
+        """The axis that cuts the model into stages, such as a pipeline."""
         return next((term for term in self.axes if term.traits.staged), None)
 
     @property
@@ -103,12 +100,12 @@ class Strategy:
 
     @property
     def schedule(self) -> str:
-        """The order of a pipeline's micro-batches; "" where there are no stages."""
+        """The pipeline schedule; "" without stages."""
         return self.stage_axis.schedule if self.stage_axis else ""
 
     @property
     def inner_axes(self) -> tuple[AxisTerm, ...]:
-        """The axes whose ranks run the same layers together, from the outermost to the innermost of the mesh."""
+        """The axes whose ranks run the same layers together, outermost in the mesh first."""
         return tuple(sorted((term for term in self.axes if not term.traits.staged), key=lambda term: term.traits.place))
 
     @property
@@ -116,7 +113,7 @@ class Strategy:
         return prod(term.size for term in self.inner_axes)
 
     def config_sizes(self, framework: str) -> dict[str, int]:
-        """The size of each axis that a framework's config has a field for, by field; 1 where the strategy lacks it."""
+        """The size of each axis that a framework's config has a field for, by field; 1 for a missing axis."""
         sizes = {term.word: term.size for term in self.axes}
         fields = {word: traits.config_fields.get(framework) for word, traits in MODEL_AXES.items()}
         return {field: sizes.get(word, 1) for word, field in fields.items() if field}
@@ -133,7 +130,7 @@ class Strategy:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks on the data axis; 1 where there is none."""
+        """Ranks on the data axis; 1 without one."""
         if not self.traits.sized:
             return 1
         if self.data_size is None:
@@ -142,7 +139,7 @@ class Strategy:
 
     @property
     def shards(self) -> int:
-        """Ranks that share out what the data axis shards; 1 where it only replicates."""
+        """Ranks that the data axis shards over; 1 if it only replicates."""
         return self.data_ranks // self.replicas
 
     @property

@@ -1,4 +1,4 @@
-"""What no strategy may be, however it was made: read from text, built in Python or changed with `replace`."""
+"""Validate strategies, whether they were read from text, built in Python or changed with `replace`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OPTIONAL_SIZES = ("data_size", "hsdp_replicas", "micro_batch")
 
 
 def check(strategy: Strategy) -> None:
-    """Raises the first thing that is wrong."""
+    """Raise an error for the first rule that a strategy breaks."""
     _check_words(strategy)
     _check_sizes(strategy)
     _check_data_axis(strategy)
@@ -35,7 +35,7 @@ def check(strategy: Strategy) -> None:
 
 
 def clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
-    """Each pair of terms that cannot stand together, and why."""
+    """Yield each pair of terms that exclude each other, and why."""
     axes = [f"{axis.word}={axis.size}" for axis in strategy.axes]
     if strategy.auto:
         named = [strategy.data, *axes] if strategy.data else axes
@@ -47,11 +47,8 @@ def clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
         if why := conflict(first.traits, second.traits):
             yield f"{first.word}={first.size}", f"{second.word}={second.size}", why
     if strategy.pure and not strategy.number_format.is_low:
-        yield (
-            strategy.precision,
-            "pure",
-            "pure leaves out the fp32 master weights, and fp32 has no others; name bf16 or fp16",
-        )
+        why = "pure leaves out the fp32 master weights, and fp32 has no others; name bf16 or fp16"
+        yield strategy.precision, "pure", why
     if strategy.autocast and not strategy.number_format.autocasts:
         yield strategy.precision, "autocast", "autocast lowers operators to bf16 or fp16; name one of them"
     if strategy.autocast and strategy.pure:
@@ -83,7 +80,7 @@ def _check_word(strategy: Strategy, field: str, valid: Collection[str]) -> None:
 def _check_sizes(strategy: Strategy) -> None:
     sizes = {field: number for field in _OPTIONAL_SIZES if (number := getattr(strategy, field)) is not None}
     for field, number in [*sizes.items(), *((term.word, term.size) for term in strategy.axes)]:
-        # A bool is an int in Python, and a size of True is a slip.
+        # A bool is an int in Python, but a size of True is a mistake.
         text = str(number) if type(number) is int else None
         if text is None or number < 1:
             grammar.count(text, term=f"{field}={number}", example=f"{field}=2")
@@ -95,16 +92,18 @@ def _check_data_axis(strategy: Strategy) -> None:
         found = strategy.data or "no data axis"
         raise StrategyError(f"data_size={strategy.data_size} was given with {found}; name a data axis, as in ddp=2.")
     if traits.hybrid != (strategy.hsdp_replicas is not None):
-        raise StrategyError("hsdp, and only hsdp, takes hsdp_replicas; in text, hsdp=2x4.")
+        raise StrategyError("hsdp needs hsdp_replicas, and only hsdp takes them; in text, hsdp=2x4.")
     if traits.hybrid and (strategy.data_size is None or strategy.data_size % (strategy.hsdp_replicas or 1)):
         raise StrategyError("hsdp needs a data_size that is a multiple of hsdp_replicas; in text, hsdp=2x4.")
 
 
 def _check_folder(strategy: Strategy) -> None:
     if (strategy.offload == "nvme") != bool(strategy.nvme):
-        raise StrategyError("offload=nvme, and only that, takes a folder; in text, offload=nvme:/scratch.")
+        raise StrategyError(
+            "offload=nvme needs a folder, and only offload=nvme takes one; in text, offload=nvme:/scratch."
+        )
     if "," in strategy.nvme or strategy.nvme != strategy.nvme.strip():
         raise StrategyError(
-            f"The folder {strategy.nvme!r} of offload=nvme holds a comma or an outer space, which the strategy's text "
-            "cannot carry; choose another folder."
+            f"The folder {strategy.nvme!r} of offload=nvme contains a comma or an outer space, which a strategy's text "
+            "cannot express; choose another folder."
         )

@@ -1,4 +1,4 @@
-"""How tensor parallelism divides a model's layers: found, or given, before any weight exists."""
+"""How tensor parallelism divides a model's layers: found or given before any weight exists."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from functools import cached_property
 from math import gcd
 from typing import Any
 
+from meshwright.errors import either
+
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 ROLES = ("column", "row", "vocabulary", "whole")
 SOURCES = {"job": "Job(tensor_plan=...)", "model": "the model's own plan", "found": "found in a step on fake tensors"}
@@ -17,21 +19,21 @@ SOURCES = {"job": "Job(tensor_plan=...)", "model": "the model's own plan", "foun
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRow:
-    """One layer and what becomes of it."""
+    """One layer and how it is divided."""
 
     module: str
     role: str
     """`column` divides its outputs, `row` its inputs, `vocabulary` the classes of an embedding or head; or `whole`."""
     parts: int = 1
-    """What the ranks must divide."""
+    """The number that the ranks must divide."""
     what: str = "width"
-    """What these parts are: heads, width or vocabulary."""
+    """The unit of `parts`: heads, width or vocabulary."""
     pieces: int = 1
-    """A fused layer (query, key and value in one) has so many outputs one after another, each divided by itself."""
+    """Number of concatenated outputs of a fused layer (such as query, key and value), each divided separately."""
     feeds: str = ""
-    """For a column: the row layer that its outputs reach."""
+    """For a column layer: the row layer that its outputs feed."""
     source: str = "found"
-    """Who said so: the job, the model's own plan, or what a step on fake tensors showed."""
+    """Where the role comes from, a key of SOURCES."""
     reason: str = ""
 
 
@@ -41,7 +43,7 @@ class TensorPlan:
 
     rows: tuple[TensorRow, ...]
     sequence: bool = False
-    """Whether activations between blocks are (batch, sequence, width), so that they can be divided too."""
+    """Whether activations between blocks are (batch, sequence, width), so that sequence parallelism can divide them."""
 
     @cached_property
     def divided(self) -> tuple[TensorRow, ...]:
@@ -49,7 +51,7 @@ class TensorPlan:
 
     @cached_property
     def _widest(self) -> dict[str, int]:
-        """By the row layer that they feed: the most parts that a layer before it has."""
+        """For each row layer, the most parts of a layer that feeds it."""
         widest: dict[str, int] = {}
         for row in self.divided:
             widest[row.feeds] = max(row.parts, widest.get(row.feeds, 0))
@@ -60,16 +62,17 @@ class TensorPlan:
         return {}
 
     def refuse(self, ranks: int) -> str | None:
-        """Why so many ranks cannot divide the model, in one sentence; None if they can."""
-        if ranks not in self._refusals:  # a search asks for every candidate
+        """Why `ranks` ranks cannot divide the model; None if they can."""
+        if ranks not in self._refusals:  # a search asks again for every candidate
             self._refusals[ranks] = self._refuse(ranks)
         return self._refusals[ranks]
 
     def _refuse(self, ranks: int) -> str | None:
         if not self.divided:
+            reason = next((f" ({row.module}: {row.reason})" for row in self.rows if row.reason), "")
             return (
-                f"tp={ranks} was asked, but no layer can be divided: in each block, linear layers that feed another "
-                f"linear layer were looked for, and a vocabulary{self._first_reason()}; name layers in "
+                f"tp={ranks} was asked, but no layer can be divided: it takes linear layers of a block that feed "
+                f"another linear layer, or a vocabulary{reason}; name layers in "
                 f"Job(tensor_plan=...), or use op={ranks}, which divides single operators."
             )
         needed = [row for row in self.divided if not self._may_be_whole(row)]
@@ -82,25 +85,22 @@ class TensorPlan:
             return f"tp={ranks} was asked, but {found}, and nothing else could be divided; use op={ranks}."
         return None
 
-    def _first_reason(self) -> str:
-        return next((f" ({row.module}: {row.reason})" for row in self.rows if row.reason), "")
-
     def for_ranks(self, ranks: int) -> TensorPlan:
-        """The plan for so many ranks: what they cannot divide, and need not, is whole."""
+        """The plan for `ranks` ranks: layers that they cannot divide, and need not, stay whole."""
         return replace(self, rows=tuple(self._for_ranks(row, ranks) for row in self.rows))
 
     def as_mapping(self) -> dict[str, str]:
-        """What Job(tensor_plan=...) takes to get the same; layers that repeat as one pattern."""
+        """The value of Job(tensor_plan=...) that gives the same plan; repeated layers are one pattern."""
         return {pattern: row.role for pattern, row in self._patterns()}
 
     def table(self) -> list[tuple[str, str, str, str]]:
-        """Layer, role, what is divided, and why, for printing."""
+        """Rows for printing: layer, role, what is divided, and why."""
         return [
             (pattern, row.role, _parts(row), row.reason or SOURCES[row.source]) for pattern, row in self._patterns()
         ]
 
     def _patterns(self) -> Iterator[tuple[str, TensorRow]]:
-        """Rows whose names differ in a number only as one pattern, `blocks.*.up`, where that means just them."""
+        """Merge rows whose names differ only in a number into a pattern, `blocks.*.up`, if it matches no other row."""
         groups: dict[str, list[TensorRow]] = {}
         for row in self.rows:
             groups.setdefault(_NUMBER.sub(".*", row.module), []).append(row)
@@ -126,7 +126,7 @@ class TensorPlan:
         return replace(row, role="whole", reason=f"on every rank: {count} for {ranks} ranks")
 
     def _may_be_whole(self, row: TensorRow) -> bool:
-        """Vocabularies, and keys and values, which have fewer heads than the queries that they meet."""
+        """Whether a layer may stay whole: vocabularies, and keys and values with fewer heads than the queries."""
         if row.role == "vocabulary":
             return True
         meets = row.feeds and row.what == "heads" and row.role == "column"
@@ -135,7 +135,7 @@ class TensorPlan:
     def _advice(self, needed: list[TensorRow]) -> str:
         common = gcd(*(row.parts for row in needed))
         sizes = [str(size) for size in range(2, common + 1) if common % size == 0]
-        return f"tp can be {_either(sizes)}." if sizes else "no tp divides all of its layers; use op=N instead."
+        return f"tp can be {either(sizes)}." if sizes else "no tp divides all of its layers; use op=N instead."
 
 
 def _size(row: TensorRow) -> str:
@@ -148,7 +148,3 @@ def _parts(row: TensorRow) -> str:
     if row.role == "whole":
         return ""
     return f"{row.parts} {row.what}" if row.what == "heads" else f"{row.what} {row.parts}"
-
-
-def _either(sizes: list[str]) -> str:
-    return sizes[0] if len(sizes) == 1 else f"{', '.join(sizes[:-1])} or {sizes[-1]}"

@@ -1,4 +1,4 @@
-"""When each rank of a pipeline does what in one step, foretold or measured: one type, so the two can be compared."""
+"""Timeline of one step of a pipeline, forecast or measured."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 FORWARD, BACKWARD, INPUT, WEIGHT = "forward", "backward", "backward for inputs", "backward for weights"
 SEND, DATA, UPDATE, IDLE = "send", "data axis", "update", "idle"
 KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT, SEND, DATA, UPDATE, IDLE)
-"""What a piece of a timeline may be, in the order in which they are shown."""
+"""Kinds of pieces, in the order in which they are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One thing that one rank does."""
+    """One interval of a rank's timeline."""
 
     rank: int
     kind: str
-    """One of KINDS. What is sent to another stage is under way while the rank computes; all else is one at a time."""
+    """One of KINDS. Sends overlap with computing; all other kinds exclude each other."""
     start: float
-    """Seconds from the step's beginning; likewise `end`."""
+    """Seconds since the start of the step, as is `end`."""
     end: float
     stage: int | None = None
     micro_batch: int | None = None
     to: int | None = None
-    """The rank that something is sent to."""
+    """The receiving rank of a send."""
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Seconds by cause, where more is known than the whole."""
+    """Seconds by cause, if known."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -39,8 +39,13 @@ class Piece:
         return self.end - self.start
 
     def to_json(self) -> dict[str, Any]:
-        told = {"stage": self.stage, "micro_batch": self.micro_batch, "to": self.to, "parts": dict(self.parts) or None}
-        known = {key: value for key, value in told.items() if value is not None}
+        optional = {
+            "stage": self.stage,
+            "micro_batch": self.micro_batch,
+            "to": self.to,
+            "parts": dict(self.parts) or None,
+        }
+        known = {key: value for key, value in optional.items() if value is not None}
         return {"rank": self.rank, "kind": self.kind, "start": self.start, "end": self.end, **known}
 
 
@@ -51,26 +56,26 @@ class Timeline:
     strategy: str
     schedule: str
     ranks: int
-    """Of the pipeline; each stands for all ranks of its stage."""
+    """Ranks of the pipeline; each represents all ranks of its stage."""
     micro_batches: int
     origin: str = "forecast"
-    """Whether it was foretold or measured."""
+    """"forecast" or "measured"."""
     pieces: tuple[Piece, ...]
-    """In the order of ranks, and of time on each."""
+    """Sorted by rank and time."""
 
     @cached_property
     def total(self) -> float:
-        """Seconds until the last rank is done."""
+        """Seconds until the last rank finishes."""
         return max((piece.end for piece in self.pieces), default=0.0)
 
     @property
     def idle(self) -> float:
-        """The share of all ranks' time in which they wait for others."""
+        """Idle share of all ranks' time."""
         waited = sum(piece.seconds for piece in self.pieces if piece.kind == IDLE)
         return waited / (self.ranks * self.total) if self.total else 0.0
 
     def of(self, rank: int) -> tuple[Piece, ...]:
-        """What one rank does."""
+        """The pieces of one rank."""
         return tuple(piece for piece in self.pieces if piece.rank == rank)
 
     def to_json(self) -> dict[str, Any]:
@@ -93,7 +98,7 @@ class Timeline:
 
 
 def with_idle(pieces: Iterable[Piece], ranks: int) -> tuple[Piece, ...]:
-    """The pieces with every gap between a rank's own filled, and ranks ending together."""
+    """Fill the gaps of each rank with idle pieces, up to the end of the last rank."""
     given = sorted(pieces, key=lambda piece: (piece.rank, piece.start, piece.end))
     total = max((piece.end for piece in given), default=0.0)
     return tuple(piece for rank in range(ranks) for piece in _filled(rank, given, total))

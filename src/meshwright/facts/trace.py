@@ -1,4 +1,4 @@
-"""What one rank did in one step on fake tensors: what it allocated, computed and sent."""
+"""Trace of one rank's step on fake tensors: its memory, kernels and messages."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One kernel, or several alike."""
+    """One kernel, or several identical ones."""
 
     kind: str
-    """"matmul", "attention", "convolution" or "other": which ceiling its speed has."""
+    """What limits its speed: "matmul", "attention", "convolution" or "other"."""
     dtype: str
-    """Of what it computes on: `fp32`, `bf16`, `fp16`."""
+    """The dtype of its inputs: `fp32`, `bf16`, `fp16`."""
     flops: float
     bytes: float
-    """Read and written in the device's memory."""
+    """Bytes read and written in the device's memory."""
     shape: tuple[int, ...] = ()
-    """Of a matmul: (batch, m, n, k). Empty for others."""
+    """Of a matmul: (batch, m, n, k); otherwise empty."""
     phase: str = "forward"
-    """"forward", "backward" (recomputing included) or "update"."""
+    """"forward", "backward" (including recomputation) or "update"."""
     count: int = 1
-    """How many kernels of this very size."""
+    """Number of identical kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class Message:
     kind: str
     """"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast" or "send"."""
     bytes: float
-    """Of the whole tensor: what all ranks of the group hold together after an all_gather or before a reduce_scatter."""
+    """Bytes of the whole tensor: what all ranks hold together after an all_gather or before a reduce_scatter."""
     axis: str
-    """The mesh axis that its group lies on: "data", "shard", "replica", "tensor" or "stage"."""
+    """The mesh axis of its group: "data", "shard", "replica", "tensor" or "stage"."""
     ranks: int
     phase: str = "forward"
     count: int = 1
@@ -47,13 +47,13 @@ class Trace:
     rank: int
     ranks: int
     memory: Mapping[str, int]
-    """Bytes by cause at the moment of the peak, without the allocator's own. The causes of MEMORY_CAUSES."""
+    """Bytes at the peak, by a cause from MEMORY_CAUSES, without the allocator's fragmentation."""
     reserved: int
-    """Bytes that the caching allocator would hold for the same sequence of requests."""
+    """Bytes that the caching allocator would reserve for the same sequence of requests."""
     operations: tuple[Operation, ...] = ()
     messages: tuple[Message, ...] = ()
     unseen: str = ""
-    """What the trace could not see; empty if nothing."""
+    """What the trace could not observe; empty if nothing."""
     stages: tuple[int, ...] = field(default=())
     """The pipeline stages that the rank holds; empty without a pipeline."""
 

@@ -1,4 +1,4 @@
-"""The quick grade of forecast: closed form over a model's costs, thousands of candidates a second."""
+"""Closed-form forecasts of memory and time from a model's costs, fast enough for thousands of candidates per second."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from dataclasses import dataclass
 
 from meshwright.facts.forecast import Forecast
 from meshwright.facts.hardware import Hardware
-from meshwright.facts.plan import GIB
 from meshwright.planner.memory import forecast_memory
 from meshwright.planner.stage_costs import StageCosts, held_twice
 from meshwright.planner.step_layout import StepLayout
 from meshwright.planner.time import Timing, forecast_time
+from meshwright.units import GIB
 
 CONTEXT = 1.2 * GIB
-"""What a CUDA process takes of its device beside tensors: its context, and workspaces of cuBLAS and NCCL."""
-AHEAD = 1.2
-"""Gathered inputs that streams hold in a pipeline whose host runs ahead, by those that backward needs: what is to be
-scattered waits there too (published sweep: 1.0 to 1.9)."""
+"""Bytes that a CUDA process uses besides tensors: its context, and the workspaces of cuBLAS and NCCL."""
+HOST_AHEAD = 1.2
+"""Gathered inputs that streams hold in a pipeline whose host runs ahead, relative to those that backward needs. The
+tensors that wait to be scattered are included (published sweep: 1.0 to 1.9)."""
 MARGIN = 0.025
-"""The share of a device's memory that a caching allocator cannot put to use in the end."""
+"""Share of a device's memory that a caching allocator loses to fragmentation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What one step would take."""
+    """Forecast of one step: memory of the ranks, and time."""
 
     ranks: tuple[Forecast, ...]
-    """Memory by cause of one rank of each place in a pipeline; of a long one, of those that can be the fullest."""
+    """Memory by cause of each pipeline rank; of a long pipeline, only the ranks that can be the fullest."""
     fullest: int
-    """Which of these ranks holds most."""
+    """Index in `ranks` of the rank with the highest peak."""
     timing: Timing
-    """Empty where nobody asked for it."""
+    """Empty if the time was not requested."""
 
     @property
     def forecast(self) -> Forecast:
-        """Of the fullest rank."""
+        """Memory of the fullest rank, and the step's time."""
         return Forecast(memory=self.ranks[self.fullest].memory, time=self.timing.parts)
 
     @property
     def places(self) -> tuple[Forecast, ...]:
-        """Of each place in a pipeline: memory by cause and, where all are known, how long it is busy."""
+        """For each pipeline rank: memory by cause and, if every rank is known, its busy seconds."""
         if len(self.ranks) != len(self.timing.busy):
             return self.ranks if len(self.ranks) > 1 else ()
         return tuple(
@@ -53,24 +53,15 @@ class Account:
         """Bytes that the fullest rank's allocator holds."""
         return self.ranks[self.fullest].peak
 
-    @property
-    def peak(self) -> int:
-        """Bytes allocated on the fullest rank."""
-        return allocated(self.ranks[self.fullest])
-
     def fits(self, hardware: Hardware) -> bool:
         return self.reserved <= usable(hardware)
 
 
 def usable(hardware: Hardware) -> float:
-    """Bytes of a device that tensors can have."""
+    """Bytes of a device that are available for tensors."""
     if hardware.device == "cpu":
         return float(hardware.memory)
     return hardware.memory * (1 - MARGIN) - CONTEXT
-
-
-def allocated(forecast: Forecast) -> int:
-    return forecast.peak - forecast.memory.get("allocator", 0)
 
 
 def account(
@@ -81,9 +72,9 @@ def account(
     *,
     worth_timing: Callable[[Forecast], bool] = lambda memory: True,
 ) -> Account:
-    """Memory and time of a step layout; raises `Refused` where the model cannot be cut so.
+    """Memory and time of a step layout; `Refused` if the model cannot be cut into its stages.
 
-    `worth_timing` is told the fullest rank's memory, and says whether the time is asked for.
+    `worth_timing` decides from the fullest rank's memory whether the time is computed.
     """
     timing = forecast_time(step_layout, stage_costs, hardware, per_node) if step_layout.elastic else Timing()
     held = _held_by_streams(step_layout, timing, per_node) if step_layout.elastic else 1.0
@@ -97,15 +88,15 @@ def account(
 
 
 def _held_by_streams(step_layout: StepLayout, timing: Timing, per_node: int) -> float:
-    """Gathered inputs that streams hold, by those that backward needs: the more, the more they wait."""
+    """Gathered inputs that streams hold, relative to those that backward needs; waiting hosts raise it."""
     far = step_layout.stage_ranks > 1 and step_layout.ranks > per_node
     if far and (timing.stalls or step_layout.inner_ranks > per_node):
         return held_twice(step_layout)
-    return AHEAD if step_layout.stage_ranks > 1 else 1.0
+    return HOST_AHEAD if step_layout.stage_ranks > 1 else 1.0
 
 
 def _squeezed(step_layout: StepLayout, stage_costs: StageCosts, ranks: list[Forecast], room: float) -> list[Forecast]:
-    """What is held where memory is short: streams give back what they only had not returned yet, and not more."""
+    """Memory under pressure: streams return the gathered inputs that backward does not need."""
     least = forecast_memory(step_layout, stage_costs, gathered=0.0)
     if max(rank.peak for rank in least) > room:
         return ranks

@@ -1,7 +1,7 @@
-"""A few efficiencies of one's own machines, fitted to runs that were measured on them.
+"""Fit the planner's efficiencies to runs that the user measured.
 
-The account says what a run computes, sends and keeps; how fast one's own devices and links really do it may differ from
-the catalogue by a factor. Three factors for time and one for memory are fitted, each only where rows tell of it.
+A forecast knows what a run computes, sends and keeps. The speed of the user's devices and links may differ from the
+catalogue by a factor. Three factors for time and one for memory are fitted, each only if the rows determine it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from meshwright.planner.scores import ScoredRun
 from meshwright.planner.step_layout import inner_causes
 
 KEPT = ("activations", "logits", "temporary", "gathered", "allocator")
-"""What a factor on memory goes with: states are counted, not estimated."""
+"""Causes that the memory factor scales. Model states are not among them: they are counted, not estimated."""
 LEAST = 0.02
-"""The mean share of a step that a cause needs, for rows to tell anything of it."""
+"""Smallest mean share of the step at which a factor is fitted."""
 BOUNDS = (0.2, 5.0)
 ROUNDS = 25
-PULL = 0.02
+PRIOR = 0.02
+"""Weight of a weak prior towards the catalogue, which decides what no row determines."""
 
 
 def _causes() -> Mapping[str, tuple[str, ...]]:
-    """Which causes of time one factor goes with. Idle stages wait for the others' work, so they go with `compute`."""
+    """The causes of time that each factor scales. Other causes, such as idle stages, scale with `compute`."""
     return {
         "compute": ("compute", "update"),
         "links": (*inner_causes(), "data", "stages", "host copies"),
@@ -35,7 +36,7 @@ def _causes() -> Mapping[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Factors on what the catalogue gives; 1 where nothing was fitted."""
+    """Factors on catalogue-based forecasts; 1 if not fitted."""
 
     compute: float = 1.0
     links: float = 1.0
@@ -44,7 +45,7 @@ class Calibration:
     rows: int = 0
 
     def apply(self, forecast: Forecast) -> Forecast:
-        """A forecast as these machines would have it."""
+        """Scale a forecast to the user's machines."""
         if (self.compute, self.links, self.host, self.memory) == (1.0, 1.0, 1.0, 1.0):
             return forecast
         factors = {cause: getattr(self, name) for name, causes in _causes().items() for cause in causes}
@@ -53,12 +54,8 @@ class Calibration:
         return Forecast(memory=memory, time=time)
 
     def sentences(self) -> tuple[str, ...]:
-        """What was fitted, in words."""
-        words = {
-            "compute": "devices compute",
-            "links": "links carry",
-            "host": "hosts launch",
-        }
+        """Describe the fitted factors."""
+        words = {"compute": "devices compute", "links": "links carry", "host": "hosts launch"}
         found = [
             f"{words[name]} at {1 / getattr(self, name):.0%} of the catalogue's pace"
             for name in words
@@ -66,12 +63,12 @@ class Calibration:
         ]
         if self.memory != 1:
             found.append(f"activations take {self.memory:.0%} of the account")
-        listed = "; ".join(found) or "nothing: the rows tell no factor"
+        listed = "; ".join(found) or "nothing, because the rows determine no factor"
         return (f"Fitted to {self.rows} runs: {listed}.",)
 
 
 def calibrate(outcomes: Sequence[ScoredRun]) -> Calibration:
-    """Fit factors to measured runs, each row counting alike and those far off less."""
+    """Fit factors to measured runs. Rows count equally at first; outliers lose weight."""
     timed = [o for o in outcomes if o.account is not None and o.row.step is not None]
     held = [o for o in outcomes if o.account is not None and o.row.peak_gib is not None]
     found = Calibration(rows=len({o.row.name for o in (*timed, *held)}))
@@ -85,24 +82,23 @@ def calibrate(outcomes: Sequence[ScoredRun]) -> Calibration:
 def _fit_time(outcomes: Sequence[ScoredRun]) -> dict[str, float]:
     groups = list(_causes())
     shares = np.array([_shares(outcome) for outcome in outcomes])
-    told = [index for index in range(len(groups)) if shares[:, index].mean() >= LEAST]
-    if not told:
+    fitted = [index for index in range(len(groups)) if shares[:, index].mean() >= LEAST]
+    if not fitted:
         return {}
-    fixed = shares[:, [i for i in range(len(groups)) if i not in told]].sum(axis=1)
-    factors = _robust(shares[:, told], 1 - fixed)
-    return {groups[place]: float(factor) for place, factor in zip(told, factors, strict=True)}
+    fixed = shares[:, [i for i in range(len(groups)) if i not in fitted]].sum(axis=1)
+    factors = _robust(shares[:, fitted], 1 - fixed)
+    return {groups[place]: float(factor) for place, factor in zip(fitted, factors, strict=True)}
 
 
 def _shares(outcome: ScoredRun) -> list[float]:
-    """Forecast seconds of each group as shares of the measured step; they add up to 1 where a forecast is right."""
+    """Forecast seconds of each group as shares of the measured step; for an exact forecast they add up to 1."""
     assert outcome.account is not None
     assert outcome.row.step is not None
     parts = outcome.account.timing.parts
     groups = _causes()
     known = {cause for causes in groups.values() for cause in causes}
-    rest = sum(seconds for cause, seconds in parts.items() if cause not in known)
     sums = {name: sum(parts.get(cause, 0.0) for cause in causes) for name, causes in groups.items()}
-    sums["compute"] += rest
+    sums["compute"] += sum(seconds for cause, seconds in parts.items() if cause not in known)
     return [seconds / outcome.row.step for seconds in sums.values()]
 
 
@@ -119,14 +115,13 @@ def _fit_memory(outcomes: Sequence[ScoredRun]) -> float:
 
 
 def _robust(shares: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Factors with which shares add up to what is wanted; rows that stay far off weigh less with each round."""
+    """Iteratively reweighted least squares: factors for which `shares @ factors` is close to `wanted`."""
     weights = np.ones(len(wanted))
     factors = np.ones(shares.shape[1])
     for _ in range(ROUNDS):
         roots = np.sqrt(weights)
-        # A weak pull towards the catalogue decides what no row tells.
-        left = np.vstack([shares * roots[:, None], PULL * np.eye(shares.shape[1])])
-        right = np.concatenate([wanted * roots, PULL * np.ones(shares.shape[1])])
+        left = np.vstack([shares * roots[:, None], PRIOR * np.eye(shares.shape[1])])
+        right = np.concatenate([wanted * roots, PRIOR * np.ones(shares.shape[1])])
         factors = np.clip(np.linalg.lstsq(left, right, rcond=None)[0], *BOUNDS)
         weights = 1 / np.maximum(np.abs(shares @ factors - wanted), 0.02)
         weights /= weights.max()

@@ -1,4 +1,4 @@
-"""Every strategy worth thinking of: all ways to lay a job over a cluster's devices, under the policies one allows."""
+"""Enumerate candidate strategies: all ways to divide a job over a cluster's devices under the allowed policies."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from meshwright.facts.cluster import Cluster
 from meshwright.facts.data_axis import usual_terms
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import MODEL_AXES, conflict
+from meshwright.facts.ranks import divisors
 from meshwright.facts.strategy import AxisTerm, Strategy
 from meshwright.schedules import FAMILIES
 from meshwright.strategies import model_axis
@@ -18,23 +19,23 @@ from meshwright.strategies import model_axis
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """What the user lets the planner choose between."""
+    """What the user allows the planner to choose from."""
 
     precisions: tuple[str, ...] = ("bf16",)
     recompute: tuple[str, ...] = ("none", "selective", "full")
     offload: tuple[str, ...] = ("", "optimizer")
     compile: tuple[bool, ...] = (False,)
     tensor: bool = True
-    """Whether inner axes are searched: those whose ranks run the same layers together."""
+    """Whether to search inner axes, whose ranks run the same layers together."""
     pipeline: bool = True
-    """Whether axes that cut the model into stages are searched."""
+    """Whether to search axes that cut the model into stages."""
     largest_tensor: int | None = None
-    """The most ranks of an inner axis; None: as many as the axis itself proposes."""
+    """Largest size of an inner axis; None: what the axis proposes."""
     schedules: tuple[str, ...] = tuple(name for name, family in FAMILIES.items() if family.searched)
 
 
 def candidates(facts: ModelFacts, cluster: Cluster, global_batch: int, allowed: Allowed) -> Iterator[Strategy]:
-    """Resolved strategies, the plainest first. Not all of them can be: that is for `refuse` to say."""
+    """Yield candidates, smallest model axes first. Some cannot run: `refuse` in `planner/search.py` decides that."""
     for terms in _model_axes(facts, cluster, allowed):
         inner = prod(term.size for term in terms)
         data = cluster.devices // inner
@@ -47,7 +48,7 @@ def candidates(facts: ModelFacts, cluster: Cluster, global_batch: int, allowed: 
 
 
 def _model_axes(facts: ModelFacts, cluster: Cluster, allowed: Allowed) -> list[tuple[AxisTerm, ...]]:
-    """The ways to divide the model, the fewest ranks first."""
+    """All combinations of model axes, fewest ranks first."""
     sizes = [_sizes(word, facts, cluster, allowed) for word in MODEL_AXES]
     found = [chosen for chosen in product(*sizes) if cluster.devices % prod(chosen) == 0]
     found.sort(key=lambda chosen: (prod(chosen), chosen))
@@ -62,28 +63,28 @@ def _sizes(word: str, facts: ModelFacts, cluster: Cluster, allowed: Allowed) -> 
         return [1]
     most = cluster.devices if staged or allowed.largest_tensor is None else allowed.largest_tensor
     proposed = model_axis(term).sizes(facts, cluster)
-    return [n for n in _divisors(cluster.devices) if n == 1 or (n in proposed and n <= most)]
+    return [n for n in divisors(cluster.devices) if n == 1 or (n in proposed and n <= most)]
 
 
 def _with_suffixes(term: AxisTerm, allowed: Allowed) -> list[AxisTerm]:
-    """A pipeline under each schedule that is allowed; any other axis as it is."""
+    """A pipeline with each allowed schedule; any other axis unchanged."""
     if not term.traits.staged or not term.traits.suffixes:
         return [term]
     return [replace(term, suffix=name) for name in term.traits.suffixes if name in allowed.schedules]
 
 
 def _data_axes(ranks: int, inner: int, cluster: Cluster) -> list[str]:
-    """The ways to lay so many data ranks; hybrids shard within a node or a few of them, and replicate beyond."""
+    """Terms for a data axis of `ranks` ranks; hybrids shard within one or a few nodes, and replicate across them."""
     if ranks == 1:
         return [""]
-    shards = [n for n in _divisors(ranks) if 1 < n < ranks and n * inner >= cluster.devices_per_node]
+    shards = [n for n in divisors(ranks) if 1 < n < ranks and n * inner >= cluster.devices_per_node]
     hybrids = [f"{ranks // n}x{n}" for n in shards[:3]] if cluster.nodes > 1 else []
     return list(usual_terms(lambda traits: traits.planned, hybrids))
 
 
 def _with_policies(shape: str, samples: int, allowed: Allowed) -> Iterator[Strategy]:
     strategy = Strategy.parse(shape)
-    sizes = [size for size in _divisors(samples) if size & (size - 1) == 0 or size == samples]
+    sizes = [size for size in divisors(samples) if size & (size - 1) == 0 or size == samples]
     if strategy.stage_axis:
         sizes = [size for size in sizes if size * strategy.stage_ranks <= samples]  # else the pipeline is never full
     for precision, recompute, offload, compiled in product(
@@ -92,18 +93,14 @@ def _with_policies(shape: str, samples: int, allowed: Allowed) -> Iterator[Strat
         if compiled and strategy.axes:
             continue
         if offload and recompute != allowed.recompute[-1]:
-            continue  # what still does not fit when it recomputes all it may is worth the host's bandwidth
+            continue  # offloading is only worth its bandwidth if full recomputation does not fit
         made = replace(strategy, precision=precision, recompute=recompute, offload=offload, compile=compiled)  # type: ignore[arg-type]
         for size in sizes:
             yield replace(made, micro_batch=size)
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def plainness(strategy: Strategy) -> int:
-    """How much there is to a strategy: of two that are as fast, the plainer is the better choice."""
+def complexity(strategy: Strategy) -> int:
+    """Score of a strategy's moving parts: of two equally fast strategies, the less complex one is recommended."""
     axes = strategy.traits.complexity + sum(term.traits.complexity for term in strategy.axes)
     schedule = FAMILIES[strategy.schedule].complexity if strategy.schedule else 0
     policies = 2 * (strategy.recompute != "none") + 4 * bool(strategy.offload) + 3 * strategy.compile

@@ -1,12 +1,13 @@
-"""Why the first plan won and what each rival would cost, in a user's words."""
+"""Explain to the user why the first plan won, and what each other plan would cost."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from meshwright.facts.plan import GIB, Plan
+from meshwright.facts.plan import Plan
 from meshwright.planner.search import TIE
+from meshwright.units import GIB
 
 CAUSES = {
     "compute": "computing",
@@ -16,11 +17,11 @@ CAUSES = {
     "update": "the optimizer",
     "host copies": "copying to and from the host",
 }
-"""Causes of time that are not an axis's communication."""
+"""Descriptions of the causes of time, except the communication of an axis."""
 
 
 def explain(plans: list[Plan]) -> list[Plan]:
-    """The same plans with their reasons: the first against the second, the others against the first."""
+    """Add reasons to plans: the first is compared with the next slower one, the others with the first."""
     if not plans:
         return []
     first, *others = plans
@@ -32,12 +33,12 @@ def _why_first(first: Plan, others: list[Plan]) -> tuple[str, ...]:
     ties = [plan for plan in others if abs(plan.forecast.step / first.forecast.step - 1) <= TIE]
     slower = [plan for plan in others if plan.forecast.step > first.forecast.step * (1 + TIE)]
     if ties:
-        sentences.append(f"As fast, as far as we know, and less plain: {_named(ties)}.")
+        names = ", ".join(str(plan.strategy) for plan in ties[:3])
+        names += f" and {len(ties) - 3} more" if len(ties) > 3 else ""
+        sentences.append(f"Equally fast within the error bar, but more complex: {names}.")
     if slower:
-        nearest = slower[0]
-        sentences.append(
-            f"{nearest.strategy} would take {_percent(nearest, first)} longer: {_difference(nearest, first)}."
-        )
+        longer = slower[0].forecast.step / first.forecast.step - 1
+        sentences.append(f"{slower[0].strategy} would take {longer:.0%} longer: {_difference(slower[0], first)}.")
     return tuple(sentences)
 
 
@@ -54,7 +55,7 @@ def _why_not(plan: Plan, first: Plan) -> tuple[str, ...]:
 
 
 def _share(plan: Plan) -> str:
-    """Where the time goes: the two largest parts."""
+    """The two largest parts of the step's time."""
     step = plan.forecast.step
     parts = sorted(plan.forecast.time.items(), key=lambda part: -part[1])[:2]
     listed = [f"{_worded(cause)} {seconds / step:.0%}" for cause, seconds in parts if seconds / step >= 0.01]
@@ -62,7 +63,7 @@ def _share(plan: Plan) -> str:
 
 
 def _difference(plan: Plan, other: Plan) -> str:
-    """What makes one slower than the other: the cause that grows most."""
+    """The cause that makes one plan slower than the other: the one that grows most."""
     change = plan.forecast - other.forecast
     cause, seconds = max(change.time.items(), key=lambda part: part[1])
     return f"{_milliseconds(seconds)} more of {_worded(cause)}"
@@ -72,23 +73,14 @@ def _worded(cause: str) -> str:
     return CAUSES.get(cause, f"waiting for the {cause} axis")
 
 
-def _percent(plan: Plan, other: Plan) -> str:
-    return f"{plan.forecast.step / other.forecast.step - 1:.0%}"
-
-
 def _milliseconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
 
 
-def _named(plans: list[Plan]) -> str:
-    names = [str(plan.strategy) for plan in plans[:3]]
-    return ", ".join(names) + (f" and {len(plans) - 3} more" if len(plans) > 3 else "")
-
-
 def advise(tightest: Plan | None, room: float, tries: list[tuple[str, Callable[[], Plan | None]]]) -> tuple[str, ...]:
-    """What to change where nothing fits: the first of each kind of change that helps."""
+    """Suggest changes when nothing fits; each of `tries` is a change and the plan that it makes possible, if any."""
     if tightest is None:
-        return ("No candidate can run here; the reasons are listed.",)
+        return ("No candidate can run here; each one's reason is listed under refused.",)
     need = tightest.forecast.peak / GIB
     advice = [f"Nothing fits: the smallest is {tightest.strategy} with {need:.1f} of {room / GIB:.1f} GiB."]
     for change, attempt in tries:
@@ -97,5 +89,7 @@ def advise(tightest: Plan | None, room: float, tries: list[tuple[str, Callable[[
             held = f"{plan.forecast.peak / GIB:.1f} GiB"
             advice.append(f"{change} would fit: {plan.strategy}, {held}, {_milliseconds(plan.forecast.step)} a step.")
     if len(advice) == 1:
-        advice.append("Neither recomputing, offloading nor eight times the devices would fit: the model is too large.")
+        advice.append(
+            "Recomputing, offloading or eight times the devices would not make it fit: the model is too large."
+        )
     return tuple(advice)

@@ -1,4 +1,4 @@
-"""Rows of measured runs, in the columns of public benchmark tables: read, and put into the planner's own words."""
+"""Read tables of measured runs, in the columns of public benchmark tables, as step layouts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshwright.planner.step_layout import StepLayout
 from meshwright.reading import read_text, shown
 
 MOST = 10_000_000
-"""Of layers, tokens, devices and whatever else is counted; beyond it a number is a slip of the keyboard."""
+"""Largest count of layers, tokens, devices and so on; a larger number is a typing error."""
 
 NEEDED = (
     *("arch", "n_layers", "d_model", "n_heads", "d_ff", "vocab", "seq_len", "gpu", "gpus_per_node", "n_gpus"),
@@ -41,33 +41,31 @@ class MeasuredRun:
     step_layout: StepLayout
     fits: bool
     tokens_per_s: float | None
-    """Of one device."""
+    """Per device."""
     peak_gib: float | None
     loss: str = "plain"
     """How cross entropy is computed: "plain", "shifted" as Megatron and nanotron do, or "fused" as for MPT."""
 
     @property
     def cell(self) -> tuple[str, int]:
-        """Runs that could have been chosen between."""
+        """Key of the runs that are alternatives to each other."""
         return self.arch, self.cluster.devices
 
     @property
     def step(self) -> float | None:
-        """Measured seconds of one step."""
+        """Measured seconds per step."""
         if self.tokens_per_s is None:
             return None
-        a = self.step_layout
-        samples = a.data * a.micro_batch * a.micro_batches
-        return samples * self.shape.length / (self.tokens_per_s * self.cluster.devices)
+        return self.step_layout.samples * self.shape.length / (self.tokens_per_s * self.cluster.devices)
 
 
 def read_rows(path: Path) -> list[MeasuredRun]:
-    """All rows of a CSV file; an error names the line and the column that cannot be read."""
+    """Read all rows of a CSV file; an error names the line and the column."""
     try:
         reader = csv.DictReader(StringIO(read_text(path), newline=""))
         missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
         if missing:
-            raise BadInput(f"{path} has no column {missing[0]!r}; needed are {', '.join(NEEDED)}.")
+            raise BadInput(f"{path} has no column {missing[0]!r}; it needs {', '.join(NEEDED)}.")
         return [_read(values, path, number) for number, values in enumerate(reader, start=2)]
     except csv.Error as error:
         raise BadInput(f"{path} cannot be read as CSV: {error}.") from None
@@ -76,7 +74,7 @@ def read_rows(path: Path) -> list[MeasuredRun]:
 def _read(values: Mapping[str, Any], path: Path, line: int) -> MeasuredRun:
     short = next((name for name in NEEDED if values[name] is None), None)
     if short is not None:
-        raise BadInput(f"{path}, line {line}: it ends before the column {short}.")
+        raise BadInput(f"{path}, line {line} ends before the column {short}.")
     try:
         return _row(values, line)
     except (ValueError, KeyError, ClusterError) as error:
@@ -86,7 +84,7 @@ def _read(values: Mapping[str, Any], path: Path, line: int) -> MeasuredRun:
 def _row(values: Mapping[str, Any], line: int) -> MeasuredRun:
     number = _Numbers(values)
     learned = values["arch"].lower().startswith(("mpt", "gpt"))
-    # Gradients are summed in another dtype than the parameters have, beside them: Megatron's way, and its loss.
+    # Summing gradients in another dtype than the parameters' is Megatron's way, and so is its loss.
     accumulators = _dtype(values, "grad_dtype", "fp32") != _dtype(values, "param_dtype", "fp32")
     return MeasuredRun(
         name=values.get("row") or f"line {line}",
@@ -106,7 +104,7 @@ def _row(values: Mapping[str, Any], line: int) -> MeasuredRun:
             biases=learned,
         ),
         cluster=_cluster(values, number),
-        step_layout=_arrangement(values, number),
+        step_layout=_step_layout(values, number),
         fits=values["status"] == "ok",
         tokens_per_s=_float(values, "tok_s_gpu"),
         peak_gib=_float(values, "peak_mem_gib"),
@@ -127,7 +125,7 @@ def _cluster(values: Mapping[str, Any], number: _Numbers) -> Cluster:
 
 
 def _link(values: Mapping[str, Any]) -> str | None:
-    """What joins the nodes: the row's own column, or what is known of the source that it names."""
+    """Kind of the link between nodes: from the row's column, or from the source that it cites."""
     if values.get("inter_node_link"):
         return str(values["inter_node_link"])
     source = values.get("source") or ""
@@ -136,19 +134,19 @@ def _link(values: Mapping[str, Any]) -> str | None:
 
 @cache
 def _networks() -> dict[str, dict[str, str]]:
-    """Networks of published benchmarks whose rows do not name theirs, by a word of their source."""
+    """Networks of published benchmarks whose rows lack that column, by a word of the source."""
     found: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("networks.json").read_text())
     return found
 
 
-def _arrangement(values: Mapping[str, Any], number: _Numbers) -> StepLayout:
+def _step_layout(values: Mapping[str, Any], number: _Numbers) -> StepLayout:
     shards, replicas, stage = number("dp_shard"), number("dp_replicate"), number("zero_stage")
     compute = _dtype(values, "compute_dtype", "bf16")
     rest, gradient, master = (
         FORMATS[_dtype(values, name, "fp32")].bytes for name in ("param_dtype", "grad_dtype", "master_dtype")
     )
     over = shards if stage else 1
-    beside, summed = master > rest, number("grad_accum") > 1
+    has_masters, accumulates = master > rest, number("grad_accum") > 1
     terms = tuple(AxisTerm(word, number(word, None if word in NEEDED else 1)) for word in MODEL_AXES)
     axes = Strategy(axes=normalised(terms))
     return StepLayout(
@@ -163,19 +161,19 @@ def _arrangement(values: Mapping[str, Any], number: _Numbers) -> StepLayout:
         recompute=values.get("activation_ckpt") or "none",
         compile=_is_true(values.get("compile")),
         parameters_over=over if stage == 3 else 1,
-        # A single micro-batch needs no sum: its gradients go to their shards as they are.
-        gradients_over=over if stage >= 2 or (stage == 1 and beside and not summed) else 1,
+        # A single micro-batch needs no sum: its gradients go straight to their shards.
+        gradients_over=over if stage >= 2 or (stage == 1 and has_masters and not accumulates) else 1,
         optimizer_over=over,
         parameter_bytes=rest,
         gradient_bytes=gradient,
-        # Without a pipeline it is fullest at the loss, where the last micro-batch's own gradients are gone.
-        beside_bytes=rest if gradient > rest and stage < 2 and axes.stage_axis and (summed or stage) else 0,
+        # Without a pipeline the peak is at the loss, when the previous micro-batch's gradients are freed.
+        beside_bytes=rest if gradient > rest and stage < 2 and axes.stage_axis and (accumulates or stage) else 0,
         moment_bytes=2 * master,
-        master_bytes=master if beside else 0,
+        master_bytes=master if has_masters else 0,
         cast_bytes=0 if FORMATS[compute].bytes == rest or stage == 3 else FORMATS[compute].bytes,
         reshards=stage == 3,
         reduce_bytes=gradient,
-        # What is summed beside the parameters is sent when the sum is complete.
+        # Gradients with a separate accumulator are sent when the sum is complete.
         overlaps=gradient == rest or stage >= 2,
         sequence=_is_true(values.get("sequence_parallel")),
         elastic=_is_true(values.get("sequence_parallel")),
@@ -183,7 +181,7 @@ def _arrangement(values: Mapping[str, Any], number: _Numbers) -> StepLayout:
 
 
 class _Numbers:
-    """Reads whole numbers from a row, with the column's name in the error."""
+    """Reads whole numbers from a row; an error names the column."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
@@ -195,14 +193,14 @@ class _Numbers:
         number = _real(text, name)
         least = 0 if name == "zero_stage" else 1
         if number != int(number) or not least <= number <= MOST:
-            raise ValueError(f"{name} is {shown(text)}, and has to be a whole number from {least} to {MOST}")
+            raise ValueError(f"{name} is {shown(text)}; it must be a whole number from {least} to {MOST}")
         return int(number)
 
 
 def _dtype(values: Mapping[str, Any], name: str, default: str) -> str:
     dtype = values.get(name) or default
     if dtype not in BUILT:
-        raise ValueError(f"{name} is {dtype!r}; known are {', '.join(BUILT)}")
+        raise ValueError(f"{name} is {dtype!r}; it must be one of {', '.join(BUILT)}")
     return str(dtype)
 
 
@@ -221,5 +219,5 @@ def _real(text: Any, name: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{name} is {shown(text)}, and has to be a number")
+        raise ValueError(f"{name} is {shown(text)}; it must be a number")
     return number

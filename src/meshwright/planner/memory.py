@@ -1,4 +1,4 @@
-"""Bytes by cause on the fullest rank of each pipeline stage, in closed form."""
+"""Bytes by cause on each pipeline rank, in closed form."""
 
 from __future__ import annotations
 
@@ -7,44 +7,45 @@ from functools import lru_cache
 from meshwright import schedules
 from meshwright.facts.forecast import Forecast
 from meshwright.planner.stage_costs import StageCosts, StageWork
-from meshwright.planner.step_layout import StepLayout, rank_of, stages_of
+from meshwright.planner.step_layout import StepLayout, stages_of
 
 GATHERED_UNITS = 2
-"""Blocks that FSDP2 holds whole at a time: the one that computes and the next one, which is being gathered."""
+"""Blocks that FSDP2 holds gathered at a time: the one that computes and the next, which is being gathered."""
 WORKSPACE = 64 * 2**20
-"""Bytes that cuBLAS takes for itself, twice 32 MiB on Hopper: once for each thread that computes."""
+"""Bytes of cuBLAS's workspaces: 32 MiB on Hopper for each of two threads that compute."""
 FEW = 8
-"""Pipeline ranks up to which every one is looked at."""
+"""Pipelines of up to this many ranks are evaluated on every rank."""
 SLACK = 0.09
-"""What the caching allocator holds beyond what is asked of it, as a share of activations and temporaries: blocks that
-do not fit what is asked for next (measured on an H200: 2 to 9 % of the peak in eager, docs/tracing.md)."""
+"""Fragmentation of the caching allocator, as a share of activations and logits (measured on an H200: 2 to 9 % of the
+peak in eager, docs/tracing.md)."""
 
 
-def forecast_memory(
-    step_layout: StepLayout, stage_costs: StageCosts, *, gathered: float = 1.0, every: bool = False
-) -> list[Forecast]:
-    """Forecasts of pipeline ranks, first to last; raises `Refused` where the model cannot be cut so.
+def forecast_memory(step_layout: StepLayout, stage_costs: StageCosts, *, gathered: float = 1.0) -> list[Forecast]:
+    """Forecasts of pipeline ranks, first to last; `Refused` if the model cannot be cut into the stages.
 
-    Of a long pipeline only the ranks that can be the fullest, unless `every` one is asked for. `gathered` is the share
-    of the inputs that inner axes gather that is held.
+    For a long pipeline, only the ranks that can be the fullest. `gathered` is the share of the inner axes' gathered
+    inputs that is held.
     """
     stages = stage_costs.of(step_layout, gathered=gathered)
-    ranks = range(step_layout.stage_ranks) if every or step_layout.stage_ranks <= FEW else _ends(step_layout, stages)
+    ranks = range(step_layout.stage_ranks) if step_layout.stage_ranks <= FEW else _ends(step_layout, stages)
     return [_of_rank(step_layout, stages, rank) for rank in ranks]
 
 
 def _ends(step_layout: StepLayout, stages: tuple[StageWork, ...]) -> list[int]:
-    """The first ranks have most in flight, the last the loss, and one the most parameters."""
+    """The ranks that can be the fullest: the first have most in flight, the last the loss, one the most parameters."""
     heaviest = max(range(len(stages)), key=lambda stage: stages[stage].elements)
     last = step_layout.stage_ranks - 1
-    return sorted({0, 1, rank_of(step_layout, heaviest), last - 1, last})
+    holder = next(rank for rank, own in enumerate(stages_of(step_layout)) if heaviest in own)
+    return sorted({0, 1, holder, last - 1, last})
 
 
 def _of_rank(step_layout: StepLayout, stages: tuple[StageWork, ...], rank: int) -> Forecast:
     own = [stages[stage] for stage in stages_of(step_layout)[rank]]
     flights = in_flight(step_layout)[rank]
     kept, climb = _activations(own, flights)
-    kept += _received(step_layout, stages, rank, flights)
+    # The received inputs of the micro-batches in flight, which no unit of the stage counts.
+    first = stages_of(step_layout)[rank][0]
+    kept += max(flights) * stages[first - 1].output if first else 0.0
     logits = min(climb, max(stage.logits for stage in own))
     memory = {
         **_states(step_layout, own, flights),
@@ -77,7 +78,7 @@ def _states(step_layout: StepLayout, own: list[StageWork], flights: tuple[int, .
 
 
 def _cast(step_layout: StepLayout, own: list[StageWork], flights: tuple[int, ...]) -> float:
-    """Elements that lie cast beside the parameters, for each micro-batch in flight; of blocks that recompute, one."""
+    """Elements of casts that are kept for backward, over all micro-batches in flight; one block if blocks recompute."""
     cast = 0
     for stage, count in zip(own, flights, strict=True):
         around, blocks, one = stage.cast
@@ -86,17 +87,17 @@ def _cast(step_layout: StepLayout, own: list[StageWork], flights: tuple[int, ...
 
 
 def _activations(own: list[StageWork], flights: tuple[int, ...]) -> tuple[float, float]:
-    """Bytes that other micro-batches keep while the fullest moment of one is passed through, and that moment's."""
-    others = [max(0, count - 1) * stage.kept for stage, count in zip(own, flights, strict=True)]
+    """Bytes that the other micro-batches keep while one is at its peak, and that micro-batch's peak."""
+    others = sum(max(0, count - 1) * stage.kept for stage, count in zip(own, flights, strict=True))
     fullest = max(range(len(own)), key=lambda i: own[i].climb - own[i].kept)
     resting = sum(stage.kept for i, stage in enumerate(own) if i != fullest and flights[i])
-    return sum(others) + resting, own[fullest].climb
+    return others + resting, own[fullest].climb
 
 
 def _with_gradients(step_layout: StepLayout, stage: StageWork) -> dict[str, float]:
-    """Activations, gradients and gathered parameters at the moment when they are most together.
+    """Activations, gradients and gathered parameters at the moment when their sum is largest.
 
-    Backward frees what a unit kept and leaves its gradients, so it is fullest at the loss or at the first unit.
+    Backward frees a unit's activations and allocates its gradients, so the peak is at the loss or at the first unit.
     """
     each = step_layout.gradient_bytes / step_layout.gradients_over
     inside, outside = _gathered(step_layout, [stage], True), _gathered(step_layout, [stage], False)
@@ -111,34 +112,24 @@ def _with_gradients(step_layout: StepLayout, stage: StageWork) -> dict[str, floa
     return fullest
 
 
-def _received(step_layout: StepLayout, stages: tuple[StageWork, ...], rank: int, flights: tuple[int, ...]) -> float:
-    """What neighbours sent: the input of every micro-batch in flight, which no unit of the stage counts as its own."""
-    first = stages_of(step_layout)[rank][0]
-    return max(flights) * stages[first - 1].output if first else 0.0
-
-
 def _gathered(step_layout: StepLayout, own: list[StageWork], inside: bool) -> float:
-    """Parameters that are whole for a while, and gradients that are not divided yet; `inside` of a block or not."""
+    """Gathered parameters, and gradients before they are scattered; `inside` tells whether a block is running."""
     if not step_layout.gathers:
         return 0.0
     low = step_layout.compute_bytes
     blocks = [unit.elements for stage in own for unit in stage.units if unit.is_block]
     whole = sum(stage.elements for stage in own)
-    rest = whole - sum(blocks)
-    """What is in no block is gathered with the model's root and stays."""
+    rest = whole - sum(blocks)  # gathered with the model's root, and kept
     held = GATHERED_UNITS * inside * max(blocks, default=0) + rest if step_layout.reshards else whole
     gradients = inside * max(blocks, default=0) * (low + step_layout.reduce_bytes)
     return held * low + gradients
 
 
 def _buffers(step_layout: StepLayout, own: list[StageWork]) -> float:
-    """What a sum over ranks needs beside the gradients themselves."""
-    if step_layout.data == 1 or step_layout.gathers:
+    """Buffers of a gradient sum over ranks, besides the gradients."""
+    if step_layout.data == 1 or step_layout.gathers or step_layout.optimizer_over == 1:
         return 0.0
-    largest = max((unit.elements for stage in own for unit in stage.units), default=0)
-    if step_layout.optimizer_over > 1:
-        return float(largest * step_layout.reduce_bytes)
-    return 0.0
+    return float(max((unit.elements for stage in own for unit in stage.units), default=0) * step_layout.reduce_bytes)
 
 
 @lru_cache(maxsize=4096)
@@ -146,11 +137,11 @@ def _flights(schedule: str, ranks: int, virtual: int, micro_batches: int) -> tup
     if formula := schedules.FAMILIES[schedule].in_flight:
         return tuple((formula(rank, ranks, micro_batches),) for rank in range(ranks))
     if ranks > FEW:
-        # Long pipelines are as full as short ones, for their length.
+        # The number in flight grows in proportion to the length of the pipeline.
         few = _flights(schedule, FEW, virtual, max(FEW, round(micro_batches * FEW / ranks)))
         places = [few[round(rank * (FEW - 1) / (ranks - 1))] for rank in range(ranks)]
         return tuple(tuple(min(micro_batches, round(count * ranks / FEW)) for count in place) for place in places)
-    # What is in flight does not grow once the pipeline is full, so a short run tells of a long one.
+    # The number in flight does not grow once the pipeline is full, so a short run gives the same counts.
     count = schedules.micro_batches_near(schedule, ranks, min(micro_batches, 3 * ranks))
     made = schedules.make(schedule, ranks, count)
     found = schedules.count_in_flight(made, until=schedules.Kind.BACKWARD_WEIGHT)
@@ -158,7 +149,7 @@ def _flights(schedule: str, ranks: int, virtual: int, micro_batches: int) -> tup
 
 
 def in_flight(step_layout: StepLayout) -> tuple[tuple[int, ...], ...]:
-    """For each pipeline rank, how many micro-batches each of its stages keeps activations of."""
+    """For each pipeline rank, the number of micro-batches whose activations each of its stages keeps."""
     if step_layout.stage_ranks == 1:
         return ((1,),)
     return _flights(step_layout.schedule, step_layout.stage_ranks, step_layout.virtual, step_layout.micro_batches)

@@ -1,4 +1,4 @@
-"""How good forecasts are: errors of memory and time, who fits, and what following the first choice would cost."""
+"""Score forecasts against measured runs: errors of memory and time, what fits, and the regret of the first choice."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-from meshwright.facts.plan import GIB
 from meshwright.planner.account import Account
 from meshwright.planner.measured_runs import MeasuredRun
+from meshwright.units import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredRun:
-    """A row and what the planner says of it."""
+    """A measured run and the planner's forecast for it."""
 
     row: MeasuredRun
     account: Account | None
-    """None where it is refused."""
+    """None if the run is refused."""
     fits: bool
     reason: str = ""
-    """Why it is refused, or does not fit."""
+    """Why the run is refused or does not fit."""
 
     @property
     def memory_error(self) -> float | None:
-        """Relative. A pipeline's measurement is that of its first rank, which is who prints."""
+        """Relative error. A pipeline's measurement is of its first rank, which prints it."""
         if self.account is None or self.row.peak_gib is None:
             return None
         return self.account.ranks[0].peak / GIB / self.row.peak_gib - 1
 
     @property
     def time_error(self) -> float | None:
-        """Relative, of a step's seconds."""
+        """Relative error of the step's seconds."""
         if self.account is None or self.row.step is None:
             return None
         return self.account.timing.total / self.row.step - 1
 
 
 def score(outcomes: Sequence[ScoredRun]) -> dict[str, Any]:
-    """All scores, as `validate --json` prints them."""
+    """All scores, in the form that `validate --json` prints."""
     return {
         "rows": len(outcomes),
         "memory": _errors(outcome.memory_error for outcome in outcomes),
@@ -88,16 +88,15 @@ def _regret(outcomes: Sequence[ScoredRun]) -> dict[str, Any]:
 
 
 def _cell_regret(members: list[ScoredRun]) -> float | None:
-    steps = [speed for outcome in members if (speed := outcome.row.tokens_per_s) is not None]
+    speeds = [speed for outcome in members if (speed := outcome.row.tokens_per_s) is not None]
     known = [outcome for outcome in members if outcome.fits and outcome.account is not None]
-    if not steps or not known:
+    if not speeds or not known:
         return None
     chosen = max(known, key=_forecast_speed)
-    # A first choice that did not run costs the whole run.
-    return max(steps) / chosen.row.tokens_per_s - 1 if chosen.row.tokens_per_s else 1.0
+    # A first choice that did not run has a regret of 100 %.
+    return max(speeds) / chosen.row.tokens_per_s - 1 if chosen.row.tokens_per_s else 1.0
 
 
 def _forecast_speed(outcome: ScoredRun) -> float:
     assert outcome.account is not None
-    a = outcome.row.step_layout
-    return a.data * a.micro_batch * a.micro_batches / outcome.account.timing.total
+    return outcome.row.step_layout.samples / outcome.account.timing.total

@@ -1,8 +1,8 @@
-"""From candidates to a ranking: refuse what cannot be, account for the rest, keep what fits, fastest first."""
+"""Evaluate candidates: refuse those that cannot run, forecast the rest, and rank those that fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -11,32 +11,31 @@ from meshwright.facts.cluster import Cluster
 from meshwright.facts.forecast import Forecast
 from meshwright.facts.hardware import Hardware
 from meshwright.facts.model import ModelFacts
-from meshwright.facts.plan import GIB, Plan, Refusal, Speed
+from meshwright.facts.plan import Plan, Refusal, Speed
+from meshwright.facts.precision import BUILT
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
 from meshwright.planner.account import Account, account, usable
 from meshwright.planner.calibrate import Calibration
-from meshwright.planner.candidates import plainness
+from meshwright.planner.candidates import complexity
 from meshwright.planner.kernels import peak_flops
 from meshwright.planner.stage_costs import StageCosts
 from meshwright.planner.step_layout import StepLayout, lay_out_step
 from meshwright.strategies import Place, data_strategy, model_axis
 from meshwright.strategies.moved_state import refuse_moved
+from meshwright.units import GIB
 
 TIE = 0.03
-"""Plans whose times differ by less than this are as fast as each other, as far as we know."""
+"""Plans whose times differ by less than this share count as equally fast."""
 ROOM = 0.93
-"""The share of a device's memory up to which a plan has room to spare, as far off as forecasts are."""
+"""Share of a device's memory up to which a plan fits safely, considering the error of forecasts."""
 ERROR_BARS = {"account": {"memory": 0.10, "time": 0.20}, "trace": {"memory": 0.03, "time": 0.20}}
-"""Published runs are within this share of our forecasts about three times in four (docs/planner.md)."""
-
-Tracer = Callable[[Strategy], list[Trace]]
-"""Traces one rank of each role of a strategy."""
+"""Three in four published runs are within this share of our forecasts (docs/planner.md)."""
 
 
 @dataclass
 class SearchResult:
-    """What a search has seen so far."""
+    """Plans that fit, plans that do not, and every refusal with its reason."""
 
     plans: list[Plan] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
@@ -46,7 +45,7 @@ class SearchResult:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanContext:
-    """What is planned for, and with."""
+    """The model, cluster and costs that plans are made for."""
 
     facts: ModelFacts
     stage_costs: StageCosts
@@ -62,16 +61,18 @@ class PlanContext:
         return Place(device=device, devices=per_node, ranks=self.cluster.devices, local_ranks=per_node)
 
 
-def search(context: PlanContext, candidates: Iterable[Strategy], *, time_all: bool = False) -> SearchResult:
-    """Think through every candidate. Those that only take more memory than one that does not fit are passed over.
+def search(
+    context: PlanContext, candidates: Iterable[Strategy], *, time_all: bool = False, shortcuts: bool = True
+) -> SearchResult:
+    """Evaluate every candidate, and sort those that fit by step time.
 
-    How long a step would take is told of those that fit, or with `time_all` of the others as well.
+    With `time_all`, candidates that do not fit get a step time too. With `shortcuts`, a candidate that an earlier one
+    rules out is refused without being evaluated.
     """
     found, known = SearchResult(), _Known()
     for candidate in candidates:
         found.candidates += 1
-        reason = known.foretells(candidate)
-        if reason:
+        if shortcuts and (reason := known.rules_out(candidate)):
             found.refused.append(Refusal(strategy=str(candidate), reason=reason))
             continue
         try:
@@ -91,15 +92,15 @@ def search(context: PlanContext, candidates: Iterable[Strategy], *, time_all: bo
 
 
 class _Known:
-    """What earlier candidates say of later ones: memory grows with the micro-batch, and offloading never saves time."""
+    """What earlier candidates imply for later ones: memory grows with the micro-batch; offloading never saves time."""
 
     def __init__(self) -> None:
         self._full: dict[tuple[object, ...], int] = {}
         self._fits: set[tuple[object, ...]] = set()
         self._refused: dict[tuple[object, ...], str] = {}
 
-    def foretells(self, candidate: Strategy) -> str:
-        """Why a candidate need not be thought through; empty if it must be."""
+    def rules_out(self, candidate: Strategy) -> str:
+        """Why a candidate need not be evaluated; empty if it must be."""
         size = candidate.micro_batch or 0
         smallest = self._full.get(_policies(candidate))
         if smallest is not None and size >= smallest:
@@ -120,8 +121,7 @@ class _Known:
 
 
 def _axes(s: Strategy) -> tuple[object, ...]:
-    laid = (s.data, s.data_size, s.variant, s.hsdp_replicas, s.axes)
-    return *laid, s.precision, s.pure, s.autocast, s.compile
+    return s.data, s.data_size, s.variant, s.hsdp_replicas, s.axes, s.precision, s.pure, s.autocast, s.compile
 
 
 def _policies(s: Strategy) -> tuple[object, ...]:
@@ -129,7 +129,7 @@ def _policies(s: Strategy) -> tuple[object, ...]:
 
 
 def consider(context: PlanContext, candidate: Strategy, *, time_all: bool = True) -> Plan:
-    """One strategy's plan, whether it fits or not; raises where it cannot be. Without `time_all` only if it fits."""
+    """The plan of one strategy, or `Refused`. Without `time_all`, the time is forecast only if the plan fits."""
     strategy = candidate.resolve(context.cluster.devices)
     if reason := refuse(context, strategy):
         raise Refused(reason)
@@ -145,8 +145,12 @@ def consider(context: PlanContext, candidate: Strategy, *, time_all: bool = True
 
 
 def refuse(context: PlanContext, strategy: Strategy) -> str | None:
-    """Why the engine would not run it."""
+    """Why the engine would not run a strategy, or None."""
     facts = context.facts
+    if not strategy.number_format.is_built:
+        return (
+            f"{strategy.precision} is a strategy term, but no engine here runs it yet; use one of {', '.join(BUILT)}."
+        )
     if strategy.precision not in context.hardware.flops:
         return f"{context.hardware.device} has no units for {strategy.precision}; use fp16 or fp32."
     if strategy.autocast:
@@ -172,13 +176,10 @@ def refuse(context: PlanContext, strategy: Strategy) -> str | None:
 def _plan(context: PlanContext, strategy: Strategy, step_layout: StepLayout, found: Account) -> Plan:
     room, host = usable(context.hardware), _host_gib(context, step_layout)
     forecast = context.calibration.apply(found.forecast)
-    why: tuple[str, ...] = ()
-    if forecast.peak > room:
-        why = (f"needs {forecast.peak / GIB:.1f} of {room / GIB:.1f} GiB: {_largest(forecast)}",)
-    elif host > context.hardware.host_memory / GIB:
+    why = _too_large(forecast, room)
+    if not why and host > context.hardware.host_memory / GIB:
         why = (f"needs {host:.0f} of {context.hardware.host_memory / GIB:.0f} GiB of a node's host memory",)
-    held = forecast.memory
-    written = (held.get("parameters", 0) + held.get("optimizer", 0)) / GIB
+    written = (forecast.memory.get("parameters", 0) + forecast.memory.get("optimizer", 0)) / GIB
     return Plan(
         strategy=strategy,
         forecast=forecast,
@@ -192,9 +193,13 @@ def _plan(context: PlanContext, strategy: Strategy, step_layout: StepLayout, fou
     )
 
 
-def _largest(forecast: Forecast) -> str:
+def _too_large(forecast: Forecast, room: float) -> tuple[str, ...]:
+    """The reason that memory does not suffice, with the two largest causes; empty if it does."""
+    if forecast.peak <= room:
+        return ()
     parts = sorted(forecast.memory.items(), key=lambda part: -part[1])[:2]
-    return " and ".join(f"{size / GIB:.1f} GiB of {cause}" for cause, size in parts)
+    largest = " and ".join(f"{size / GIB:.1f} GiB of {cause}" for cause, size in parts)
+    return (f"needs {forecast.peak / GIB:.1f} of {room / GIB:.1f} GiB: {largest}",)
 
 
 def _speed(context: PlanContext, step_layout: StepLayout, step: float) -> Speed:
@@ -209,7 +214,7 @@ def _speed(context: PlanContext, step_layout: StepLayout, step: float) -> Speed:
 
 
 def _host_gib(context: PlanContext, step_layout: StepLayout) -> float:
-    """Host memory of one node's ranks that holds what is offloaded."""
+    """Host memory per node that holds offloaded state."""
     if not step_layout.offload:
         return 0.0
     stages = context.stage_costs.of(step_layout)
@@ -219,39 +224,41 @@ def _host_gib(context: PlanContext, step_layout: StepLayout) -> float:
 
 
 def best_of_each_kind(plans: list[Plan]) -> list[Plan]:
-    """The fastest of each way to lay the axes, fastest first: a ranking of fifty micro-batch sizes helps nobody."""
+    """The fastest plan of each combination of axes, so that a ranking does not list fifty micro-batch sizes of one."""
     kinds: dict[tuple[object, ...], Plan] = {}
     for plan in plans:
         s = plan.strategy
         kind = (s.data, s.variant, s.hsdp_replicas, s.axes, s.precision)
         kinds.setdefault(kind, plan)
         best = kinds[kind]
-        if plan.forecast.step <= best.forecast.step * (1 + TIE) and plainness(s) < plainness(best.strategy):
+        if plan.forecast.step <= best.forecast.step * (1 + TIE) and complexity(s) < complexity(best.strategy):
             kinds[kind] = plan
     return sorted(kinds.values(), key=lambda plan: plan.forecast.step)
 
 
 def choose(context: PlanContext, plans: list[Plan]) -> list[Plan]:
-    """Fastest first; but of those that are as fast as the first, the plainest that has room to spare leads."""
+    """Fastest first, except that the least complex plan leads those that tie; one that fits safely is preferred."""
     if not plans:
         return []
     fastest, enough = plans[0].forecast.step, ROOM * usable(context.hardware)
     ties = [plan for plan in plans if plan.forecast.step <= fastest * (1 + TIE)]
-    first = min(ties, key=lambda plan: (plan.forecast.peak > enough, plainness(plan.strategy), plan.forecast.step))
+    first = min(ties, key=lambda plan: (plan.forecast.peak > enough, complexity(plan.strategy), plan.forecast.step))
     return [first, *(plan for plan in plans if plan is not first)]
 
 
 def with_traces(context: PlanContext, plan: Plan, traces: list[Trace]) -> Plan:
-    """The plan with its memory as a step on fake tensors shows it."""
+    """The plan with the memory of a step traced on fake tensors."""
     fullest = max(traces, key=lambda trace: trace.reserved)
     memory = {**fullest.memory, "allocator": max(0, fullest.reserved - fullest.peak)}
-    fits = fullest.reserved <= usable(context.hardware)
-    stages = tuple(Forecast(memory=trace.memory) for trace in traces) if len(traces) > 1 else ()
+    forecast = Forecast(memory=memory, time=plan.forecast.time)
+    room = usable(context.hardware)
+    fits = fullest.reserved <= room
     return replace(
         plan,
-        forecast=Forecast(memory=memory, time=plan.forecast.time),
+        forecast=forecast,
         fits=fits,
+        why=plan.why if fits else _too_large(forecast, room),
         grade="trace",
         error_bar=ERROR_BARS["trace"],
-        stages=stages,
+        stages=tuple(Forecast(memory=trace.memory) for trace in traces) if len(traces) > 1 else (),
     )

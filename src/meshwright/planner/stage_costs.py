@@ -1,4 +1,8 @@
-"""What each pipeline stage computes, keeps and holds, for one micro-batch size and one set of inner axes."""
+"""Time, memory and messages of each pipeline stage, for one micro-batch size and one set of inner axes.
+
+The affine cost model: every size of a traced model is `fixed + each * samples`, so the costs of any micro-batch size
+follow without tracing again. A stage sums the costs of its units, divided by its inner axes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.errors import Refused
 from meshwright.facts.costs import Kernel, ModelCosts, UnitCosts
@@ -20,17 +24,28 @@ from meshwright.strategies import inner_axis
 from meshwright.strategies.division import Division, Sent, UnitShare
 from meshwright.strategies.pipeline.stages import Stages, cut_stages
 
-MET = 1.8
-"""Micro-batches of a pipeline's first stage whose gathered inputs are back with the allocator when it is fullest: what
-another stream gathered returns when the host has met the device, which the first stage does when it first waits for a
-gradient (published sweep on H100 nodes: of two in flight hardly any is held twice, of eight nearly all)."""
-
+RETURNED = 1.8
+"""Micro-batches whose gathered inputs the allocator has back when a pipeline's first stage is fullest. Memory of
+another stream returns when the host synchronises with the device, as the first stage does at its first gradient
+(published sweep on H100 nodes: with two in flight hardly any input is held twice, with eight nearly all)."""
 WIDE = 16
-"""Ranks of inner axes from which on that takes longer."""
-
-
+"""Ranks of inner axes above which synchronising takes longer."""
 Inner = tuple[tuple[AxisTerm, ...], bool]
-"""The inner axes, and whether they divide the sequence: a step layout's own."""
+"""The inner axes of a step layout, and whether they divide the sequence."""
+
+
+class _Case(NamedTuple):
+    """What the costs of a unit depend on, besides the unit."""
+
+    policy: tuple[str, str]
+    """Precision and activation checkpointing."""
+    compiled: bool
+    keeps: float
+    """Share of a block's kept activations that remains after compiling."""
+    micro_batch: int
+    inner: Inner
+    gathered: float
+    """Share of the inner axes' gathered inputs that is held until backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,21 +60,21 @@ class UnitWork:
     forward_launches: int
     backward_launches: int
     kept: float
-    """Bytes; likewise the next three."""
+    """Bytes; the next three likewise."""
     output: float
     forward_peak: float
     backward_peak: float
     elements: int
-    """Elements of the parameters that it reads, its part of those that are divided."""
+    """Elements of the parameters that the unit reads, on this rank."""
     trainable: int
     tensors: int
-    """How many parameters these are."""
+    """Number of parameters that the unit reads."""
     multiplies: bool
-    """Whether products need its parameters again in backward; a table that is looked up is not needed."""
+    """Whether backward needs the parameters again; a matmul's it does, an embedding table's it does not."""
     intercepted: bool
-    """Whether an inner axis looks into each of its operators on the host."""
+    """Whether an inner axis intercepts each of its operators on the host."""
     sent: tuple[tuple[tuple[Sent, ...], tuple[Sent, ...]], ...] = field(hash=False)
-    """For each inner axis: what it sends in forward, and in backward."""
+    """For each inner axis: its messages in forward, and in backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +83,14 @@ class StageWork:
 
     units: tuple[UnitWork, ...]
     elements: int
-    """Of all parameters that the stage holds, each once."""
+    """Elements of all parameters that the stage holds, each counted once."""
     trainable: int
-    tensors: int
     output: float
-    """Bytes of what crosses to the next stage, from one rank."""
+    """Bytes that one rank sends to the next stage."""
 
     @cached_property
     def counted(self) -> tuple[tuple[UnitWork, int], ...]:
-        """Units that are alike once, with how often they come."""
+        """Each distinct unit, with its number of occurrences."""
         counts: dict[int, list[Any]] = {}
         for unit in self.units:
             counts.setdefault(id(unit), [unit, 0])[1] += 1
@@ -88,14 +102,14 @@ class StageWork:
 
     @cached_property
     def cast(self) -> tuple[int, int, int]:
-        """Elements that are cast for a micro-batch and kept for its backward: around the blocks, in all, in one."""
+        """Elements that are cast and kept for backward: outside of blocks, in all blocks, in the largest block."""
         around = sum(unit.elements for unit in self.units if unit.multiplies and not unit.is_block)
         blocks = [unit.elements for unit in self.units if unit.multiplies and unit.is_block]
         return around, sum(blocks), max(blocks, default=0)
 
     @cached_property
     def climb(self) -> float:
-        """Bytes at the fullest moment of one micro-batch's forward and backward, over what others keep."""
+        """Peak bytes of one micro-batch's forward and backward, on top of what the other micro-batches keep."""
         before, peak = 0.0, 0.0
         for unit in self.units:
             peak = max(peak, before + unit.forward_peak, before + unit.backward_peak)
@@ -104,13 +118,13 @@ class StageWork:
 
     @cached_property
     def logits(self) -> float:
-        """The part of `climb` that the loss takes, on the stage that has it."""
+        """The part of `climb` that belongs to the loss, on the last stage."""
         last = self.units[-1] if self.units else None
         return max(last.forward_peak, last.backward_peak) if last is not None and not last.elements else 0.0
 
 
 class StageCosts:
-    """Stages of one model, made once and asked for often."""
+    """Computes and caches the stages of one model."""
 
     def __init__(
         self,
@@ -120,7 +134,7 @@ class StageCosts:
         *,
         by_compute: bool = False,
     ) -> None:
-        """`by_compute` cuts as others do: a stage takes calls until it has its share of the computation."""
+        """`by_compute` cuts the stages as nanotron does: each takes calls until it has its share of the FLOPs."""
         self._facts, self._costs, self._hardware = facts, costs, hardware
         self._counts = {name: (p.count, p.trainable and p.used) for p in facts.parameters for name in p.names}
         self._first = {name: p.name for p in facts.parameters for name in p.names}
@@ -135,59 +149,46 @@ class StageCosts:
         self._borders = lru_cache(maxsize=64)(lambda count: cut(facts, count) if count > 1 else None)
 
     def of(self, step_layout: StepLayout, *, gathered: float = 1.0) -> tuple[StageWork, ...]:
-        """The stages of a step layout; raises `Refused` where the model cannot be cut so.
+        """The stages of a step layout; `Refused` if the model cannot be cut into them.
 
-        `gathered` is the share of what inner axes gather that is held until backward.
+        `gathered` is the share of the inner axes' gathered inputs that is held until backward.
         """
-        return self._stages(
+        case = _Case(
             (step_layout.precision, step_layout.recompute),
             step_layout.compile,
             kernels.KEPT_COMPILED if step_layout.compile and step_layout.gathers else 1.0,
             step_layout.micro_batch,
             (step_layout.inner, step_layout.sequence),
-            step_layout.stages,
             gathered,
         )
+        return self._stages(case, step_layout.stages)
 
     def _flops(self, precision: str) -> float:
-        """Of forward and backward for one sample, without recomputing."""
+        """FLOPs of forward and backward for one sample, without recomputation."""
         plain = self._costs.get((precision, "none")) or next(iter(self._costs.values()))
         return plain.flops(1)
 
-    def _cut(
-        self,
-        policy: tuple[str, str],
-        compiled: bool,
-        keeps: float,
-        micro_batch: int,
-        inner: Inner,
-        stages: int,
-        whole: float,
-    ) -> tuple[StageWork, ...]:
-        units = self._costs[policy].units
+    def _cut(self, case: _Case, stages: int) -> tuple[StageWork, ...]:
+        units = self._costs[case.policy].units
         made: dict[str, UnitWork] = {}
         for unit in units:
             if unit.like not in made:
-                made[unit.like] = self._load(policy, unit, compiled, keeps, micro_batch, inner, whole)
-        stage_costs = [made[unit.like] for unit in units]
-        if compiled:
-            stage_costs[-1] = _fused_loss(stage_costs[-1], stage_costs[-2].output)
+                made[unit.like] = self._unit_work(unit, case)
+        work = [made[unit.like] for unit in units]
+        if case.compiled:
+            work[-1] = _fused_loss(work[-1], work[-2].output)
         cut = self._borders(stages)
-        if cut is None:
-            groups = [range(len(stage_costs))]
-        else:
-            groups = [cut.calls_of(stage) for stage in range(stages)]
-            groups[-1] = range(groups[-1].start, len(stage_costs))
-        boundary = prod(division.boundary_parts for division in self._divisions(inner))
+        groups = [cut.calls_of(stage) for stage in range(stages)] if cut else [range(len(work))]
+        groups[-1] = range(groups[-1].start, len(work))
+        boundary = prod(division.boundary_parts for division in self._divisions(case.inner))
         return tuple(
             StageWork(
-                units=tuple(stage_costs[i] for i in group),
+                units=tuple(work[i] for i in group),
                 elements=elements,
                 trainable=trainable,
-                tensors=tensors,
-                output=stage_costs[group[-1]].output / boundary if group else 0.0,
+                output=work[group[-1]].output / boundary if group else 0.0,
             )
-            for group, (elements, trainable, tensors) in zip(groups, self._holdings(inner, stages), strict=True)
+            for group, (elements, trainable) in zip(groups, self._holdings(case.inner, stages), strict=True)
         )
 
     def _divide(self, inner: Inner) -> tuple[Division, ...]:
@@ -196,15 +197,14 @@ class StageCosts:
         found = (inner_axis(term).division(self._facts, term.size) for term in terms)
         return tuple(division if sequence else division.without_sequence() for division in found)
 
-    def _hold(self, inner: Inner, stages: int) -> list[tuple[int, int, int]]:
-        """For each stage: elements, those that are trained, and how many parameters they are."""
+    def _hold(self, inner: Inner, stages: int) -> list[tuple[int, int]]:
+        """For each stage, its elements and how many of them are trainable."""
         calls, cut = self._facts.calls, self._borders(stages)
         groups = [cut.calls_of(stage) for stage in range(stages)] if cut else [range(len(calls))]
-        names = [{self._first[name] for i in group for name in calls[i].reads} for group in groups]
-        return [(*self._held(own, inner), len(own)) for own in names]
+        return [self._held({self._first[name] for i in group for name in calls[i].reads}, inner) for group in groups]
 
     def _held(self, names: set[str], inner: Inner) -> tuple[int, int]:
-        """Elements on one rank of the inner axes, and those of them that are trained."""
+        """Elements on one rank of the inner axes, and how many of them are trainable."""
         elements = trainable = 0
         for name in names:
             count, trained = self._counts[name]
@@ -213,20 +213,12 @@ class StageCosts:
             trainable += part if trained else 0
         return elements, trainable
 
-    def _load(
-        self,
-        policy: tuple[str, str],
-        unit: UnitCosts,
-        compiled: bool,
-        keeps: float,
-        micro_batch: int,
-        inner: Inner,
-        whole: float,
-    ) -> UnitWork:
-        stream = self._stream(policy, micro_batch)
-        shares = [division.share(unit, micro_batch, stream) for division in self._divisions(inner)]
+    def _unit_work(self, unit: UnitCosts, case: _Case) -> UnitWork:
+        micro_batch, compiled = case.micro_batch, case.compiled
+        stream = self._stream(case.policy, micro_batch)
+        shares = [division.share(unit, micro_batch, stream) for division in self._divisions(case.inner)]
         parts = prod(share.parts for share in shares)
-        elements, trainable = self._held({self._first[name] for name in unit.parameters}, inner)
+        elements, trainable = self._held({self._first[name] for name in unit.parameters}, case.inner)
         forward, backward = (
             sum(
                 kernels.seconds(kernel, micro_batch, _kernel_parts(kernel, shares), self._hardware, compiled)
@@ -234,11 +226,12 @@ class StageCosts:
             )
             for part in (unit.forward, unit.backward)
         )
-        # Blocks that recompute gather their inputs again.
-        regathers = unit.is_block and policy[1] == "none"
-        gathered = whole * sum(share.regathered * share.parts / parts for share in shares) if regathers else 0.0
+        # Blocks that recompute gather their inputs again, and so do not keep them.
+        keeps_gathered = unit.is_block and case.policy[1] == "none"
+        held = sum(share.regathered * share.parts / parts for share in shares) if keeps_gathered else 0.0
+        gathered = case.gathered * held
         kept = unit.kept.at(micro_batch) / parts + gathered
-        saved = kept * (1 - keeps) if unit.is_block else 0.0
+        saved = kept * (1 - case.keeps) if unit.is_block else 0.0
         return UnitWork(
             name=unit.name,
             is_block=unit.is_block,
@@ -262,7 +255,7 @@ class StageCosts:
         )
 
     def _flow(self, policy: tuple[str, str], micro_batch: int) -> float:
-        """Bytes that flow from block to block."""
+        """Bytes of the activations between blocks."""
         units = self._costs[policy].units
         sizes = [unit.output.at(micro_batch) for unit in units if unit.is_block]
         return max(sizes or [unit.output.at(micro_batch) for unit in units])
@@ -273,27 +266,27 @@ def _kernel_parts(kernel: Kernel, shares: list[UnitShare]) -> int:
 
 
 def _part_of(sent: tuple[Sent, ...], others: int) -> tuple[Sent, ...]:
-    """What one axis sends where other axes divide the activations too."""
+    """One axis's messages when other axes divide the activations too."""
     return sent if others == 1 else tuple(replace(each, bytes=each.bytes / others) for each in sent)
 
 
 def _fused_loss(loss: UnitWork, gradient: float) -> UnitWork:
-    """A compiled loss writes nothing but the gradient of what it is given, in that dtype."""
+    """A compiled loss only allocates the gradient of its input."""
     return replace(loss, kept=0.0, forward_peak=0.0, backward_peak=gradient)
 
 
 def held_twice(step_layout: StepLayout) -> float:
-    """The share of gathered inputs that is not back with the allocator where hosts wait; wide axes wait longer."""
-    return max(0.1, 1 - MET * max(1.0, step_layout.inner_ranks / WIDE) / step_layout.stages)
+    """The share of gathered inputs that the allocator does not have back when hosts wait; wide axes wait longer."""
+    return max(0.1, 1 - RETURNED * max(1.0, step_layout.inner_ranks / WIDE) / step_layout.stages)
 
 
 def cut_by_compute(facts: ModelFacts, count: int) -> Stages:
-    """Stages that go on until they have their share of the computation, as nanotron cuts."""
+    """Cut a model into stages by FLOPs, as nanotron does."""
     total, done, starts = sum(call.flops for call in facts.calls), 0.0, [0]
     for index, call in enumerate(facts.calls):
         done += call.flops
         if len(starts) < count and done >= total * len(starts) / count:
             starts.append(index + 1)
     if len(starts) < count:
-        raise Refused(f"{count} stages were asked for, but nothing would be left to compute for the last of them.")
+        raise Refused(f"{count} stages are too many: nothing would be left to compute for the last of them.")
     return Stages(tuple(starts), len(facts.calls))

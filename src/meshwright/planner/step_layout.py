@@ -1,4 +1,4 @@
-"""How a step lies over ranks, in numbers: what memory and time are computed from."""
+"""The numbers of a distributed step from which memory and time are computed."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import MODEL_AXES
 from meshwright.facts.precision import FORMATS
 from meshwright.facts.strategy import AxisTerm, Strategy
-from meshwright.planner.host_costs import ELSEWHERE, OURS, HostCosts
+from meshwright.planner.host_costs import OTHER_ENGINES, OURS, HostCosts
 from meshwright.schedules import FAMILIES
 from meshwright.strategies import data_strategy
 from meshwright.strategies.pipeline.sizes import count_micro_batches
 
 MASTER_BYTES = 4
-"""Of an element as models are built: fp32."""
+"""Bytes per element of the parameters as models are built: fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepLayout:
-    """A strategy resolved for a world and a batch, or a row of somebody's measurements."""
+    """A strategy resolved for a number of ranks and a batch, or a measured run of another engine."""
 
     data: int = 1
     """Ranks on the data axis."""
     shards: int = 1
-    """Ranks that share what is sharded; `data // shards` copies of it."""
+    """Ranks that sharded state is divided over; there are `data // shards` copies of it."""
     inner: tuple[AxisTerm, ...] = ()
-    """The axes whose ranks run the same layers together, from the outermost to the innermost."""
+    """The axes whose ranks run the same layers together, outermost first."""
     stage_ranks: int = 1
-    """Ranks of the pipeline."""
     virtual: int = 1
     """Stages on each pipeline rank."""
     schedule: str = ""
@@ -41,37 +40,36 @@ class StepLayout:
     compile: bool = False
     offload: str = ""
     parameters_over: int = 1
-    """Over how many ranks the resting parameters are divided; likewise the next two."""
+    """Number of ranks that parameters are sharded over between uses; the next two likewise."""
     gradients_over: int = 1
     optimizer_over: int = 1
     parameter_bytes: int = 4
-    """Of one element at rest; likewise the next two."""
+    """Bytes per element between uses; the next one likewise."""
     gradient_bytes: int = 4
     gradients_rest: bool = True
-    """Whether gradients have their memory all the time; else they come as backward goes and go with the update."""
+    """Whether gradients keep their memory; otherwise backward allocates it and the update frees it."""
     beside_bytes: int = 0
-    """A micro-batch's own gradient that stays beside the sum of all."""
+    """Bytes per element of a micro-batch's gradient that is kept besides the accumulated sum."""
     moment_bytes: float = 8.0
-    """The optimizer's state for one element."""
+    """Bytes per element of optimizer state."""
     master_bytes: int = 0
-    """A copy of the parameters that lies with the optimizer."""
+    """Bytes per element of the optimizer's copy of the parameters."""
     cast_bytes: int = 0
-    """A copy of the parameters in the compute dtype that lives from forward to backward."""
+    """Bytes per element of a cast to the compute dtype that is kept from forward to backward."""
     reshards: bool = False
-    """Whether gathered parameters are let go after forward and gathered again."""
+    """Whether gathered parameters are freed after forward and gathered again for backward."""
     reduce_bytes: int = 4
-    """Of one element of a gradient on its way between ranks."""
+    """Bytes per element of a gradient in communication."""
     overlaps: bool = True
-    """Whether gradients travel while backward runs."""
+    """Whether gradient communication overlaps with backward."""
     elastic: bool = False
-    """Whether what inner axes gather is held by another stream only, and comes back when memory is short."""
+    """Whether the inputs that inner axes gather are held only by another stream, which returns them under pressure."""
     sequence: bool = True
-    """Whether inner axes that can divide the activations between layers do so; not every engine does."""
+    """Whether inner axes also divide the activations between layers (sequence parallelism)."""
     one_process: bool = False
-    """Whether one process has all devices of the data axis: their outputs meet on the first, and each micro-batch
+    """Whether one process drives all devices of the data axis: outputs are gathered on the first, and each micro-batch
     sends parameters and gradients."""
-    host: HostCosts = ELSEWHERE
-    """What the engine's host needs."""
+    host: HostCosts = OTHER_ENGINES
 
     @property
     def ranks(self) -> int:
@@ -86,8 +84,13 @@ class StepLayout:
         return self.stage_ranks * self.virtual
 
     @property
+    def samples(self) -> int:
+        """Samples of one step, over all data ranks and micro-batches."""
+        return self.data * self.micro_batch * self.micro_batches
+
+    @property
     def compute_bytes(self) -> int:
-        """Of one element as it is computed with."""
+        """Bytes per element in the compute dtype."""
         return FORMATS[self.precision].bytes
 
     @property
@@ -96,12 +99,12 @@ class StepLayout:
 
 
 def inner_causes() -> tuple[str, ...]:
-    """The causes of time that inner axes have: the names of their mesh axes."""
+    """The causes of time for inner axes' communication: the names of their mesh axes."""
     return tuple(dict.fromkeys(traits.mesh_name for traits in MODEL_AXES.values() if not traits.staged))
 
 
 def lay_out_step(strategy: Strategy, facts: ModelFacts, global_batch: int) -> StepLayout:
-    """The numbers of a resolved strategy that trains a job on the torch engine."""
+    """The step layout of a resolved strategy on the torch engine."""
     technique = data_strategy(strategy)
     layout, traits = technique.layout(strategy), strategy.traits
     low, update_bytes = strategy.number_format.bytes, layout.update_bytes or MASTER_BYTES
@@ -121,7 +124,7 @@ def lay_out_step(strategy: Strategy, facts: ModelFacts, global_batch: int) -> St
         compile=strategy.compile,
         offload=strategy.offload,
         parameters_over=layout.parameters,
-        # Gradients travel once a step: until the last micro-batch every rank sums its own, whole.
+        # Gradients are reduced once a step: until then every rank accumulates whole ones.
         gradients_over=layout.gradients if micro_batches == 1 else 1,
         optimizer_over=layout.optimizer,
         parameter_bytes=layout.parameter_bytes or MASTER_BYTES,
@@ -140,21 +143,16 @@ def lay_out_step(strategy: Strategy, facts: ModelFacts, global_batch: int) -> St
 
 
 def cut_batch(strategy: Strategy, global_batch: int) -> tuple[int, int]:
-    """Samples of a micro-batch and how many of them a data rank goes through in one step."""
+    """Samples per micro-batch, and micro-batches per step, of one data rank."""
     samples = -(-global_batch // strategy.data_ranks)
     if strategy.stage_axis:
         count = count_micro_batches(strategy, global_batch)
         return -(-samples // count), count
-    devices = strategy.data_ranks if strategy.traits.many_devices else 1  # there `mb` counts the process's samples
+    devices = (
+        strategy.data_ranks if strategy.traits.many_devices else 1
+    )  # with many devices, `mb` counts the samples of the process
     size = min(-(-strategy.micro_batch // devices) if strategy.micro_batch else samples, samples)
     return size, -(-samples // size)
-
-
-def rank_of(step_layout: StepLayout, stage: int) -> int:
-    """The pipeline rank that a stage lies on."""
-    turn, place = divmod(stage, step_layout.stage_ranks)
-    folds = step_layout.schedule and FAMILIES[step_layout.schedule].placement == "v"
-    return step_layout.stage_ranks - 1 - place if folds and turn % 2 else place
 
 
 def stages_of(step_layout: StepLayout) -> tuple[tuple[int, ...], ...]:
@@ -164,8 +162,9 @@ def stages_of(step_layout: StepLayout) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=512)
 def _stages_of(ranks: int, virtual: int, schedule: str) -> tuple[tuple[int, ...], ...]:
-    laid = StepLayout(stage_ranks=ranks, virtual=virtual, schedule=schedule, micro_batch=1, micro_batches=1)
+    folds = schedule and FAMILIES[schedule].placement == "v"
     own: list[list[int]] = [[] for _ in range(ranks)]
     for stage in range(ranks * virtual):
-        own[rank_of(laid, stage)].append(stage)
+        turn, place = divmod(stage, ranks)
+        own[ranks - 1 - place if folds and turn % 2 else place].append(stage)
     return tuple(map(tuple, own))

@@ -1,7 +1,6 @@
 """Seconds of one step by cause: compute, the host, each axis's exposed communication, idle stages, the update.
 
-Streams run side by side: a device computes while its links carry what does not have to be waited for, so what is
-exposed falls out instead of being assumed.
+Compute and communication streams run concurrently, so exposed communication is computed, not assumed.
 """
 
 from __future__ import annotations
@@ -21,27 +20,34 @@ from meshwright.schedules import FAMILIES
 from meshwright.strategies.division import Sent
 
 UPDATE_BYTES = 28
-"""Of one element in a fused Adam step: parameter, gradient and two moments are read, all but the gradient written."""
+"""Bytes per element in a fused Adam step: parameter, gradient and two moments are read, all but gradients written."""
 MESSAGE = 256e6
-"""Bytes of the largest message that engines send at once; more is several, one after the other."""
+"""Bytes of the largest message that engines send at once; a larger one is split."""
 DATA_PLACE = 0
-"""Of the data axis in the mesh: axes of a higher place are inside of it."""
+"""Place of the data axis in the mesh; axes of a higher place are inside it."""
 BUCKET = 25e6
-"""Bytes of gradients that DDP sends at once."""
+"""Bytes of one of DDP's gradient buckets."""
+HOST_BANDWIDTH = 2e11
+"""Bytes per second of a two-socket server's memory, shared by its devices: eight channels of DDR4-3200 a socket."""
 
 
 @dataclass
 class Timing:
-    """Seconds by cause, adding up to the step."""
+    """Seconds of a step by cause; they add up to the step."""
 
     parts: dict[str, float] = field(default_factory=dict)
     waits: float = 0.0
-    """Of the host's, what every step has."""
+    """Host seconds spent once per step."""
     busy: list[float] = field(default_factory=list)
-    """Seconds that each rank of a pipeline works in a step."""
+    """Busy seconds of each pipeline rank in one step."""
 
     def add(self, cause: str, seconds: float) -> None:
         self.parts[cause] = self.parts.get(cause, 0.0) + seconds
+
+    def add_passes(self, times: int, *passes: Pass) -> None:
+        for one in passes:
+            for cause, seconds in one.parts.items():
+                self.add(cause, seconds * times)
 
     @property
     def total(self) -> float:
@@ -49,20 +55,20 @@ class Timing:
 
     @property
     def stalls(self) -> bool:
-        """Whether devices wait for their hosts while micro-batches run."""
+        """Whether devices wait for their hosts during micro-batches."""
         return self.parts.get("host", 0.0) > self.waits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where a step layout runs: who talks to whom over which links."""
+    """A step layout on a cluster: its rank groups and the cost of their collectives."""
 
     hardware: Hardware
     per_node: int
-    """Devices of a node."""
+    """Devices per node."""
     step_layout: StepLayout
     collective: Callable[[str, float, RankGroup], float]
-    """Seconds of one collective of so many bytes."""
+    """Seconds of one collective, from its kind, bytes and group."""
 
     @property
     def is_cpu(self) -> bool:
@@ -79,7 +85,7 @@ class Site:
         return tuple((term, group_on(term.size, self._stride(term.traits.place), self.per_node)) for term in terms)
 
     def _stride(self, place: int) -> int:
-        """Ranks of the data axis and the inner axes that are further in than a place of the mesh."""
+        """Number of consecutive ranks inside one step of the axis at a place of the mesh."""
         inner = prod(term.size for term in self.step_layout.inner if term.traits.place > place)
         return inner * self.step_layout.data if place < DATA_PLACE else inner
 
@@ -89,8 +95,8 @@ class Site:
 
     @cached_property
     def replica(self) -> RankGroup:
-        a = self.step_layout
-        return group_on(a.data // a.shards, self._stride(DATA_PLACE) * a.shards, self.per_node)
+        layout = self.step_layout
+        return group_on(layout.data // layout.shards, self._stride(DATA_PLACE) * layout.shards, self.per_node)
 
     @cached_property
     def data(self) -> RankGroup:
@@ -98,11 +104,11 @@ class Site:
 
     @cached_property
     def neighbour(self) -> RankGroup:
-        """A stage and the next one."""
+        """The group of a stage and the next one."""
         return group_on(2, self.step_layout.inner_ranks * self.step_layout.data, self.per_node)
 
     def time(self, kind: str, size: float, group: RankGroup) -> float:
-        """Seconds to send so many bytes, in messages that are not larger than gradients are collected to."""
+        """Seconds to communicate `size` bytes, in messages of about `MESSAGE` bytes."""
         if group.ranks == 1 or size <= 0:
             return 0.0
         messages = max(1, round(size / MESSAGE))
@@ -111,13 +117,13 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """A stage's forward or backward of one micro-batch."""
+    """Seconds of a stage's forward or backward for one micro-batch."""
 
     compute: float
     sent: dict[str, float]
-    """Communication of each inner axis, which compute waits for, by the name of its mesh axis."""
+    """Exposed communication of each inner axis, by the name of its mesh axis."""
     host: float
-    """What the host needs beyond both."""
+    """Host seconds beyond both."""
 
     @property
     def total(self) -> float:
@@ -129,7 +135,7 @@ class Pass:
 
 
 def forecast_time(step_layout: StepLayout, stage_costs: StageCosts, hardware: Hardware, per_node: int) -> Timing:
-    """Raises `Refused` where the model cannot be cut so."""
+    """Forecast the seconds of a step; `Refused` if the model cannot be cut into the stages."""
     site = Site(hardware=hardware, per_node=per_node, step_layout=step_layout, collective=stage_costs.collective)
     stages = stage_costs.of(step_layout)
     timing = Timing()
@@ -151,7 +157,7 @@ def stage_passes(site: Site, stage: StageWork) -> tuple[Pass, Pass]:
 
 
 def _pass(site: Site, stage: StageWork, *, backward: bool) -> Pass:
-    compute = asked = 0.0
+    compute = host_total = 0.0
     sent = dict.fromkeys(site.causes, 0.0)
     axes = [(term.traits.mesh_name, group, _meeting(site, group.ranks)) for term, group in site.inner]
     for unit, times in stage.counted:
@@ -160,60 +166,60 @@ def _pass(site: Site, stage: StageWork, *, backward: bool) -> Pass:
         for (cause, group, meeting), own in zip(axes, unit.sent, strict=True):
             sent[cause] += times * _sending(site, group, own[backward])
             host += sum(message.times for message in own[backward]) * meeting
-        asked += times * host
+        host_total += times * host
     if backward:
         compute += _accumulating(site, stage.trainable)
     if not site.is_cpu:
-        asked += site.step_layout.host.neighbour * (site.step_layout.stage_ranks > 1)
-        asked += _sharded_host(site, stage, backward=backward)
-    return Pass(compute=compute, sent=sent, host=max(0.0, asked - compute - sum(sent.values())))
+        host_total += site.step_layout.host.neighbour * (site.step_layout.stage_ranks > 1)
+        host_total += _sharded_host(site, stage, backward=backward)
+    return Pass(compute=compute, sent=sent, host=max(0.0, host_total - compute - sum(sent.values())))
 
 
 def _launching(site: Site, unit: UnitWork, *, backward: bool) -> float:
-    """Host seconds of asking for all of a unit's kernels."""
-    a = site.step_layout
+    """Host seconds of launching a unit's kernels."""
+    layout = site.step_layout
     launches = unit.backward_launches if backward else unit.forward_launches
     if site.is_cpu:
         return launches * site.hardware.launch
-    plain = each = site.hardware.launch + a.host.operator
+    plain = each = site.hardware.launch + layout.host.operator
     if unit.intercepted:
-        each += a.host.divided[backward]
-    casts = unit.tensors if a.cast_bytes else 0
-    if a.recompute == "none" or not unit.is_block:
+        each += layout.host.divided[backward]
+    casts = unit.tensors if layout.cast_bytes else 0
+    if layout.recompute == "none" or not unit.is_block:
         return launches * each + casts * plain
-    again = casts * plain + a.host.repeated if backward else 0.0
-    selecting = (unit.forward_launches + casts) * a.host.selected if a.recompute == "selective" else 0.0
+    again = casts * plain + layout.host.repeated if backward else 0.0
+    selecting = (unit.forward_launches + casts) * layout.host.selected if layout.recompute == "selective" else 0.0
     return launches * each + casts * plain + again + selecting
 
 
 def _preparing(site: Site, unit: UnitWork, *, backward: bool) -> float:
-    """Device seconds until a unit's parameters lie where they are read, in the dtype that is computed with."""
-    a = site.step_layout
-    repeats = backward and a.recompute != "none" and unit.is_block
-    if a.cast_bytes and (not backward or repeats):
-        return moving(unit.elements * (a.parameter_bytes + a.compute_bytes), site.hardware)
-    if a.gathers and a.host.gathers_by_copy and (a.reshards or not backward):
-        return moving(unit.elements * 2 * a.compute_bytes, site.hardware)
+    """Device seconds of casting or copying a unit's parameters before they are read."""
+    layout = site.step_layout
+    repeats = backward and layout.recompute != "none" and unit.is_block
+    if layout.cast_bytes and (not backward or repeats):
+        return moving(unit.elements * (layout.parameter_bytes + layout.compute_bytes), site.hardware)
+    if layout.gathers and layout.host.gathers_by_copy and (layout.reshards or not backward):
+        return moving(unit.elements * 2 * layout.compute_bytes, site.hardware)
     return 0.0
 
 
 def _sharded_host(site: Site, stage: StageWork, *, backward: bool) -> float:
-    """Host seconds of the data axis's own collectives in one micro-batch, unit by unit."""
-    a = site.step_layout
-    if a.shards == 1:
+    """Host seconds of the data axis's collectives in one micro-batch."""
+    layout = site.step_layout
+    if layout.shards == 1:
         return 0.0
-    gathers = a.gathers and (a.reshards or not backward)
-    reduces = backward / a.micro_batches  # in the last micro-batch only
+    gathers = layout.gathers and (layout.reshards or not backward)
+    reduces = backward / layout.micro_batches  # in the last micro-batch only
     units = sum(times for unit, times in stage.counted if unit.elements)
-    return units * a.host.shard * (gathers + reduces)
+    return units * layout.host.shard * (gathers + reduces)
 
 
 def _accumulating(site: Site, elements: int) -> float:
-    """Adding a micro-batch's gradients to the sum: one is read, the other read and written."""
-    a = site.step_layout
-    if a.micro_batches == 1 and a.compute_bytes == a.gradient_bytes:
+    """Device seconds of adding a micro-batch's gradients to the sum: one is read, the other read and written."""
+    layout = site.step_layout
+    if layout.micro_batches == 1 and layout.compute_bytes == layout.gradient_bytes:
         return 0.0
-    return moving(elements * (a.compute_bytes + 2 * a.gradient_bytes), site.hardware)
+    return moving(elements * (layout.compute_bytes + 2 * layout.gradient_bytes), site.hardware)
 
 
 def _meeting(site: Site, ranks: int) -> float:
@@ -231,35 +237,36 @@ def _sending(site: Site, group: RankGroup, messages: tuple[Sent, ...]) -> float:
 
 
 def _plain(timing: Timing, site: Site, stage: StageWork) -> None:
-    """Whole parameters on every rank: micro-batches one after another, gradients summed in the last one."""
-    a = site.step_layout
+    """Add the time of a step with whole parameters on every rank; gradients are reduced in the last micro-batch."""
+    layout = site.step_layout
     forward, backward = stage_passes(site, stage)
-    for part in (forward, backward):
-        _add_pass(timing, part, a.micro_batches)
+    timing.add_passes(layout.micro_batches, forward, backward)
     sent = _gradient_sum(site, stage.trainable)
-    if a.overlaps:
+    if layout.overlaps:
         # The first gradients are ready after the last unit's backward, the last bucket after all of it.
-        least = site.time("all_reduce", min(BUCKET, stage.trainable * a.reduce_bytes), site.data)
+        least = site.time("all_reduce", min(BUCKET, stage.trainable * layout.reduce_bytes), site.data)
         sent = max(least, sent - backward.total)
-    times = a.micro_batches if a.one_process else 1  # a copy of the parameters and a sum are an all-reduce together
-    timing.add("data", times * sent if a.data > 1 else 0.0)
+    # In one process, broadcasting parameters and reducing gradients cost an all-reduce per micro-batch.
+    times = layout.micro_batches if layout.one_process else 1
+    timing.add("data", times * sent if layout.data > 1 else 0.0)
 
 
 def _gradient_sum(site: Site, elements: int) -> float:
-    """Seconds until every rank that updates an element has its sum over ranks."""
-    a = site.step_layout
-    size = elements * a.reduce_bytes
-    if a.optimizer_over > 1 or a.gradients_over > 1:
-        return site.time("reduce_scatter", size, site.shard) + site.time("all_reduce", size / a.shards, site.replica)
+    """Seconds of reducing gradients to the ranks that update them."""
+    layout = site.step_layout
+    size = elements * layout.reduce_bytes
+    if layout.optimizer_over > 1 or layout.gradients_over > 1:
+        across = site.time("all_reduce", size / layout.shards, site.replica)
+        return site.time("reduce_scatter", size, site.shard) + across
     return site.time("all_reduce", size, site.data)
 
 
 def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
-    """FSDP: each block's parameters are gathered while the one before computes; gradients leave while the next does."""
-    a = site.step_layout
+    """Add the time of an FSDP step: gathers overlap with the previous block, gradient sums with the next."""
+    layout = site.step_layout
     moves = {
         unit.name: (
-            site.time("all_gather", unit.elements * a.compute_bytes, site.shard),
+            site.time("all_gather", unit.elements * layout.compute_bytes, site.shard),
             _gradient_sum(site, unit.trainable) if unit.trainable else 0.0,
             [
                 sum(_sending(site, group, own[way]) for (_, group), own in zip(site.inner, unit.sent, strict=True))
@@ -269,23 +276,23 @@ def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
         for unit, _ in stage.counted
     }
     forward, backward = stage_passes(site, stage)
-    for part in (forward, backward):
-        _add_pass(timing, part, a.micro_batches)
+    timing.add_passes(layout.micro_batches, forward, backward)
     ahead = [(unit.forward + moves[unit.name][2][0], moves[unit.name][0], 0.0) for unit in stage.units]
-    gathers = 1.0 if a.reshards else 0.0
-    back = [(u.backward + moves[u.name][2][1], gathers * moves[u.name][0], 0.0) for u in reversed(stage.units)]
-    final = [
-        (compute, gather, moves[u.name][1]) for (compute, gather, _), u in zip(back, reversed(stage.units), strict=True)
+    regathers = 1.0 if layout.reshards else 0.0
+    last = [
+        (unit.backward + sends[1], regathers * gather, reduce)
+        for unit, (gather, reduce, sends) in ((unit, moves[unit.name]) for unit in reversed(stage.units))
     ]
-    exposed = a.micro_batches * _exposed(ahead) + (a.micro_batches - 1) * _exposed(back) + _exposed(final)
-    # While the host is behind, links catch up.
-    timing.add("data", max(0.0, exposed - a.micro_batches * (forward.host + backward.host)))
+    back = [(compute, gather, 0.0) for compute, gather, _ in last]  # gradients are reduced in the last micro-batch only
+    exposed = layout.micro_batches * _exposed(ahead) + (layout.micro_batches - 1) * _exposed(back) + _exposed(last)
+    # Links catch up while the device waits for the host.
+    timing.add("data", max(0.0, exposed - layout.micro_batches * (forward.host + backward.host)))
 
 
 def _exposed(row: list[tuple[float, float, float]]) -> float:
-    """Seconds that a row of units (compute, gather before, reduce after) waits for its one link.
+    """Seconds that a sequence of units (compute, gather before, reduce after) waits for its link.
 
-    One gather runs ahead: it may begin when the unit before the one that computes now has been let go.
+    One gather runs ahead: it may start when the unit before the current one has been freed.
     """
     link = begun = done = computed = 0.0
     for compute, gather, reduce in row:
@@ -299,58 +306,51 @@ def _exposed(row: list[tuple[float, float, float]]) -> float:
 
 
 def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None:
-    """Closed form of a schedule: the dearest rank computes all its micro-batches, and waits for the others' first."""
-    a = site.step_layout
+    """Add the time of a pipeline, in closed form: the slowest rank's micro-batches and its wait for the others."""
+    layout = site.step_layout
     made: dict[object, tuple[Pass, Pass]] = {}
     for stage in stages:
         if stage.counted not in made:
             made[stage.counted] = stage_passes(site, stage)
     passes = [made[stage.counted] for stage in stages]
-    ranks = stages_of(a)
+    ranks = stages_of(layout)
     work = [sum(passes[i][0].total + passes[i][1].total for i in own) for own in ranks]
-    dearest = max(range(a.stage_ranks), key=work.__getitem__)
-    updates = [moving(_updated(a, sum(stages[i].trainable for i in own)), site.hardware) for own in ranks]
-    timing.busy = [a.micro_batches * each + update for each, update in zip(work, updates, strict=True)]
-    for i in ranks[dearest]:
-        for part in passes[i]:
-            _add_pass(timing, part, a.micro_batches)
-    timing.add("bubble", _bubble(a, work))
-    hops = 2 * (a.stage_ranks - 1)
+    slowest = max(range(layout.stage_ranks), key=work.__getitem__)
+    updates = [moving(_updated(layout, sum(stages[i].trainable for i in own)), site.hardware) for own in ranks]
+    timing.busy = [layout.micro_batches * each + update for each, update in zip(work, updates, strict=True)]
+    for i in ranks[slowest]:
+        timing.add_passes(layout.micro_batches, *passes[i])
+    timing.add("bubble", _bubble(layout, work))
+    hops = 2 * (layout.stage_ranks - 1)
     timing.add("stages", hops * site.time("send", max(stage.output for stage in stages[:-1]), site.neighbour))
     busiest = max(stages, key=lambda stage: stage.trainable)
-    if a.data > 1:
-        timing.add("data", _gradient_sum(site, busiest.trainable * a.virtual))
-    if a.gathers:
-        timing.add("data", site.time("all_gather", busiest.elements * a.virtual * a.compute_bytes, site.shard))
+    if layout.data > 1:
+        timing.add("data", _gradient_sum(site, busiest.trainable * layout.virtual))
+    if layout.gathers:
+        size = busiest.elements * layout.virtual * layout.compute_bytes
+        timing.add("data", site.time("all_gather", size, site.shard))
 
 
-def _bubble(a: StepLayout, work: list[float]) -> float:
-    """Seconds that the dearest rank waits for others in one step."""
-    others, family = sum(work) - max(work), FAMILIES[a.schedule]
-    return a.micro_batches * others if family.one_at_a_time else others / family.gap_divisor
-
-
-def _add_pass(timing: Timing, part: Pass, times: int) -> None:
-    for cause, seconds in part.parts.items():
-        timing.add(cause, seconds * times)
+def _bubble(layout: StepLayout, work: list[float]) -> float:
+    """Seconds that the slowest rank waits for the others in one step."""
+    others, family = sum(work) - max(work), FAMILIES[layout.schedule]
+    return layout.micro_batches * others if family.one_at_a_time else others / family.gap_divisor
 
 
 def _update(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None:
-    a, h = site.step_layout, site.hardware
-    busiest = max(stage.trainable for stage in stages) * a.virtual
-    own = busiest / a.optimizer_over
-    timing.add("update", moving(_updated(a, busiest), h))
-    if a.offload:
-        moved = own * (a.gradient_bytes + a.parameter_bytes)
-        timing.add("host copies", moved / h.host.bandwidth + own * UPDATE_BYTES / (HOST_BANDWIDTH / site.per_node))
-    if a.optimizer_over > 1 and not a.gathers:
-        timing.add("data", site.time("all_gather", busiest * a.compute_bytes, site.shard))
+    layout, hardware = site.step_layout, site.hardware
+    busiest = max(stage.trainable for stage in stages) * layout.virtual
+    own = busiest / layout.optimizer_over
+    timing.add("update", moving(_updated(layout, busiest), hardware))
+    if layout.offload:
+        moved = own * (layout.gradient_bytes + layout.parameter_bytes)
+        timing.add(
+            "host copies", moved / hardware.host.bandwidth + own * UPDATE_BYTES / (HOST_BANDWIDTH / site.per_node)
+        )
+    if layout.optimizer_over > 1 and not layout.gathers:
+        timing.add("data", site.time("all_gather", busiest * layout.compute_bytes, site.shard))
 
 
-def _updated(a: StepLayout, elements: int) -> float:
+def _updated(layout: StepLayout, elements: int) -> float:
     """Bytes that the optimizer reads and writes."""
-    return elements / a.optimizer_over * UPDATE_BYTES
-
-
-HOST_BANDWIDTH = 2e11
-"""Bytes a second of a two-socket server's memory, which its devices share: eight channels of DDR4-3200 a socket."""
+    return elements / layout.optimizer_over * UPDATE_BYTES

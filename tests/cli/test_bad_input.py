@@ -74,7 +74,7 @@ def test_strategies(run, strategy: str, ranks: int, says: str) -> None:
         ("job = 3", "is int; it must be a meshwright.Job"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("parts['model'] = lambda: nn.Linear('four', 2)", "The job's model cannot be built: TypeError"),
-        ("parts['model'] = lambda: 3", "must give an nn.Module"),
+        ("parts['model'] = lambda: 3", "must return an nn.Module"),
         ("parts['sample'] = lambda n: {'x': torch.randn(n, 5), 'y': torch.randn(n, 2)}", "do not fit each other"),
         ("parts['inputs'] = lambda batch: batch['x']", "must give a tuple"),
         ("parts['loss'] = lambda output, batch: output.mean()", "must give (sum, weight)"),

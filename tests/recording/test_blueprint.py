@@ -130,7 +130,7 @@ def test_an_error_of_our_own_passes_through() -> None:
 
 @pytest.mark.parametrize(("made", "name"), [(None, "NoneType"), ([], "list"), (nn.Linear, "type")])
 def test_a_builder_that_gives_no_module(made: object, name: str) -> None:
-    with pytest.raises(JobError, match=rf"nn\.Module, but it gave {name}"):
+    with pytest.raises(JobError, match=rf"nn\.Module, but it returned {name}"):
         record(lambda: made, SEED)  # type: ignore[arg-type, return-value]
 
 

@@ -26,6 +26,14 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
+def names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter, by its id; a tied one has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor's values are in one storage: not so for sparse tensors and wrapper subclasses."""
     return tensor.layout == torch.strided and not tensor.is_quantized and not is_traceable_wrapper_subclass(tensor)

@@ -135,9 +135,9 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
     "an object": (lambda n: {"y": number(n), "more": object()}, r'batch\["more"\] is an object'),
     "lists of tokens": (
         lambda n: {"y": number(n), "x": lengths(n).tolist() * 2},
-        r'batch\["x"\] holds different values',
+        r'batch\["x"\] holds different',
     ),
-    "another structure": (lambda n: {"y": number(n), f"{n}": 1}, "batch holds different values"),
+    "another structure": (lambda n: {"y": number(n), f"{n}": 1}, "batch holds different"),
     "another type": (lambda n: number(n) if n > 2 else [number(n)], "batch has different types"),
     "graphs in part": (lambda n: {"y": number(n), "g": Forgetful.from_data_list(ragged(n))}, r'batch\["g"\] is not'),
     "nothing": (lambda n: {"y": 1}, "batch has nothing whose size"),
@@ -154,9 +154,7 @@ def test_what_cannot_be_known_is_refused_by_name(name: str) -> None:
 
 def test_a_batch_unlike_those_that_the_job_makes() -> None:
     by = cutter(lambda n: {"x": number(n)})
-    with pytest.raises(
-        CannotCut, match=r'batch holds \["x"\], \["z"\], but the batches that the job made hold \["x"\]'
-    ):
+    with pytest.raises(CannotCut, match=r'batch holds \["x"\], \["z"\], but the batches that the job made hold'):
         by.cut({"x": number(4), "z": number(4)}, RANGES[:1])
     assert by.count({"z": number(4)}) is None
 

@@ -1,4 +1,4 @@
-"""A pass on shadows shows what one on fake tensors shows, or gives way to it."""
+"""A pass on meta tensors shows what one on fake tensors shows, or gives way to it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from architecture_jobs import ARCHITECTURES
-from meshwright.describe import observe
+from meshwright.describe import ladder
 from meshwright.describe.as_on_cuda import as_on_cpu
 from meshwright.describe.meta_pass import NotOnMeta, meta_of, meta_pass
 from meshwright.describe.model import describe
 from meshwright.facts.job import Job
 from meshwright.jobs.load import load_job
-from meshwright.tracing import costs
 from meshwright.tracing.costs import measure_costs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -35,41 +34,39 @@ JOBS: dict[str, Callable[[], Job]] = {
 
 
 @contextmanager
-def no_shadows(model: nn.Module) -> Iterator[None]:
+def no_meta_pass(model: nn.Module) -> Iterator[None]:
     raise NotOnMeta("none today")
     yield
 
 
 def no_fake_tensors(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a pass on shadows failed")
+    raise AssertionError("a pass on meta tensors failed")
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.thorough) if name in ("T5", "Mamba 2") else name for name in JOBS]
 )
-def test_shadows_show_what_fake_tensors_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meta_tensors_show_what_fake_tensors_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = JOBS[name]()
     with monkeypatch.context() as patch:
-        for module in (observe, costs):
-            patch.setattr(module, "FakeTensorMode", no_fake_tensors)
-        shadowed = describe(job)
-        counted = measure_costs(job, shadowed, "bf16")
-    for module in (observe, costs):
-        monkeypatch.setattr(module, "shadows", no_shadows)
-    assert describe(job) == shadowed
-    assert measure_costs(job, shadowed, "bf16") == counted
+        patch.setattr(ladder, "FakeTensorMode", no_fake_tensors)
+        on_meta = describe(job)
+        counted = measure_costs(job, on_meta, "bf16")
+    monkeypatch.setattr(ladder, "meta_pass", no_meta_pass)
+    assert describe(job) == on_meta
+    assert measure_costs(job, on_meta, "bf16") == counted
 
 
 @pytest.mark.parametrize("name", ["BERT", "SegFormer"])
-def test_where_shadows_do_not_do_it_is_fake_tensors_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_meta_tensors_fail_fake_tensors_are_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first looks at a mask, the second has convolutions with channels last."""
     facts = describe(ARCHITECTURES[name])
-    monkeypatch.setattr(observe, "shadows", no_shadows)
+    monkeypatch.setattr(ladder, "meta_pass", no_meta_pass)
     assert describe(ARCHITECTURES[name]) == facts
     assert not facts.unseen
 
 
-def test_what_is_made_on_the_way_is_a_shadow_that_passes_for_a_cpu_tensor() -> None:
+def test_new_tensors_are_meta_tensors_that_pass_for_cpu_tensors() -> None:
     with meta_pass(nn.Linear(1, 1)):
         x = torch.arange(1 << 40)
         assert x.device == torch.device("cpu")
@@ -92,7 +89,7 @@ class Names(TorchDispatchMode):
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("masked", [False, True])
-def test_attention_of_shadows_is_taken_apart_as_on_a_cpu(heads: tuple[int, int], dropout: float, masked: bool) -> None:
+def test_attention_of_meta_tensors_is_taken_apart_as_on_a_cpu(heads: tuple[int, int], dropout: float, masked: bool) -> None:
     def attend(tensors: list[Tensor]) -> list[str]:
         with Names() as seen:
             grouped = heads[0] != heads[1]
@@ -104,8 +101,8 @@ def test_attention_of_shadows_is_taken_apart_as_on_a_cpu(heads: tuple[int, int],
     real += [torch.ones(8, 8, dtype=torch.bool)] if masked else []
     expected = attend(real)
     with meta_pass(nn.Identity()), as_on_cpu():
-        shadowed = [meta_of(tensor).requires_grad_(tensor.requires_grad) for tensor in real]
-        assert attend(shadowed) == expected
+        on_meta = [meta_of(tensor).requires_grad_(tensor.requires_grad) for tensor in real]
+        assert attend(on_meta) == expected
 
 
 def test_autocast_would_pass_shadows_by() -> None:

@@ -34,6 +34,7 @@ from meshwright.describe.calls import (
 )
 from meshwright.describe.flops import count_flops
 from meshwright.recording.operation import changed_by
+from meshwright.recording.wrap_forward import removing
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.operators import PACK_PADDED_SEQUENCE, PAD_PACKED_SEQUENCE
 from meshwright.torch_private.trees import tree_flatten, tree_leaves
@@ -101,12 +102,8 @@ class Watcher(TorchDispatchMode):
             if name in self._names:
                 hooks.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
                 hooks.append(module.register_forward_hook(self._leave(name), with_kwargs=True))
-        try:
-            with self:
-                yield self
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with removing(hooks), self:
+            yield self
 
     def mark_batch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Also follow what is computed from the batch, to see who reads its values."""

@@ -17,35 +17,35 @@ class LayerIndex:
     It is no subclass of int, because C code reads the value of those directly.
     """
 
-    __slots__ = ("_value", "asked")
+    __slots__ = ("_value", "used")
 
     def __init__(self, value: int) -> None:
-        self._value, self.asked = value, False
+        self._value, self.used = value, False
 
     def __getattr__(self, name: str) -> Any:
-        self.asked = True
+        self.used = True
         return getattr(self._value, name)
 
     @property  # type: ignore[misc]  # read-only here; `isinstance` reads it
     def __class__(self) -> type:
-        self.asked = True
+        self.used = True
         return int
 
 
-def _asking(name: str) -> Any:
-    def ask(self: LayerIndex, *args: Any) -> Any:
-        self.asked = True
+def _using(name: str) -> Any:
+    def use(self: LayerIndex, *args: Any) -> Any:
+        self.used = True
         return getattr(self._value, name)(*args)
 
-    return ask
+    return use
 
 
 for _name in (name for name in dir(int) if name.startswith("__") and name not in _MADE_BY_CLASS):
-    setattr(LayerIndex, _name, _asking(_name))
+    setattr(LayerIndex, _name, _using(_name))
 
 
 @contextmanager
-def counting(block: nn.Module, places: Iterable[tuple[str, str]]) -> Iterator[list[LayerIndex]]:
+def layer_indices(block: nn.Module, places: Iterable[tuple[str, str]]) -> Iterator[list[LayerIndex]]:
     """While active, a `LayerIndex` replaces each of these attributes (module in the block, name)."""
     attributes = [(vars(block.get_submodule(module)), name) for module, name in places]
     numbers = [LayerIndex(values[name]) for values, name in attributes]

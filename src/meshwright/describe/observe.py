@@ -118,7 +118,7 @@ def trace(
     batch: Any = None,
     *,
     pass_cache: PassCache | None = None,
-    follower: PassObserver | None = None,
+    observer: PassObserver | None = None,
 ) -> tuple[Flow | None, str]:
     """The flow of one forward pass and loss between the modules that `watcher` watches; else the reason why not."""
     batch = make_batch(job, SAMPLES) if batch is None else batch
@@ -127,7 +127,7 @@ def trace(
         watcher.forget()
         tensors = under.stand_ins(blueprint) if under else stand_ins(blueprint)
         parameters = {name: tensors[name] for name, _ in blueprint.model.named_parameters()}
-        short = under.repeats.running(watcher, follower) if under else following(watcher, tensors_of(data))
+        short = under.repeats.running(watcher, observer) if under else following(watcher, tensors_of(data))
         with watcher.watching(blueprint.model, parameters), lend(blueprint.model, tensors), short:
             output = call_model(job, blueprint.model, data)
             watcher.in_loss = True
@@ -246,7 +246,7 @@ def _step(
     with ExitStack() as stack:
         stack.enter_context(lend(model, tensors))
         reads = Reads(model)
-        stack.enter_context(under.repeats.running(follower=reads) if under else nullcontext())
+        stack.enter_context(under.repeats.running(observer=reads) if under else nullcontext())
         with watch or nullcontext(), watch_calls(model) as called, reads.noting():
             total, weight = _forward(job, model, batch)
         if not total.requires_grad:
@@ -263,11 +263,7 @@ def _step(
     )
     called |= under.repeats.called if under else set()
     return Observed(
-        used,
-        frozenset(called),
-        known,
-        read_elsewhere=frozenset(reads.elsewhere),
-        by_value=not has_no_values(total),
+        used, frozenset(called), known, read_elsewhere=frozenset(reads.elsewhere), by_value=not has_no_values(total)
     )
 
 

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.describe.repeats import PassObserver
 from meshwright.recording.memory import names_of_parameters
+from meshwright.recording.wrap_forward import removing
 from meshwright.torch_private.trees import tree_leaves
 
 _PROPERTIES = (
@@ -58,12 +59,8 @@ class Reads(TorchFunctionMode, PassObserver):
             # The author's hooks run outside these two.
             hooks.append(module.register_forward_pre_hook(self._enter))
             hooks.append(module.register_forward_hook(self._leave, prepend=True, always_call=True))
-        try:
-            with self:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with removing(hooks), self:
+            yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in HARMLESS:

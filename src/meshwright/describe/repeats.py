@@ -55,9 +55,9 @@ class Repeats:
     """Parameters of skipped blocks that would have received a gradient."""
 
     @contextmanager
-    def running(self, watcher: Watcher | None = None, follower: PassObserver | None = None) -> Iterator[None]:
+    def running(self, watcher: Watcher | None = None, observer: PassObserver | None = None) -> Iterator[None]:
         """Skip repeated blocks while the context is active."""
-        run = _Pass(self, _Echo(watcher) if watcher else None, follower or PassObserver())
+        run = _Pass(self, _Echo(watcher) if watcher else None, observer or PassObserver())
         with replaced_forwards(self.blocks, run.forward):
             yield
         if run.echo is not None:
@@ -95,7 +95,7 @@ class _Pass:
 
     repeats: Repeats
     echo: _Echo | None
-    follower: PassObserver
+    observer: PassObserver
     templates: dict[Any, Template | None] = field(default_factory=dict)
     """By kind, layout of inputs and surroundings; None if every such block has to run."""
 
@@ -112,7 +112,7 @@ class _Pass:
             return self._learn(key, name, inputs, partial(forward, *args, **kwargs))
         template = self.templates[key]
         # The first block always runs, also when checkpointing repeats it in the backward pass.
-        if template is None or template.block == name or not self.follower.may_repeat(inputs):
+        if template is None or template.block == name or not self.observer.may_repeat(inputs):
             return forward(*args, **kwargs)
         return self._repeat(template, name, inputs)
 
@@ -120,7 +120,7 @@ class _Pass:
         watched = self.echo.watched_in(name) if self.echo is not None else ()
         block, numbers = self.repeats.blocks[name], self.repeats.numbers[self.repeats.kinds[name]]
         output, self.templates[key] = learn_block(name, block, inputs, run, watched=watched, numbers=numbers)
-        self.follower.learned(name)
+        self.observer.learned(name)
         return output
 
     def _repeat(self, template: Template, name: str, inputs: list[torch.Tensor]) -> Any:
@@ -130,7 +130,7 @@ class _Pass:
         self.repeats.called |= {f"{name}.{inner}" if inner else name for inner in template.called}
         if self.echo is not None:
             self.echo.tell(template, name, parameters, inputs, made)
-        self.follower.repeated(name, template.block)
+        self.observer.repeated(name, template.block)
         return output
 
 
@@ -172,19 +172,19 @@ class _Echo:
         known = {inner: watcher.sources(tensor) for inner, tensor in parameters.items()}
         known |= {input_source(place): watcher.sources(tensor) for place, tensor in enumerate(inputs)}
         if watcher._open is not None:
-            read = _there({*template.reads, *map(input_source, template.touched)}, known, offset)
+            read = _translated({*template.reads, *map(input_source, template.touched)}, known, offset)
             watcher._open.reads |= {source for source in read if isinstance(source, str)}
             watcher._open.needs |= {source for source in read if not isinstance(source, str)}
             self._later[watcher._open.index] = template.block
             return
         for call in template.calls:
-            reads = _there(call.reads, known, offset)
+            reads = _translated(call.reads, known, offset)
             own = frozenset(source for source in reads if isinstance(source, str))
-            needs = _there(call.needs, known, offset) | (reads - own)
+            needs = _translated(call.needs, known, offset) | (reads - own)
             watcher.calls.append(replace(call, name=f"{name}.{call.name}", needs=needs, reads=own))
             watcher._returned.append([])
         for tensor, sources in zip(made, template.sources, strict=True):
-            watcher._sources[tensor] = _there(sources, known, offset)
+            watcher._sources[tensor] = _translated(sources, known, offset)
 
     def finish(self) -> None:
         """Complete the calls of skipped blocks from those of the blocks that ran first."""
@@ -194,7 +194,7 @@ class _Echo:
             calls[index] = replace(calls[self._first[block]], name=own.name, needs=own.needs, reads=own.reads)
 
 
-def _there(sources: Iterable[Source], known: dict[str, frozenset[Source]], offset: int) -> frozenset[Source]:
+def _translated(sources: Iterable[Source], known: dict[str, frozenset[Source]], offset: int) -> frozenset[Source]:
     """A template's sources translated to another block, whose calls begin at `offset`."""
     found: set[Source] = set()
     for source in sources:

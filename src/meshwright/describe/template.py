@@ -13,7 +13,8 @@ from torch import nn
 from meshwright.describe.block_equality import NotComparable, state_of
 from meshwright.describe.calls import CONSTANTS, NUMBERS, Call, Source
 from meshwright.describe.flow import Watcher
-from meshwright.describe.layer_index import counting
+from meshwright.describe.layer_index import layer_indices
+from meshwright.recording.wrap_forward import removing
 from meshwright.torch_private.autograd import BackwardCFunction
 from meshwright.torch_private.modes import TorchDispatchMode, without_torch_function
 from meshwright.torch_private.tensors import storage_id, version_of
@@ -36,9 +37,9 @@ class MadeTensor:
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
 
-    def hanging_on(self, tensors: Sequence[torch.Tensor], mark: Callable[[], None] = lambda: None) -> torch.Tensor:
+    def connected_to(self, tensors: Sequence[torch.Tensor], mark: Callable[[], None] = lambda: None) -> torch.Tensor:
         """A tensor of this layout that passes gradients on to `tensors`. `mark` is called when a gradient arrives."""
-        return _Hang.apply(self, mark, *tensors) if self.differentiable else self.empty()
+        return _Connect.apply(self, mark, *tensors) if self.differentiable else self.empty()
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Template:
                 return inputs[part.place]
             if isinstance(part, MadeTensor):
                 # One parameter is enough to make the output differentiable; `mark` notes all of them.
-                made.append(part.hanging_on([*reached, *trained[:1]], mark))
+                made.append(part.connected_to([*reached, *trained[:1]], mark))
                 return made[-1]
             return _mapped(build, part)
 
@@ -112,12 +113,12 @@ def learn_block(
     guard = _BlockGuard(block, parameters, inputs)
     with ExitStack() as stack:
         called = stack.enter_context(watch_calls(block))
-        counted = stack.enter_context(counting(block, numbers))
+        indices = stack.enter_context(layer_indices(block, numbers))
         if watched:
             stack.enter_context(watcher.watching(block, parameters | sources))
         stack.enter_context(guard)
         output = run()
-    if any(number.asked for number in counted):
+    if any(index.used for index in indices):
         return output, None
     try:
         described, made = guard.describe(output)
@@ -145,11 +146,8 @@ def watch_calls(model: nn.Module) -> Iterator[set[str]]:
         module.register_forward_pre_hook(lambda module, args, name=name: called.add(name))
         for name, module in model.named_modules()
     ]
-    try:
+    with removing(hooks):
         yield called
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class _BlockGuard(TorchDispatchMode):
@@ -207,7 +205,7 @@ class _BlockGuard(TorchDispatchMode):
         return _mapped(lambda inner: self._part(inner, made), part)
 
 
-class _Hang(torch.autograd.Function):
+class _Connect(torch.autograd.Function):
     """An empty output that is connected to its inputs and a parameter only for gradients."""
 
     @staticmethod

@@ -62,12 +62,13 @@ def find_tensor_plan(
     `read_elsewhere` names parameters that are read, or whose shape is read, outside the modules that own them.
     """
     model = blueprint.model
-    layers = {name: module for name, module in model.named_modules() if _is_matrix(module)}
+    modules = model.named_modules()
+    layers = {name: module for name, module in modules if is_linear(module) or isinstance(module, nn.Embedding)}
     owners = _owners(model)
     watcher = Watcher(owners)
     outputs = _Outputs(watcher, layers)
     watcher.seen = outputs.look
-    flow, unseen = trace(job, blueprint, watcher, pass_cache=pass_cache, follower=outputs)
+    flow, unseen = trace(job, blueprint, watcher, pass_cache=pass_cache, observer=outputs)
     if pass_cache is not None and flow is not None:
         pass_cache.flows[frozenset(owners)] = flow
     given = _from_model(model, layers) | _from_job(job, layers)
@@ -86,10 +87,6 @@ def is_linear(module: nn.Module) -> bool:
     if weight is None or weight.dim() != 2:
         return False
     return isinstance(module, nn.Linear) or getattr(module, "nf", None) == weight.shape[1]
-
-
-def _is_matrix(module: nn.Module) -> bool:
-    return is_linear(module) or isinstance(module, nn.Embedding)
 
 
 def _owners(model: nn.Module) -> list[str]:

@@ -21,6 +21,7 @@ from meshwright.describe.observe import SAMPLES, forward_on_real_tensors, make_b
 from meshwright.describe.watch_values import MEMORY_READS
 from meshwright.facts.job import Job
 from meshwright.recording.blueprint import Blueprint
+from meshwright.recording.wrap_forward import removing
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.operators import schema_of
 from meshwright.torch_private.trees import tree_leaves
@@ -36,13 +37,13 @@ def find_value_reads(job: Job, blueprint: Blueprint, blocks: Collection[str]) ->
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number)
             batch = make_batch(job, SAMPLES)
-        looks = _ValueReads(blueprint.model, blocks, batch)
+        reads = _ValueReads(blueprint.model, blocks, batch)
         try:
-            forward_on_real_tensors(job, blueprint, batch, looks.looking(), seed=number)
+            forward_on_real_tensors(job, blueprint, batch, reads.watching(), seed=number)
         except Exception:
             return True, True
-        passes.append(looks)
-        if not any(looks.is_open(place) for place in (True, False)):
+        passes.append(reads)
+        if not any(reads.is_open(place) for place in (True, False)):
             break
     inside, around = (_decides(passes, in_block=place) for place in (True, False))
     return inside, around
@@ -50,8 +51,8 @@ def find_value_reads(job: Job, blueprint: Blueprint, blocks: Collection[str]) ->
 
 def _decides(passes: list[_ValueReads], *, in_block: bool) -> bool:
     """Whether reads in blocks, or around them, may have different outcomes in different steps."""
-    outcomes = {tuple(looks.at_others[in_block]) for looks in passes}
-    return len(outcomes) > 1 or any(in_block in looks.at_samples for looks in passes)
+    outcomes = {tuple(reads.at_others[in_block]) for reads in passes}
+    return len(outcomes) > 1 or any(in_block in reads.at_samples for reads in passes)
 
 
 class _ValueReads(TorchDispatchMode):
@@ -73,17 +74,13 @@ class _ValueReads(TorchDispatchMode):
         return place not in self.at_samples and bool(self.at_others[place])
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         hooks = []
         for block in map(self._model.get_submodule, self._blocks):
             hooks.append(block.register_forward_pre_hook(self._count(1)))
             hooks.append(block.register_forward_hook(self._count(-1), always_call=True))
-        try:
-            with _WholeReads(self), self:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with removing(hooks), _WholeReads(self), self:
+            yield
 
     def look(self, given: Any, value: Any) -> None:
         place = self._running > 0
@@ -119,12 +116,12 @@ class _ValueReads(TorchDispatchMode):
 class _WholeReads(TorchFunctionMode):
     """Notes functions that read a tensor's memory, which no operator shows."""
 
-    def __init__(self, looks: _ValueReads) -> None:
+    def __init__(self, reads: _ValueReads) -> None:
         super().__init__()
-        self._looks = looks
+        self._reads = reads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in MEMORY_READS:
-            self._looks.look(args, str(result))
+            self._reads.look(args, str(result))
         return result

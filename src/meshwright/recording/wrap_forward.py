@@ -1,4 +1,4 @@
-"""Wrap a module's `forward` without wrapping the module, so that parameter names do not change."""
+"""Wrap a module's `forward` without wrapping the module, so that parameter names do not change; and remove hooks."""
 
 from __future__ import annotations
 
@@ -36,6 +36,16 @@ def replaced_forwards(modules: Mapping[str, nn.Module], call: Callable[..., Any]
     finally:
         for name, module in modules.items():
             vars(module).pop("forward") if before[name] is None else vars(module).update(forward=before[name])
+
+
+@contextmanager
+def removing(hooks: list[Any]) -> Iterator[None]:
+    """Remove the hooks when the context ends."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @functools.lru_cache(maxsize=256)  # bounded: it keeps the closures of the wrappers alive

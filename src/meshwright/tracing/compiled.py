@@ -28,7 +28,7 @@ from meshwright.errors import one_line
 from meshwright.torch_private.modules import lend_tensors
 from meshwright.torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
 from meshwright.tracing.fusion import Program, fuse
-from meshwright.tracing.nodes import is_choice
+from meshwright.tracing.nodes import is_getitem
 from meshwright.tracing.recorder import StepRecorder
 from meshwright.tracing.runner import Runner
 
@@ -83,7 +83,7 @@ class Compiler:
         for node in graph.nodes:
             policy = self.policies[node.meta["ac_graph_id"] - 1] if "ac_graph_id" in node.meta else None
             if policy is not None:
-                whole = node.args[0] if is_choice(node) else node  # one of several results is saved like all of them
+                whole = node.args[0] if is_getitem(node) else node  # one of several results is saved like all of them
                 node.meta["recompute"] = policy(None, whole.target)
 
 

@@ -31,7 +31,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.recording.blueprint import Blueprint, record
 from meshwright.recording.wrap_forward import replaced_forwards
 from meshwright.torch_private.trees import tree_flatten, tree_leaves, tree_map_only
-from meshwright.tracing.meter import Meter, Ran
+from meshwright.tracing.meter import Meter, OperatorRun
 
 SIZES = (2, 4)
 """Samples in the two traces. With one sample, BatchNorm would have no variance."""
@@ -67,8 +67,8 @@ class _Segment:
     like: str
     is_block: bool
     parameters: tuple[str, ...]
-    forward: list[Ran] = field(default_factory=list)
-    backward: list[Ran] = field(default_factory=list)
+    forward: list[OperatorRun] = field(default_factory=list)
+    backward: list[OperatorRun] = field(default_factory=list)
     start: int = 0
     """Live bytes when its forward pass began."""
     end: int = 0
@@ -131,7 +131,7 @@ class _Recorder:
         segment = self.segments[self._at]
         segment.backward_peak = self.meter.peak - segment.start
 
-    def _ran(self, work: Ran) -> None:
+    def _ran(self, work: OperatorRun) -> None:
         segment = self.segments[self._at]
         (segment.backward if self._backward else segment.forward).append(work)
 
@@ -214,7 +214,7 @@ def _watch(
         if segment.is_block and key in seen:
             segment.like, made = seen[key]
             reached = [tensor for tensor in inputs if tensor.requires_grad]
-            output = tree_map_only(MadeTensor, lambda tensor: tensor.hanging_on(reached), made)
+            output = tree_map_only(MadeTensor, lambda tensor: tensor.connected_to(reached), made)
         else:
             segment.like = name
             output = forward(*args, **kwargs)
@@ -231,7 +231,7 @@ def _unit(small: _Segment, large: _Segment) -> UnitCosts:
         each = (high - low) / (SIZES[1] - SIZES[0])
         return Size(low - each * SIZES[0], each)
 
-    def kernels(low: list[Ran], high: list[Ran]) -> tuple[Kernel, ...]:
+    def kernels(low: list[OperatorRun], high: list[OperatorRun]) -> tuple[Kernel, ...]:
         return tuple(
             Kernel(
                 name=a.name,

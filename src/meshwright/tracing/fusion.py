@@ -20,9 +20,9 @@ from meshwright.tracing.nodes import (
     base_of,
     computes,
     domain_of,
-    is_alone,
-    is_choice,
+    is_getitem,
     is_scatter,
+    is_separate,
     is_view,
     made_by,
     matrices_of,
@@ -120,7 +120,7 @@ class _Fusion:
         self._roots[node] = (node, 0)
         if is_view(node):
             self._roots[node] = self._roots[node.all_input_nodes[0]]
-        elif is_choice(node):
+        elif is_getitem(node):
             source, index = node.all_input_nodes[0], node.args[1]
             assert isinstance(index, int)
             self._roots[node] = self._roots[source] if is_view(source) else (source, index)
@@ -131,7 +131,7 @@ class _Fusion:
     def _lower(self, node: fx.Node) -> None:
         reads, operators = self._made_of(node)
         made = made_by(node)
-        if is_alone(node):
+        if is_separate(node):
             self._launch(CompiledKernel(node=node), made, self._padded(node, reads))
         elif self._is_written(node, len(reads), operators):
             self._launch(self._find_kernel(*domain_of(node), reads), made, reads)
@@ -160,7 +160,7 @@ class _Fusion:
         if is_scatter(reader):
             base = base_of(reader)
             return base is not None and self._roots[base][0] is node
-        return reader.op == "output" or is_alone(reader)
+        return reader.op == "output" or is_separate(reader)
 
     def _padded(self, node: fx.Node, reads: Keys) -> Keys:
         """The values that a matrix product reads: copies of its matrices if it is padded."""

@@ -23,7 +23,7 @@ class MemoryEvent:
     """An allocation or a release."""
 
     block: Allocation
-    comes: bool
+    is_allocation: bool
     moment: str
     """What the rank was doing."""
 
@@ -56,7 +56,7 @@ class Ledger:
         causes: Counter[str] = Counter()
         found, wanted = {}, {end: moment for moment, end in ends.items()}
         for index, event in enumerate(self.events):
-            causes[event.block.cause] += event.block.bytes if event.comes else -event.block.bytes
+            causes[event.block.cause] += event.block.bytes if event.is_allocation else -event.block.bytes
             if index in wanted:
                 found[wanted[index]] = Counter(causes)
         return found
@@ -67,7 +67,7 @@ class Ledger:
         most: dict[str, int] = {}
         ends: dict[str, int] = {}
         for index, event in enumerate(self.events):
-            held += event.block.bytes if event.comes else -event.block.bytes
+            held += event.block.bytes if event.is_allocation else -event.block.bytes
             if index >= since and held > most.get(event.moment, -1):
                 most[event.moment], ends[event.moment] = held, index
         return ends

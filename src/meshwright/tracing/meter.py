@@ -19,7 +19,7 @@ from meshwright.tracing.allocator import ROUNDING, round_up
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class OperatorRun:
     """One operator that ran, at one batch size."""
 
     name: str
@@ -35,7 +35,7 @@ class Ran:
 class Meter(TorchDispatchMode):
     """While active, reports every operator to `ran`; `live` counts the bytes of tensors made since then."""
 
-    def __init__(self, ran: Callable[[Ran], None]) -> None:
+    def __init__(self, ran: Callable[[OperatorRun], None]) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
@@ -86,13 +86,15 @@ def _is_view(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> 
     return bool(inputs) and all(storage_id(leaf.untyped_storage()) in inputs for leaf in made)
 
 
-def _work(func: Any, args: Any, kwargs: Any, result: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> Ran:
+def _work(
+    func: Any, args: Any, kwargs: Any, result: Any, given: list[torch.Tensor], made: list[torch.Tensor]
+) -> OperatorRun:
     name = func.overloadpacket.__name__
     flops = count_flops(func, args, kwargs, result)
     if _is_causal(func, args, kwargs):
         flops /= 2  # the kernel skips what is above the diagonal, but the registry counts it
     largest = max([*given, *made], key=lambda leaf: leaf.numel() * leaf.is_floating_point(), default=None)
-    return Ran(
+    return OperatorRun(
         name=name,
         kind=operator_kind(func),
         dtype=WORDS.get(largest.dtype if largest is not None else torch.float32, "fp32"),

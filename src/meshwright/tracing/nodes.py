@@ -47,16 +47,16 @@ def is_view(node: fx.Node) -> bool:
     return node.op == "call_function" and (bool(getattr(node.target, "is_view", False)) or name_of(node) in _VIEWS)
 
 
-def is_choice(node: fx.Node) -> bool:
+def is_getitem(node: fx.Node) -> bool:
     """Whether a node picks one of several results."""
     return node.op == "call_function" and node.target is operator.getitem
 
 
 def computes(node: fx.Node) -> bool:
-    return node.op == "call_function" and not is_view(node) and not is_choice(node)
+    return node.op == "call_function" and not is_view(node) and not is_getitem(node)
 
 
-def is_alone(node: fx.Node) -> bool:
+def is_separate(node: fx.Node) -> bool:
     """Whether a node is a separate kernel, such as a matrix product, convolution or attention."""
     if not computes(node):
         return False
@@ -66,7 +66,7 @@ def is_alone(node: fx.Node) -> bool:
 
 def is_scatter(node: fx.Node) -> bool:
     """Whether a node changes its first argument in place; it computes the others inline."""
-    return is_alone(node) and name_of(node) in _SCATTERS
+    return is_separate(node) and name_of(node) in _SCATTERS
 
 
 def base_of(scatter: fx.Node) -> fx.Node | None:
@@ -95,14 +95,14 @@ def operator_of(node: fx.Node) -> tuple[Any, Any]:
 
 def made_by(node: fx.Node) -> list[Key]:
     """The values that a node makes, also those in nested tuples."""
-    inner = [key for user in node.users if is_choice(user) and _is_tuple(user) for key in values_of(user)]
+    inner = [key for user in node.users if is_getitem(user) and _is_tuple(user) for key in values_of(user)]
     return [*values_of(node), *inner]
 
 
 def values_of(node: fx.Node) -> dict[Key, Tensor]:
     """The tensors that a node makes; those of a wrapper are found at its users."""
     if "val" not in node.meta:
-        values: Any = {user.args[1]: user.meta.get("val") for user in node.users if is_choice(user)}
+        values: Any = {user.args[1]: user.meta.get("val") for user in node.users if is_getitem(user)}
     else:
         values = dict(enumerate(node.meta["val"] if _is_tuple(node) else [node.meta["val"]]))
     return {(node, index): value for index, value in values.items() if isinstance(value, Tensor)}

@@ -147,7 +147,7 @@ def test_what_cannot_be_cut_is_refused_only_where_it_must_be_cut() -> None:
     (piece,) = part(packed(8), 1, 0, None, packed).pieces
     assert (piece.span, piece.regular) == (Span(0, 8), False)
     for ranks, limit in ((2, None), (1, 4)):
-        with pytest.raises(JobError, match=r'batch\["tokens"\] .* cannot be known.*Job\(split=...\)'):
+        with pytest.raises(JobError, match=r'batch\["tokens"\] .* cannot be cut into samples.*Job\(split=...\)'):
             part(packed(8), ranks, 0, limit, packed)
 
 

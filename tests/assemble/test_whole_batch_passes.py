@@ -228,7 +228,7 @@ def test_outputs_that_cannot_be_joined() -> None:
     """They are in the way of a loss only if it reads them; a declared loss is not tried, and told when it does."""
     unused, pairs, mean = (make(model=Pairs, loss=loss, loss_over="batch") for loss in (clip_loss, of_pairs, of_mean))
     batch = seeded_batch(clip, 0)
-    with pytest.raises(JobError, match=r'reads output\["logits"\].*2 dims that count samples'):
+    with pytest.raises(JobError, match=r'reads output\["logits"\].*2 dims whose size is the number of samples'):
         make_trainer(pairs, "single,mb=4").step(batch)
     with pytest.raises(JobError, match=r'reads output\["mean"\].*computed over the batch by the model'):
         make_trainer(mean, "single,mb=4").step(batch)

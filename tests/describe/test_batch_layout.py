@@ -133,9 +133,12 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
         r'batch\["count"\] is a number',
     ),
     "an object": (lambda n: {"y": number(n), "more": object()}, r'batch\["more"\] is an object'),
-    "lists of tokens": (lambda n: {"y": number(n), "x": lengths(n).tolist() * 2}, r'batch\["x"\] holds another number'),
-    "another structure": (lambda n: {"y": number(n), f"{n}": 1}, "batch holds another number"),
-    "another type": (lambda n: number(n) if n > 2 else [number(n)], "batch is of another type"),
+    "lists of tokens": (
+        lambda n: {"y": number(n), "x": lengths(n).tolist() * 2},
+        r'batch\["x"\] holds different',
+    ),
+    "another structure": (lambda n: {"y": number(n), f"{n}": 1}, "batch holds different"),
+    "another type": (lambda n: number(n) if n > 2 else [number(n)], "batch has different types"),
     "graphs in part": (lambda n: {"y": number(n), "g": Forgetful.from_data_list(ragged(n))}, r'batch\["g"\] is not'),
     "nothing": (lambda n: {"y": 1}, "batch has nothing whose size"),
     "only two": (lambda n: number(n) if n == 2 else 1 / 0, r"Job\(sample=...\) raised ZeroDivisionError"),
@@ -145,13 +148,13 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_cannot_be_known_is_refused_by_name(name: str) -> None:
     sample, named = UNKNOWN[name]
-    with pytest.raises(CannotCut, match=rf"{named}.*cannot be known. Give Job\(split=...\)"):
+    with pytest.raises(CannotCut, match=rf"{named}.*cannot be cut into samples. Give Job\(split=...\)"):
         cutter(sample).cut(sample(2), RANGES[:1])
 
 
 def test_a_batch_unlike_those_that_the_job_makes() -> None:
     by = cutter(lambda n: {"x": number(n)})
-    with pytest.raises(CannotCut, match=r'batch holds \["x"\], \["z"\], where batches that the job made held \["x"\]'):
+    with pytest.raises(CannotCut, match=r'batch holds \["x"\], \["z"\], but the batches that the job made hold'):
         by.cut({"x": number(4), "z": number(4)}, RANGES[:1])
     assert by.count({"z": number(4)}) is None
 
@@ -190,8 +193,8 @@ def test_split_is_asked_where_it_is_given() -> None:
 @pytest.mark.parametrize(
     ("split", "said"),
     [
-        (lambda batch: [], r"Job\(split=...\) gave no samples"),
-        (lambda batch: unpacked(batch)[:-1], r"Job\(split=...\) gave 1 samples of a batch of 2"),
+        (lambda batch: [], r"Job\(split=...\) returned no samples"),
+        (lambda batch: unpacked(batch)[:-1], r"Job\(split=...\) returned 1 samples for a batch of 2"),
         (lambda batch: 1 / 0, r"Job\(split=...\) raised ZeroDivisionError"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A number that remembers whether it was asked for: whatever could depend on its value asks."""
+"""A layer index remembers whether it was used: whatever could depend on its value uses it."""
 
 import operator
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.describe.layer_index import LayerIndex, counting
+from meshwright.describe.layer_index import LayerIndex, layer_indices
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ from meshwright.describe.layer_index import LayerIndex, counting
 def test_what_depends_on_it_asks(use: Callable[[Any], Any]) -> None:
     number = LayerIndex(5)
     found = use(number)
-    assert number.asked
+    assert number.used
     assert found == use(5)
 
 
@@ -42,13 +42,13 @@ def test_handing_it_on_does_not_ask() -> None:
     held = {"number": [number]}
     assert held["number"][0] is number
     assert number is not None
-    assert not number.asked
+    assert not number.used
 
 
 def test_attributes_are_put_back() -> None:
     block: Any = nn.Sequential(nn.Linear(2, 2))
     block.place, block[0].place = 3, 4
-    with counting(block, [("", "place"), ("0", "place")]) as numbers:
+    with layer_indices(block, [("", "place"), ("0", "place")]) as numbers:
         assert block[0].place is numbers[1]
         block.place = 9
     assert (block.place, block[0].place) == (9, 4)

@@ -89,7 +89,9 @@ class Names(TorchDispatchMode):
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("masked", [False, True])
-def test_attention_of_meta_tensors_is_taken_apart_as_on_a_cpu(heads: tuple[int, int], dropout: float, masked: bool) -> None:
+def test_attention_of_meta_tensors_is_taken_apart_as_on_a_cpu(
+    heads: tuple[int, int], dropout: float, masked: bool
+) -> None:
     def attend(tensors: list[Tensor]) -> list[str]:
         with Names() as seen:
             grouped = heads[0] != heads[1]

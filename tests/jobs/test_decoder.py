@@ -116,7 +116,7 @@ def test_samples_may_be_shorter() -> None:
     job = decoder_job(GPT, global_batch=4, length=5)
     assert job.sample is not None
     assert job.sample(3)["x"].shape == job.sample(3)["y"].shape == (3, 5)
-    with pytest.raises(JobError, match="Samples of 9 tokens were asked for, but the decoder knows 1 to 8"):
+    with pytest.raises(JobError, match="length=9 was given, but the decoder supports 1 to 8 tokens"):
         decoder_job(GPT, global_batch=4, length=9)
 
 
@@ -128,7 +128,7 @@ def test_samples_may_be_shorter() -> None:
         ({"heads": True}, "it is True"),
         ({"heads": 3}, r"width=16, heads=3\): give a number of heads that divides width"),
         ({"kv_heads": 3}, r"heads=4, kv_heads=3\): give a number of kv_heads that divides heads"),
-        ({"width": 20}, "a head is 5 wide, and rotary positions turn pairs"),
+        ({"width": 20}, "a head is 5 wide, but rotary positions need pairs"),
         ({"norm": "batch"}, r"norm='batch'\) is unknown; use rms or layer"),
         ({"positions": "none"}, "use rotary or learned"),
     ],

@@ -124,10 +124,10 @@ def test_blocks_that_know_their_number_run_once(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "no-such-model"}, "is no config that transformers"),
-        ({"vocab_size": 3}, "is no config that transformers"),
+        ({"model_type": "no-such-model"}, "is not a config that transformers"),
+        ({"vocab_size": 3}, "is not a config that transformers"),
         ({"model_type": "wav2vec2"}, "has no model for it that takes tokens or images to logits. Write a Python file"),
-        ({**GPT2, "n_positions": 8}, "has 8 positions, but seq=16 was asked for; ask for less"),
+        ({**GPT2, "n_positions": 8}, "has 8 positions, but seq=16 was given; use fewer"),
     ],
 )
 def test_a_config_that_does_not_do(tmp_path: Path, config: dict[str, Any], message: str) -> None:
@@ -152,5 +152,5 @@ def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return plain(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(JobError, match="needs the package transformers, which is not installed; `pip install"):
+    with pytest.raises(JobError, match="needs the package transformers, which is not installed; run `pip install"):
         load_job(write(tmp_path, GPT2))

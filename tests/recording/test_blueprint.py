@@ -108,7 +108,7 @@ def test_adopt_keeps_the_values() -> None:
 
 
 def test_a_model_that_was_never_built_is_refused() -> None:
-    with pytest.raises(JobError, match=r"never made .*weight"):
+    with pytest.raises(JobError, match=r"initial value of .*weight.* is unknown"):
         adopt(nn.Linear(2, 2, device="meta")).fill(CPU)
 
 
@@ -130,7 +130,7 @@ def test_an_error_of_our_own_passes_through() -> None:
 
 @pytest.mark.parametrize(("made", "name"), [(None, "NoneType"), ([], "list"), (nn.Linear, "type")])
 def test_a_builder_that_gives_no_module(made: object, name: str) -> None:
-    with pytest.raises(JobError, match=rf"nn\.Module, but it gave {name}"):
+    with pytest.raises(JobError, match=rf"nn\.Module, but it returned {name}"):
         record(lambda: made, SEED)  # type: ignore[arg-type, return-value]
 
 

@@ -371,5 +371,5 @@ def test_a_builder_whose_real_build_fails_says_its_own_error() -> None:
 
 
 def test_a_model_left_on_the_meta_device_is_refused() -> None:
-    with pytest.raises(JobError, match="never made weight"):
+    with pytest.raises(JobError, match="left weight, bias on the meta device"):
         record(lambda: nn.Linear(2, 2, device="meta"), SEED)

@@ -48,7 +48,7 @@ def test_what_the_planning_process_is_told_reads_back() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"model": "preset:llama3-9b"}, JobError, "did you mean preset:llama3-8b"),
+        ({"model": "preset:llama3-9b"}, JobError, "Did you mean preset:llama3-8b"),
         ({"model": "examples/gpt.py"}, BadInput, "must be named when the server starts"),
         ({"model": "job"}, BadInput, "This page cannot plan the model 'job'"),
         ({"model": "hf:../config.json"}, Forbidden, "inside the served folder"),

@@ -9,7 +9,7 @@ def test_each_moment_has_its_peak() -> None:
     since = len(ledger.events)
     ledger.moment = "forward"
     first = ledger.allocate(1024, "activations")
-    ledger.pass_by(2048, "temporary")
+    ledger.free(ledger.allocate(2048, "temporary"))
     ledger.moment = "backward"
     ledger.free(first)
     ledger.allocate(512, "gradients")

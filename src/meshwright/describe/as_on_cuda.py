@@ -1,18 +1,18 @@
-"""Have tensors on a CPU compute, and keep for backward, what the same tensors on a GPU would.
+"""Make operators on CPU tensors compute, and save for backward, what they would on a GPU.
 
-A build of PyTorch without CUDA has no CUDA tensors, not even fake ones, and some operators choose their kernel by the
-device: what they keep for backward, and so a step's memory, is then another. Those are composite operators, which
-PyTorch takes apart before autograd sees them. While `as_on_cuda()` is active they are taken apart as on a GPU:
+A build of PyTorch without CUDA has no CUDA tensors, not even fake ones. Some composite operators choose their kernel by
+the device, and so save other tensors for backward; then a step needs another amount of memory. PyTorch decomposes such
+operators before autograd sees them. While `as_on_cuda()` is active they are decomposed as on a GPU:
 
 | operator | on a CPU | on a GPU |
 | --- | --- | --- |
-| `scaled_dot_product_attention` | a flash kernel of its own | flash (16 bits), efficient (fp32, masks) or composed |
-| `rms_norm` | composed of five operators | one that keeps its input and one fp32 number a row |
+| `scaled_dot_product_attention` | a flash kernel for CPUs | flash (16 bits), efficient (fp32, masks) or composed |
+| `rms_norm` | composed of five operators | one that saves its input and one fp32 number per row |
 | `dropout` | a mask in the input's dtype | a mask of bools |
 | statistics of `layer_norm`, `group_norm` | in the input's dtype | in fp32 |
 
-All others keep the same on both. Meta tensors would have an attention of their own, neither a CPU's nor a GPU's;
-`as_on_cpu()` gives them a CPU's. It stands for results without values, so use it on fake tensors only:
+All others save the same on both. Meta tensors use a third attention, neither the CPU's nor the GPU's; `as_on_cpu()`
+gives them the CPU's. The replacements compute wrong values, so use them on tensors without values only:
 
     with FakeTensorMode(), as_on_cuda():
         ...
@@ -45,14 +45,14 @@ from meshwright.torch_private.operators import (
 
 aten = torch.ops.aten
 FLASH_WIDEST = 256
-"""The widest head that flash attention takes."""
+"""The widest head that flash attention supports."""
 _active = 0
 _compiled = False
 
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """While active, operators on CPU and meta tensors are made of what they are on CUDA tensors. May be nested."""
+    """While active, operators on CPU and meta tensors are decomposed as on CUDA tensors. May be nested."""
     global _active
     _active += 1
     library = torch.library.Library("aten", "IMPL") if _active == 1 else None
@@ -70,7 +70,7 @@ def as_on_cuda() -> Iterator[None]:
 
 @contextmanager
 def as_on_cpu() -> Iterator[None]:
-    """While active, attention on meta tensors is taken apart as on a CPU."""
+    """While active, attention on meta tensors is decomposed as on a CPU."""
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("scaled_dot_product_attention", _attention_on_cpu, "AutogradMeta")
@@ -81,7 +81,7 @@ def as_on_cpu() -> Iterator[None]:
 
 @contextmanager
 def as_compiled() -> Iterator[None]:
-    """While active, operators stay as a compiler for CUDA would find them, and are not stood in for."""
+    """While active, operators are left as a compiler for CUDA would see them."""
     global _compiled
     before, _compiled = _compiled, True
     try:
@@ -131,7 +131,7 @@ def _attention_on_cpu(
 
 
 def _model_of(tensor: Tensor) -> Tensor:
-    """A real tensor of the same shape that takes next to no memory, to be asked which kernel takes it."""
+    """A real tensor of the same shape in very little memory, to find out which kernel would be chosen."""
     step = min(tensor.stride(-1), 2)
     row = torch.zeros(tensor.shape[-1] * max(step, 1), dtype=tensor.dtype)
     return row.as_strided(tensor.shape, [0] * (tensor.dim() - 1) + [step]).requires_grad_(tensor.requires_grad)
@@ -165,7 +165,7 @@ def _takes_efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 
 def _has_dense_rows(tensor: Tensor) -> bool:
-    """A bias that was permuted has its last dim's numbers far apart: then no fused kernel takes it (T5's is such)."""
+    """Whether the last dim is contiguous. No fused kernel takes a permuted bias, such as T5's."""
     return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 
@@ -188,7 +188,7 @@ def _efficient(
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """What is added to scores: a number where the mask is true or false, in rows whose length 16 divides."""
+    """The mask as a bias that is added to the scores, in rows padded to a multiple of 16."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     length = mask.shape[-1]
@@ -206,7 +206,7 @@ def _rms_norm(input: Tensor, shape: Sequence[int], weight: Tensor | None = None,
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """Keeps its input and one number a row. The operators stand for the kernels: they read and write as much."""
+    """Saves its input and one number per row. Its operators read and write as much as the fused kernels."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None) -> Tensor:
@@ -237,13 +237,13 @@ _COMPOSITES: dict[str, Callable[..., Tensor]] = {
 
 
 class _Statistics(TorchDispatchMode):
-    """Means and deviations of normalised rows are in fp32."""
+    """Returns the means and deviations of normalised rows in fp32."""
 
     OPERATORS = (aten.native_layer_norm.default, aten.native_group_norm.default)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if dtensor_type() in types:
-            return NotImplemented  # it computes on its local tensor, which comes by here
+            return NotImplemented  # a DTensor computes on its local tensor, which is dispatched here
         found = func(*args, **(kwargs or {}))
         if func not in self.OPERATORS or _compiled:
             return found

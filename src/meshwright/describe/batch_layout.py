@@ -1,12 +1,12 @@
-"""Where the samples lie in a batch, and how each kind of value is counted, cut and joined.
+"""Where the samples are in a batch, and how each kind of value is counted, cut and joined.
 
-`describe/learnt_layout.py` finds it.
+`describe/learnt_layout.py` finds the layout of a job's batches.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,49 +22,46 @@ class CannotCut(JobError):
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(
-            f"{path} {why}, so how it is cut by samples cannot be known. Give Job(split=...), the inverse of "
+            f"{path} {why}, so it cannot be cut into samples. Give Job(split=...), the inverse of "
             "Job(collate=...): from a batch to the list of its samples."
         )
 
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """Where samples lie in one value of a batch."""
+    """Where the samples are in one value of a batch."""
 
     path: str
 
     def count(self, value: Any) -> int | None:
-        """Samples in it; None where it does not tell."""
+        """The number of samples in a value; None if it cannot be told from the value."""
         return None
 
     @abstractmethod
     def take(self, value: Any, first: int, length: int, samples: int) -> Any:
-        """Some of its samples, of which there are `samples`."""
+        """`length` samples from `first` on, of a value that has `samples`."""
 
-    @abstractmethod
     def turned(self, value: Any) -> Any:
-        """The same samples, last first."""
+        """The same samples in reverse order."""
+        return value
 
     @abstractmethod
     def joined(self, values: list[Any]) -> Any:
-        """Batches one after another: the inverse of `take`."""
+        """The values of several batches joined into one: the inverse of `take`."""
 
     def grown(self, value: Any, length: int, samples: int) -> Any:
-        """Its first sample, so many times over."""
+        """The first sample repeated `length` times."""
         return self.joined([self.take(value, 0, 1, samples)] * length)
 
     def unknown(self) -> Unknown | None:
-        """The first part of it that cannot be cut."""
+        """The first part that cannot be cut."""
         return None
 
 
 class Shared(Layout):
-    """The same in every batch: kept whole."""
+    """A value that is the same in every batch and is kept whole."""
 
     def take(self, value: Any, first: int, length: int, samples: int) -> Any:
-        return value
-
-    def turned(self, value: Any) -> Any:
         return value
 
     def joined(self, values: list[Any]) -> Any:
@@ -73,7 +70,7 @@ class Shared(Layout):
 
 @dataclass(frozen=True)
 class Rows(Layout):
-    """An array one dim of which counts samples."""
+    """An array with one dim over samples."""
 
     dim: int
 
@@ -96,36 +93,33 @@ class Rows(Layout):
         shapes = {tuple(size for dim, size in enumerate(value.shape) if dim != self.dim) for value in values}
         if len(shapes) > 1:
             raise JobError(
-                f"{self.path} is to be joined from parts of other shapes ({' and '.join(map(str, sorted(shapes)))}); "
-                "pad every part to one length."
+                f"{self.path} cannot be joined from parts of different shapes "
+                f"({' and '.join(map(str, sorted(shapes)))}); pad every part to one length."
             )
         join: Any = numpy.concatenate if isinstance(values[0], numpy.ndarray) else torch.cat
         return join(values, self.dim)
 
     def grown(self, value: Any, length: int, samples: int) -> Any:
-        """Without memory for it."""
+        """Expanded, so that it takes no memory."""
         if isinstance(value, numpy.ndarray):
             return super().grown(value, length, samples)
         return value.narrow(self.dim, 0, 1).expand([length if d == self.dim else -1 for d in range(value.dim())])
 
 
 class Number(Layout):
-    """A number that is some times the samples, as a `batch_size` is."""
+    """A number that is proportional to the number of samples, such as `batch_size`."""
 
     def take(self, value: Any, first: int, length: int, samples: int) -> Any:
         if isinstance(value, torch.Tensor):
             return (value * length / samples).to(value.dtype)
         return type(value)(value * length / samples)
 
-    def turned(self, value: Any) -> Any:
-        return value
-
     def joined(self, values: list[Any]) -> Any:
         return sum(values[1:], start=values[0])
 
 
 class Listed(Layout):
-    """A list or tuple with an entry for each sample, or a nested tensor."""
+    """A list or tuple with one entry per sample."""
 
     def count(self, value: Any) -> int:
         return len(self._list(value))
@@ -148,7 +142,7 @@ class Listed(Layout):
 
 
 class Nested(Listed):
-    """A nested tensor, which has a tensor for each sample."""
+    """A nested tensor with one tensor per sample."""
 
     def _list(self, value: Any) -> list[Any]:
         return list(value.unbind())
@@ -158,31 +152,27 @@ class Nested(Listed):
 
 
 class Graphs(Listed):
-    """An object that gives its samples by `to_data_list` and is made from them by `from_data_list`."""
+    """An object with the methods `to_data_list` and `from_data_list`, such as a batch of graphs."""
 
     def _list(self, value: Any) -> list[Any]:
         return list(value.to_data_list())
 
     def _rebuilt(self, value: Any, samples: list[Any]) -> Any:
-        # A class that was derived for the batch at hand would derive another one from itself each time.
+        # Not the batch's own class: one that was derived for this batch would be derived again each time.
         owner: Any = next(kind for kind in type(value).__mro__ if "from_data_list" in vars(kind))
         return owner.from_data_list(samples)
 
 
 @dataclass(frozen=True)
 class Unknown(Layout):
-    """What cannot be cut, and why."""
+    """A value that cannot be cut, and the reason."""
 
     why: str
 
-    def take(self, value: Any, first: int, length: int, samples: int) -> Any:
+    def take(self, *args: Any, **kwargs: Any) -> Any:
         raise CannotCut(self.path, self.why)
 
-    def turned(self, value: Any) -> Any:
-        raise CannotCut(self.path, self.why)
-
-    def joined(self, values: list[Any]) -> Any:
-        raise CannotCut(self.path, self.why)
+    turned = joined = take
 
     def unknown(self) -> Unknown:
         return self
@@ -190,13 +180,13 @@ class Unknown(Layout):
 
 @dataclass(frozen=True)
 class Container(Layout):
-    """Values under names that are the same in every batch."""
+    """A container with the same names in every batch."""
 
     names: tuple[str, ...]
     layouts: tuple[Layout, ...]
 
     def count(self, value: Any) -> int | None:
-        """Samples in it. All parts that tell must tell the same."""
+        """The number of samples. All parts that have one must agree."""
         pairs = zip(self.layouts, self.parts(value).values, strict=True)
         found = [(layout.path, count) for layout, part in pairs if (count := layout.count(part)) is not None]
         for path, count in found[1:]:
@@ -205,14 +195,10 @@ class Container(Layout):
         return found[0][1] if found else None
 
     def take(self, value: Any, first: int, length: int, samples: int) -> Any:
-        parts = self.parts(value)
-        pairs = zip(self.layouts, parts.values, strict=True)
-        return parts.rebuild([layout.take(part, first, length, samples) for layout, part in pairs])
+        return self.mapped(value, lambda layout, part: layout.take(part, first, length, samples))
 
     def turned(self, value: Any) -> Any:
-        parts = self.parts(value)
-        pairs = zip(self.layouts, parts.values, strict=True)
-        return parts.rebuild([layout.turned(part) for layout, part in pairs])
+        return self.mapped(value, lambda layout, part: layout.turned(part))
 
     def joined(self, values: list[Any]) -> Any:
         held = [self.parts(value) for value in values]
@@ -221,9 +207,12 @@ class Container(Layout):
         return held[0].rebuild(joined)
 
     def grown(self, value: Any, length: int, samples: int) -> Any:
+        return self.mapped(value, lambda layout, part: layout.grown(part, length, samples))
+
+    def mapped(self, value: Any, change: Callable[[Layout, Any], Any]) -> Any:
+        """The same container with `change(layout, part)` for every part."""
         parts = self.parts(value)
-        pairs = zip(self.layouts, parts.values, strict=True)
-        return parts.rebuild([layout.grown(part, length, samples) for layout, part in pairs])
+        return parts.rebuild([change(layout, part) for layout, part in zip(self.layouts, parts.values, strict=True)])
 
     def unknown(self) -> Unknown | None:
         return next((found for layout in self.layouts if (found := layout.unknown()) is not None), None)
@@ -232,7 +221,7 @@ class Container(Layout):
         parts = parts_of(value)
         if parts is None or parts.names != self.names:
             names = "nothing" if parts is None else ", ".join(parts.names)
-            why = f"holds {names}, where batches that the job made held {', '.join(self.names)}"
+            why = f"holds {names}, but the batches that the job made hold {', '.join(self.names)}"
             raise CannotCut(self.path, why)
         return parts
 
@@ -249,6 +238,4 @@ def rebuilt(layout: Layout, value: Any, values: Iterator[Any]) -> Any:
     """The same batch with other values in the places of `pairs_of`."""
     if not isinstance(layout, Container):
         return next(values)
-    parts = layout.parts(value)
-    pairs = zip(layout.layouts, parts.values, strict=True)
-    return parts.rebuild([rebuilt(inner, part, values) for inner, part in pairs])
+    return layout.mapped(value, lambda inner, part: rebuilt(inner, part, values))

@@ -1,4 +1,4 @@
-"""When two blocks are of one kind, and two calls alike: what decides, as values that can be compared."""
+"""Comparable keys that tell whether two blocks are of one kind, and whether two calls are alike."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from meshwright.torch_private.tensors import storage_id
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, Enum)
 SAME = (FunctionType, BuiltinFunctionType, type, torch.Tensor, nn.Module)
-"""What is alike only if it is the very same object."""
+"""Classes whose objects are equal only if they are the same object."""
 
 
 class NotComparable(Exception):
-    """Something that cannot be compared, so it is taken for different."""
+    """A value cannot be compared, so it counts as different."""
 
 
 def kind_of(block: nn.Module, *, numbered: bool = False) -> Any:
-    """Equal for blocks with the same modules, the same layout of parameters and buffers, and equal attributes.
+    """A key that is equal for blocks with the same modules, parameter and buffer layouts, and attributes.
 
-    Where blocks are `numbered`, attributes that are whole numbers may differ.
+    With `numbered`, integer attributes may differ.
     """
     return _layout_of(block), state_of(block, numbered=numbered)
 
 
 def size_of(block: nn.Module) -> Any:
-    """Equal for blocks that cost the same: of their attributes only those that modules print have to be equal."""
+    """A key that is equal for blocks that cost the same: only attributes that modules print must be equal."""
     return _layout_of(block), tuple(module.extra_repr() for module in block.modules())
 
 
 def _layout_of(block: nn.Module) -> Any:
-    numbers: dict[int, int] = {}  # so that what is tied inside of one block must be tied in the other
+    numbers: dict[int, int] = {}  # what is tied inside one block must be tied in the other
 
     def number(thing: object) -> int:
         return numbers.setdefault(id(thing), len(numbers))
@@ -54,7 +54,7 @@ def _layout_of(block: nn.Module) -> Any:
 
 
 def state_of(block: nn.Module, *, numbered: bool = False) -> Any:
-    """All attributes of a block and the modules in it. It differs once any of them has been set or added to."""
+    """A key of all attributes of a block and its modules. It changes when any of them is set or added."""
     seen: dict[int, Any] = {}
     return tuple(
         tuple(
@@ -67,7 +67,7 @@ def state_of(block: nn.Module, *, numbered: bool = False) -> Any:
 
 
 def numbers_of(block: nn.Module) -> dict[tuple[str, str], int]:
-    """Attributes that are whole numbers, by module in the block and name."""
+    """The integer attributes, by module in the block and name."""
     return {
         (name, key): value
         for name, module in block.named_modules()
@@ -77,9 +77,9 @@ def numbers_of(block: nn.Module) -> dict[tuple[str, str], int]:
 
 
 def arrival_of(value: Any, tensors: list[torch.Tensor], other: Callable[[Any], Any] | None = None) -> Any:
-    """Equal for inputs of the same layout. Their tensors are appended to `tensors` in order.
+    """A key that is equal for inputs of the same layout. Their tensors are appended to `tensors` in order.
 
-    What cannot be compared raises `NotComparable`, or is compared by `other`.
+    For values that cannot be compared, `other` makes the key; without it, `NotComparable` is raised.
     """
     if isinstance(value, torch.Tensor):
         tensors.append(value)
@@ -98,7 +98,7 @@ def arrival_of(value: Any, tensors: list[torch.Tensor], other: Callable[[Any], A
 
 
 def surroundings() -> Any:
-    """What a call finds around it."""
+    """The global state that a call depends on: gradient mode, inference mode and autocast."""
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
 
@@ -114,7 +114,7 @@ def _value(value: Any, seen: dict[int, Any]) -> Any:
         return id(value)
     if id(value) in seen:
         return seen[id(value)]
-    seen[id(value)] = id(value)  # where an object holds itself
+    seen[id(value)] = id(value)  # in case the object contains itself
     seen[id(value)] = _content(value, seen)
     return seen[id(value)]
 
@@ -127,6 +127,6 @@ def _content(value: Any, seen: dict[int, Any]) -> Any:
     if isinstance(value, set | frozenset):
         return type(value), frozenset(_value(item, seen) for item in value)
     if hasattr(value, "__dict__"):
-        # An object that blocks share, a config say: the same one, with nothing in it that changes unseen.
+        # An object that blocks share, such as a config: it must be the same object with the same content.
         return type(value), id(value), _value(vars(value), seen)
     raise NotComparable

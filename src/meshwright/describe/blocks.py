@@ -1,4 +1,4 @@
-"""Find what repeats in a model: the modules that are sharded, recomputed and compiled as one."""
+"""Find a model's blocks: the repeated modules that are sharded, recomputed and compiled as units."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from meshwright.errors import JobError
 
-# Where nothing repeats, a layer with at least this share of all parameters is worth a gather of its own.
+# If nothing repeats, a layer with at least this share of all parameters is worth a separate gather.
 LARGE = 0.1
 
 
@@ -19,8 +19,8 @@ def find_blocks(
 ) -> tuple[str, ...]:
     """Names of the model's blocks, in the order of its modules.
 
-    `called` are the modules that a step calls; a block must be called, because its parameters are gathered then.
-    A module that shares a parameter with the outside (tied embeddings) is no block: it cannot be moved alone.
+    `called` are the modules that a step calls; a block must be called, because that is when its parameters are
+    gathered. A module that shares a parameter with another (tied embeddings) is no block: it cannot be sharded alone.
     """
     if hint is not None:
         return _checked(model, hint)
@@ -31,9 +31,9 @@ def find_blocks(
 
 
 def _repeating(model: nn.Module) -> list[str]:
-    """Children of one parent that are of one class and have inner structure, outermost first.
+    """Children of one parent that have the same class and inner structure, outermost first.
 
-    One that shares a parameter with the outside is looked into: an encoder and a decoder over one embedding, say.
+    One that shares a parameter with the outside is searched for blocks, such as an encoder that shares an embedding.
     """
     found: list[str] = []
     seen: set[int] = set()
@@ -57,13 +57,12 @@ def _repeating(model: nn.Module) -> list[str]:
 
 
 def _has_structure(module: nn.Module) -> bool:
-    """Made of other modules, with parameters in at least two of them: a layer on its own is too small a unit."""
-    owners = [m for m in module.modules() if _own(m)]
-    return len(owners) > 1 and any(True for _ in module.children())
+    """Whether a module has parameters in at least two modules: a single layer is too small a unit."""
+    return sum(bool(own_parameters(m)) for m in module.modules()) > 1 and any(True for _ in module.children())
 
 
-def _own(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that a module holds itself."""
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of the module itself, without those of its children."""
     return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
@@ -74,38 +73,36 @@ def _large_layers(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if name
         and not isinstance(module, ParametrizationList)
-        and sum(p.numel() for p in _own(module)) >= LARGE * total
+        and sum(p.numel() for p in own_parameters(module)) >= LARGE * total
     ]
 
 
 def _owners(model: nn.Module) -> dict[int, set[int]]:
-    """The modules that hold each parameter, both by identity."""
+    """The modules that own each parameter, both by id."""
     owners: dict[int, set[int]] = {}
     for module in model.modules():
-        for parameter in _own(module):
+        for parameter in own_parameters(module):
             owners.setdefault(id(parameter), set()).add(id(module))
     return owners
 
 
 def _shares_outside(owners: dict[int, set[int]], block: nn.Module) -> bool:
     inside = {id(module) for module in block.modules()}
-    return any(owners[id(parameter)] - inside for module in block.modules() for parameter in _own(module))
+    return any(owners[id(parameter)] - inside for module in block.modules() for parameter in own_parameters(module))
 
 
 def _checked(model: nn.Module, hint: Sequence[str]) -> tuple[str, ...]:
     modules = dict(model.named_modules())
-    unknown = [name for name in hint if name not in modules or not name]
-    if unknown:
+    if unknown := [name for name in hint if name not in modules or not name]:
         known = ", ".join(list(modules)[1:9])
         raise JobError(f"Job(blocks=...) names {unknown[0]!r}, which the model does not have; it has {known}, ...")
     if twice := [name for name in hint if list(hint).count(name) > 1]:
         raise JobError(f"Job(blocks=...) names {twice[0]!r} twice.")
     if inner := [name for name in hint if any(name.startswith(f"{other}.") for other in hint)]:
-        raise JobError(f"Job(blocks=...) names {inner[0]!r}, which lies inside another of the blocks.")
+        raise JobError(f"Job(blocks=...) names {inner[0]!r}, which is inside another of the blocks.")
     if lists := [name for name in hint if isinstance(modules[name], nn.ModuleList | nn.ModuleDict)]:
         raise JobError(f"Job(blocks=...) names {lists[0]!r}, a list that is never called; name what is in it.")
     owners = _owners(model)
-    shared = [name for name in hint if _shares_outside(owners, modules[name])]
-    if shared:
+    if shared := [name for name in hint if _shares_outside(owners, modules[name])]:
         raise JobError(f"Job(blocks=...) names {shared[0]!r}, which shares a parameter with a module outside of it.")
     return tuple(hint)

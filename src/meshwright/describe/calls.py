@@ -1,4 +1,4 @@
-"""What following a model gives: the calls of its modules, what each returns and reads, and what feeds which."""
+"""The data flow of a forward pass: the calls of watched modules, what each reads and returns, and what feeds it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.torch_private.trees import TreeSpec
 NUMBERS = (bool, int, float)
 CONSTANTS = (type(None), *NUMBERS, str, torch.dtype, torch.device)
 GLUE = -1
-"""Stands for the code between the calls where a call is meant."""
+"""Represents the code between the calls, in place of the index of a call."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Value:
 
 @dataclass(frozen=True)
 class Inside:
-    """Made inside of a watched call and read outside of it by another way than its output, as through a cache."""
+    """A tensor made inside a watched call and read elsewhere, but not from its output: through a cache, say."""
 
     call: int
 
 
 Source = Value | Inside | str
-"""Where a tensor comes from through glue: a call's output, a call's inside, or a parameter by name."""
+"""Where a tensor comes from: a call's output, a call's inside, or a parameter by name."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TensorLeaf:
 
 @dataclass(frozen=True)
 class InputLeaf:
-    """One of the call's own inputs, returned as it came: its place among the leaves of (args, kwargs)."""
+    """An input that the call returned unchanged: its place among the leaves of (args, kwargs)."""
 
     place: int
 
@@ -57,7 +57,7 @@ class ConstantLeaf:
 
 @dataclass(frozen=True)
 class StrangeLeaf:
-    """Something that cannot be made up where the call does not run."""
+    """A value that cannot be replaced where the call does not run."""
 
     kind: str
 
@@ -71,14 +71,14 @@ class Call:
 
     name: str
     needs: frozenset[Source]
-    """What its inputs come from."""
+    """The sources of its inputs."""
     reads: frozenset[str]
     """Parameters that are read in it."""
     leaves: tuple[Leaf, ...]
-    """What it returned, by the leaves of `tree`; after these, the inputs that it changed in place."""
+    """What it returned, by the leaves of `tree`, followed by the inputs that it changed in place."""
     tree: TreeSpec
     flops: float = 0.0
-    """Of its forward pass."""
+    """In its forward pass."""
     wrote: tuple[int, ...] = ()
     """Places of the inputs that it changed in place, among the leaves of (args, kwargs)."""
     changed: bool = False
@@ -91,19 +91,19 @@ class Flow:
 
     calls: tuple[Call, ...]
     needs: frozenset[Source]
-    """What the loss comes from."""
+    """The sources of the loss."""
     looked: bool = False
-    """Whether the glue looked at values, of the batch or of what calls gave: they may decide what it does next."""
+    """Whether the glue read values of the batch or of calls' outputs: they may decide what runs next."""
     shaped: str | None = None
-    """The last call before the glue made a shape of values, as `x[mask]` does; "" for none before."""
+    """The last call before the glue made a shape that depends on values, as `x[mask]` does; "" if there is none."""
     hidden: str | None = None
     """A call whose gradient goes through an autograd function around it, as under `checkpoint(use_reentrant=True)`."""
     moved: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """Buffers that the pass changed, each with the calls that did; `GLUE` where none did."""
+    """Buffers that the pass changed, each with the calls that changed it, or `GLUE`."""
     changes_batch: bool = False
-    """Whether the batch itself is changed in place."""
+    """Whether the pass changed the batch in place."""
 
     def readers(self, parameter: str) -> list[int]:
-        """The calls that read a parameter, in them or in the glue before; the number of calls stands for the loss."""
+        """The calls that read a parameter, in them or in the glue before them; `len(calls)` means the loss."""
         steps = [call.reads | call.needs for call in self.calls]
         return [index for index, sources in enumerate([*steps, self.needs]) if parameter in sources]

@@ -1,4 +1,4 @@
-"""Dropout switched off, so that what is left of a difference is not the masks."""
+"""Switch dropout off, so that random masks cause no differences between two runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.torch_private.modules import Dropout
 
 
 class NoDropout(TorchFunctionMode):
-    """Dropout functions pass their input through, and attention drops nothing."""
+    """Makes dropout functions return their input, and attention drop nothing."""
 
     FUNCTIONS = (
         *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
@@ -32,19 +32,19 @@ class NoDropout(TorchFunctionMode):
             elif "dropout_p" in kwargs:
                 kwargs = {**kwargs, "dropout_p": 0.0}
         if func is F.multi_head_attention_forward:
-            kwargs = {**kwargs, "training": False}  # which it asks for dropout alone
+            kwargs = {**kwargs, "training": False}  # it uses this only for dropout
         return func(*args, **kwargs)
 
 
 def dropout_of(module: nn.Module) -> str | None:
-    """The attribute that says how much a module drops."""
+    """The name of the attribute with a module's dropout probability."""
     if isinstance(module, Dropout):
         return "p"
     return "dropout" if isinstance(module, nn.MultiheadAttention | nn.RNNBase) else None
 
 
 def switch_dropout_off(model: nn.Module) -> None:
-    """Also on the modules: backward may recompute in a thread of its own, where the mode is not active."""
+    """Set the modules' probabilities to 0: backward may recompute in another thread, where `NoDropout` is off."""
     for module in model.modules():
         if name := dropout_of(module):
             setattr(module, name, 0.0)
@@ -52,7 +52,7 @@ def switch_dropout_off(model: nn.Module) -> None:
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Dropout passes everything through in here: as a function, and on modules that backward may recompute."""
+    """Switch dropout off inside this context: in functions, and in modules that backward may recompute."""
     kept = [(module, name, getattr(module, name)) for module in model.modules() if (name := dropout_of(module))]
     switch_dropout_off(model)
     try:

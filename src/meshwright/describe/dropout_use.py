@@ -1,4 +1,4 @@
-"""Whether a model draws random numbers while it is followed."""
+"""Find out whether a model draws random numbers in a forward pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.describe.flow import Watcher
 
 
 class DropoutWatcher(Watcher):
-    """Also notes whether anything is drawn at random."""
+    """A watcher that also notes whether random numbers are drawn."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
@@ -18,12 +18,9 @@ class DropoutWatcher(Watcher):
 
     def _look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         name = func.overloadpacket.__name__
-        self.drops = self.drops or name in RANDOM or (ATTENTION in name and any(0 < x < 1 for x in _numbers(args)))
+        drops = ATTENTION in name and any(isinstance(value, float) and 0 < value < 1 for value in args)
+        self.drops = self.drops or name in RANDOM or drops
 
 
 RANDOM = ("native_dropout", "bernoulli", "bernoulli_", "rand", "rand_like", "randn_like", "multinomial")
 ATTENTION = "scaled_dot_product"
-
-
-def _numbers(args: tuple[Any, ...]) -> list[float]:
-    return [value for value in args if isinstance(value, float)]

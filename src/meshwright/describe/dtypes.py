@@ -1,4 +1,4 @@
-"""PyTorch's dtypes of the number formats that an engine here computes in."""
+"""PyTorch's dtypes for the number formats that engines compute in."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from meshwright.facts.precision import BUILT, FORMATS
 DTYPES: dict[str, torch.dtype] = {word: getattr(torch, FORMATS[word].torch_name) for word in BUILT}
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
 LOW = tuple(dtype for word, dtype in DTYPES.items() if FORMATS[word].is_low)
-"""Those with fewer bits than fp32."""
+"""Dtypes with fewer bits than fp32."""
 HALF = tuple(dtype for dtype in LOW if dtype.itemsize == 2)
-"""Those of 16 bits."""
+"""Dtypes with 16 bits."""

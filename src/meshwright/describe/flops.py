@@ -1,4 +1,4 @@
-"""What one operator computes: its kind, its floating point operations, and the sizes of a product of matrices."""
+"""The work of one operator: its kind, its floating point operations, and the sizes of a matrix product."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 from meshwright.torch_private.operators import flop_registry
 
 PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "addbmm", "linear"))
-"""Products of matrices whose factors have one dtype."""
+"""Matrix products whose factors have one dtype."""
 _CONVOLUTIONS = (
     *("convolution", "_convolution", "cudnn_convolution", "convolution_overrideable", "convolution_backward"),
     "_slow_conv2d_forward",
 )
 _KINDS = dict.fromkeys((*PRODUCTS, "_scaled_mm"), "matmul") | dict.fromkeys(_CONVOLUTIONS, "convolution")
 ALLOCATIONS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
-"""Operators that make a tensor and write nothing to it."""
+"""Operators that allocate a tensor and write nothing to it."""
 
 
 def operator_kind(func: Any) -> str:
-    """ "matmul", "attention", "convolution" or "other": which ceiling its speed has."""
+    """ "matmul", "attention", "convolution" or "other": the class of kernels that limits its speed."""
     name = func.overloadpacket.__name__
     return "attention" if "attention" in name else _KINDS.get(name, "other")
 
 
 def product_shape(func: Any, args: Any) -> tuple[int, ...]:
-    """(batch, m, n, k) of a product of matrices; empty for other operators."""
+    """(batch, m, n, k) of a matrix product; empty for other operators."""
     name = func.overloadpacket.__name__
     if name not in ("mm", "bmm", "addmm", "baddbmm"):
         return ()
@@ -36,7 +36,7 @@ def product_shape(func: Any, args: Any) -> tuple[int, ...]:
 
 
 def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """By PyTorch's own formulas; 0 for what has none, because it only moves numbers."""
+    """Floating point operations by PyTorch's formulas; 0 for an operator without one, which only moves numbers."""
     count = flop_registry.get(func) or flop_registry.get(func.overloadpacket)
     if count is None:
         return 0.0
@@ -46,7 +46,7 @@ def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 
 def _with_all_heads(args: Any) -> list[Any]:
-    """Keys and values with as many heads as queries: before PyTorch 2.13 the formulas know no other attention."""
+    """Expand keys and values to the heads of the queries: before PyTorch 2.13 the formulas require that."""
     heads = max((arg.shape[1] for arg in args if _has_heads(arg)), default=0)
     return [arg[:, :1].expand(-1, heads, -1, -1) if _has_heads(arg) and arg.shape[1] < heads else arg for arg in args]
 

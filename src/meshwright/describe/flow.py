@@ -1,8 +1,8 @@
-"""Who feeds whom: one forward pass on fake tensors, in which chosen modules are watched.
+"""Follow the data flow between chosen modules in one forward pass without values.
 
-Between the calls of watched modules runs the author's own code, the glue. For every call the flow says which outputs
-of earlier calls, and which parameters, reach its inputs through glue alone. So a pipeline knows what must cross a cut,
-and tensor parallelism which linear layers feed which.
+The author's code between the calls of watched modules is called glue. For every call, the flow says which outputs of
+earlier calls and which parameters reach its inputs through glue alone. So a pipeline knows what must cross a cut, and
+tensor parallelism knows which linear layers feed each other.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from meshwright.describe.calls import (
     Value,
 )
 from meshwright.describe.flops import count_flops
+from meshwright.recording.operation import changed_by
+from meshwright.recording.wrap_forward import removing
 from meshwright.torch_private.modes import TorchDispatchMode
-from meshwright.torch_private.operators import PACK_PADDED_SEQUENCE, PAD_PACKED_SEQUENCE, schema_of
+from meshwright.torch_private.operators import PACK_PADDED_SEQUENCE, PAD_PACKED_SEQUENCE
 from meshwright.torch_private.trees import tree_flatten, tree_leaves
 
 
@@ -46,52 +48,52 @@ class _Open:
     name: str
     needs: set[Source]
     before: dict[StorageWeakRef, frozenset[Source]]
-    """What had been written in place before the call."""
+    """In-place writes before the call."""
     reads: set[str] = field(default_factory=set)
     flops: float = 0.0
     looked: bool = False
-    """Whether it made a number of a tensor."""
+    """Whether it read a number out of a tensor."""
 
 
 class Watcher(TorchDispatchMode):
-    """Follows tensors while a model runs. Watched modules that run inside another watched one belong to that one."""
+    """Follows tensors while a model runs. A watched module that runs inside another one counts as part of that."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
         self._names = frozenset(names)
         self.forget()
         self.seen: Callable[[Any, tuple[Any, ...], Any], None] = lambda func, args, result: None
-        """Called with every operator; for those who look for something in particular."""
+        """Called with every operator, for users that look for something specific."""
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Discard everything that was recorded."""
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._parameters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._written: dict[StorageWeakRef, frozenset[Source]] = {}
-        """What was written in place, by where: it is read through every view of that."""
+        """Sources that were written in place, by storage: every view of the storage reads them."""
         self._looked: frozenset[Source] = frozenset()
-        """What glue made numbers of, as `item()` does: they decide what runs afterwards, so all of it needs them."""
+        """Sources of numbers that glue read, as `item()` does. They may decide what runs, so later calls need them."""
         self._writers: dict[StorageWeakRef, list[int]] = {}
-        """Where something was written in place: the call that did, or `GLUE`, each time."""
+        """By storage, the call (or `GLUE`) that made each in-place write."""
         self._batch: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        """Tensors that come of the batch, if that is marked."""
+        """Tensors computed from the batch, if the batch is marked."""
         self._open: _Open | None = None
         self._returned: list[list[tuple[StorageWeakRef, int]]] = []
-        """Where each call's leaves lie, and how often that had been written to then."""
+        """The storages that each call returned, and how often each had been written to."""
         self._without_grad: list[tuple[str, torch.Tensor]] = []
-        """What calls gave while gradients were off."""
+        """Tensors that calls returned while gradients were off."""
         self.calls: list[Call] = []
         self.in_loss = False
         """Whether the model has returned."""
         self.looked = False
-        """Whether the glue did."""
+        """Whether the glue read values."""
         self.shaped: str | None = None
         self.loss_looked = False
-        """Whether the loss looked at values that calls gave."""
+        """Whether the loss read values of calls' outputs."""
 
     @contextmanager
     def watching(self, model: nn.Module, parameters: dict[str, torch.Tensor]) -> Iterator[Watcher]:
-        """Follow `model`, whose parameters are these tensors, until the context ends."""
+        """Follow `model`, whose parameters are these tensors, while the context is active."""
         for name, tensor in parameters.items():
             self._sources[tensor] = self.sources(tensor) | {name} if tensor in self._sources else frozenset({name})
             self._parameters[tensor] = self._sources[tensor]
@@ -100,31 +102,27 @@ class Watcher(TorchDispatchMode):
             if name in self._names:
                 hooks.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
                 hooks.append(module.register_forward_hook(self._leave(name), with_kwargs=True))
-        try:
-            with self:
-                yield self
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with removing(hooks), self:
+            yield self
 
     def mark_batch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Also follow what comes of the batch, so that it is seen who looks at its values."""
+        """Also follow what is computed from the batch, to see who reads its values."""
         for tensor in tensors:
             self._batch[tensor] = True
 
     def flow(self, total: torch.Tensor, output: Any = None) -> Flow:
-        """All that was seen, with the loss that came of the model's output."""
+        """The recorded flow. `total` is the loss of the model's `output`."""
         changed = [any(self._writes(place) != writes for place, writes in leaves) for leaves in self._returned]
         calls = (replace(call, changed=yes) for call, yes in zip(self.calls, changed, strict=True))
         needs = self.sources(total) | self._looked
-        if self.loss_looked:  # with other values it may need another part of the output
+        if self.loss_looked:  # with other values the loss may need another part of the output
             needs |= self._union(output)
-        # An autograd function, as reentrant recomputation is, gives them a gradient after all.
+        # Inside an autograd function, such as reentrant checkpointing, they get a gradient nevertheless.
         hidden = next((name for name, leaf in self._without_grad if leaf.requires_grad), None)
         return Flow(calls=tuple(calls), needs=frozenset(needs), looked=self.looked, shaped=self.shaped, hidden=hidden)
 
     def writers(self, tensor: torch.Tensor) -> frozenset[int]:
-        """Who changed a tensor in place."""
+        """The calls that changed a tensor in place, or `GLUE`."""
         return frozenset(self._writers.get(_storage(tensor), ()))
 
     def _writes(self, place: StorageWeakRef) -> int:
@@ -139,14 +137,14 @@ class Watcher(TorchDispatchMode):
         sources = self._union((args, kwargs))
         if self._open is not None:
             self._open.reads |= {source for source in sources if isinstance(source, str)}
-            # Also what no argument handed over: a call may find a tensor on an object that it shares with others.
+            # Not only arguments: a call may read a tensor from an object that it shares with other calls.
             self._open.needs |= {s for s in sources if not isinstance(s, str) and s != Inside(self._open.index)}
             self._open.flops += count_flops(func, args, kwargs or {}, result)
             self._open.looked |= isinstance(result, NUMBERS)
             sources |= {Inside(self._open.index)}
         elif isinstance(result, NUMBERS):
             self._looked |= sources
-        changed = _changed_by(func, args, kwargs or {})
+        changed = changed_by(func, args, kwargs or {})
         if self._batch and self._open is None:
             self._follow_batch(func, (args, kwargs), [*tree_leaves(result), *changed], sources)
         for leaf in tree_leaves(result):
@@ -160,7 +158,7 @@ class Watcher(TorchDispatchMode):
         return result
 
     def _follow_batch(self, func: Any, given: Any, made: list[Any], sources: set[Source]) -> None:
-        """In the glue: what comes of the batch, and whether a number or a shape is made of values."""
+        """In the glue: follow what is computed from the batch, and note numbers and shapes made of values."""
         of_batch = any(leaf in self._batch for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
         if of_batch or sources:
             if any(isinstance(leaf, NUMBERS) for leaf in made):
@@ -171,7 +169,7 @@ class Watcher(TorchDispatchMode):
             self.mark_batch(leaf for leaf in made if isinstance(leaf, torch.Tensor))
 
     def look_at(self, tensor: torch.Tensor) -> None:
-        """Somebody reads a tensor's values by another way than an operator."""
+        """Note that a tensor's values are read without an operator."""
         sources = self.sources(tensor)
         if self._open is not None:
             self._open.looked = True
@@ -180,7 +178,7 @@ class Watcher(TorchDispatchMode):
             self.look(bool(sources))
 
     def look(self, at_calls: bool) -> None:
-        """The glue looked at values: of what calls gave, or of the batch alone."""
+        """Note that the glue read values: of calls' outputs, or only of the batch."""
         if self.in_loss:
             self.loss_looked |= at_calls
         else:
@@ -210,11 +208,11 @@ class Watcher(TorchDispatchMode):
             leaves, tree = tree_flatten(output)
             places = {id(leaf): place for place, leaf in enumerate(inputs) if not isinstance(leaf, CONSTANTS)}
             described = tuple(_describe(leaf, places, looked=done.looked) for leaf in leaves)
-            made: dict[int, set[Source]] = {}  # a tensor that is returned in two places is read in either
+            made: dict[int, set[Source]] = {}  # a tensor that is returned twice may be read from either place
             for number, (leaf, kind) in enumerate(zip(leaves, described, strict=True)):
                 if isinstance(kind, TensorLeaf):
                     self._written.pop(_storage(leaf), None)
-                    # A parameter that is returned as it is may still be read off its module.
+                    # A parameter that is returned unchanged may still be read from its module.
                     made.setdefault(id(leaf), set(self._parameters.get(leaf, ()))).add(Value(done.index, number))
                     self._sources[leaf] = frozenset(made[id(leaf)])
             returned = [leaf for leaf, kind in zip(leaves, described, strict=True) if isinstance(kind, TensorLeaf)]
@@ -240,7 +238,7 @@ class Watcher(TorchDispatchMode):
         return leave
 
     def _changed_inputs(self, call: _Open, inputs: list[Any]) -> tuple[int, ...]:
-        """Places of the inputs that a call wrote to; not parameters, of which every stage has its own."""
+        """Places of the inputs that a call wrote to, except parameters: every stage has its own copy of those."""
         first = {id(leaf): place for place, leaf in reversed(list(enumerate(inputs))) if isinstance(leaf, torch.Tensor)}
         return tuple(
             place
@@ -249,7 +247,7 @@ class Watcher(TorchDispatchMode):
         )
 
     def _note_changed_input(self, call: _Open, leaf: torch.Tensor, value: Value) -> None:
-        """From now on it is read as an output of the call is, through each view of it."""
+        """Treat a changed input as an output of the call from now on, through every view of it."""
         place = _storage(leaf)
         covers = leaf.numel() * leaf.element_size() == leaf.untyped_storage().nbytes()
         before = frozenset() if covers else call.before.get(place, frozenset())
@@ -272,11 +270,11 @@ def _tensor_leaf(tensor: torch.Tensor) -> TensorLeaf:
 
 
 _UNTAGGED = (PACK_PADDED_SEQUENCE.default, PAD_PACKED_SEQUENCE.default)
-"""Operators that make shapes of lengths, which PyTorch does not say of them."""
+"""Operators whose shapes depend on values, although PyTorch does not tag them so."""
 
 
 def _shapes_by_values(func: Any, given: Any) -> bool:
-    """Whether the shape of what an operator gives depends on values: that of `x[i]` only where `i` is a mask."""
+    """Whether the shape of an operator's result depends on values: that of `x[i]` only if `i` is a mask."""
     if func is torch.ops.aten.index.Tensor:
         return any(leaf.dtype in (torch.bool, torch.uint8) for leaf in tree_leaves(given[0][1]) if leaf is not None)
     return torch.Tag.dynamic_output_shape in func.tags or func in _UNTAGGED
@@ -284,12 +282,3 @@ def _shapes_by_values(func: Any, given: Any) -> bool:
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
-
-
-def _changed_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """What an operator writes to, of its arguments."""
-    if not schema_of(func).is_mutable:
-        return []
-    given = {**dict(zip((argument.name for argument in schema_of(func).arguments), args, strict=False)), **kwargs}
-    written = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [leaf for name in written for leaf in tree_leaves(given.get(name)) if isinstance(leaf, torch.Tensor)]

@@ -1,9 +1,9 @@
-"""The ladder of tensors that a pass over a model is tried on: meta, then fake, then real ones.
+"""The kinds of tensors that a pass over a model tries in turn: meta, then fake, then real ones.
 
-A pass asks for structure: shapes, who reads what, which tensors are kept. Meta tensors are fastest and do least. Fake
-tensors take twice the time; they know devices and constants. Real tensors need memory, so only a small model gets them,
-where it looks at values. A rung is a context in which one of these kinds is made. It gives a function that turns the
-tensors of a batch into that kind.
+A pass needs structure: shapes, who reads what, which tensors are saved. Meta tensors are fastest and do least. Fake
+tensors take twice the time; they know devices and constants. Real tensors need memory, so only a small model that reads
+values uses them. A rung is a context that makes tensors of one kind. It yields a function that converts a batch's
+tensors to that kind.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Device = Callable[[], AbstractContextManager[None]]
 Result = TypeVar("Result")
 
 SMALL = 1 << 28
-"""The most parameters of a model that may run on real tensors."""
+"""The largest model, in parameters, that may run on real tensors."""
 
 
 def climb(model: nn.Module, batch: Any, run: Callable[[Any], Result], *rungs: Rung) -> Result:
-    """What `run` makes of the batch on the first rung that works. Raises what the last rung raised."""
+    """The result of `run(batch)` on the first rung that works. Raises what the last rung raised."""
     *others, last = rungs
     for rung in others:
         with suppress(Exception), rung(model) as convert:
@@ -60,7 +60,7 @@ def on_fake(model: nn.Module, *, mode: FakeTensorMode | None = None, device: Dev
 
 @contextmanager
 def on_real(model: nn.Module, *, copies: bool = True) -> Iterator[Convert]:
-    """On copies, because the model may change its inputs in place; or on the batch itself, if nobody needs it later."""
+    """With `copies`, the batch is copied, because the model may change its inputs in place."""
     yield lambda tensor: tensor.detach().cpu().clone() if copies else tensor.cpu()
 
 

@@ -1,4 +1,4 @@
-"""Blocks that know their own number, as `self.layer_idx`, are alike all the same if nobody asks for it."""
+"""Find out whether a block uses its own number, such as `self.layer_idx`. If not, it may differ between like blocks."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ _MADE_BY_CLASS = ("__new__", "__init__", "__class__", "__getattribute__", "__set
 
 
 class LayerIndex:
-    """Does what a whole number does, and remembers whether its value was asked for in any way.
+    """Behaves like an int and remembers whether its value was used in any way.
 
-    No subclass of int: C code reads the value of one without asking.
+    It is no subclass of int, because C code reads the value of those directly.
     """
 
-    __slots__ = ("_value", "asked")
+    __slots__ = ("_value", "used")
 
     def __init__(self, value: int) -> None:
-        self._value, self.asked = value, False
+        self._value, self.used = value, False
 
     def __getattr__(self, name: str) -> Any:
-        self.asked = True
+        self.used = True
         return getattr(self._value, name)
 
-    @property  # type: ignore[misc]  # read-only here; `isinstance` looks at it
+    @property  # type: ignore[misc]  # read-only here; `isinstance` reads it
     def __class__(self) -> type:
-        self.asked = True
+        self.used = True
         return int
 
 
-def _asking(name: str) -> Any:
-    def ask(self: LayerIndex, *args: Any) -> Any:
-        self.asked = True
+def _using(name: str) -> Any:
+    def use(self: LayerIndex, *args: Any) -> Any:
+        self.used = True
         return getattr(self._value, name)(*args)
 
-    return ask
+    return use
 
 
 for _name in (name for name in dir(int) if name.startswith("__") and name not in _MADE_BY_CLASS):
-    setattr(LayerIndex, _name, _asking(_name))
+    setattr(LayerIndex, _name, _using(_name))
 
 
 @contextmanager
-def counting(block: nn.Module, places: Iterable[tuple[str, str]]) -> Iterator[list[LayerIndex]]:
-    """Put a `LayerIndex` in place of attributes (module in the block, name) until the context ends."""
+def layer_indices(block: nn.Module, places: Iterable[tuple[str, str]]) -> Iterator[list[LayerIndex]]:
+    """While active, a `LayerIndex` replaces each of these attributes (module in the block, name)."""
     attributes = [(vars(block.get_submodule(module)), name) for module, name in places]
     numbers = [LayerIndex(values[name]) for values, name in attributes]
     for (values, name), number in zip(attributes, numbers, strict=True):

@@ -1,8 +1,8 @@
-"""Learn by experiment where the samples lie in a batch: batches of several sizes are made and compared.
+"""Learn where the samples are in a batch: make batches of several sizes and compare them.
 
-A dim of a tensor that always has as many entries as there are samples counts them, and so does the length of a list.
-What is alike in all batches belongs to no sample. Anything else (the tokens of all samples in one row, a sum over
-samples) cannot be known, and is refused by name where a batch must be cut.
+A tensor dim or a list whose length always equals the number of samples runs over the samples. A value that is the same
+in all batches belongs to no sample. Anything else (the tokens of all samples in one row, a sum over samples) is unknown
+and is refused by name where a batch must be cut.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from meshwright.describe.batch_layout import Container, Graphs, Layout, Listed, 
 from meshwright.describe.structure import parts_of, tensors_of
 
 Draws = Sequence[tuple[int, Any]]
-"""Batches with their numbers of samples."""
+"""Pairs of a number of samples and a batch of that size."""
 
 
 def learn_layout(draws: Draws, path: str = "batch") -> Layout:
-    """Where samples lie in batches like these, which must be of several sizes, and of one size more than once."""
+    """Where the samples are in batches like these. There must be several sizes, and one size more than once."""
     values = [value for _, value in draws]
     first = values[0]
     if len({type(value) for value in values}) > 1:
-        return Unknown(path, f"is of another type in another batch ({_types(values)})")
+        types = " and ".join(sorted({type(value).__name__ for value in values}))
+        return Unknown(path, f"has different types in different batches ({types})")
     if isinstance(first, torch.Tensor) and first.is_nested:
         return Nested(path) if _count(draws, lambda value: value.size(0)) else _odd(path)
     if isinstance(first, torch.Tensor | numpy.ndarray):
@@ -36,27 +37,19 @@ def learn_layout(draws: Draws, path: str = "batch") -> Layout:
     held = [part for part in parts if part is not None]
     if len(held) < len(draws):
         return _of_others(draws, path)
-    if _is_list(first) and _count(draws, len):
+    if isinstance(first, Sequence) and not hasattr(first, "_fields") and _count(draws, len):
         return Listed(path)
     if any(part.names != held[0].names for part in held):
-        return Unknown(path, "holds another number of values, or under other names, in another batch")
+        return Unknown(path, "holds different values in different batches, by number or by name")
     columns = zip(held[0].names, *(part.values for part in held), strict=True)
     sizes = [samples for samples, _ in draws]
     found = [learn_layout(list(zip(sizes, column, strict=True)), path + name) for name, *column in columns]
     return Container(path, held[0].names, tuple(found))
 
 
-def _types(values: list[Any]) -> str:
-    return " and ".join(sorted({type(value).__name__ for value in values}))
-
-
 def _count(draws: Draws, size: Any) -> bool:
-    """Whether some size of a value is always the number of samples."""
+    """Whether `size(value)` is always the number of samples."""
     return all(size(value) == samples for samples, value in draws)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not hasattr(value, "_fields")
 
 
 def _odd(path: str) -> Unknown:
@@ -66,25 +59,25 @@ def _odd(path: str) -> Unknown:
 def _of_arrays(draws: Draws, path: str) -> Layout:
     values = [value for _, value in draws]
     if len({len(value.shape) for value in values}) > 1:
-        return Unknown(path, "has another number of dims in another batch")
+        return Unknown(path, "has different numbers of dims in different batches")
     dims = [dim for dim in range(len(values[0].shape)) if _count(draws, lambda value, dim=dim: value.shape[dim])]
     if len(dims) == 1:
         return Rows(path, dims[0])
     if dims:
-        return Unknown(path, f"has {len(dims)} dims that count samples")
+        return Unknown(path, f"has {len(dims)} dims whose size is the number of samples")
     if len({tuple(value.shape) for value in values}) > 1:
         return _odd(path)
     if all(_alike(values[0], value) for value in values):
         return Shared(path)
     if values[0].shape in ((), (1,)) and _is_multiple([(samples, value.item()) for samples, value in draws]):
         return Number(path)
-    return Unknown(path, "has the same shape and other values in every batch")
+    return Unknown(path, "has the same shape but different values in every batch")
 
 
 def _alike(left: Any, right: Any) -> bool:
     if isinstance(left, numpy.ndarray):
         return numpy.array_equal(left, right)
-    if left.device.type == "meta" or type(left) is not torch.Tensor:  # it has no values
+    if left.device.type == "meta" or type(left) is not torch.Tensor:  # a tensor without values
         return True
     return left.dtype == right.dtype and torch.equal(left, right)
 
@@ -102,7 +95,7 @@ def _of_graphs(draws: Draws, path: str) -> Layout:
     again = found.joined([value])
     pairs = list(zip(tensors_of(value), tensors_of(again), strict=False))
     if len(tensors_of(value)) != len(tensors_of(again)) or not all(_alike(*pair) for pair in pairs):
-        return Unknown(path, "is not what its from_data_list makes of its to_data_list")
+        return Unknown(path, "is not restored by from_data_list(to_data_list())")
     return found
 
 
@@ -112,14 +105,14 @@ def _of_others(draws: Draws, path: str) -> Layout:
     if not tensors_of(values) and all(_equal(values[0], value) for value in values):
         return Shared(path)
     if isinstance(values[0], bool) or not isinstance(values[0], int | float):
-        return Unknown(path, f"is {_kind(values[0])}, another one in every batch")
-    return Number(path) if _is_multiple(draws) else Unknown(path, "is a number, another one in every batch")
+        return Unknown(path, f"is {_kind(values[0])} that differs between batches")
+    return Number(path) if _is_multiple(draws) else Unknown(path, "is a number that differs between batches")
 
 
 def _equal(left: Any, right: Any) -> bool:
     try:
         return left is right or bool(left == right)
-    except Exception:  # of a class that compares otherwise
+    except Exception:  # a class with another kind of comparison
         return False
 
 

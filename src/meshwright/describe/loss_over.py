@@ -1,15 +1,13 @@
-"""Find out by trying whether a job's loss is a sum over samples, which any cut of a batch leaves alone.
+"""Find out by experiment whether a job's loss is a sum over samples, so that a batch may be cut anywhere.
 
-A contrastive loss is not, nor is one with statistics of the batch: it can be computed if the outputs of all samples are
-brought together. A model whose outputs depend on which samples share a batch cannot be cut at all, and neither can one
-that computes so in its backward pass: a hook that clips a gradient, `Embedding(scale_grad_by_freq=True)`. BatchNorm and
-dropout are left out: the one is synchronised, and the other has rules of its own.
+A contrastive loss is not, nor is one with batch statistics: it needs the outputs of all samples together. A model whose
+outputs depend on which samples share a batch cannot be cut at all. Neither can one whose gradients do: with a hook that
+clips a gradient, or `Embedding(scale_grad_by_freq=True)`. BatchNorm and dropout are switched off here: BatchNorm is
+synchronised, and dropout has separate rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,30 +23,29 @@ from meshwright.describe.structure import map_tensors
 from meshwright.facts.job import Job
 from meshwright.torch_private.modules import BatchNorm
 
-SMALL = 1 << 23  # parameters up to which a model is built and run to try
+SMALL = 1 << 23  # the largest model, in parameters, that is built and run for this
 WHOLE, RANGES = 5, ((0, 2), (2, 3))
-"""A batch, and how it is cut."""
+"""The size of the batch, and the ranges (first, length) it is cut into."""
 NEAR = 1e-5
-"""How far two sums of the same numbers may be apart, relative to their sizes, in fp32."""
+"""Relative tolerance for two sums of the same numbers in fp32."""
 NEAR_GRADIENTS = {torch.float64: (1e-4, 1e-6), torch.float32: (1e-2, 1e-4)}
-"""The same for gradients by dtype, and how much of the largest of all: a gradient that cancels out is but rounding."""
+"""By dtype, the tolerance for gradients relative to their own size and to the largest: one that cancels is noise."""
 Gradients = dict[str, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class LossOver:
-    """What the loss is of."""
+    """What depends on which samples share a batch."""
 
     kind: str = "samples"
-    """"samples": a sum over them; "batch": over the outputs of all of them; "model": the outputs already are;
-    "backward": gradients are."""
+    """"samples": nothing, the loss is a sum over samples; "batch": the loss; "model": the model's outputs;
+    "backward": the gradients."""
     mixed: str = ""
-    """What depends on which samples share a batch: for "model" a part of the output, for "backward" the gradient of a
-    parameter."""
+    """The part of the output ("model") or the parameter ("backward") that depends on it."""
 
 
 def find_loss_over(job: Job, parameters: int) -> LossOver:
-    """What the job declares, or what a small model shows; a sum over samples where neither tells."""
+    """What the job declares, or what an experiment on a small model shows; "samples" if neither is available."""
     if job.loss_over is not None:
         return LossOver(job.loss_over)
     if parameters > SMALL or job.global_batch == 1:
@@ -56,7 +53,7 @@ def find_loss_over(job: Job, parameters: int) -> LossOver:
     try:
         with own_random_numbers(0), torch.no_grad():
             return _try(job)
-    except Exception:  # what does not run here is said where it must run
+    except Exception:  # if the job does not run, `observe` reports it
         return LossOver()
 
 
@@ -72,7 +69,7 @@ def _try(job: Job) -> LossOver:
         found = _compare_gradients(job, model, batch, pieces)
     if found.kind == "samples":
         return found
-    try:  # perhaps it was rounding
+    try:  # in float64, in case the difference was rounding
         double: list[Any] = map_tensors(lambda t: t.double() if t.is_floating_point() else t, [batch, *pieces])
         compare = _compare_gradients if found.kind == "backward" else _compare
         return compare(job, model.double(), double[0], double[1:])
@@ -81,14 +78,15 @@ def _try(job: Job) -> LossOver:
 
 
 def _compare(job: Job, model: nn.Module, batch: Any, pieces: list[Any]) -> LossOver:
-    with _without_batch_statistics(model), NoDropout():
+    _freeze_statistics(model)
+    with NoDropout():
         output, *outputs = [_seeded(job, model, part) for part in (batch, *pieces)]
         whole = _loss(job, output, batch)
         parts = [_loss(job, out, piece) for out, piece in zip(outputs, pieces, strict=True)]
         if _near(whole, parts[0] + parts[1], parts):
             return LossOver()
         if not _near(whole, _loss(job, _seeded(job, model, batch, seed=1), batch), parts):
-            return LossOver()  # it draws numbers, or keeps something from pass to pass: nothing can be told
+            return LossOver()  # random numbers, or state kept between passes: the comparison means nothing
         sizes = [WHOLE, *(length for _, length in RANGES)]
         layout = learn_layout(list(zip(sizes, [output, *outputs], strict=True)), "output")
         if _near(whole, _loss_together(job, layout, outputs, batch), parts):
@@ -97,17 +95,18 @@ def _compare(job: Job, model: nn.Module, batch: Any, pieces: list[Any]) -> LossO
 
 
 def _compare_gradients(job: Job, model: nn.Module, batch: Any, pieces: list[Any]) -> LossOver:
-    with _without_batch_statistics(model), NoDropout(), torch.enable_grad():
+    _freeze_statistics(model)
+    with NoDropout(), torch.enable_grad():
         whole, again = (_gradients(job, model, [batch], seed) for seed in (0, 1))
         parts = _gradients(job, model, pieces, 0)
     if _first_apart(whole, again):
-        return LossOver()  # it draws numbers, or keeps something from pass to pass: nothing can be told
+        return LossOver()  # random numbers, or state kept between passes: the comparison means nothing
     mixed = _first_apart(whole, parts)
     return LossOver("backward", mixed) if mixed else LossOver()
 
 
 def _gradients(job: Job, model: nn.Module, batches: list[Any], seed: int) -> Gradients:
-    """Of the sum of the losses, as passes one after another add them up."""
+    """Gradients of the sum of the losses, accumulated over the batches."""
     model.zero_grad()
     for batch in batches:
         total, _ = call_loss(job, _seeded(job, model, batch, seed), batch)
@@ -116,7 +115,7 @@ def _gradients(job: Job, model: nn.Module, batches: list[Any], seed: int) -> Gra
 
 
 def _first_apart(one: Gradients, other: Gradients) -> str | None:
-    """The first parameter whose gradients are not the same but for rounding."""
+    """The first parameter whose gradients differ by more than rounding."""
     sizes = {name: _size(one[name], other[name]) for name in one}
     dtypes = {grad.dtype for grad in one.values() if grad is not None}
     near, noise = NEAR_GRADIENTS[torch.float64 if dtypes == {torch.float64} else torch.float32]
@@ -133,26 +132,22 @@ def _size(*gradients: torch.Tensor | None) -> float:
 
 
 def _loss_together(job: Job, layout: Layout, outputs: list[Any], batch: Any) -> torch.Tensor:
-    """The loss of outputs that are joined; not a number where it cannot be computed."""
+    """The loss of the joined outputs; NaN if it cannot be computed."""
     try:
-        return _loss(job, _joined(layout, outputs), batch)
+        columns = zip(*(pairs_of(layout, output) for output in outputs), strict=True)
+        values = [_together(column[0][0], [value for _, value in column]) for column in columns]
+        return _loss(job, rebuilt(layout, outputs[0], iter(values)), batch)
     except Exception:
         return torch.tensor([float("nan")] * 2)
 
 
-def _joined(layout: Layout, outputs: list[Any]) -> Any:
-    columns = zip(*(pairs_of(layout, output) for output in outputs), strict=True)
-    values = [_together(column[0][0], [value for _, value in column]) for column in columns]
-    return rebuilt(layout, outputs[0], iter(values))
-
-
 def _together(layout: Layout, values: list[Any]) -> Any:
-    """What nobody can join is handed on as it is, for losses that do not read it."""
+    """The joined values, or the first one if they cannot be joined: the loss may not read it."""
     return layout.joined(values) if isinstance(layout, Rows) else values[0]
 
 
 def _mixed(layout: Layout, output: Any, outputs: list[Any]) -> str:
-    """The first part of the output that is not made of its samples' parts."""
+    """The first part of the output that differs from the joined parts of its samples."""
     columns = zip(pairs_of(layout, output), *(pairs_of(layout, out) for out in outputs), strict=True)
     for (inner, value), *others in columns:
         joined = _together(inner, [other for _, other in others])
@@ -167,7 +162,7 @@ def _seeded(job: Job, model: nn.Module, batch: Any, seed: int = 0) -> Any:
 
 
 def _loss(job: Job, output: Any, batch: Any) -> torch.Tensor:
-    """Sum and weight."""
+    """The loss's sum and weight."""
     total, weight = call_loss(job, output, batch)
     return torch.tensor([float(total), float(weight)], dtype=torch.float64)
 
@@ -177,10 +172,9 @@ def _near(one: torch.Tensor, other: torch.Tensor, parts: list[torch.Tensor]) -> 
     return bool(((one - other).abs() <= NEAR * sizes).all())
 
 
-@contextmanager
-def _without_batch_statistics(model: nn.Module) -> Iterator[None]:
-    norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+def _freeze_statistics(model: nn.Module) -> None:
+    """Put BatchNorms into eval mode, and switch dropout modules off."""
     switch_dropout_off(model)
-    for norm in norms:
-        norm.eval()
-    yield
+    for module in model.modules():
+        if isinstance(module, BatchNorm):
+            module.eval()

@@ -1,8 +1,8 @@
-"""Tensors that have a shape and no values, for a pass that asks for structure: meta tensors that pass for CPU tensors.
+"""Run a pass on meta tensors that report to be CPU tensors, to find structure without values.
 
-PyTorch's fake tensors can do more: they know devices, sizes that are symbols, and constants. They also take twice the
-time. So a pass is tried on meta tensors, and whatever casts doubt on that raises `NotOnMeta` or an error of PyTorch's:
-then it is fake tensors' turn.
+PyTorch's fake tensors can do more: they know devices, symbolic sizes and constants. They also take twice the time. So a
+pass is tried on meta tensors first. Whatever they cannot do reliably raises `NotOnMeta` or an error of PyTorch's, and
+the pass is repeated on fake tensors.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 
 
 class NotOnMeta(Exception):
-    """Meta tensors would not do what tensors do."""
+    """Meta tensors would behave differently from real ones."""
 
 
 @contextmanager
 def meta_pass(model: nn.Module) -> Iterator[None]:
-    """While active, tensors are made without values, and the model does not notice."""
+    """While active, new tensors have no values and report to be on the CPU."""
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        raise NotOnMeta("A CPU runs recurrent layers by a kernel of its own.")
+        raise NotOnMeta("Recurrent layers use other kernels on a CPU.")
     with _OnCpu(), _MetaPass():
         yield
 
 
 def meta_of(leaf: Any) -> Any:
-    """A tensor without its values; anything else as it is."""
+    """A meta tensor with the layout of a tensor; anything else unchanged."""
     if not isinstance(leaf, torch.Tensor) or is_meta(leaf):
         return leaf
     return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=META)
 
 
 class _OnCpu(ReportAsCpu):
-    """Also a move to the CPU is none."""
+    """Makes moving a meta tensor to the CPU a no-op."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            raise NotOnMeta("Autocast passes meta tensors by.")
+            raise NotOnMeta("Autocast ignores meta tensors.")
         if func is torch.Tensor.to and is_meta(args[0]):
             args, kwargs = change_leaves(_from_cpu, (args, kwargs or {}))
         elif func is torch.Tensor.cpu and is_meta(args[0]):
@@ -57,7 +57,7 @@ class _OnCpu(ReportAsCpu):
 
 
 class _MetaPass(TorchDispatchMode):
-    """Whatever is made is a meta tensor; a real tensor that meets one becomes one for the occasion."""
+    """Makes every new tensor a meta tensor. Real tensors that are combined with one are converted for that operator."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -74,7 +74,7 @@ class _MetaPass(TorchDispatchMode):
         if func is _CONVOLUTION and args[0].dim() > 3 and not all(tensor.is_contiguous() for tensor in args[:2]):
             raise NotOnMeta("Convolutions of meta tensors do not keep channels last.")
         found = func(*args, **kwargs)
-        if func is _CONVOLUTION_BACKWARD:  # gradients lie as what they are of does, whatever came in
+        if func is _CONVOLUTION_BACKWARD:  # gradients have the strides of their tensors, whatever came in
             return tuple(None if gradient is None else gradient.contiguous() for gradient in found)
         return found
 

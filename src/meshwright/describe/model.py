@@ -1,4 +1,4 @@
-"""Describe a job's model before any weight exists: what strategies ask of it, as facts."""
+"""Describe a job's model before any weight exists: the facts that strategies need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from meshwright.describe.blocks import find_blocks
+from meshwright.describe.blocks import find_blocks, own_parameters
 from meshwright.describe.calls import Flow
 from meshwright.describe.dropout_use import DropoutWatcher
 from meshwright.describe.flow import Watcher
@@ -27,18 +27,13 @@ from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.model import CallFacts, ModelFacts, ParameterFacts
 from meshwright.recording.blueprint import Blueprint, record
+from meshwright.recording.memory import names_of_parameters
 from meshwright.torch_private.modules import BatchNorm
 
 
-def describe(job: Job) -> ModelFacts:
-    """The facts of a job's model. Raises JobError where the job's parts do not fit each other."""
-    with _no_collecting():
-        return _describe(job)
-
-
 @contextmanager
-def _no_collecting() -> Iterator[None]:
-    """Python's collector would look through all that torch has loaded again and again: a tenth of the time."""
+def _no_garbage_collection() -> Iterator[None]:
+    """Switch the garbage collector off: it would scan all loaded modules again and again, a tenth of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -48,11 +43,13 @@ def _no_collecting() -> Iterator[None]:
             gc.enable()
 
 
-def _describe(job: Job) -> ModelFacts:
+@_no_garbage_collection()
+def describe(job: Job) -> ModelFacts:
+    """The facts of a job's model. Raises JobError if the job's parts do not fit each other."""
     blueprint = record(job.model, seed=0, values=False)
     model = blueprint.model
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise JobError("The model has no trainable parameter; nothing could be trained.")
+        raise JobError("The model has no trainable parameter; set requires_grad on what is to be trained.")
     check_optimizer(job, model)
     blocks = find_blocks(model, hint=job.blocks)
     pass_cache = PassCache(find_repeats(model, blocks))
@@ -62,8 +59,8 @@ def _describe(job: Job) -> ModelFacts:
     refuse_made(state.made)
     if observed and job.blocks is None:
         blocks = tuple(name for name in blocks if name in observed.called)
-    # A model that cannot be run at all is taken to look at values in its blocks, as a mixture of experts does.
-    in_blocks, around_blocks = (True, False) if observed is None else (False, False)
+    # A model that cannot be run is assumed to read values in its blocks, as a mixture of experts does.
+    in_blocks, around_blocks = observed is None, False
     if observed and observed.by_value:
         in_blocks, around_blocks = find_value_reads(job, record(job.model, seed=0), blocks)
         observed = replace(observed, by_value=in_blocks or around_blocks)
@@ -98,8 +95,8 @@ def call_facts(flow: Flow) -> tuple[CallFacts, ...]:
 
 
 def read_elsewhere(job: Job, blueprint: Blueprint, pass_cache: PassCache | None = None) -> frozenset[str]:
-    """Names of parameters that operators read outside of the modules that hold them, by whatever way they got there."""
-    owners = frozenset(name for name, module in blueprint.model.named_modules() if name and _holds(module))
+    """Names of parameters that operators read outside the modules that own them."""
+    owners = frozenset(name for name, module in blueprint.model.named_modules() if name and own_parameters(module))
     flow = pass_cache.flows.get(owners) if pass_cache else None
     if flow is None:
         flow, _ = trace(job, blueprint, Watcher(owners), pass_cache=pass_cache)
@@ -107,18 +104,10 @@ def read_elsewhere(job: Job, blueprint: Blueprint, pass_cache: PassCache | None 
         return frozenset()
     found = {source for sources in (flow.needs, *(call.needs for call in flow.calls)) for source in sources}
     names = {source for source in found if isinstance(source, str)}
-    tied: dict[int, list[str]] = {}
-    for name, parameter in blueprint.model.named_parameters(remove_duplicate=False):
-        tied.setdefault(id(parameter), []).append(name)
-    aliases = {group[0]: group for group in tied.values()}
+    aliases = {group[0]: group for group in names_of_parameters(blueprint.model).values()}
     for call in flow.calls:
         names |= {n for n in call.reads if not any(alias.startswith(f"{call.name}.") for alias in aliases[n])}
     return frozenset(alias for name in names for alias in aliases[name])
-
-
-def _holds(module: nn.Module) -> bool:
-    """Whether a module holds parameters itself."""
-    return any(parameter is not None for parameter in module._parameters.values())
 
 
 def batch_norm_names(model: nn.Module) -> tuple[str, ...]:
@@ -127,9 +116,7 @@ def batch_norm_names(model: nn.Module) -> tuple[str, ...]:
 
 def parameter_facts(model: nn.Module, observed: Observed | None) -> tuple[ParameterFacts, ...]:
     """Every parameter once, with all its names."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    names = names_of_parameters(model)
     return tuple(
         ParameterFacts(
             names=tuple(names[id(parameter)]),

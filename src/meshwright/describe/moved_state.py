@@ -1,7 +1,7 @@
-"""State that a forward pass moves: running statistics, codebooks, targets that follow by an average, counters.
+"""Find state that a forward pass changes: running statistics, codebooks, moving averages of targets, counters.
 
-An optimizer's step moves parameters once, by all samples. What `forward` moves is moved on every rank by the rank's own
-samples, and once per micro-batch. Whether that makes a difference is tried on small models.
+An optimizer's step updates parameters once, from all samples. State that `forward` changes is updated on every rank
+from the rank's samples, and once per micro-batch. Whether that matters is tested on small models.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.model import MovedFacts
 from meshwright.recording.blueprint import record
+from meshwright.recording.memory import named_tensors
 from meshwright.torch_private.modes import TorchDispatchMode, without_tensor_classes
 from meshwright.torch_private.modules import REGISTERED, BatchNorm
 from meshwright.torch_private.tensors import version_of
 from meshwright.torch_private.trees import tree_leaves
 
 FEW = 1 << 24
-"""Parameters up to which it is tried whether a move depends on the samples; beyond, it is taken to."""
+"""The largest model, in parameters, for which it is tested whether a change depends on the samples; else it does."""
 _KEPT_APART = (*REGISTERED, "training")
 
 
 class StateWatch(AbstractContextManager["StateWatch"]):
-    """Which of a model's tensors and numbers are others after the context than before."""
+    """Finds the tensors and numbers of a model that change while the context is active."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.changed: set[str] = set()
         self.made: set[str] = set()
-        """Parameters that were not there before."""
+        """Parameters that were created inside the context."""
         self.after: dict[str, Any] = {}
-        """Everything as it is at the end."""
+        """The state at the end."""
         self._reads = _TensorReads()
 
     def __enter__(self) -> StateWatch:
@@ -57,7 +58,7 @@ class StateWatch(AbstractContextManager["StateWatch"]):
         for name, (value, mark) in self._before.items():
             now = self.after.get(name, value)
             if isinstance(value, torch.Tensor):
-                # A tensor in another's place is state if the other was read; else it is a note of this pass alone.
+                # A replaced tensor is state if the old one was read; otherwise the pass only stored something.
                 replaced = now is not value and id(value) in self._reads.found
                 moved = replaced or (now is value and _mark(now) != mark)
             else:
@@ -67,23 +68,23 @@ class StateWatch(AbstractContextManager["StateWatch"]):
 
 
 def refuse_made(made: Collection[str]) -> None:
-    """An optimizer and a checkpoint know the parameters that a model begins with."""
+    """Refuse parameters made in `forward`: the optimizer and checkpoints know only those of the builder."""
     if made:
         raise JobError(
-            f"The model makes a parameter in its forward pass ({sorted(made)[0]}), which an optimizer that was made "
-            "before does not train; make it in the builder."
+            f"The model makes a parameter in its forward pass ({sorted(made)[0]}), so the optimizer, which is made "
+            "before, does not train it; make it in the builder."
         )
 
 
 class Watches(ExitStack):
-    """Several watches as one, entered anew for each pass."""
+    """Several watches as one context, entered again for each pass."""
 
     def __init__(self, *watches: AbstractContextManager[Any]) -> None:
         super().__init__()
         self._watches = watches
 
     def __enter__(self) -> Watches:
-        with ExitStack() as entered:  # which leaves those that were entered if one cannot be
+        with ExitStack() as entered:  # if one cannot be entered, those before it are exited
             for watch in self._watches:
                 entered.enter_context(watch)
             self.enter_context(entered.pop_all())
@@ -91,10 +92,10 @@ class Watches(ExitStack):
 
 
 def find_moved(job: Job, model: nn.Module, seen: set[str]) -> tuple[MovedFacts, ...]:
-    """The state that every forward pass moves, where one pass was `seen` to move some.
+    """The state that every forward pass changes, given what one pass was `seen` to change.
 
-    What a first pass fills in once and for all (a table of angles) does not move in a second one. BatchNorm's
-    statistics are left out: they are taken over all ranks.
+    A cache that the first pass fills (a table of rotary angles) does not change in the second one. BatchNorm's
+    statistics are left out: they are synchronised over all ranks.
     """
     if not seen - _statistics(model, set()):
         return ()
@@ -105,7 +106,7 @@ def find_moved(job: Job, model: nn.Module, seen: set[str]) -> tuple[MovedFacts, 
     moved = second.changed - _statistics(blueprint.model, norms.found)
     by_samples = _by_samples(job, moved) if moved else set()
     parameters = dict(blueprint.model.named_parameters(remove_duplicate=False))
-    # What is trained as well (an embedding whose rows are kept short) is moved where training has taken it.
+    # State that is also trained (an embedding with renormalised rows) depends on the samples through training.
     by_samples |= {name for name in moved if name in parameters and parameters[name].requires_grad}
     return tuple(
         MovedFacts(name=name, parameter=name in parameters, by_samples=name in by_samples) for name in sorted(moved)
@@ -113,7 +114,7 @@ def find_moved(job: Job, model: nn.Module, seen: set[str]) -> tuple[MovedFacts, 
 
 
 def _by_samples(job: Job, moved: set[str]) -> set[str]:
-    """Those of the moves that differ between two batches; all of them where that cannot be tried."""
+    """The names whose changes differ between two batches; all of them if that cannot be tested."""
     try:
         one, other = (_after(job, samples) for samples in (SAMPLES, SAMPLES + 1))
     except Exception:
@@ -122,13 +123,13 @@ def _by_samples(job: Job, moved: set[str]) -> set[str]:
 
 
 def _after(job: Job, samples: int) -> dict[str, Any]:
-    """The state after a pass over so many samples, always from the same weights.
+    """The state after a pass over a number of samples, always from the same weights.
 
-    BatchNorms rest: whatever the samples are, their mean behind one is the same, but not that of a rank's part of them.
+    BatchNorms are in eval mode: they would give any whole batch the same mean, but not a rank's part of it.
     """
     blueprint = record(job.model, seed=0)
     if sum(parameter.numel() for parameter in blueprint.model.parameters()) > FEW:
-        raise MemoryError("a model of that size is not run for this")
+        raise MemoryError("The model is too large to run for this.")
     for module in blueprint.model.modules():
         if isinstance(module, BatchNorm):
             module.eval()
@@ -142,12 +143,12 @@ def _after(job: Job, samples: int) -> dict[str, Any]:
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)  # exactly: on made-up weights it may move by very little
+        return torch.equal(one, other)  # exactly: with made-up weights a change may be tiny
     return type(one) is type(other) and bool(one == other)
 
 
 def _statistics(model: nn.Module, calling: set[str]) -> set[str]:
-    """Buffers of BatchNorms that have `F.batch_norm` move them: PyTorch's own, and those seen `calling` it."""
+    """Buffers of BatchNorms that `F.batch_norm` updates: PyTorch's classes, and modules seen `calling` it."""
     own = (BatchNorm.forward, nn.SyncBatchNorm.forward)
     found = set()
     for name, module in model.named_modules():
@@ -173,8 +174,7 @@ class _NormCalls(TorchFunctionMode):
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Tensors and numbers of a model by name: parameters, buffers and plain attributes."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+    yield from named_tensors(model)
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute not in _KEPT_APART and isinstance(value, torch.Tensor | int | float | list | tuple | dict):
@@ -185,17 +185,17 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _mark(value: Any) -> int:
-    with without_tensor_classes():  # a stand-in may refuse to be looked at
+    with without_tensor_classes():  # a `ComputedTensor` would raise
         return version_of(value) if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 class _TensorReads(TorchDispatchMode):
-    """Notes which of some tensors are read."""
+    """Notes which of the given tensors are read."""
 
     def begin(self, tensors: Any) -> None:
-        self._asked = {id(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
+        self._wanted = {id(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
         self.found: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= self._asked.intersection(id(leaf) for leaf in tree_leaves((args, kwargs)))
+        self.found |= self._wanted.intersection(id(leaf) for leaf in tree_leaves((args, kwargs)))
         return pass_on(func, args, kwargs)

@@ -1,4 +1,4 @@
-"""Run a job's model without weights: one step on fake tensors, or on real ones where the model looks at values."""
+"""Run a job's model without its weights: one step on fake tensors, or on real ones if the model reads values."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ from meshwright.torch_private.fake_tensors import (
     UnsupportedOperatorException,
 )
 
-SAMPLES = 2  # enough for BatchNorm to have a variance
+SAMPLES = 2  # with one, BatchNorm would have no variance
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What one step showed."""
+    """What was observed in one step."""
 
     used: frozenset[str]
     called: frozenset[str]
     weight_per_sample: float | None
     read_elsewhere: frozenset[str] = frozenset()
-    """Parameters that are read, or asked for their shape, while none of the modules that hold them runs."""
+    """Parameters that are read, or whose shape is read, while none of the modules that own them runs."""
     by_value: bool = False
-    """Whether the step would not run on fake tensors, which have no values to look at."""
+    """Whether the step needed real tensors, because fake ones have no values to read."""
 
 
 def make_batch(job: Job, samples: int) -> Any:
-    """A batch of made-up samples, or the first of the data where the job makes up none."""
+    """A batch of `Job(sample=...)`, or of the first samples of the data."""
     try:
         if job.sample is not None:
             return job.sample(samples)
@@ -65,14 +65,14 @@ def make_batch(job: Job, samples: int) -> Any:
 
 
 def call_model(job: Job, model: Any, batch: Any) -> Any:
-    """The model's output on what the job makes of a batch."""
+    """The model's output for the inputs that the job takes from a batch."""
     inputs = job.inputs(batch)
     if isinstance(inputs, dict):
         return model(**inputs)
     if isinstance(inputs, tuple | list):
         return model(*inputs)
     raise JobError(
-        f"Job(inputs=...) must give a tuple of positional or a dict of keyword arguments, not {_kind(inputs)}; "
+        f"Job(inputs=...) must return a tuple of positional or a dict of keyword arguments, not {_kind(inputs)}; "
         'write `lambda batch: (batch["x"],)`.'
     )
 
@@ -82,14 +82,14 @@ def call_loss(job: Job, output: Any, batch: Any) -> tuple[torch.Tensor, float | 
     result = job.loss(output, batch)
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
         raise JobError(
-            f"Job(loss=...) must give (sum, weight), but it gave {_kind(result)}; "
+            f"Job(loss=...) must return (sum, weight), but it returned {_kind(result)}; "
             "for a mean over samples, return the sum and the number of samples."
         )
     total, weight = result
     if total.numel() != 1:
-        raise JobError(f"Job(loss=...) must give one number as its sum, but it has shape {tuple(total.shape)}.")
+        raise JobError(f"Job(loss=...) must return one number as its sum, but it has shape {tuple(total.shape)}.")
     if not isinstance(weight, int | float | torch.Tensor):
-        raise JobError(f"Job(loss=...) must give a number or a tensor as its weight, but it gave {_kind(weight)}.")
+        raise JobError(f"Job(loss=...) must return a number or a tensor as its weight, but it is {_kind(weight)}.")
     return total.reshape(()), weight
 
 
@@ -104,12 +104,11 @@ def observe(
     *,
     pass_cache: PassCache | None = None,
 ) -> tuple[Observed | None, str]:
-    """One step on fake tensors; on real ones where the model looks at values and is small; else the reason why not.
+    """Observe one step: on fake tensors, or on real ones if the model reads values and is small; else the reason.
 
-    `watch` is active meanwhile, closer to the model than the fake tensors are.
+    `watch` is active during the step, inside the fake tensor mode.
     """
-    batch = make_batch(job, SAMPLES)
-    return _run(blueprint, batch, partial(_step, job, blueprint, watch), pass_cache)
+    return _run(blueprint, make_batch(job, SAMPLES), partial(_step, job, blueprint, watch), pass_cache)
 
 
 def trace(
@@ -119,16 +118,16 @@ def trace(
     batch: Any = None,
     *,
     pass_cache: PassCache | None = None,
-    follower: PassObserver | None = None,
+    observer: PassObserver | None = None,
 ) -> tuple[Flow | None, str]:
-    """The flow of one forward pass and loss between the modules that `watcher` watches, as `observe` sees it."""
+    """The flow of one forward pass and loss between the modules that `watcher` watches; else the reason why not."""
     batch = make_batch(job, SAMPLES) if batch is None else batch
 
     def run(data: Any, under: PassCache | None) -> Flow:
         watcher.forget()
         tensors = under.stand_ins(blueprint) if under else stand_ins(blueprint)
         parameters = {name: tensors[name] for name, _ in blueprint.model.named_parameters()}
-        short = under.repeats.running(watcher, follower) if under else following(watcher, tensors_of(data))
+        short = under.repeats.running(watcher, observer) if under else following(watcher, tensors_of(data))
         with watcher.watching(blueprint.model, parameters), lend(blueprint.model, tensors), short:
             output = call_model(job, blueprint.model, data)
             watcher.in_loss = True
@@ -141,7 +140,7 @@ def trace(
 
 
 def forward_passes(job: Job, blueprint: Blueprint, *watches: AbstractContextManager[Any]) -> bool:
-    """Forward passes one after another from the same stand-ins, each under a watch; False where none can be run."""
+    """Run forward passes in sequence on the same stand-ins, one under each watch. False if none can run."""
 
     def run(data: Any, under: PassCache | None) -> bool:
         with lend(blueprint.model, stand_ins(blueprint)):
@@ -156,7 +155,7 @@ def forward_passes(job: Job, blueprint: Blueprint, *watches: AbstractContextMana
 def forward_on_real_tensors(
     job: Job, blueprint: Blueprint, batch: Any, watch: AbstractContextManager[Any], *, seed: int = 0
 ) -> None:
-    """One forward pass on made-up weights that are always the same; `seed` is for what else is drawn."""
+    """Run one forward pass with made-up weights that are always the same. `seed` is for other random numbers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         tensors = stand_ins(blueprint)
@@ -166,7 +165,7 @@ def forward_on_real_tensors(
 
 
 def see_output(job: Job, blueprint: Blueprint, batch: Any, look: Callable[[Any, Any], Result]) -> Result | None:
-    """What `look` makes of the model's output and the batch, without values if that can be; None if nothing ran."""
+    """The result of `look(output, batch)`, without values if possible; None if the model could not run."""
 
     def run(data: Any, under: PassCache | None) -> Result:
         with lend(blueprint.model, stand_ins(blueprint)):
@@ -178,10 +177,10 @@ def see_output(job: Job, blueprint: Blueprint, batch: Any, look: Callable[[Any, 
 def _run(
     blueprint: Blueprint, batch: Any, run: Callable[[Any, PassCache | None], Result], pass_cache: PassCache | None
 ) -> tuple[Result | None, str]:
-    """What `run` gives without values, or with them where the model is small, or the reason why neither can be."""
+    """The result of `run` without values, or with values if the model is small; else the reason why not."""
     model = blueprint.model
     if pass_cache is not None:
-        # Whatever goes wrong where blocks are left out is looked at again with all of them.
+        # If anything fails while blocks are skipped, the pass is repeated with all of them.
         with suppress(Exception):
             return climb(model, batch, lambda data: run(data, pass_cache), *pass_cache.rungs), ""
     try:
@@ -189,7 +188,7 @@ def _run(
     except JobError:
         raise
     except Exception as error:
-        # Also where nothing looks at values: some fake kernels refuse what the real ones take.
+        # Also for a model that reads no values: some fake kernels refuse what the real ones accept.
         if not is_small(model):
             if _depends_on_data(error):
                 return None, one_line(error).removesuffix(".")
@@ -203,8 +202,8 @@ def _run(
 
 
 def _depends_on_data(error: Exception) -> bool:
-    """Whether a step on fake tensors raised it because the model looks at values, which fake tensors do not have."""
-    from meshwright.torch_private import symbolic_shapes  # it brings a computer algebra along
+    """Whether fake tensors raised this error because the model reads values."""
+    from meshwright.torch_private import symbolic_shapes  # late, because it imports sympy
 
     return isinstance(
         error,
@@ -224,14 +223,14 @@ def _misfit(error: Exception) -> JobError:
 
 
 def _gradients(total: torch.Tensor, leaves: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
-    """Not by `autograd.grad`: an author's `checkpoint(..., use_reentrant=True)` works with `backward` only."""
+    """The leaves' gradients. `autograd.grad` would not work with an author's `checkpoint(use_reentrant=True)`."""
     total.backward()
     gradients = {name: leaf.grad for name, leaf in leaves.items()}
     for leaf in leaves.values():
         leaf.grad = None
     if sparse := [name for name, gradient in gradients.items() if gradient is not None and gradient.is_sparse]:
         raise JobError(
-            f"The gradient of {sparse[0]} is sparse, as nn.Embedding(sparse=True) makes it, and gradients are clipped, "
+            f"The gradient of {sparse[0]} is sparse, as nn.Embedding(sparse=True) makes it, but gradients are clipped, "
             "summed and sharded as dense tensors here; build the layer with sparse=False."
         )
     return list(gradients.values())
@@ -240,18 +239,18 @@ def _gradients(total: torch.Tensor, leaves: dict[str, torch.Tensor]) -> list[tor
 def _step(
     job: Job, blueprint: Blueprint, watch: AbstractContextManager[Any] | None, batch: Any, under: PassCache | None
 ) -> Observed:
-    """Forward and backward with stand-ins for all parameters, buffers and plain tensors."""
+    """Run forward and backward with stand-ins for all parameters, buffers and other tensors."""
     model = blueprint.model
     tensors = under.stand_ins(blueprint) if under else stand_ins(blueprint)
     wanted = {name: tensors[name] for name, p in model.named_parameters() if p.requires_grad}
     with ExitStack() as stack:
         stack.enter_context(lend(model, tensors))
         reads = Reads(model)
-        stack.enter_context(under.repeats.running(follower=reads) if under else nullcontext())
+        stack.enter_context(under.repeats.running(observer=reads) if under else nullcontext())
         with watch or nullcontext(), watch_calls(model) as called, reads.noting():
             total, weight = _forward(job, model, batch)
         if not total.requires_grad:
-            raise JobError("The loss does not depend on any trainable parameter; nothing could be trained.")
+            raise JobError("The loss does not depend on any trainable parameter; compute it from the model's output.")
         gradients = _gradients(total, wanted)
         known = None if torch.is_tensor(weight) else float(weight) / SAMPLES
         if known is not None and not has_no_values(total):
@@ -264,18 +263,14 @@ def _step(
     )
     called |= under.repeats.called if under else set()
     return Observed(
-        used,
-        frozenset(called),
-        known,
-        read_elsewhere=frozenset(reads.elsewhere),
-        by_value=not has_no_values(total),
+        used, frozenset(called), known, read_elsewhere=frozenset(reads.elsewhere), by_value=not has_no_values(total)
     )
 
 
 @torch.no_grad()
 def _weighs(job: Job, model: nn.Module, per_sample: float) -> bool:
-    """Whether other samples weigh the same: where tensors have values, a weight may depend on them."""
-    with suppress(Exception):  # data of two samples has no third
+    """Whether other samples have the same weight: on real tensors the weight may depend on values."""
+    with suppress(Exception):  # the data may have only two samples
         batches = [(samples, make_batch(job, samples)) for samples in (SAMPLES + 1, SAMPLES)]
         return all(isclose(float(_forward(job, model, batch)[1]), samples * per_sample) for samples, batch in batches)
     return False

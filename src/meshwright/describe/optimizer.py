@@ -1,4 +1,4 @@
-"""What a job's optimizer and schedule are like, found by trying them on small tensors."""
+"""Find the properties of a job's optimizer and schedule by running them on small tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from meshwright.facts.lr_schedule import refuse_schedule, required
 from meshwright.facts.named_parameters import NamedParameters
 
 SMALL, LARGE = 8, 128
-"""Longest dims of tensors that are not stepped, and of those that are: some optimizers factor moments only of dims that
-are as long as that."""
+"""The longest dim of tensors that are not stepped, and of those that are: some optimizers factor only long dims."""
 STEPS = 3
 FAR = 1e-4
-"""How unlike two updates must be, of the largest number in them. Tensors are float64."""
+"""How much two updates must differ, relative to the largest number in them. Tensors are float64."""
 
 Lay = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -32,22 +31,22 @@ def check_optimizer(job: Job, model: nn.Module) -> None:
     except Exception as error:
         raise JobError(f"Job(optimizer=..., schedule=...) raised {one_line(error)}") from error
     if not isinstance(optimizer, Optimizer):
-        raise JobError(f"Job(optimizer=...) must give a torch optimizer, but it gave {type(optimizer).__name__}.")
-    # Of the class: schedules put something else in the place of the instance's.
+        raise JobError(f"Job(optimizer=...) must return a torch optimizer, but it returned {type(optimizer).__name__}.")
+    # The class's method: schedules replace the instance's.
     if wanted := required(type(optimizer).step)[1:]:
         raise JobError(
-            f"{type(optimizer).__name__}.step() wants a {wanted[0].name}, to compute the loss several times; here a "
-            "step computes it once. Use an optimizer whose step() takes nothing, AdamW for one."
+            f"{type(optimizer).__name__}.step() requires a {wanted[0].name}, to compute the loss several times, but "
+            "here a step computes it once. Use an optimizer whose step() takes no argument, such as AdamW."
         )
     if schedule is not None:
         refuse_schedule(schedule)
 
 
 def optimizer_slots(job: Job, model: nn.Module) -> float:
-    """Bytes of state per byte of parameter, seen on tiny parameters after one step."""
+    """Bytes of state per byte of parameter, measured on tiny parameters after one step."""
     parameters = _small_parameters(model)
     optimizer = job.optimizer(parameters)
-    # One of each group and shape is enough: an optimizer leaves out what has no gradient.
+    # Stepping one parameter of each group and shape is enough: an optimizer skips those without a gradient.
     alike = {
         parameter: (number, parameter.shape)
         for number, group in enumerate(optimizer.param_groups)
@@ -58,10 +57,10 @@ def optimizer_slots(job: Job, model: nn.Module) -> float:
         parameter.grad = torch.zeros_like(parameter)
     try:
         optimizer.step()
-    except Exception as error:  # one for GPUs only, perhaps; Adam's two moments are the common case
+    except Exception as error:  # perhaps it runs on GPUs only; assume the two moments of Adam
         if "closure" in str(error).lower():
             raise JobError(
-                f"{type(optimizer).__name__}.step() raised {one_line(error)} A step here takes none."
+                f"{type(optimizer).__name__}.step() raised {one_line(error)} It is called without a closure here."
             ) from error
         return 2.0
     held = {kind: _state_bytes(optimizer, parameter) for kind, parameter in stepped.items()}
@@ -70,10 +69,10 @@ def optimizer_slots(job: Job, model: nn.Module) -> float:
 
 
 def couplings(job: Job, model: nn.Module) -> tuple[str, ...]:
-    """What an update of one number depends on beside its own gradients: "rows", "columns", "parameters".
+    """What the update of one element depends on besides its own gradients: "rows", "columns", "parameters".
 
-    A trust ratio or a factored moment takes all of a tensor into account, and a norm inside of the optimizer all
-    parameters. Such an optimizer updates otherwise where it is given parts.
+    A trust ratio or a factored moment depends on the whole tensor, and a norm inside the optimizer on all parameters.
+    Such an optimizer computes other updates when it is given shards.
     """
     try:
         trial = OptimizerTrial(job, [(n, tuple(p.shape)) for n, p in model.named_parameters() if p.requires_grad])
@@ -83,13 +82,13 @@ def couplings(job: Job, model: nn.Module) -> tuple[str, ...]:
             "columns": differ(trial.first_half(whole, 1), trial.run(lambda name, value: _half(value, 1))),
             "parameters": trial.has_others and differ(trial.unscaled(whole), trial.unscaled(trial.run(scaled=True))),
         }
-    except Exception:  # as above
+    except Exception:  # perhaps it runs on GPUs only
         return ()
     return tuple(kind for kind, yes in found.items() if yes)
 
 
 class OptimizerTrial:
-    """A job's optimizer on made-up parameters of the model's names; one per group and number of dims is stepped."""
+    """A job's optimizer on made-up parameters with the model's names. One per group and number of dims is stepped."""
 
     def __init__(self, job: Job, shapes: list[tuple[str, tuple[int, ...]]]) -> None:
         self._job, self._shapes = job, shapes
@@ -97,9 +96,9 @@ class OptimizerTrial:
         self.has_others = len(self._stepped) > 1
 
     def run(self, lay: Lay = lambda name, value: value, *, scaled: bool = False) -> dict[str, torch.Tensor]:
-        """By how much some steps move each parameter, given as `held_parts` lays it out.
+        """The change of each parameter after some steps. `lay(name, value)` is the part that a rank holds.
 
-        `scaled` makes every second one's gradients larger.
+        `scaled` makes the gradients of every second parameter larger.
         """
         with torch.random.fork_rng(devices=[]):
             start = {name: lay(name, self._made_up(number, 0)) for number, (name, _) in enumerate(self._shapes)}
@@ -117,11 +116,11 @@ class OptimizerTrial:
         return {name: _half(value, dim) for name, value in moved.items()}
 
     def unscaled(self, moved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Parameters whose gradients `scaled` leaves as they are."""
+        """The parameters whose gradients `scaled` does not change."""
         return {name: moved[name] for place, name in enumerate(self._stepped) if place % 2 == 0}
 
     def _choose(self) -> dict[str, int]:
-        """The largest parameter of each group and number of dims, by its place among all."""
+        """The largest parameter of each group and number of dims, with its index."""
         parameters = NamedParameters((name, nn.Parameter(torch.zeros(_clip(s, SMALL)))) for name, s in self._shapes)
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         largest: dict[tuple[int, int], int] = {}
@@ -140,7 +139,7 @@ class OptimizerTrial:
             size = [*_clip(shape[:2], LARGE if len(shape) < 3 else LARGE // 2), *_clip(shape[2:], 2)]
         generator = torch.Generator().manual_seed(1000 * step + number)
         value = torch.randn(size, generator=generator, dtype=torch.float64)
-        for dim in range(value.dim()):  # so that a half is not like the whole: weights grow along it, gradients shrink
+        for dim in range(value.dim()):  # a half must differ from the whole: weights grow along it, gradients shrink
             ramp = torch.linspace(1.0, 0.1, size[dim], dtype=torch.float64)
             value = value * (ramp if step else ramp.flip(0)).view([-1 if d == dim else 1 for d in range(value.dim())])
         return value
@@ -151,13 +150,13 @@ def _clip(shape: Iterable[int], longest: int) -> list[int]:
 
 
 def _half(value: torch.Tensor, dim: int) -> torch.Tensor:
-    """The first half along a dim, where there is one to halve. Contiguous: fused kernels on CPUs ignore strides."""
+    """The first half along a dim, if it can be halved. Contiguous, because fused kernels on CPUs ignore strides."""
     halved = value.dim() > dim and value.shape[dim] > 1
     return value.narrow(dim, 0, value.shape[dim] // 2).contiguous() if halved else value
 
 
 def differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether updates of the same parameters are further apart than rounding in fp32 takes them."""
+    """Whether updates of the same parameters differ by more than fp32 rounding."""
     return any(
         not torch.allclose(other[name], value, rtol=0, atol=FAR * float(value.abs().max()))
         for name, value in one.items()
@@ -166,7 +165,7 @@ def differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
 
 
 def _small_parameters(model: nn.Module) -> NamedParameters:
-    """Parameters of the same names, attributes and number of dims, but tiny and real."""
+    """Tiny real parameters with the model's names, attributes and numbers of dims."""
     originals = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     small = NamedParameters((n, nn.Parameter(torch.zeros(_clip(p.shape, SMALL)))) for n, p in originals.items())
     for name, parameter in small.named():

@@ -1,12 +1,12 @@
-"""Parameters that are read while the block that holds them is not running.
+"""Find parameters that are read while the block that owns them is not running.
 
 FSDP gathers a block's parameters around the block's `forward`. A model may read one of them elsewhere: it calls a part
-of a block by itself, or uses a block's weight in a function. There it would find a shard.
+of a block directly, or uses a block's weight in a function. There it would find a shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,10 +18,9 @@ from meshwright.torch_private.trees import tree_leaves
 
 
 def pass_on(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call an operator that a dispatch mode has seen.
+    """Call an operator inside a dispatch mode.
 
-    Fake tensors are asked for their device by an operator, too, which a function mode would take for a call of the
-    author's.
+    Fake tensors read their device by an operator, which a function mode would mistake for a call of the author's code.
     """
     if func is DEVICE_OF:
         with without_torch_function():
@@ -30,22 +29,28 @@ def pass_on(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class OutsideReads(TorchDispatchMode):
-    """Notes, while active, which parameters of blocks are read outside of them."""
+    """Notes which parameters of blocks are read outside their blocks."""
 
     def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
         super().__init__()
         self._model, self._blocks = model, blocks
         self.found: dict[str, str] = {}
-        """By parameter, the block that holds it."""
+        """By parameter, the block that owns it."""
 
     def __enter__(self) -> OutsideReads:
-        self.found.clear()  # a pass that failed may come before
+        self.found.clear()  # a failed pass may have come before
         self._running: list[str] = []
         self._owners: dict[int, tuple[str, str]] = {}
         for name, parameter in self._model.named_parameters():
-            if (block := next((b for b in self._blocks if name.startswith(f"{b}.")), None)) is not None:
-                self._owners[id(parameter)] = name, block
-        self._hooks = [hook for name in self._blocks for hook in self._follow(name)]
+            if (owner := next((b for b in self._blocks if name.startswith(f"{b}.")), None)) is not None:
+                self._owners[id(parameter)] = name, owner
+        self._hooks = []
+        for name in self._blocks:
+            block = self._model.get_submodule(name)
+            self._hooks += [
+                block.register_forward_pre_hook(lambda *_, name=name: self._running.append(name)),
+                block.register_forward_hook(lambda *_, name=name: self._running.remove(name), always_call=True),
+            ]
         super().__enter__()
         return self
 
@@ -61,16 +66,3 @@ class OutsideReads(TorchDispatchMode):
                 if block not in self._running:
                     self.found[name] = block
         return pass_on(func, args, kwargs)
-
-    def _follow(self, name: str) -> list[Any]:
-        block = self._model.get_submodule(name)
-        return [
-            block.register_forward_pre_hook(self._enter_block(name)),
-            block.register_forward_hook(self._leave_block(name), always_call=True),
-        ]
-
-    def _enter_block(self, name: str) -> Callable[..., None]:
-        return lambda *_: self._running.append(name)
-
-    def _leave_block(self, name: str) -> Callable[..., None]:
-        return lambda *_: self._running.remove(name)

@@ -1,7 +1,7 @@
-"""Which parameters a model reads, or asks for their shape, outside of the modules that hold them.
+"""Find parameters that a model reads, or whose shape it reads, outside the modules that own them.
 
-An axis that divides a layer gives its own forward what it needs. Anybody else who reads the layer's weight, or takes
-its shape, would find one rank's part, so such a parameter has to stay whole.
+An axis that divides a layer replaces the layer's forward. Other code that reads the layer's weight or its shape would
+find one rank's part, so such a parameter has to stay whole.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.describe.repeats import PassObserver
+from meshwright.recording.memory import names_of_parameters
+from meshwright.recording.wrap_forward import removing
 from meshwright.torch_private.trees import tree_leaves
 
 _PROPERTIES = (
@@ -28,43 +30,37 @@ _METHODS = (
 HARMLESS = {getattr(Tensor, name).__get__ for name in _PROPERTIES.split()} | {
     getattr(place, name) for name in _METHODS.split() for place in (torch, Tensor) if hasattr(place, name)
 }
-"""Functions that give the same of a part as of the whole."""
+"""Functions that return the same for a part as for the whole."""
 
 
 class Reads(TorchFunctionMode, PassObserver):
-    """Notes every function that is called with a parameter while a module that does not hold it runs, or none does."""
+    """Notes parameters that are used in a function while no module that owns them is the innermost running one."""
 
     def __init__(self, model: nn.Module) -> None:
-        """`model` has the parameters that it is going to run with."""
+        """`model` must already have the parameters that it will run with."""
         super().__init__()
         self._model = model
-        self._names: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            self._names.setdefault(id(parameter), []).append(name)
+        self._names = names_of_parameters(model)
         self._holders: dict[int, set[int]] = {}
         for module in model.modules():
-            # Attention reads the weight of its out_proj and never calls it: the two are one operator.
+            # Attention reads the weight of its out_proj without calling it: the two count as one module.
             held = [module, module.out_proj] if isinstance(module, nn.MultiheadAttention) else [module]
             for parameter in (p for one in held for p in one._parameters.values() if p is not None):
                 self._holders.setdefault(id(parameter), set()).add(id(module))
         self._running: list[int] = []
         self.elsewhere: set[str] = set()
-        """Parameters that were read elsewhere, by all of their names."""
+        """All names of the parameters that were read elsewhere."""
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Look on while the model runs."""
+        """Watch the model while the context is active."""
         hooks = []
         for module in self._model.modules():
-            # The author's own hooks run outside of these two.
+            # The author's hooks run outside these two.
             hooks.append(module.register_forward_pre_hook(self._enter))
             hooks.append(module.register_forward_hook(self._leave, prepend=True, always_call=True))
-        try:
-            with self:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with removing(hooks), self:
+            yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in HARMLESS:
@@ -79,16 +75,13 @@ class Reads(TorchFunctionMode, PassObserver):
         for value in values:
             if isinstance(value, list | tuple | dict):
                 self._note(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-            elif id(value) in self._holders and not self._is_with_holder(value):
+            elif id(value) in self._holders and not self._holders[id(value)].intersection(self._running[-1:]):
                 self.elsewhere.update(self._names[id(value)])
-
-    def _is_with_holder(self, parameter: Tensor) -> bool:
-        return bool(self._running) and self._running[-1] in self._holders[id(parameter)]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._running.append(id(module))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        # Where a hook of the author's raised, its module was never entered.
+        # If one of the author's hooks raised, the module was never entered.
         if id(module) in self._running:
             del self._running[len(self._running) - 1 - self._running[::-1].index(id(module)) :]

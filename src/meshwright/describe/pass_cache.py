@@ -1,4 +1,4 @@
-"""What a model's passes share: fake tensors, blocks that need not run each time, and flows."""
+"""Cache what several passes over one model share: stand-in tensors, repeated blocks, and flows."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from meshwright.torch_private.fake_tensors import FakeTensorMode
 
 
 class PassCache:
-    """What one model keeps from pass to pass."""
+    """The stand-ins, repeated blocks and flows of one model."""
 
     def __init__(self, repeats: Repeats) -> None:
         self.repeats = repeats
         self.flows: dict[frozenset[str], Flow] = {}
-        """By the modules that were watched."""
+        """By the set of watched modules."""
         self._tries_meta = True
         self._tensors: dict[str, torch.Tensor] = {}
 
@@ -33,7 +33,7 @@ class PassCache:
         return [self._on_meta, self._on_fake] if self._tries_meta else [self._on_fake]
 
     def stand_ins(self, blueprint: Blueprint) -> dict[str, torch.Tensor]:
-        """For one pass, which may put other tensors in the place of these."""
+        """Stand-ins for one pass, in a new dict that the pass may change."""
         if self._tensors:
             fill_attributes(blueprint)
         else:
@@ -54,5 +54,5 @@ class PassCache:
 
     @cached_property
     def _mode(self) -> FakeTensorMode:
-        """Made when it is needed: the first one takes PyTorch a second."""
+        """Made only when needed: the first one takes PyTorch a second."""
         return fake_mode()

@@ -1,11 +1,11 @@
-"""Blocks that are alike run once in a pass; the others give what the first one gave, in their own names.
+"""Run only the first of several equal blocks in a pass, and repeat its result for the others.
 
-A pass on fake tensors asks for structure, not for values, and eighty blocks of a transformer have one structure. So the
-first block of a kind runs as it is, and is watched. A later one that has the same modules, parameters and attributes
-and is called with inputs of the same layout returns fresh tensors that hang on its own inputs and parameters as the
-first one's did. Whatever casts doubt on that makes a block run as it is: a number of its own that is asked for, a
-tensor from elsewhere than its inputs, parameters and buffers, one that it changes or keeps, a number taken from a
-tensor, an autograd function of its own. What a block reaches through globals and closures is not seen.
+A pass on fake tensors needs structure, not values, and eighty blocks of a transformer have one structure. So the first
+block of a kind runs and is watched. A later block with the same modules, parameters and attributes, called with inputs
+of the same layout, is skipped: it returns new tensors that depend on its inputs and parameters as the first one's did.
+A block runs nevertheless if that might be wrong: if it uses its own layer number, uses a tensor that is not an input,
+parameter or buffer, changes or stores a tensor, reads a number out of a tensor, or uses a custom autograd function.
+What a block reaches through globals and closures is not checked.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from meshwright.recording.wrap_forward import replaced_forwards
 
 
 class PassObserver:
-    """Somebody who notes things of his own during a pass, and is told of blocks that do not run."""
+    """Observer of a pass that is told about skipped blocks."""
 
     def may_repeat(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether a block with these inputs may be left out."""
+        """Whether a block with these inputs may be skipped."""
         return True
 
     def learned(self, block: str) -> None:
         """The first block of a kind has run."""
 
     def repeated(self, block: str, first: str) -> None:
-        """A block was left out that is like the one that ran first."""
+        """A block was skipped because it is like `first`, which ran."""
 
 
 @dataclass
 class Repeats:
-    """The blocks of a model that are like another one."""
+    """The blocks of a model that are like at least one other block."""
 
     blocks: dict[str, nn.Module]
     kinds: dict[str, int]
     """The kind of each block."""
     numbers: dict[int, tuple[tuple[str, str], ...]]
-    """Of each kind: attributes, by module in the block and name, in which its blocks differ."""
+    """For each kind, the attributes (module in the block, name) in which its blocks differ."""
     called: set[str] = field(default_factory=set)
-    """Modules in blocks that were left out, which would have been called."""
+    """Modules in skipped blocks that would have been called."""
     trained: list[torch.Tensor] = field(default_factory=list)
-    """Parameters of blocks that were left out, to which a gradient would have come."""
+    """Parameters of skipped blocks that would have received a gradient."""
 
     @contextmanager
-    def running(self, watcher: Watcher | None = None, follower: PassObserver | None = None) -> Iterator[None]:
-        """Leave out what need not run, until the context ends."""
-        run = _Pass(self, _Echo(watcher) if watcher else None, follower or PassObserver())
+    def running(self, watcher: Watcher | None = None, observer: PassObserver | None = None) -> Iterator[None]:
+        """Skip repeated blocks while the context is active."""
+        run = _Pass(self, _Echo(watcher) if watcher else None, observer or PassObserver())
         with replaced_forwards(self.blocks, run.forward):
             yield
         if run.echo is not None:
@@ -65,7 +65,7 @@ class Repeats:
 
 
 def find_repeats(model: nn.Module, blocks: Iterable[str]) -> Repeats:
-    """Those of the blocks that are like another one, but perhaps for their number."""
+    """The blocks that are like another one, except perhaps for their layer number."""
     modules = {name: model.get_submodule(name) for name in blocks}
     equal = _grouped(modules, numbered=False)
     single = {names[0]: modules[names[0]] for names in equal if len(names) == 1}
@@ -84,20 +84,20 @@ def _grouped(modules: dict[str, nn.Module], *, numbered: bool) -> list[list[str]
 
 
 def _differing(blocks: Sequence[nn.Module]) -> tuple[tuple[str, str], ...]:
-    """Attributes whose whole numbers are not the same in all blocks."""
+    """The integer attributes that differ between blocks."""
     first, *others = map(numbers_of, blocks)
     return tuple(place for place, number in first.items() if any(other[place] != number for other in others))
 
 
 @dataclass
 class _Pass:
-    """One forward pass, and backward where there is one."""
+    """One forward pass, with its backward pass if there is one."""
 
     repeats: Repeats
     echo: _Echo | None
-    follower: PassObserver
+    observer: PassObserver
     templates: dict[Any, Template | None] = field(default_factory=dict)
-    """By kind, layout of inputs and surroundings; None where every block has to run."""
+    """By kind, layout of inputs and surroundings; None if every such block has to run."""
 
     def forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         inputs: list[torch.Tensor] = []
@@ -111,8 +111,8 @@ class _Pass:
         if key not in self.templates:
             return self._learn(key, name, inputs, partial(forward, *args, **kwargs))
         template = self.templates[key]
-        # The first one always runs, also when its forward pass is repeated in the backward pass.
-        if template is None or template.block == name or not self.follower.may_repeat(inputs):
+        # The first block always runs, also when checkpointing repeats it in the backward pass.
+        if template is None or template.block == name or not self.observer.may_repeat(inputs):
             return forward(*args, **kwargs)
         return self._repeat(template, name, inputs)
 
@@ -120,7 +120,7 @@ class _Pass:
         watched = self.echo.watched_in(name) if self.echo is not None else ()
         block, numbers = self.repeats.blocks[name], self.repeats.numbers[self.repeats.kinds[name]]
         output, self.templates[key] = learn_block(name, block, inputs, run, watched=watched, numbers=numbers)
-        self.follower.learned(name)
+        self.observer.learned(name)
         return output
 
     def _repeat(self, template: Template, name: str, inputs: list[torch.Tensor]) -> Any:
@@ -130,23 +130,23 @@ class _Pass:
         self.repeats.called |= {f"{name}.{inner}" if inner else name for inner in template.called}
         if self.echo is not None:
             self.echo.tell(template, name, parameters, inputs, made)
-        self.follower.repeated(name, template.block)
+        self.observer.repeated(name, template.block)
         return output
 
 
 class _Echo:
-    """Tells a watcher what it would have seen, had a block run. It knows the watcher from inside."""
+    """Tells a watcher what it would have seen if a skipped block had run. It uses the watcher's private state."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._first: dict[str, int] = {}
-        """The calls of blocks that are watched themselves and ran first, by block."""
+        """The calls of blocks that are watched and ran first, by block."""
         self._later: dict[int, str] = {}
-        """The calls of blocks that were left out, with the one that ran first."""
+        """The calls of skipped blocks, each with the block that ran first."""
 
     @property
     def is_watched(self) -> bool:
-        """Whether a watched call is under way: that of the block, unless it is hidden."""
+        """Whether a watched call is running: that of the block, unless it is hidden."""
         return self._watcher._open is not None
 
     def is_hidden(self, name: str) -> bool:
@@ -154,7 +154,7 @@ class _Echo:
         return self._watcher._open is not None and self._watcher._open.name != name
 
     def watched_in(self, name: str) -> list[str]:
-        """Modules in a block that are watched; none if the block itself is."""
+        """The watched modules in a block; none if the block itself is watched."""
         if self._watcher._open is not None:
             self._first[name] = self._watcher._open.index
             return []
@@ -172,30 +172,30 @@ class _Echo:
         known = {inner: watcher.sources(tensor) for inner, tensor in parameters.items()}
         known |= {input_source(place): watcher.sources(tensor) for place, tensor in enumerate(inputs)}
         if watcher._open is not None:
-            read = _there({*template.reads, *map(input_source, template.touched)}, known, offset)
+            read = _translated({*template.reads, *map(input_source, template.touched)}, known, offset)
             watcher._open.reads |= {source for source in read if isinstance(source, str)}
             watcher._open.needs |= {source for source in read if not isinstance(source, str)}
             self._later[watcher._open.index] = template.block
             return
         for call in template.calls:
-            reads = _there(call.reads, known, offset)
+            reads = _translated(call.reads, known, offset)
             own = frozenset(source for source in reads if isinstance(source, str))
-            needs = _there(call.needs, known, offset) | (reads - own)
+            needs = _translated(call.needs, known, offset) | (reads - own)
             watcher.calls.append(replace(call, name=f"{name}.{call.name}", needs=needs, reads=own))
             watcher._returned.append([])
         for tensor, sources in zip(made, template.sources, strict=True):
-            watcher._sources[tensor] = _there(sources, known, offset)
+            watcher._sources[tensor] = _translated(sources, known, offset)
 
     def finish(self) -> None:
-        """Calls of blocks that were left out get what is known of the first one's."""
+        """Complete the calls of skipped blocks from those of the blocks that ran first."""
         calls = self._watcher.calls
         for index, block in self._later.items():
             own = calls[index]
             calls[index] = replace(calls[self._first[block]], name=own.name, needs=own.needs, reads=own.reads)
 
 
-def _there(sources: Iterable[Source], known: dict[str, frozenset[Source]], offset: int) -> frozenset[Source]:
-    """A template's sources as those of another block, whose calls begin at `offset`."""
+def _translated(sources: Iterable[Source], known: dict[str, frozenset[Source]], offset: int) -> frozenset[Source]:
+    """A template's sources translated to another block, whose calls begin at `offset`."""
     found: set[Source] = set()
     for source in sources:
         if isinstance(source, str):

@@ -1,4 +1,4 @@
-"""How a job's batches are counted and cut into samples."""
+"""Count the samples of a job's batches, and cut and join batches by samples."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
 
 SIZES = (2, 3, 5, 3)
-"""Samples of the batches that are compared: three sizes, and one of them twice to see what else changes."""
+"""Sizes of the batches that are compared: three sizes, one of them twice to see what changes at the same size."""
 
 
 @contextmanager
 def own_random_numbers(seed: int) -> Iterator[None]:
-    """Random numbers of torch, numpy and Python from a seed; afterwards they go on as if nothing had been drawn."""
+    """Seed the random numbers of torch, numpy and Python, and restore their states afterwards."""
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -41,16 +41,16 @@ def own_random_numbers(seed: int) -> Iterator[None]:
 
 
 class Cutter:
-    """Counts and cuts batches of one job: by `Job(split=...)`, or by what made-up and collated batches show.
+    """Counts and cuts the batches of one job, with `Job(split=...)` or by a layout learnt from a few batches.
 
-    A batch may be like those of `Job(sample=...)` or like those of the data; both are looked at when they are needed.
+    A batch may come from `Job(sample=...)` or from the data; the layout of either is learnt when it is needed.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
 
     def count(self, batch: Any) -> int | None:
-        """Samples in a batch; None where that cannot be known."""
+        """The number of samples in a batch; None if it is unknown."""
         if self._job.split is not None:
             return len(self._split(batch))
         try:
@@ -59,7 +59,7 @@ class Cutter:
             return None
 
     def cut(self, batch: Any, ranges: Sequence[tuple[int, int]]) -> list[Any]:
-        """Parts of a batch, each from a first sample on and so long. Raises CannotCut, by name."""
+        """Parts of a batch by ranges (first sample, length). Raises CannotCut, which names the obstacle."""
         if self._job.split is not None:
             samples = self._split(batch)
             return [self._collate(samples[first : first + length]) for first, length in ranges]
@@ -67,7 +67,7 @@ class Cutter:
         return [layout.take(batch, first, length, count) for first, length in ranges]
 
     def turned(self, batch: Any) -> Any:
-        """The same samples, last first; the batch as it is where that cannot be known."""
+        """The same samples in reverse order; the unchanged batch if it cannot be cut."""
         if self._job.split is not None:
             return self._collate(self._split(batch)[::-1])
         try:
@@ -76,20 +76,20 @@ class Cutter:
             return batch
 
     def grown(self, batch: Any, length: int) -> Any:
-        """A batch of so many samples that are all like the first one. Raises CannotCut, by name."""
+        """A batch of `length` copies of the first sample. Raises CannotCut, which names the obstacle."""
         if self._job.split is not None:
             return self._collate(self._split(batch)[:1] * length)
         layout, samples = self._cuttable(batch)
         return layout.grown(batch, length, samples)
 
     def joined(self, batches: list[Any]) -> Any:
-        """Batches one after another, as one."""
+        """Several batches joined into one."""
         if self._job.split is not None:
             return self._collate([sample for batch in batches for sample in self._split(batch)])
         return self._layout_of(batches[0]).joined(batches)
 
     def is_regular(self, batch: Any) -> bool:
-        """Whether samples of batches like this one are all of one size."""
+        """Whether all samples of batches like this one have the same size."""
         return self.source_of(batch).regular
 
     @property
@@ -110,7 +110,7 @@ class Cutter:
         return self.source_of(batch).layout
 
     def source_of(self, batch: Any) -> BatchSource:
-        """What makes batches like this one; where nothing does, the layout of the first says what is missing."""
+        """The source of batches like this one; if there is none, the first source, whose layout names the mismatch."""
         for source in self._sources():
             try:
                 source.layout.count(batch)
@@ -161,29 +161,31 @@ class Cutter:
         except Exception as error:
             raise JobError(f"Job(split=...) raised {one_line(error)}") from error
         if not samples:
-            raise JobError("Job(split=...) gave no samples of a batch.")
+            raise JobError("Job(split=...) returned no samples for a batch; return a list with one entry per sample.")
         return samples
 
     @cached_property
     def _split_fits(self) -> bool:
-        """Whether batches of known sizes are split into as many samples; otherwise an error says what it gave."""
+        """Check that batches of known sizes are split into as many samples. Raises JobError if not."""
         for seed, samples in enumerate(SIZES[:2]):
             with own_random_numbers(seed):
                 batch = make_batch(self._job, samples)
             if (found := len(self._split_unchecked(batch))) != samples:
-                raise JobError(f"Job(split=...) gave {found} samples of a batch of {samples}.")
+                raise JobError(
+                    f"Job(split=...) returned {found} samples for a batch of {samples}; return one for each."
+                )
         return True
 
 
 @dataclass(frozen=True)
 class BatchSource:
-    """What a few batches from one source show."""
+    """A source of batches, and what a few of them show."""
 
     draw: Callable[[int], Any]
-    """Makes another batch of so many samples."""
+    """Makes another batch with a number of samples."""
     layout: Layout
     regular: bool
-    """Whether samples are all of one size."""
+    """Whether all samples have the same size."""
 
 
 def inspect_samples(make: Callable[[int], Any], name: str) -> BatchSource:
@@ -197,7 +199,7 @@ def inspect_samples(make: Callable[[int], Any], name: str) -> BatchSource:
     try:
         draws: Draws = [(samples, draw(samples)) for samples in SIZES]
     except Exception as error:
-        reason = f"could not be looked at: {name} raised {one_line(error)}"
+        reason = f"could not be inspected: {name} raised {one_line(error)}"
         return BatchSource(draw, Unknown("batch", reason), regular=False)
     layout = learn_layout(draws)
     return BatchSource(draw, layout, regular=layout.unknown() is None and _are_alike(layout, draws))
@@ -211,7 +213,7 @@ def _are_alike(layout: Layout, draws: Draws) -> bool:
 
 
 def _sizes(batch: Any) -> list[Any]:
-    """All that a loss can know of a batch without looking at a tensor's values."""
+    """All that a loss can know of a batch without reading a tensor's values."""
     tensors = [part for tensor in tensors_of(batch) for part in (tensor.unbind() if tensor.is_nested else [tensor])]
     leaves = leaves_of(batch)
     return [

@@ -1,4 +1,4 @@
-"""What a model is made of for those who cut it into stages: its blocks, and the modules with weights around them."""
+"""The units that a model is cut into for pipeline stages: its blocks, and the modules with weights around them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_units(model: nn.Module, blocks: Sequence[str], called: Collection[str]) -> tuple[str, ...]:
-    """Names of the outermost modules that are called, hold parameters and no block; and of the blocks.
+    """Names of the blocks, and of the outermost called modules that have parameters and contain no block.
 
-    What is called once and holds everything (the model itself) is no unit: it is the glue between units.
+    A module that contains blocks (the model itself) is no unit: its code is the glue between units.
     """
     found: list[str] = []
 

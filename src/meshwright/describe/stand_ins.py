@@ -1,4 +1,4 @@
-"""Tensors that stand in for a model's own during a pass: the same layout, other values or none."""
+"""Stand-ins for a model's tensors during a pass: the same layout, with made-up values or none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.torch_private.modules import lend_tensors
 
 
 def stand_in(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor of the kind that is made now: meta, fake or real. Floating ones may get another dtype."""
+    """A stand-in of the kind that is active: meta, fake or real. `dtype` applies to floating tensors only."""
     dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     if not is_meta(tensor):
         return tensor.detach().to(dtype, copy=True)
@@ -32,14 +32,14 @@ def has_no_values(tensor: torch.Tensor) -> bool:
 
 
 def _parameter(name: str, parameter: nn.Parameter) -> torch.Tensor:
-    """A parameter, because a model may look for those among its attributes."""
+    """An nn.Parameter, because a model may look for parameters among its attributes."""
     return nn.Parameter(stand_in(parameter), requires_grad=parameter.requires_grad)
 
 
 def stand_ins(
     blueprint: Blueprint, parameter: Callable[[str, nn.Parameter], torch.Tensor] = _parameter
 ) -> dict[str, torch.Tensor]:
-    """Tensors for all parameters and buffers by name. Plain attributes get theirs at once."""
+    """Stand-ins for all parameters and buffers by name. Those of plain attributes are set at once."""
     fill_attributes(blueprint)
     model = blueprint.model
     tensors = {name: parameter(name, p) for name, p in model.named_parameters()}
@@ -47,14 +47,14 @@ def stand_ins(
 
 
 def fill_attributes(blueprint: Blueprint) -> None:
-    """Give stand-ins to attributes of modules that are tensors, but neither parameters nor buffers."""
-    set_attributes(blueprint.model, blueprint.attributes, _attribute)
+    """Set stand-ins for tensors that are neither parameters nor buffers."""
 
+    def make(slot: Slot) -> torch.Tensor:
+        return stand_in(torch.empty_strided(slot.size, slot.stride, dtype=slot.dtype, device="meta"))
 
-def _attribute(slot: Slot) -> torch.Tensor:
-    return stand_in(torch.empty_strided(slot.size, slot.stride, dtype=slot.dtype, device="meta"))
+    set_attributes(blueprint.model, blueprint.attributes, make)
 
 
 def lend(model: nn.Module, tensors: dict[str, torch.Tensor]) -> AbstractContextManager[Any]:
-    """Run a model with other tensors, as `functional_call` does but for longer: recomputing reads them in backward."""
+    """Context in which a model uses other tensors. Unlike `functional_call`, it also covers recomputing in backward."""
     return lend_tensors(model, tensors, tie_weights=True)

@@ -1,8 +1,8 @@
-"""Walk through a batch of any structure: what holds other values, what its parts are called, and its tensors.
+"""Walk through batches of any structure: their containers, the names of their parts, and their tensors.
 
-PyTorch's pytree knows lists, tuples, dicts and what somebody registered with it. Here also dataclasses (frozen ones
-too), mappings and sequences of any class are walked through. Another object is a leaf; if it holds tensors in its
-attributes, as a batch of graphs does, they are found and replaced in a copy of it.
+PyTorch's pytree covers lists, tuples, dicts and registered classes. This also covers dataclasses (frozen ones too),
+mappings and sequences of any class. Any other object is a leaf. If it has tensors in its attributes, as a batch of
+graphs does, they are found, and replaced in a copy of the object.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from meshwright.torch_private.trees import tree_flatten, tree_unflatten
 
 @dataclass(frozen=True)
 class Parts:
-    """What a container holds."""
+    """The parts of a container."""
 
     names: tuple[str, ...]
-    """As they are read off it in Python: `["x"]`, `[0]`, `.x`."""
+    """How Python code accesses them: `["x"]`, `[0]`, `.x`."""
     values: list[Any]
     rebuild: Callable[[list[Any]], Any]
-    """A container of the same kind with other values."""
+    """Makes a container of the same kind with other values."""
 
 
 def parts_of(node: Any) -> Parts | None:
-    """What a container holds; None for anything else."""
+    """The parts of a container; None for anything else."""
     if isinstance(node, torch.Tensor | str | bytes):
         return None
     values, tree = tree_flatten(node, is_leaf=lambda other: other is not node)
@@ -60,7 +60,7 @@ def _names(node: Any, length: int) -> tuple[str, ...]:
 def _mapping(node: Mapping[Any, Any], keys: list[Any], values: list[Any]) -> Any:
     new = dict(zip(keys, values, strict=True))
     if not isinstance(node, MutableMapping):
-        return type(node)(new)  # type: ignore[call-arg]  # as immutable mappings are made
+        return type(node)(new)  # type: ignore[call-arg]  # immutable mappings are built from a dict
     copied = copy.copy(node)
     for key, value in new.items():
         copied[key] = value
@@ -74,7 +74,7 @@ def _sequence(node: MutableSequence[Any], values: list[Any]) -> Any:
 
 
 def _object(node: Any, names: list[str], values: list[Any]) -> Any:
-    """Without its `__init__`, which may check or compute, and past what a frozen class forbids."""
+    """A copy with other values. It avoids `__init__`, which may check or compute, and works for frozen classes."""
     copied = copy.copy(node)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(copied, name, value)
@@ -94,7 +94,7 @@ def leaves_of(node: Any) -> list[Any]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], node: Any) -> Any:
-    """The same structure with every tensor changed, also those that objects hold."""
+    """The same structure with every tensor changed, also those in objects."""
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -102,13 +102,13 @@ def map_tensors(change: Callable[[torch.Tensor], Any], node: Any) -> Any:
         held = [(tensor, change(tensor)) for tensor in _held(leaf, set())]
         if all(old is new for old, new in held):
             return leaf
-        return copy.deepcopy(leaf, {id(old): new for old, new in held})  # what its memo has is replaced, not copied
+        return copy.deepcopy(leaf, {id(old): new for old, new in held})  # tensors in the memo are replaced, not copied
 
     return map_leaves(of_leaf, node)
 
 
 def tensors_of(node: Any) -> list[torch.Tensor]:
-    """Every tensor, also those that objects hold."""
+    """Every tensor, also those in objects."""
     return list(_tensors(node, set()))
 
 
@@ -143,7 +143,7 @@ def _slots(leaf: Any) -> Iterator[Any]:
 
 
 def to_device(node: Any, device: torch.device) -> Any:
-    """The same structure on a device. An object with a `to` of its own knows best, as a packed sequence does."""
+    """The same structure on a device. If an object has a `to` method, as a packed sequence does, that is used."""
     if isinstance(node, torch.Tensor):
         return node.to(device, non_blocking=True)
     if callable(getattr(type(node), "to", None)):
@@ -157,6 +157,6 @@ def to_device(node: Any, device: torch.device) -> Any:
 def _moved(node: Any, device: torch.device) -> Any:
     try:
         moved = node.to(device, non_blocking=True)
-    except TypeError:  # it takes the device alone
+    except TypeError:  # it accepts only a device
         moved = node.to(device)
     return node if moved is None else moved

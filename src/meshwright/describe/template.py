@@ -1,4 +1,4 @@
-"""Run one block and note what a block of the same kind would do with inputs of the same layout."""
+"""Run one block and learn what an equal block would return for inputs of the same layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import nn
 from meshwright.describe.block_equality import NotComparable, state_of
 from meshwright.describe.calls import CONSTANTS, NUMBERS, Call, Source
 from meshwright.describe.flow import Watcher
-from meshwright.describe.layer_index import counting
+from meshwright.describe.layer_index import layer_indices
+from meshwright.recording.wrap_forward import removing
 from meshwright.torch_private.autograd import BackwardCFunction
 from meshwright.torch_private.modes import TorchDispatchMode, without_torch_function
 from meshwright.torch_private.tensors import storage_id, version_of
@@ -22,7 +23,7 @@ from meshwright.torch_private.trees import tree_leaves
 
 @dataclass(frozen=True)
 class MadeTensor:
-    """A tensor that a block made and returned; another block returns one like it."""
+    """The layout of a tensor that a block made and returned."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -36,21 +37,21 @@ class MadeTensor:
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
 
-    def hanging_on(self, tensors: Sequence[torch.Tensor], mark: Callable[[], None] = lambda: None) -> torch.Tensor:
-        """One like it that hands gradients on to `tensors`, with nothing computed. `mark` is called if one comes."""
-        return _Hang.apply(self, mark, *tensors) if self.differentiable else self.empty()
+    def connected_to(self, tensors: Sequence[torch.Tensor], mark: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """A tensor of this layout that passes gradients on to `tensors`. `mark` is called when a gradient arrives."""
+        return _Connect.apply(self, mark, *tensors) if self.differentiable else self.empty()
 
 
 @dataclass(frozen=True)
 class PassedInput:
-    """One of the block's own inputs, returned as it came."""
+    """An input that the block returned unchanged."""
 
     place: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """What is known of the block that ran: inputs by their places, parameters by their names in the block."""
+    """What is known of the block that ran. Inputs are given by their places, parameters by their names in the block."""
 
     block: str
     output: Any
@@ -60,20 +61,20 @@ class Template:
     reads: frozenset[str]
     """Parameters that an operator reads."""
     reach: frozenset[int]
-    """Inputs to which the output hands a gradient on."""
+    """Inputs that get a gradient from the output."""
     trains: frozenset[str]
-    """Parameters to which the output hands a gradient on."""
+    """Parameters that get a gradient from the output."""
     called: frozenset[str]
     """Modules in it that are called."""
     calls: tuple[Call, ...] = ()
     """The watched calls in it. Their sources are each other, the block's parameters, and `input_source`s."""
     sources: tuple[frozenset[Source], ...] = ()
-    """Of each `MadeTensor`, as those of the calls are."""
+    """The sources of each `MadeTensor`, in the same form."""
 
     def make(
         self, inputs: Sequence[torch.Tensor], trained: Sequence[torch.Tensor], mark: Callable[[], None]
     ) -> tuple[Any, list[torch.Tensor]]:
-        """An output for these inputs, and the tensors that were made for it. `mark` is called if a gradient comes."""
+        """An output for these inputs, and the tensors made for it. `mark` is called when a gradient arrives."""
         made: list[torch.Tensor] = []
         reached = [inputs[place] for place in sorted(self.reach)]
 
@@ -81,8 +82,8 @@ class Template:
             if isinstance(part, PassedInput):
                 return inputs[part.place]
             if isinstance(part, MadeTensor):
-                # One parameter is enough to make the output differentiable; `mark` speaks for all.
-                made.append(part.hanging_on([*reached, *trained[:1]], mark))
+                # One parameter is enough to make the output differentiable; `mark` notes all of them.
+                made.append(part.connected_to([*reached, *trained[:1]], mark))
                 return made[-1]
             return _mapped(build, part)
 
@@ -90,7 +91,7 @@ class Template:
 
 
 def input_source(place: int) -> str:
-    """What a template calls an input where a source is meant; no parameter has a space in its name."""
+    """The name of an input as a source in a template. No parameter has a space in its name."""
     return f"input {place}"
 
 
@@ -103,21 +104,21 @@ def learn_block(
     watched: Sequence[str],
     numbers: Collection[tuple[str, str]],
 ) -> tuple[Any, Template | None]:
-    """What `run`, the block's own forward pass, gives; and a template, where blocks like it can be left out by that.
+    """The result of `run`, the block's forward pass, and a template if blocks like it can be skipped.
 
-    `watched` are modules in the block, `numbers` attributes in which others differ from it.
+    `watched` are modules in the block; `numbers` are attributes in which equal blocks differ.
     """
     watcher, parameters = Watcher(watched), dict(block.named_parameters())
     sources = {input_source(place): tensor for place, tensor in enumerate(inputs)}
     guard = _BlockGuard(block, parameters, inputs)
     with ExitStack() as stack:
         called = stack.enter_context(watch_calls(block))
-        counted = stack.enter_context(counting(block, numbers))
+        indices = stack.enter_context(layer_indices(block, numbers))
         if watched:
             stack.enter_context(watcher.watching(block, parameters | sources))
         stack.enter_context(guard)
         output = run()
-    if any(number.asked for number in counted):
+    if any(index.used for index in indices):
         return output, None
     try:
         described, made = guard.describe(output)
@@ -139,21 +140,18 @@ def learn_block(
 
 @contextmanager
 def watch_calls(model: nn.Module) -> Iterator[set[str]]:
-    """Names of the modules that are called meanwhile."""
+    """Yields a set that collects the names of the modules that are called."""
     called: set[str] = set()
     hooks = [
         module.register_forward_pre_hook(lambda module, args, name=name: called.add(name))
         for name, module in model.named_modules()
     ]
-    try:
+    with removing(hooks):
         yield called
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class _BlockGuard(TorchDispatchMode):
-    """Sees whether a block deals with anything but its inputs, its own tensors, and what it makes of them."""
+    """Notes whether a block uses anything but its inputs, its own tensors, and what it computes from them."""
 
     def __init__(
         self, block: nn.Module, parameters: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -164,7 +162,7 @@ class _BlockGuard(TorchDispatchMode):
         self._versions = [version_of(tensor) for tensor in self._outer]
         self._names = {id(tensor): name for name, tensor in parameters.items()}
         self._places = {id(tensor): place for place, tensor in reversed(list(enumerate(inputs)))}
-        self._known = {id(tensor): tensor for tensor in self._outer}  # alive, so that no identity is used twice
+        self._known = {id(tensor): tensor for tensor in self._outer}  # kept alive, so that no id is reused
         self._strange = False
         self.touched: set[int] = set()
         self.reads: set[str] = set()
@@ -186,7 +184,7 @@ class _BlockGuard(TorchDispatchMode):
             self.reads.add(self._names[id(tensor)])
 
     def describe(self, output: Any) -> tuple[Any, list[torch.Tensor]]:
-        """The output with `MadeTensor` and `PassedInput` in it, and the tensors that stand behind the former."""
+        """The output with `MadeTensor` and `PassedInput` in it, and the tensors that the former describe."""
         changed = [version_of(tensor) for tensor in self._outer] != self._versions
         if self._strange or changed or state_of(self._block) != self._state:
             raise NotComparable
@@ -207,12 +205,12 @@ class _BlockGuard(TorchDispatchMode):
         return _mapped(lambda inner: self._part(inner, made), part)
 
 
-class _Hang(torch.autograd.Function):
-    """An output that hangs on inputs and a parameter as far as gradients are concerned, and is computed of nothing."""
+class _Connect(torch.autograd.Function):
+    """An empty output that is connected to its inputs and a parameter only for gradients."""
 
     @staticmethod
     def forward(ctx: Any, made: MadeTensor, mark: Callable[[], None], *tensors: torch.Tensor) -> torch.Tensor:
-        with without_torch_function():  # the model itself does not ask for a parameter's shape here
+        with without_torch_function():  # this is not the model reading a parameter's shape
             ctx.mark, ctx.layouts = mark, [(tensor.shape, tensor.dtype) for tensor in tensors]
         return made.empty()
 
@@ -225,7 +223,7 @@ class _Hang(torch.autograd.Function):
 def _gradients(
     made: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor]
 ) -> tuple[frozenset[int], frozenset[str]]:
-    """Inputs and parameters that autograd's graph leads to."""
+    """The inputs and parameters that autograd's graph reaches from the tensors."""
     leaves, edges = _edges(made, {(tensor.grad_fn, tensor.output_nr) for tensor in inputs if tensor.grad_fn})
     places = [
         place
@@ -236,7 +234,7 @@ def _gradients(
 
 
 def _edges(made: Sequence[torch.Tensor], ends: set[tuple[Any, int]]) -> tuple[set[int], set[tuple[Any, int]]]:
-    """The leaves, by identity, and those of the ends that are found on the way back from tensors."""
+    """The leaves (by id) and the ends that autograd's graph reaches from the tensors."""
     leaves: set[int] = set()
     waiting = [(tensor.grad_fn, tensor.output_nr) for tensor in made if tensor.grad_fn is not None]
     seen = set(waiting)
@@ -246,7 +244,7 @@ def _edges(made: Sequence[torch.Tensor], ends: set[tuple[Any, int]]) -> tuple[se
         if edge in ends:
             continue
         if isinstance(node, BackwardCFunction):
-            raise NotComparable  # an author's own function may keep a gradient to itself
+            raise NotComparable  # a custom autograd function may drop a gradient
         if hasattr(node, "variable"):
             leaves.add(id(node.variable))
         fresh = {following for following in node.next_functions if following[0] is not None} - seen
@@ -256,7 +254,7 @@ def _edges(made: Sequence[torch.Tensor], ends: set[tuple[Any, int]]) -> tuple[se
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """A plain container with its parts changed, or a constant."""
+    """A plain container with changed parts, or a constant."""
     if type(value) in (tuple, list):
         return type(value)(change(part) for part in value)
     if type(value) is dict:

@@ -1,9 +1,9 @@
 """Find how tensor parallelism can divide a model: from the job's hint, the model's own plan, or its structure.
 
-One forward pass on fake tensors shows which linear layers feed which. In a block, linear layers whose outputs reach
-another linear layer through the author's own code are divided by their outputs (columns), and that other layer by its
-inputs (a row): between them every rank works on its own heads or its own part of the width, and only the row's result
-is summed over ranks.
+One forward pass on fake tensors shows which linear layers feed each other. In a block, linear layers whose outputs
+reach another linear layer through the author's code are divided by their outputs (columns), and that other layer by
+its inputs (row). Between them every rank works on its own heads or its own part of the width, and only the row layer's
+result is summed over ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.describe.blocks import own_parameters
 from meshwright.describe.calls import Call, Flow, TensorLeaf, Value
 from meshwright.describe.flow import Watcher
 from meshwright.describe.observe import trace
@@ -28,7 +29,7 @@ from meshwright.facts.tensor_plan import ROLES, SOURCES, TensorPlan, TensorRow
 from meshwright.recording.blueprint import Blueprint
 from meshwright.torch_private.operators import RESHAPE_ALIAS, UNSAFE_VIEW
 
-# Hugging Face's words for the same. Others of its words (experts, packed layers) are passed over.
+# Hugging Face's words for the roles. Its other words (experts, packed layers) are ignored.
 _WORDS = {
     "colwise": "column",
     "colwise_rep": "column",
@@ -56,17 +57,18 @@ def find_tensor_plan(
     pass_cache: PassCache | None = None,
     read_elsewhere: frozenset[str] = frozenset(),
 ) -> TensorPlan:
-    """Every layer with a weight matrix and what becomes of it. Raises JobError for a hint that does not fit.
+    """The role of every layer with a weight matrix. Raises JobError for a hint that does not fit the model.
 
-    `read_elsewhere` names parameters that are read, or asked for their shape, outside of the modules that hold them.
+    `read_elsewhere` names parameters that are read, or whose shape is read, outside the modules that own them.
     """
     model = blueprint.model
-    layers = {name: module for name, module in model.named_modules() if _is_matrix(module)}
+    modules = model.named_modules()
+    layers = {name: module for name, module in modules if is_linear(module) or isinstance(module, nn.Embedding)}
     owners = _owners(model)
     watcher = Watcher(owners)
     outputs = _Outputs(watcher, layers)
     watcher.seen = outputs.look
-    flow, unseen = trace(job, blueprint, watcher, pass_cache=pass_cache, follower=outputs)
+    flow, unseen = trace(job, blueprint, watcher, pass_cache=pass_cache, observer=outputs)
     if pass_cache is not None and flow is not None:
         pass_cache.flows[frozenset(owners)] = flow
     given = _from_model(model, layers) | _from_job(job, layers)
@@ -75,25 +77,21 @@ def find_tensor_plan(
 
 
 def output_dim(module: nn.Module) -> int:
-    """The dim of a linear layer's weight along which its outputs lie: 1 for Hugging Face's Conv1D, else 0."""
+    """The dim of a linear layer's weight that runs over its outputs: 1 for Hugging Face's Conv1D, else 0."""
     return 0 if isinstance(module, nn.Linear | nn.Embedding) else 1
 
 
 def is_linear(module: nn.Module) -> bool:
-    """nn.Linear and what derives from it, or Conv1D of Hugging Face, known by its shape and its `nf`."""
+    """Whether a module is an nn.Linear, or Hugging Face's Conv1D, recognised by its shape and its `nf`."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2:
         return False
     return isinstance(module, nn.Linear) or getattr(module, "nf", None) == weight.shape[1]
 
 
-def _is_matrix(module: nn.Module) -> bool:
-    return is_linear(module) or isinstance(module, nn.Embedding)
-
-
 def _owners(model: nn.Module) -> list[str]:
-    """Modules that own parameters and hold no other such modules, which would hide those."""
-    owners = [name for name, module in model.named_modules() if any(p is not None for p in module._parameters.values())]
+    """Modules that own parameters and contain no other such modules: those would be hidden inside."""
+    owners = [name for name, module in model.named_modules() if own_parameters(module)]
     above = {"" for name in owners if name}
     for name in owners:
         parts = name.split(".")
@@ -102,7 +100,7 @@ def _owners(model: nn.Module) -> list[str]:
 
 
 def _from_job(job: Job, layers: Mapping[str, nn.Module]) -> dict[str, tuple[str, str]]:
-    """The job's hint: role and source by layer. What it names must be there."""
+    """The job's hint: role and source by layer. Every name in it must match a layer."""
     given: dict[str, tuple[str, str]] = {}
     for pattern, word in (job.tensor_plan or {}).items():
         if word not in _WORDS:
@@ -111,7 +109,7 @@ def _from_job(job: Job, layers: Mapping[str, nn.Module]) -> dict[str, tuple[str,
         if not names:
             known = ", ".join(list(layers)[:6])
             raise JobError(
-                f"Job(tensor_plan=...) names {pattern!r}, but no linear layer or embedding is called so; "
+                f"Job(tensor_plan=...) names {pattern!r}, but no linear layer or embedding has that name; "
                 f"the model has {known}, ..."
             )
         given |= {name: (_role(_WORDS[word], layers[name]), "job") for name in names}
@@ -119,7 +117,7 @@ def _from_job(job: Job, layers: Mapping[str, nn.Module]) -> dict[str, tuple[str,
 
 
 def _from_model(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, tuple[str, str]]:
-    """Hugging Face models carry a plan: patterns with a word for each."""
+    """The plan of a Hugging Face model, which maps patterns to words: role and source by layer."""
     given = {}
     for prefix, plan in _plans(model):
         for pattern, word in plan.items():
@@ -142,17 +140,17 @@ def _role(role: str, module: nn.Module) -> str:
 
 
 class _Outputs(PassObserver):
-    """Watches what becomes of linear layers' outputs: into how many heads they are cut, into how many pieces."""
+    """Notes into how many heads and pieces the outputs of linear layers are cut."""
 
     def __init__(self, watcher: Watcher, layers: Mapping[str, nn.Module]) -> None:
         self._watcher, self._layers = watcher, layers
         self.heads: dict[str, int] = {}
         self.pieces: dict[str, int] = {}
         self._learned: dict[str, list[tuple[dict[str, int], str, int]]] = {}
-        """Of each block that ran first: what was noted in it, where, by the names in the block."""
+        """For each block that ran first: the table, the name in the block, and the number that was noted."""
 
     def may_repeat(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Not where a block may cut the output of a layer before it."""
+        """Not if the block may cut the output of a layer before it."""
         return all(self._origin(x) is None for x in inputs)
 
     def learned(self, block: str) -> None:
@@ -182,13 +180,13 @@ class _Outputs(PassObserver):
             return
         factors = _factors(x, result)
         if x.shape[-1] * self.pieces.get(name, 1) == width and factors:
-            # (3, heads, width of a head) is query, key and value in one; (heads, 3, width) is not.
+            # (3, heads, head width) is a fused query, key and value; (heads, 3, head width) is not.
             fused = len(factors) > 2 and factors[0] == 3 and factors[1] != 3
             self.pieces[name] = 3 if fused else self.pieces.get(name, 1)
             self.heads.setdefault(name, factors[1] if fused else factors[0])
 
     def _origin(self, x: torch.Tensor) -> str | None:
-        """The one layer whose output, perhaps normalised, this is."""
+        """The layer whose output, perhaps normalised, this tensor is; None if there is not exactly one."""
         sources = [source for source in self._watcher.sources(x) if not isinstance(source, str)]
         while len(sources) == 1 and isinstance(sources[0], Value):
             call = self._watcher.calls[sources[0].call]
@@ -199,7 +197,7 @@ class _Outputs(PassObserver):
 
 
 def _factors(x: torch.Tensor, result: torch.Tensor) -> tuple[int, ...]:
-    """The sizes into which a view cuts the last dim; none if it leaves that whole."""
+    """The sizes into which a view cuts the last dim; empty if it does not cut it."""
     for count in range(2, result.dim() + 1):
         tail = tuple(result.shape[-count:])
         if prod(tail) == x.shape[-1]:
@@ -213,7 +211,7 @@ def _width(module: Any) -> int:
 
 @dataclass
 class _Finder:
-    """Roles of a model's layers, decided in the order of their calls."""
+    """Decides the roles of a model's layers, in the order of their calls."""
 
     model: nn.Module
     layers: dict[str, nn.Module]
@@ -232,19 +230,17 @@ class _Finder:
             layer: [names[id(p)] for p in module._parameters.values() if p is not None]
             for layer, module in self.layers.items()
         }
-        """The model's own names of each layer's parameters; a tied one has the first of its names."""
+        """The names of each layer's parameters; a tied parameter has the first of its names."""
         self._readers: dict[str, set[str]] = {}
         """The modules that read each parameter, in them or in the code before them; "" for the loss."""
-        for call in self.flow.calls if self.flow else ():
-            self._note_readers(call.name, call.reads | call.needs)
-        self._note_readers("", self.flow.needs if self.flow else frozenset())
-        self._called = {call.name for call in self.flow.calls} if self.flow else set()
-        self._call_blocks = [self._block(call.name) for call in self.flow.calls] if self.flow else []
-
-    def _note_readers(self, reader: str, sources: frozenset[Any]) -> None:
-        for source in sources:
-            if isinstance(source, str):
-                self._readers.setdefault(source, set()).add(reader)
+        calls = self.flow.calls if self.flow else ()
+        readers = [(call.name, call.reads | call.needs) for call in calls]
+        for reader, sources in [*readers, ("", self.flow.needs if self.flow else frozenset())]:
+            for source in sources:
+                if isinstance(source, str):
+                    self._readers.setdefault(source, set()).add(reader)
+        self._called = {call.name for call in calls}
+        self._call_blocks = [self._block(call.name) for call in calls]
 
     def rows(self, unseen: str) -> Iterator[TensorRow]:
         self.role |= {name: role for name, (role, _) in self.given.items()}
@@ -259,9 +255,9 @@ class _Finder:
             yield self._row(name)
 
     def has_sequence(self) -> bool:
-        """Whether every row layer gives (batch, sequence, width).
+        """Whether every row layer returns (batch, sequence, width).
 
-        Not for Conv1D, which merges batch and sequence: to divide the sequence would send more than it saves.
+        Conv1D does not count: it merges batch and sequence, so dividing the sequence would send more than it saves.
         """
         calls = [call for call in (self.flow.calls if self.flow else ()) if self.role.get(call.name) == "row"]
         shapes = [leaf.shape for call in calls for leaf in call.leaves if isinstance(leaf, TensorLeaf)]
@@ -269,7 +265,7 @@ class _Finder:
         return bool(shapes) and plain and all(len(shape) == 3 for shape in shapes)
 
     def _refuse_what_cannot_be(self) -> None:
-        """Layers whose weight is read past them: only in a call of theirs does it stand for the whole."""
+        """Keep layers whole that cannot be divided, such as those whose weight is read outside their call."""
         for name, module in self.layers.items():
             if reason := self._obstacle(name, module):
                 self.role[name], self.reason[name] = "whole", reason
@@ -288,7 +284,7 @@ class _Finder:
         return ""
 
     def _divide_vocabulary(self) -> None:
-        """The token embedding and a head of its width, whose output the loss needs."""
+        """Divide the token embedding, and heads of its width whose output the loss needs."""
         assert self.flow is not None
         tables = {name: m for name, m in self.layers.items() if isinstance(m, nn.Embedding)}
         sizes = {table.num_embeddings for table in tables.values()}
@@ -307,7 +303,7 @@ class _Finder:
                 self.role[name], self.reason[name] = "whole", "not the vocabulary"
 
     def _pair(self) -> None:
-        """In call order: a linear layer that others of its block feed is a row, and those are columns."""
+        """In call order, make a linear layer that others of its block feed a row, and those columns."""
         assert self.flow is not None
         seen: set[str] = set()
         for call in self.flow.calls:
@@ -315,21 +311,19 @@ class _Finder:
                 continue
             seen.add(call.name)
             sources, strange = self._sources(call)
-            if self.role.get(call.name) in (None, "row") and not strange and self._may_be_columns(sources):
+            may_be_columns = sources and all(self.role.get(source) in (None, "column") for source in sources)
+            if self.role.get(call.name) in (None, "row") and not strange and may_be_columns:
                 self.role[call.name] = "row"
             if self.role.get(call.name) == "row":
                 for source in sources:
                     if self.role.setdefault(source, "column") == "column":
                         self.feeds.setdefault(source, call.name)
 
-    def _may_be_columns(self, sources: set[str]) -> bool:
-        return bool(sources) and all(self.role.get(source) in (None, "column") for source in sources)
-
     def _sources(self, call: Call) -> tuple[set[str], bool]:
-        """Linear layers of the call's block that reach its input, and whether some other layer of the block does.
+        """Linear layers of the call's block that reach its input, and whether another kind of layer does.
 
-        Through normalisations and the like, whose parameters are vectors. Embeddings are no obstacle: they give a bias
-        over positions, which is whole.
+        They may pass through layers whose parameters are vectors, such as normalisations. Embeddings are no obstacle:
+        they return a bias over positions, which stays whole.
         """
         assert self.flow is not None
         linears: set[str] = set()
@@ -343,29 +337,26 @@ class _Finder:
             visited.add(source.call)
             other = self.flow.calls[source.call]
             if self._call_blocks[source.call] != block:
-                strange |= not block  # what comes out of blocks is the residual stream, which is whole
+                strange |= not block  # blocks return the residual stream, which stays whole
                 continue
             if other.name in self.layers:
                 if is_linear(self.layers[other.name]):
                     linears.add(other.name)
-            elif self._is_vectors(other.name):
+            elif all(p.dim() < 2 for p in self.model.get_submodule(other.name).parameters()):
                 waiting += other.needs
             else:
                 strange = True
         return linears, strange
 
-    def _is_vectors(self, name: str) -> bool:
-        return all(p.dim() < 2 for p in self.model.get_submodule(name).parameters())
-
     def _block(self, name: str) -> str:
-        """The block that a module lies in; blocks never lie in each other."""
+        """The block that contains a module; blocks never contain each other."""
         while name := name.rpartition(".")[0]:
             if name in self.blocks:
                 return name
         return ""
 
     def _agree_on_tied(self) -> None:
-        """Layers that share a weight are divided alike, or none of them is."""
+        """Keep layers whole that share a weight but have different roles."""
         names: dict[int, list[str]] = {}
         for name, module in self.layers.items():
             names.setdefault(id(module.weight), []).append(name)
@@ -380,24 +371,21 @@ class _Finder:
     def _row(self, name: str) -> TensorRow:
         module: Any = self.layers[name]
         role = self.role.get(name, "whole")
-        asked, asker = self.given.get(name, ("", "found"))
-        # A head that is a column to its model divides the vocabulary.
-        source = asker if role == asked or (role, asked) == ("vocabulary", "column") else "found"
+        given, giver = self.given.get(name, ("", "found"))
+        # A plan may call a head a column; here it divides the vocabulary.
+        source = giver if role == given or (role, given) == ("vocabulary", "column") else "found"
         if role == "whole":
             return TensorRow(
                 module=name, role=role, source=source, reason=self.reason.get(name) or self._unpaired(name)
             )
         if role == "column":
-            return TensorRow(module=name, role=role, source=source, **self._column(name))
+            pieces, heads = self.outputs.pieces.get(name, 1), self.outputs.heads.get(name)
+            parts, what = (heads, "heads") if heads else (_width(module) // pieces, "width")
+            feeds = self.feeds.get(name, "")
+            return TensorRow(module=name, role=role, parts=parts, what=what, pieces=pieces, feeds=feeds, source=source)
         dim = 0 if role == "vocabulary" else 1 - output_dim(module)
         what = "vocabulary" if role == "vocabulary" else "width"
         return TensorRow(module=name, role=role, parts=int(module.weight.shape[dim]), what=what, source=source)
-
-    def _column(self, name: str) -> dict[str, Any]:
-        pieces, heads = self.outputs.pieces.get(name, 1), self.outputs.heads.get(name)
-        parts = heads or _width(self.layers[name]) // pieces
-        what = "heads" if heads else "width"
-        return {"parts": parts, "what": what, "pieces": pieces, "feeds": self.feeds.get(name, "")}
 
     def _unpaired(self, name: str) -> str:
         if self.given.get(name, ("",))[0] == "whole":

@@ -1,8 +1,8 @@
-"""Where a model looks at values, and whether samples may decide by that what runs.
+"""Find where a model reads values, and whether the samples can decide what runs.
 
-A model that reads a number out of a tensor does not run on fake tensors. Many do so without a consequence: they compare
-a random number with a probability of zero. So the model is run on several batches and seeds, and a look counts if what
-is looked at comes from the batch, or is not always the same.
+A model that reads a number out of a tensor does not run on fake tensors. Often the read has no consequence, as when a
+random number is compared with a probability of zero. So the model is run on several batches and seeds. A read counts if
+the number comes from the batch, or is not always the same.
 """
 
 from __future__ import annotations
@@ -16,42 +16,43 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from meshwright.describe.calls import NUMBERS
 from meshwright.describe.observe import SAMPLES, forward_on_real_tensors, make_batch
+from meshwright.describe.watch_values import MEMORY_READS
 from meshwright.facts.job import Job
 from meshwright.recording.blueprint import Blueprint
+from meshwright.recording.wrap_forward import removing
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.operators import schema_of
 from meshwright.torch_private.trees import tree_leaves
 
 PASSES = 6
-_NUMBERS = (bool, int, float)
-_WHOLE = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 _SHAPED_BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 def find_value_reads(job: Job, blueprint: Blueprint, blocks: Collection[str]) -> tuple[bool, bool]:
-    """Whether samples or chance may decide what runs in blocks, and what runs around them."""
+    """Whether samples or random numbers may decide what runs in blocks, and what runs around them."""
     passes = []
     for number in range(PASSES):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number)
             batch = make_batch(job, SAMPLES)
-        looks = _ValueReads(blueprint.model, blocks, batch)
+        reads = _ValueReads(blueprint.model, blocks, batch)
         try:
-            forward_on_real_tensors(job, blueprint, batch, looks.looking(), seed=number)
+            forward_on_real_tensors(job, blueprint, batch, reads.watching(), seed=number)
         except Exception:
             return True, True
-        passes.append(looks)
-        if not any(looks.is_open(place) for place in (True, False)):
+        passes.append(reads)
+        if not any(reads.is_open(place) for place in (True, False)):
             break
     inside, around = (_decides(passes, in_block=place) for place in (True, False))
     return inside, around
 
 
 def _decides(passes: list[_ValueReads], *, in_block: bool) -> bool:
-    """Whether a look in blocks, or around them, may have one outcome in one step and another in the next."""
-    outcomes = {tuple(looks.at_others[in_block]) for looks in passes}
-    return len(outcomes) > 1 or any(in_block in looks.at_samples for looks in passes)
+    """Whether reads in blocks, or around them, may have different outcomes in different steps."""
+    outcomes = {tuple(reads.at_others[in_block]) for reads in passes}
+    return len(outcomes) > 1 or any(in_block in reads.at_samples for reads in passes)
 
 
 class _ValueReads(TorchDispatchMode):
@@ -64,26 +65,22 @@ class _ValueReads(TorchDispatchMode):
         self._of_batch: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._follow(tree_leaves(batch))
         self.at_samples: set[bool] = set()
-        """In a block or not: where numbers are read that come from the batch."""
+        """Where numbers that come from the batch are read: in a block (True) or outside (False)."""
         self.at_others: dict[bool, list[Any]] = {True: [], False: []}
-        """Numbers that do not, in their order."""
+        """The other numbers that are read, in order."""
 
     def is_open(self, place: bool) -> bool:
-        """Whether only other passes can show if looks there decide anything."""
+        """Whether more passes are needed to tell if reads at a place decide anything."""
         return place not in self.at_samples and bool(self.at_others[place])
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         hooks = []
         for block in map(self._model.get_submodule, self._blocks):
             hooks.append(block.register_forward_pre_hook(self._count(1)))
             hooks.append(block.register_forward_hook(self._count(-1), always_call=True))
-        try:
-            with _WholeReads(self), self:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with removing(hooks), _WholeReads(self), self:
+            yield
 
     def look(self, given: Any, value: Any) -> None:
         place = self._running > 0
@@ -94,7 +91,7 @@ class _ValueReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, _NUMBERS):
+        if isinstance(result, NUMBERS):
             self.look((args, kwargs), result)
         elif any(tag in func.tags for tag in _SHAPED_BY_DATA):
             self.look((args, kwargs), tuple(leaf.shape for leaf in tree_leaves(result) if torch.is_tensor(leaf)))
@@ -117,14 +114,14 @@ class _ValueReads(TorchDispatchMode):
 
 
 class _WholeReads(TorchFunctionMode):
-    """Reads of all numbers of a tensor, which no operator does."""
+    """Notes functions that read a tensor's memory, which no operator shows."""
 
-    def __init__(self, looks: _ValueReads) -> None:
+    def __init__(self, reads: _ValueReads) -> None:
         super().__init__()
-        self._looks = looks
+        self._reads = reads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _WHOLE:
-            self._looks.look(args, str(result))
+        if func in MEMORY_READS:
+            self._reads.look(args, str(result))
         return result

@@ -1,4 +1,4 @@
-"""Who looks at values while a model is followed, and which buffers it changes."""
+"""Note reads of values and changes of buffers while a `Watcher` follows a model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.overrides import TorchFunctionMode
 from meshwright.describe.calls import GLUE, Inside
 from meshwright.describe.flow import Watcher
 
-_UNSEEN = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
-"""These read a tensor's memory, and no operator tells of it."""
+MEMORY_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
+"""Functions that read a tensor's memory without an operator."""
 
 
 @contextmanager
 def following(watcher: Watcher, batch: Iterable[Tensor]) -> Iterator[None]:
-    """Also follow what comes of the batch, and see who looks at its values."""
+    """Also follow what is computed from the batch, and note who reads its values."""
     watcher.mark_batch(batch)
     with _BufferReads(watcher):
         yield
@@ -30,13 +30,13 @@ class _BufferReads(TorchFunctionMode):
         self._watcher = watcher
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _UNSEEN:
+        if func in MEMORY_READS:
             self._watcher.look_at(args[0])
         return func(*args, **(kwargs or {}))
 
 
 def moved_buffers(watcher: Watcher, model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, frozenset[int]]:
-    """Buffers of the model that are not what they were, by name; with the calls that changed them, or `GLUE`."""
+    """The changed buffers of the model by name, each with the calls that changed it, or `GLUE`."""
     found = {}
     for name, buffer in model.named_buffers():
         before = given.get(name)

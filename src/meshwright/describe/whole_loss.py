@@ -1,4 +1,4 @@
-"""What a loss over the whole batch needs: where samples lie in the model's output, and what it reads of the batch."""
+"""Find what a loss over the whole batch needs: the layout of the model's output, and what it reads of the batch."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ SIZES = (2, 3, 5)
 
 @dataclass(frozen=True)
 class WholeLoss:
-    """What is gathered from ranks and micro-batches."""
+    """What must be gathered from ranks and micro-batches."""
 
     outputs: Layout
     batch: Layout
     reads: tuple[bool, ...]
-    """Of each value of a batch, whether the loss looks at it."""
+    """For each value of a batch, whether the loss reads it."""
 
 
 def inspect_whole_loss(job: Job, source: BatchSource) -> WholeLoss:
-    """Run model and loss for a few numbers of samples, without values where that can be."""
+    """Run model and loss on batches of a few sizes, without values if possible."""
     blueprint = record(job.model, seed=0)
     draws, reads = [], []
 
@@ -41,8 +41,8 @@ def inspect_whole_loss(job: Job, source: BatchSource) -> WholeLoss:
         seen = see_output(job, blueprint, source.draw(samples), look)
         if seen is None:
             raise Refused(
-                "The model could not be followed without its weights, so where samples lie in its output, which a loss "
-                'over the whole batch must know, cannot be found; use one rank without mb, or Job(loss_over="samples").'
+                "The loss is over the whole batch, so the samples must be found in the model's output, but the model "
+                'does not run without its weights; use one rank without mb, or Job(loss_over="samples").'
             )
         draws.append((samples, seen[0]))
         reads.append(seen[1])
@@ -52,7 +52,7 @@ def inspect_whole_loss(job: Job, source: BatchSource) -> WholeLoss:
 
 
 def _reads(job: Job, layout: Layout, output: Any, batch: Any) -> list[bool]:
-    """Of each value of the batch, whether an operator of the loss takes a tensor of it, or it holds none."""
+    """For each value of the batch, whether the loss reads one of its tensors, or it has none."""
     with _LossReads() as seen:
         call_loss(job, output, batch)
     held = [tensors_of(value) for _, value in pairs_of(layout, batch)]
@@ -60,7 +60,7 @@ def _reads(job: Job, layout: Layout, output: Any, batch: Any) -> list[bool]:
 
 
 class _LossReads(TorchDispatchMode):
-    """Remembers every tensor that an operator takes."""
+    """Remembers every tensor that is an argument of an operator."""
 
     def __init__(self) -> None:
         super().__init__()

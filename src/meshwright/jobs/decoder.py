@@ -1,16 +1,16 @@
-"""A plain decoder-only transformer in the shape that is asked for: what presets are made of, and rows of measurements.
+"""A plain decoder-only transformer of any shape, for presets and for comparisons with published runs.
 
     job = decoder_job(Shape(layers=32, width=4096, heads=32, kv_heads=8, feed_forward=14336, vocabulary=128256,
                             length=8192), global_batch=512)
 
-Nothing but PyTorch's own layers, with query, key and value apart, so that every strategy finds its way in it.
+It uses only PyTorch's layers, with separate query, key and value projections, so that every strategy supports it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -32,29 +32,29 @@ _STD = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes of a decoder. As it stands it is a Llama; GPT-2 is layer norms, learned positions, biases, no gate."""
+    """The sizes of a decoder. The defaults are a Llama's; GPT-2 has layer norms, learned positions, biases, no gate."""
 
     layers: int
     width: int
-    """Of the residual stream."""
+    """Width of the residual stream."""
     heads: int
     kv_heads: int
-    """Heads of keys and values; each serves heads / kv_heads of the queries."""
+    """Heads of keys and values; each serves heads / kv_heads query heads."""
     feed_forward: int
-    """The inner width of a block's second half."""
+    """Inner width of the feed-forward layer."""
     vocabulary: int
     length: int
-    """Tokens of a sample, and the number of positions that the model knows."""
+    """Tokens of a sample, and the number of positions that the model supports."""
     gated: bool = True
     """silu(gate) * up before the last matrix of a block, or gelu(up)."""
     tied: bool = False
-    """Whether the head's weight is the embedding's."""
+    """Whether the head and the embedding share their weight."""
     norm: Norm = "rms"
     positions: Positions = "rotary"
     biases: bool = False
     """On every linear layer but the head, and on layer norms."""
     qkv_biases: bool = False
-    """On query, key and value alone, as Qwen 2 has them."""
+    """Only on query, key and value, as in Qwen 2."""
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -75,8 +75,8 @@ class Shape:
             )
         if self.positions == "rotary" and self.head_width % 2:
             raise JobError(
-                f"Shape(width={self.width}, heads={self.heads}): a head is {self.head_width} wide, and rotary "
-                "positions turn pairs; give an even width of a head, or positions='learned'."
+                f"Shape(width={self.width}, heads={self.heads}): a head is {self.head_width} wide, but rotary "
+                "positions need pairs; give an even head width, or positions='learned'."
             )
 
     @property
@@ -85,7 +85,7 @@ class Shape:
 
 
 class Linear(nn.Linear):
-    """Starts small, as transformers do, and is drawn once: PyTorch's own would be drawn first and thrown away."""
+    """nn.Linear with small initial weights. They are drawn once: PyTorch would first draw its own and discard them."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=_STD)
@@ -99,7 +99,7 @@ class Embedding(nn.Embedding):
 
 
 class Attention(nn.Module):
-    """Every token looks at itself and those before it, or at all where it is not causal."""
+    """Self-attention, causal or over all tokens."""
 
     def __init__(self, shape: Shape, *, causal: bool = True) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """What a block does to each token alone."""
+    """The feed-forward layer of a block, gated or plain."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the feed-forward half, each on what a norm makes of the stream and added to that."""
+    """A pre-norm transformer block: attention, then feed-forward, each added to the residual stream."""
 
     def __init__(self, shape: Shape, *, causal: bool = True) -> None:
         super().__init__()
@@ -148,12 +148,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
-        x = x + self.feed_forward(self.feed_forward_norm(x))
-        return x
+        return x + self.feed_forward(self.feed_forward_norm(x))  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
-    """Token ids to logits."""
+    """A decoder-only transformer from token ids to logits."""
 
     cos: Tensor
     sin: Tensor
@@ -189,20 +188,20 @@ def norm(shape: Shape) -> nn.Module:
 
 
 def rotary_tables(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's angles, each angle once for either half of a head."""
+    """Cosine and sine of each position's angles, repeated for both halves of a head."""
     speeds = _ROTARY_BASE ** -(torch.arange(0, shape.head_width, 2) / shape.head_width)
     angles = torch.outer(torch.arange(shape.length), speeds).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + half) of every head by their angles, in the dtype that the model computes in."""
+    """Rotate the pairs (i, i + half) of every head by their angles, in the dtype of `x`."""
     first, second = x.chunk(2, dim=-1)
     return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
 
 
 def adamw(parameters: NamedParameters) -> Optimizer:
-    """As decoders are usually trained."""
+    """AdamW with the usual settings for decoders."""
     return AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
 
 
@@ -219,10 +218,10 @@ def decoder_job(
     length: int | None = None,
     optimizer: Callable[[NamedParameters], Optimizer] = adamw,
 ) -> Job:
-    """The training of a decoder on made-up tokens; `length` of them a sample, where that is not all it knows."""
+    """The job of training a decoder on made-up tokens, with `length` tokens per sample (default: all positions)."""
     tokens = shape.length if length is None else length
     if not 1 <= tokens <= shape.length:
-        raise JobError(f"Samples of {tokens} tokens were asked for, but the decoder knows 1 to {shape.length}.")
+        raise JobError(f"length={tokens} was given, but the decoder supports 1 to {shape.length} tokens; use fewer.")
 
     def sample(n: int) -> Batch:
         text = torch.randint(shape.vocabulary, (n, tokens + 1))
@@ -230,14 +229,10 @@ def decoder_job(
 
     return Job(
         model=lambda: Decoder(shape),
-        inputs=_first,
+        inputs=lambda batch: (batch["x"],),
         loss=token_loss,
         optimizer=optimizer,
         max_norm=1.0,
         sample=sample,
         global_batch=global_batch,
     )
-
-
-def _first(batch: Any) -> tuple[Tensor]:
-    return (batch["x"],)

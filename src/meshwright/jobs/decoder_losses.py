@@ -1,8 +1,7 @@
-"""Cross entropy as other trainers compute it, where that changes what a step holds: jobs for rows of their runs.
+"""Cross entropy as other trainers compute it, for comparisons with their runs: it changes the memory of a step.
 
-PyTorch's own, on logits cast to fp32, is in `decoder.py`. Here are Megatron's and nanotron's, which shift and
-exponentiate a copy so that it works on a divided vocabulary, and the fused one that llm-foundry trains MPT with, which
-writes the gradient over the logits.
+PyTorch's own, on logits cast to fp32, is in `decoder.py`. Megatron and nanotron shift and exponentiate a copy, which
+also works on a sharded vocabulary. llm-foundry trains MPT with a fused one, which writes the gradient over the logits.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def shifted_loss_job(shape: Shape, *, global_batch: int) -> Job:
 
 
 def fused_loss_job(shape: Shape, *, global_batch: int) -> Job:
-    """A decoder with a fused cross entropy, which works on logits as they are."""
+    """A decoder with a fused cross entropy, which does not cast the logits."""
     job = decoder_job(shape, global_batch=global_batch)
     return replace(job, model=lambda: _FusedDecoder(shape), inputs=lambda batch: (batch["x"], batch["y"]), loss=_total)
 
@@ -48,7 +47,7 @@ class _Shifted(torch.autograd.Function):
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        # By its operator: a kernel of its own would not be seen by what casts the arguments of torch functions either.
+        # The operator instead of the torch function: autocast must not cast the arguments of a fused kernel.
         total: Tensor = torch.ops.aten.logsumexp(logits, [-1], True)
         ctx.save_for_backward(logits, labels, total)
         return (total - logits.gather(-1, labels[:, None])).float()
@@ -62,7 +61,7 @@ class _Fused(torch.autograd.Function):
 
 
 class _FusedDecoder(Decoder):
-    """Token ids and labels to the loss of each token."""
+    """A decoder from token ids and labels to the loss of each token."""
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         found: Tensor = _Fused.apply(super().forward(tokens).flatten(0, 1), labels.flatten())

@@ -1,4 +1,4 @@
-"""Plain encoders in the shape that is asked for: BERT over words, and ViT over pieces of an image."""
+"""Plain encoders of any shape: BERT over tokens, and ViT over image patches."""
 
 from __future__ import annotations
 
@@ -10,25 +10,15 @@ from torch import Tensor, nn
 
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
-from meshwright.jobs.decoder import (
-    Attention,
-    Batch,
-    Block,
-    Embedding,
-    FeedForward,
-    Linear,
-    Shape,
-    adamw,
-    token_loss,
-)
+from meshwright.jobs.decoder import Attention, Batch, Block, Embedding, FeedForward, Linear, Shape, adamw, token_loss
 
 _KINDS_OF_SENTENCE = 2
 _MASKED = 0.15
-"""Of BERT's tokens."""
+"""The share of tokens that are masked."""
 
 
 class PostNormBlock(nn.Module):
-    """As in the first transformers: each half is added to the stream, and then comes the norm."""
+    """A transformer block with the norms after the residual additions, as in the first transformers."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -39,12 +29,11 @@ class PostNormBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.attention_norm(x + self.attention(x))
-        x = self.feed_forward_norm(x + self.feed_forward(x))
-        return x
+        return self.feed_forward_norm(x + self.feed_forward(x))  # type: ignore[no-any-return]
 
 
 class Bert(nn.Module):
-    """Token ids to logits of the word at every place."""
+    """An encoder from token ids to logits at every position."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -68,10 +57,10 @@ class Bert(nn.Module):
 
 
 def bert_job(shape: Shape, *, global_batch: int, length: int | None = None) -> Job:
-    """Guess the words behind masks. Every place counts in the loss, so that its weight follows from the shape."""
+    """Masked language modelling. Every position counts in the loss, so that its weight depends only on the shape."""
     tokens = shape.length if length is None else length
     if not 1 <= tokens <= shape.length:
-        raise JobError(f"Samples of {tokens} tokens were asked for, but the encoder knows 1 to {shape.length}.")
+        raise JobError(f"length={tokens} was given, but the encoder supports 1 to {shape.length} tokens; use fewer.")
 
     def sample(n: int) -> Batch:
         y = torch.randint(1, shape.vocabulary, (n, tokens))
@@ -97,13 +86,13 @@ class ImageShape:
     heads: int
     feed_forward: int
     patch: int
-    """The side of the pieces that an image is cut into."""
+    """The side length of a patch."""
     side: int = 224
     classes: int = 1000
 
     @property
     def sequence(self) -> Shape:
-        """Of what runs over the pieces and the one place more that gathers what is seen."""
+        """The shape of the encoder, which runs over the patches and one class token."""
         return Shape(
             layers=self.layers,
             width=self.width,
@@ -120,7 +109,7 @@ class ImageShape:
 
 
 class ViT(nn.Module):
-    """Images to logits of their classes."""
+    """An encoder from images to class logits."""
 
     def __init__(self, shape: ImageShape) -> None:
         super().__init__()
@@ -133,8 +122,8 @@ class ViT(nn.Module):
         self.head = Linear(shape.width, shape.classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        pieces = self.patch(images).flatten(2).transpose(1, 2)
-        x = torch.cat((self.gather.expand(len(pieces), -1, -1), pieces), dim=1) + self.position
+        patches = self.patch(images).flatten(2).transpose(1, 2)
+        x = torch.cat((self.gather.expand(len(patches), -1, -1), patches), dim=1) + self.position
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x)[:, 0])
@@ -160,5 +149,5 @@ def class_loss(logits: Tensor, batch: Batch) -> tuple[Tensor, int]:
 
 
 def sample_images(n: int, side: int, classes: int, channels: int = 3) -> Batch:
-    """Noise, and classes."""
+    """Random images and classes."""
     return {"x": torch.randn(n, channels, side, side), "y": torch.randint(classes, (n,))}

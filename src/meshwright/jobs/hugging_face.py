@@ -1,7 +1,7 @@
 """A job from a config of Hugging Face transformers: `hf:DIR` or `hf:config.json`, with `:seq=TOKENS,batch=SAMPLES`.
 
-Only the config is read. The model is built from it without weights, its samples are made up from the config's own
-sizes, and nothing is downloaded. This is the one place that imports transformers.
+Only the config is read. The model is built from it without weights, its samples are made up from the sizes in the
+config, and nothing is downloaded. No other module imports transformers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from meshwright.jobs.options import Options, split_options
 
 BATCH = 64
 LONGEST = 2048
-"""Tokens of a sample unless `seq` says otherwise, where the model knows as many positions."""
+"""The most tokens of a sample, unless `seq` is given."""
 _UNBOUNDED = 512
-"""The same where a model has no number of positions."""
+"""Tokens of a sample of a model without a maximum number of positions."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "max_target_positions")
 _SIDE = 224
 
@@ -34,31 +34,26 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a kind of model is trained to do."""
+    """A training task: the models for it, their samples and their loss."""
 
     mapping: str
-    """The table in transformers that has a class for each config."""
+    """The table in transformers that maps a config class to a model class."""
     source: str
-    """The name of its input."""
+    """The name of the model's input."""
     sample: Callable[[Any, int, int], Batch]
-    """From config, samples and tokens to the model's arguments, and the answers under "answers"."""
+    """From config, samples and tokens to the model's arguments, and the labels under "answers"."""
     loss: Callable[[Any, Batch], tuple[Tensor, int]]
 
 
 def hugging_face_job(text: str) -> Job:
-    """The job of `DIR`, a folder with a config.json, or of the config file itself."""
+    """The job for `DIR`, a folder with a config.json, or for the config file itself."""
     name, options = split_options(text)
     transformers = _transformers(name)
     config = _config(transformers, Path(name))
     task, kind = _choose(transformers, config, name)
     length = _length(config, options, name)
-
-    def build() -> nn.Module:
-        model: nn.Module = kind(config)
-        return model
-
     return Job(
-        model=build,
+        model=lambda: kind(config),
         inputs=lambda batch: {key: value for key, value in batch.items() if key != "answers"},
         loss=task.loss,
         optimizer=lambda params: AdamW(params, lr=1e-4),
@@ -73,7 +68,7 @@ def _transformers(name: str) -> ModuleType:
         import transformers
     except ImportError as error:
         raise JobError(
-            f"hf:{name} needs the package transformers, which is not installed; `pip install transformers`, "
+            f"hf:{name} needs the package transformers, which is not installed; run `pip install transformers`, "
             "or give a preset or a Python file."
         ) from error
     return transformers
@@ -87,26 +82,25 @@ def _config(transformers: Any, path: Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise JobError(
-            f"{file} is no config that transformers {transformers.__version__} reads: {one_line(error)}"
+            f"{file} is not a config that transformers {transformers.__version__} can read: {one_line(error)}"
         ) from error
     if getattr(config, "use_cache", False):
-        config.use_cache = False  # of keys and values, for writing text; training has no use for it
+        config.use_cache = False  # the cache of keys and values for generation, which training does not use
     return config
 
 
 def _choose(transformers: Any, config: Any, name: str) -> tuple[Task, Callable[[Any], nn.Module]]:
-    """The task and the class of the model: the one that the config names, or the first that takes the config."""
+    """The task and the class of the model: the one that the config names, or the first that accepts the config."""
     found = [(task, kind) for task in TASKS for kind in _kinds(transformers, task, config)]
-    asked = config.architectures or ()
-    fitting = [(task, kind) for task, kind in found if kind.__name__ in asked]
+    fitting = [(task, kind) for task, kind in found if kind.__name__ in (config.architectures or ())]
     if not fitting and getattr(config, "is_encoder_decoder", False):
         fitting = [(task, kind) for task, kind in found if task is TRANSLATION]
     for task, kind in (*fitting, *found):
         if getattr(kind, "main_input_name", task.source) == task.source:
             return task, kind
     raise JobError(
-        f"hf:{name} is a config of {type(config).__name__}, and transformers has no model for it that takes "
-        "tokens or images to logits. Write a Python file with a job."
+        f"hf:{name} is a {type(config).__name__}, and transformers has no model for it that maps tokens or images "
+        "to logits. Write a Python file with a job."
     )
 
 
@@ -121,11 +115,11 @@ def _length(config: Any, options: Options, name: str) -> int:
     known = [getattr(inner, word) for word in _POSITIONS if isinstance(getattr(inner, word, None), int)]
     positions = known[0] if known and known[0] > 0 else None
     if options.seq is not None and positions is not None and options.seq > positions:
-        raise JobError(f"hf:{name} has {positions} positions, but seq={options.seq} was asked for; ask for less.")
+        raise JobError(f"hf:{name} has {positions} positions, but seq={options.seq} was given; use fewer.")
     if options.seq is not None:
         return options.seq
     length = min(positions or _UNBOUNDED, LONGEST)
-    # Some count positions that no token takes: RoBERTa has 514 for 512 tokens.
+    # Some models count positions that no token uses: RoBERTa has 514 for 512 tokens.
     return length - length % 8 if length > 8 else length
 
 
@@ -157,12 +151,11 @@ def _sample_images(config: Any, n: int, length: int) -> Batch:
 
 
 def _sample_classes(config: Any, n: int, length: int) -> Batch:
-    x = _tokens(config, n, length)
-    return {"input_ids": x, "answers": torch.randint(config.num_labels, (n,))}
+    return {"input_ids": _tokens(config, n, length), "answers": torch.randint(config.num_labels, (n,))}
 
 
 def _every_place(output: Any, batch: Batch) -> tuple[Tensor, int]:
-    """Cross entropy at each place, summed; answers are shifted already, so the model's own loss is not used."""
+    """Cross entropy summed over positions. The model's own loss would shift the labels, which are shifted already."""
     y = batch["answers"]
     return F.cross_entropy(output.logits.flatten(0, 1), y.flatten(), reduction="sum"), y.numel()
 

@@ -1,4 +1,4 @@
-"""From what a user writes on the command line to a `Job`."""
+"""Load the `Job` that a user names on the command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.jobs.presets import preset_job
 
 
 def load_job(text: str) -> Job:
-    """`file.py` (its variable `job`), `file.py:name`, `preset:NAME`, or `hf:` with a config of transformers."""
+    """The job of `file.py` (its variable `job`), `file.py:name`, `preset:NAME`, or `hf:` with a transformers config."""
     if text.startswith("preset:"):
         return preset_job(text.removeprefix("preset:"))
     if text.startswith("hf:"):
@@ -38,8 +38,8 @@ def _load(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise JobError(f"{path} is not a Python file; a job is a file such as examples/gpt.py.")
     module = importlib.util.module_from_spec(spec)
-    # Under its name in sys.modules, so that data-loading workers can unpickle what the file defines;
-    # its folder on the path, so that it can import its neighbours.
+    # In sys.modules, so that data-loading workers can unpickle what the file defines. Its folder goes on the path, so
+    # that it can import its neighbours.
     sys.modules[spec.name] = module
     folder = str(path.resolve().parent)
     if folder not in sys.path:

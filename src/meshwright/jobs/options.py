@@ -1,4 +1,4 @@
-"""What may follow the name of a job that is not a Python file: `preset:llama3-8b:seq=4096,batch=512`."""
+"""Options after the name of a preset or a Hugging Face config: `preset:llama3-8b:seq=4096,batch=512`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FORM = "write seq=TOKENS and batch=SAMPLES, as in :seq=4096,batch=512"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """None leaves what the job would take."""
+    """None means the job's default."""
 
     seq: int | None = None
     """Tokens of a sample."""
@@ -23,7 +23,7 @@ class Options:
 
 
 def split_options(text: str) -> tuple[str, Options]:
-    """The name, and the options behind its last colon if there are any."""
+    """The name, and the options after the last colon, if any."""
     found = _TAIL.fullmatch(text)
     if found is None:
         return text, Options()

@@ -1,8 +1,8 @@
 """Well-known models by name, to plan with: `preset:llama3-8b`, `preset:llama3-8b:seq=4096,batch=512`.
 
-Shapes are those that were published; the code is ours and plain, and there are no weights and no data. A sample is as
-long as the model was trained on, and the global batch is what its authors used at last, or what is usual for its kind
-where they did not say (marked so in the table).
+Shapes are the published ones. The code is our own, and there are no weights and no data. A sample is as long as in the
+model's training. The global batch is the last one that its authors used, or a usual one if they did not publish it
+(marked so in the table).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Text:
     def make(self, name: str, options: Options) -> Job:
         shape, length = self.shape, options.seq or self.shape.length
         if shape.positions == "rotary":
-            shape = replace(shape, length=length)  # they go on for ever, and have no weights
+            shape = replace(shape, length=length)  # rotary positions are unlimited and have no weights
         elif length > shape.length:
-            raise JobError(f"preset:{name} has {shape.length} positions, but seq={length} was asked for; ask for less.")
+            raise JobError(f"preset:{name} has {shape.length} positions, but seq={length} was given; use fewer.")
         return self.job(shape, global_batch=options.batch or self.batch, length=length)
 
 
@@ -52,7 +52,7 @@ class Images:
 
 
 _LLAMA = Shape(layers=32, width=4096, heads=32, kv_heads=32, feed_forward=11008, vocabulary=32000, length=4096)
-"""Llama 2 of 7B; others differ from it in a few sizes."""
+"""Llama 2 7B; the others differ from it in a few sizes."""
 _GPT = Shape(
     layers=12,
     width=768,
@@ -70,25 +70,13 @@ _GPT = Shape(
 
 
 def _llama(layers: int, width: int, heads: int, kv_heads: int, feed_forward: int, **others: Any) -> Shape:
-    sizes: dict[str, Any] = {
-        "layers": layers,
-        "width": width,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "feed_forward": feed_forward,
-    }
+    sizes = dict(layers=layers, width=width, heads=heads, kv_heads=kv_heads, feed_forward=feed_forward)
     return replace(_LLAMA, **sizes, **others)
 
 
 def _gpt(layers: int, width: int, heads: int, length: int = 1024, **others: Any) -> Shape:
-    sizes: dict[str, Any] = {
-        "layers": layers,
-        "width": width,
-        "heads": heads,
-        "kv_heads": heads,
-        "feed_forward": 4 * width,
-    }
-    return replace(_GPT, **sizes, length=length, **others)
+    sizes = dict(layers=layers, width=width, heads=heads, kv_heads=heads, feed_forward=4 * width, length=length)
+    return replace(_GPT, **sizes, **others)
 
 
 _LLAMA3: dict[str, Any] = {"vocabulary": 128256, "length": 8192}
@@ -106,7 +94,7 @@ PRESETS: dict[str, Text | Images] = {
     "llama2-7b": Text(shape=_llama(32, 4096, 32, 32, 11008), batch=1024),
     "llama2-13b": Text(shape=_llama(40, 5120, 40, 40, 13824), batch=1024),
     "llama2-70b": Text(shape=_llama(80, 8192, 64, 8, 28672), batch=1024),
-    # TinyLlama: 2M tokens of 2,048 a sample. The rest of these did not say; 4M tokens are usual.
+    # TinyLlama: 2M tokens, 2,048 per sample. The others are not published; 4M tokens are usual.
     "tinyllama-1.1b": Text(shape=_llama(22, 2048, 32, 4, 5632, length=2048), batch=1024),
     "mistral-7b": Text(shape=_llama(32, 4096, 32, 8, 14336, length=8192), batch=512),
     "mistral-large-123b": Text(shape=_llama(88, 12288, 96, 8, 28672, vocabulary=32768, length=8192), batch=512),
@@ -142,10 +130,10 @@ PRESETS: dict[str, Text | Images] = {
 
 
 def preset_job(text: str) -> Job:
-    """The job of `NAME` or `NAME:seq=TOKENS,batch=SAMPLES`."""
+    """The job for `NAME` or `NAME:seq=TOKENS,batch=SAMPLES`."""
     name, options = split_options(text)
     if name not in PRESETS:
         near = nearest(name, PRESETS)
-        hint = f"did you mean preset:{near}? " if near else ""
-        raise JobError(f"There is no preset {name!r}; {hint}There are {', '.join(PRESETS)}.")
+        hint = f"Did you mean preset:{near}? " if near else ""
+        raise JobError(f"There is no preset {name!r}. {hint}Use one of {', '.join(PRESETS)}.")
     return PRESETS[name].make(name, options)

@@ -1,4 +1,4 @@
-"""A plain ResNet of bottleneck blocks, over images of 224 x 224."""
+"""A plain ResNet with bottleneck blocks for images of 224 x 224."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshwright.jobs.encoder import class_loss, sample_images
 
 _SIDE, _CLASSES = 224, 1000
 _WIDER = 4
-"""How much wider a block's output is than its inside."""
+"""The ratio of a block's output width to its inner width."""
 
 
 class Bottleneck(nn.Module):
-    """Narrow, look around, widen; and add that to what came in."""
+    """A residual block of convolutions: 1x1 to a smaller width, 3x3, and 1x1 to a larger one."""
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images to logits of their classes; `depths` are the blocks of each of the four sizes."""
+    """A convolutional network from images to class logits; `depths` are the numbers of blocks at each of four sizes."""
 
     def __init__(self, depths: Sequence[int]) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Keep a model's second references to its parameters and buffers true.
+"""Keep a model's second references to its parameters and buffers up to date.
 
-A module may keep a parameter, or a view of one, in a plain attribute as well, as `nn.LSTM` does in `_flat_weights`.
-Strategies put other tensors in a parameter's place: shards, casts, parts, stand-ins. So before its `forward` such a
-module reads each parameter anew through the module that owns it. What the model has put there itself stays.
+A module may also keep a parameter, or a view of one, in a plain attribute, as `nn.LSTM` does in `_flat_weights`.
+Strategies replace parameters by shards, casts or stand-ins. So such a module re-reads each parameter from its owner
+before every `forward`. If the model has assigned another tensor to the attribute, that tensor is kept.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from meshwright.recording.wrap_forward import wrap_forward
 
 @dataclass(frozen=True)
 class View:
-    """Which elements of a tensor a view of it shows."""
+    """Which elements of a tensor a view covers."""
 
     whole: tuple[int, ...]
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """From the first element of the tensor."""
+    """In elements, from the first element of the tensor."""
     differentiable: bool
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -38,24 +38,24 @@ class View:
 
 @dataclass
 class Alias:
-    """One place where a parameter or buffer, or a view of it, stands again."""
+    """A second reference to a parameter or buffer, or to a view of one."""
 
     name: str
-    """The place's, for messages."""
+    """How messages name the reference."""
     holder: nn.Module
     path: tuple[Step, ...]
     owner: nn.Module
     attribute: str
     view: View | None
     last: torch.Tensor
-    """What was put there last; if something else is found, the model has put it there."""
+    """The tensor that was last put there. If another one is found, the model has assigned it."""
 
     def refresh(self) -> None:
         if take(self.holder, self.path) is self.last:
             self.set(getattr(self.owner, self.attribute))
 
     def restore(self) -> None:
-        """Let go of what was computed for a pass."""
+        """Point at the registered parameter again, and so release what was computed for one pass."""
         registered = self.owner._parameters.get(self.attribute)
         if registered is not None and self.view is None and take(self.holder, self.path) is self.last:
             self.set(registered)
@@ -69,14 +69,14 @@ class Alias:
     def _view_of(self, tensor: torch.Tensor, view: View) -> torch.Tensor:
         if is_dtensor(tensor) or tuple(tensor.shape) != view.whole:
             raise Refused(
-                f"The model keeps {self.name}, a view of its {self.attribute}, of which a rank holds a part under this "
-                "strategy; make the view in forward, or use a strategy that keeps parameters whole (ddp, zero1)."
+                f"The model keeps {self.name}, a view of its {self.attribute}, but under this strategy a rank holds "
+                "a part of that; make the view in forward, or use a strategy that keeps parameters whole (ddp, zero1)."
             )
         return view.of(tensor)
 
 
 def keep_aliases(model: nn.Module, found: list[tuple[TensorPlace, str, View | None]]) -> None:
-    """From now on these places follow the parameters and buffers of these names."""
+    """Make these places follow the parameters and buffers with these names from now on."""
     if not found:
         return
     kept: dict[int, list[Alias]] = {}
@@ -90,20 +90,19 @@ def keep_aliases(model: nn.Module, found: list[tuple[TensorPlace, str, View | No
         if (holder := own[0].holder) is not model:
             vars(holder)[ALIASES] = own
             wrap_forward(holder, _refreshed)
-    # What is never called itself, a list of modules say, is refreshed with the model.
+    # A module that is never called, such as a ModuleList, is refreshed with the model.
     vars(model)[ALIASES] = [alias for own in kept.values() for alias in own]
     wrap_forward(model, _refreshed_and_restored)
 
 
 def refresh_aliases(model: nn.Module) -> None:
-    """Once parameters and buffers are what they will be."""
+    """Point all aliases at the current parameters and buffers."""
     for alias in vars(model).get(ALIASES, ()):
         alias.refresh()
 
 
 def _refreshed(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    for alias in vars(module)[ALIASES]:
-        alias.refresh()
+    refresh_aliases(module)
     return forward(*args, **kwargs)
 
 

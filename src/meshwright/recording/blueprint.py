@@ -1,4 +1,4 @@
-"""Run a job's builder: recorded without memory where that can be trusted, and for real where not."""
+"""Run a job's builder: record it without allocating memory if that can be trusted, and build for real otherwise."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Build = Callable[[], nn.Module]
 
 
 def record(build: Build, seed: int, *, values: bool = True) -> Blueprint:
-    """A model without weights, and what makes them.
+    """Run the builder without allocating memory, and return the model and the recording of its weights.
 
-    The builder runs without giving its tensors memory. Where that fails, or what it gave cannot be trusted, it runs for
-    real; without `values` its weights are dropped at once, and `fill` needs them from another process.
+    If that fails, or the recording cannot be trusted, the builder runs for real. Without `values` the weights of such a
+    real build are dropped at once, and `fill` needs them from another process.
     """
     try:
         with recording(seed) as tape:
@@ -51,7 +51,7 @@ _read: tuple[Build, nn.Module] | None = None
 
 
 def model_to_read(build: Build) -> nn.Module:
-    """The model without weights, recorded once for all who only read it. Nobody may run or change it."""
+    """The model without weights, recorded once and shared by all readers. It must not be run or changed."""
     global _read
     if _read is None or _read[0] is not build:  # by identity: a builder need not be hashable
         _read = build, record(build, seed=0, values=False).model
@@ -59,7 +59,7 @@ def model_to_read(build: Build) -> nn.Module:
 
 
 def build_plainly(build: Build, seed: int) -> nn.Module:
-    """What `torch.manual_seed(seed); build()` gives, with nothing of ours around it."""
+    """What `torch.manual_seed(seed); build()` gives, with none of our modes active."""
     try:
         with outside_of_modes(), seeded(seed):
             model = build()
@@ -69,7 +69,7 @@ def build_plainly(build: Build, seed: int) -> nn.Module:
         raise JobError(f"The job's model cannot be built: {one_line(error)}") from error
     _check(model)
     if empty := [name for name, tensor in named_tensors(model) if tensor.is_meta]:
-        raise JobError(f"The model's builder never made {', '.join(empty[:3])}; it is left on the meta device.")
+        raise JobError(f"The model's builder left {', '.join(empty[:3])} on the meta device; give it values there.")
     return model
 
 
@@ -87,7 +87,7 @@ def _for_real(build: Build, seed: int, doubt: str, *, values: bool) -> Blueprint
 
 def _check(model: object) -> None:
     if not isinstance(model, nn.Module):
-        raise JobError(f"Job(model=...) must give an nn.Module, but it gave {type(model).__name__}.")
+        raise JobError(f"Job(model=...) must return an nn.Module, but it returned {type(model).__name__}.")
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
         raise JobError(
             f"The model's parameter {lazy[0]} has no shape yet; give its module all its sizes, or call the model once "
@@ -95,22 +95,22 @@ def _check(model: object) -> None:
         )
     if scripted := [name for name, module in model.named_modules() if isinstance(module, ScriptModule)]:
         raise JobError(
-            f"The model's module {scripted[0]!r} is compiled by torch.jit, which lets nothing into its calls; give the "
-            "Python module instead, and compile the model by the strategy's term compile."
+            f"The model's module {scripted[0]!r} is compiled by torch.jit, so its calls cannot be hooked; pass the "
+            "Python module instead, and compile the model with the strategy's term compile."
         )
 
 
 def _uninitialised(model: nn.Module, tape: Tape) -> str:
-    """Why a recorded model's values are not known, if they are not."""
+    """Why the values of a recorded model are unknown; empty if they are known."""
     for name, tensor in named_tensors(model):
         if has_memory(tensor) and tensor.is_meta and not (tape.has(tensor) and tape.is_written(tape.slot(tensor))):
-            return f"nothing was written to {name}, as far as could be seen"
+            return f"no write to {name} was recorded"
     return ""
 
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Ranks of a host take turns, so that it never holds more than one whole model for them."""
+    """Make the ranks of a host take turns, so that it never holds more than one whole model."""
     try:
         import fcntl
     except ImportError:  # Windows

@@ -1,8 +1,8 @@
-"""Real tensors that take part in a recording: kept by reference, and guarded against changes.
+"""Real tensors that take part in a recording, guarded against later changes.
 
-Small ones are copied at once. A large one may be a file that is mapped into memory, so it is referred to; before an
-operator changes it in place it is copied, and changes that no operator made (numpy's, another thread's) show in its
-version and in a sample of its content.
+Small ones are copied at once. A large one may be a memory-mapped file, so only a reference is kept. It is copied before
+an operator changes it in place. Changes made without an operator (by numpy, by another thread) are detected by its
+version and by a sample of its content.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from meshwright.torch_private.modes import outside_of_modes
 from meshwright.torch_private.tensors import storage_id, version_of
 
 SMALL = 1 << 16
-"""Bytes up to which a constant is copied."""
+"""The largest constant, in bytes, that is copied."""
 SAMPLED = 8
-"""Elements that are looked at in each of three places of a tensor. No more places: each is a page of a mapped file."""
+"""Elements that are sampled at each of three places. More places would read more pages of a memory-mapped file."""
 
 
 def sample(tensor: torch.Tensor) -> list[float | int | bool | complex]:
-    """Some elements of a tensor: the first, the last, and some in the middle."""
+    """A few elements from the start, the middle and the end of a tensor."""
     count = tensor.numel()
     starts = (0, max(0, count // 2 - SAMPLED // 2), max(0, count - SAMPLED))
     places = [place for start in starts for place in range(start, min(count, start + SAMPLED))]
@@ -35,10 +35,6 @@ def sample(tensor: torch.Tensor) -> list[float | int | bool | complex]:
         whole = whole // size
     chosen: torch.Tensor = tensor.detach()[tuple(reversed(indices))] if indices else tensor.detach().reshape(1)
     return chosen.tolist()
-
-
-def _bytes(storage: torch.UntypedStorage) -> bytes:
-    return bytes(storage.tolist())
 
 
 @dataclass(frozen=True)
@@ -54,17 +50,17 @@ class _ConstantGuard:
 
 
 class Constants:
-    """Storages of real tensors, each with a meta storage that stands for it in the recording."""
+    """Storages of real tensors, each with a meta storage that represents it in the recording."""
 
     def __init__(self) -> None:
         self.storages: dict[int, torch.UntypedStorage] = {}
         """By the identity of the meta storages."""
         self._stand_ins: dict[int, torch.UntypedStorage] = {}  # by the identity of the real ones
         self._guards: dict[int, _ConstantGuard] = {}
-        self._alive: list[torch.UntypedStorage] = []  # so that no identity is used twice
+        self._alive: list[torch.UntypedStorage] = []  # keeps storages alive, so that no id is reused
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A meta tensor for a real one, of the same layout."""
+        """A meta tensor with the layout of a real one."""
         storage = tensor.untyped_storage()
         with outside_of_modes(), torch.no_grad():
             if not self._is_known(storage):
@@ -74,7 +70,7 @@ class Constants:
             return empty.set_(meta, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def before_change(self, tensor: torch.Tensor) -> None:
-        """An operator is about to change a real tensor in place: what was recorded so far keeps a copy."""
+        """Copy a real tensor for what was recorded so far, before an operator changes it in place."""
         storage = tensor.untyped_storage()
         meta = self._stand_ins.pop(storage_id(storage), None)
         if meta is not None and storage_id(self.storages[storage_id(meta)]) == storage_id(storage):
@@ -83,18 +79,18 @@ class Constants:
             self._guards.pop(storage_id(meta))
 
     def stale(self) -> bool:
-        """Whether any was changed behind the recording's back."""
+        """Whether any constant was changed without the recording seeing it."""
         return any(guard.is_stale() for guard in self._guards.values())
 
     def release(self) -> None:
         self.storages, self._stand_ins, self._guards, self._alive = {}, {}, {}, []
 
     def _is_known(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage has a stand-in. A small one may have been changed since it was copied."""
+        """Whether a storage has a valid stand-in. A small storage may have changed since it was copied."""
         meta = self._stand_ins.get(storage_id(storage))
         if meta is None or storage_id(meta) in self._guards:
             return meta is not None
-        return _bytes(self.storages[storage_id(meta)]) == _bytes(storage)
+        return bool(self.storages[storage_id(meta)].tolist() == storage.tolist())
 
     def _add(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
         meta = torch.UntypedStorage(storage.nbytes(), device=META)

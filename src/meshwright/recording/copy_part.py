@@ -1,4 +1,4 @@
-"""Copy a value to where a model holds it, or a part of it."""
+"""Copy a full value into a model's tensor, or this rank's part of it into a DTensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.recording.dtensor import is_dtensor
 
 @torch.no_grad()
 def copy_part(value: torch.Tensor, target: Any) -> None:
-    """Every rank has the same whole value, on the CPU; only its own part of it is read and goes to its device."""
+    """Copy the rank's part of a full CPU value into `target`. Only that part is read and moved to the device."""
     if is_dtensor(target):
         target.to_local().copy_(own_part(value, target))
     else:
@@ -19,13 +19,12 @@ def copy_part(value: torch.Tensor, target: Any) -> None:
 
 
 def own_part(value: torch.Tensor, target: Any) -> torch.Tensor:
-    """What this rank holds of a value that is laid out as the DTensor `target` is; a view where that is possible."""
+    """This rank's part of a value that is sharded as the DTensor `target` is; a view if possible."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh, placements = target.device_mesh, target.placements
     if not all(type(placement) in (Shard, Replicate) for placement in placements):
-        whole = value.to(target.device)
-        return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+        return distribute_tensor(value.to(target.device), mesh, placements, src_data_rank=None).to_local()
     for axis, placement in enumerate(placements):
         if type(placement) is Shard:
             size, rows = value.shape[placement.dim], -(-value.shape[placement.dim] // mesh.size(axis))

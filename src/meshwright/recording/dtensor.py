@@ -1,4 +1,4 @@
-"""Whether something is a DTensor, without importing them: that takes PyTorch a second, and a plan needs none."""
+"""Check for DTensors without importing them: the import takes a second, and a plan needs none."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """Where nobody has imported DTensor yet, nothing is one."""
     kind = dtensor_type()
     return kind is not None and isinstance(x, kind)
 
 
 def dtensor_type() -> Any:
-    """The class, or None where nobody has imported it yet."""
+    """The class DTensor, or None if it has not been imported: then no DTensor can exist."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)

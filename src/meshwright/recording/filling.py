@@ -1,4 +1,4 @@
-"""A model without weights, and what fills them in: the unsplit model's names on one side, a tape on the other."""
+"""A model without weights and the tape that fills them in, connected by the parameter names of the unsplit model."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from meshwright.torch_private.modes import without_tensor_classes
 from meshwright.torch_private.tensors import make_subclass
 
 Give = Callable[["str | int", torch.Tensor], None]
-"""Takes the initial value of a parameter or buffer by its name, or the bytes of a loose storage by its number."""
+"""Receives the initial value of a parameter or buffer by its name, or the bytes of a loose storage by its number."""
 
 
 @dataclass(frozen=True)
 class LooseTensor:
-    """A tensor that stands beside parameters and buffers."""
+    """A tensor of a model that is neither a parameter nor a buffer."""
 
     slot: Slot
     parameter: bool
-    """An nn.Parameter, of a module that is not registered for one."""
+    """Whether it is an nn.Parameter, of a module that is not registered as a child."""
     requires_grad: bool
     recorded: bool
     """Whether it has no values yet."""
     computed: str = ""
-    """The place of one that was computed from parameters."""
+    """Its place, if the builder computed it from parameters."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.computed:
@@ -54,28 +54,28 @@ class LooseTensor:
 class Blueprint:
     """A model on the meta device and the recording that makes its weights.
 
-    A strategy may shard or replace parameters in between; names lead back to the recording. Where the builder could not
-    be recorded, the tape holds the tensors of a real build as constants, and nothing else.
+    A strategy may shard or replace parameters before they are filled; their names lead back to the recording. If the
+    builder could not be recorded, the tape holds only the tensors of a real build, as constants.
     """
 
     model: nn.Module
     tape: Tape
     slots: dict[str, Slot]
-    """Parameters and buffers by name; tied ones once per name."""
+    """Parameters and buffers by name; a tied tensor appears under each of its names."""
     attributes: dict[TensorPlace, LooseTensor] = field(default_factory=dict)
     traits: dict[str, TensorTraits] = field(default_factory=dict)
     doubt: str = ""
-    """Why the builder was run for real, if it was."""
+    """Why the builder was run for real; empty if it was recorded."""
     cost: str = ""
-    """What that took."""
+    """The memory and time that the real run took."""
 
     @property
     def loose_storages(self) -> list[int]:
-        """Storages of loose tensors that no parameter or buffer lies in, in an order that all ranks share."""
+        """Storages of the loose tensors, in an order that all ranks share."""
         return list(dict.fromkeys(loose.slot.storage for loose in self.attributes.values()))
 
     def play(self, give: Give) -> None:
-        """Hand over every initial value, each when it is final. It is freed when `give` returns, unless kept."""
+        """Pass every initial value to `give` as soon as it is final. It is freed afterwards unless `give` keeps it."""
         names: dict[int, list[str]] = defaultdict(list)
         for name, slot in self.slots.items():
             names[slot.storage].append(name)
@@ -90,7 +90,10 @@ class Blueprint:
         self.tape.play(hand_over)
         if names:
             missing = sorted(name for left in names.values() for name in left)
-            raise JobError(f"The model's builder never made {', '.join(missing)}; its initial value is unknown.")
+            raise JobError(
+                f"The initial value of {', '.join(missing)} is unknown: the model's builder never wrote it; "
+                "initialize it there."
+            )
 
     def fill(
         self,
@@ -98,11 +101,11 @@ class Blueprint:
         part: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
         play: Callable[[Give], None] | None = None,
     ) -> str:
-        """Give every parameter and buffer memory on `device` and its initial value; returns a digest of the values.
+        """Allocate every parameter and buffer on `device`, set its initial value, and return a digest of the values.
 
-        `device` may be one for each name. `part(name, value)` is what the model holds of a value, where that is not
-        all. A parameter that was taken out of the model (a stage of a pipeline holds only some) is passed over.
-        `play` brings the values, where they are not to come from this process's own recording.
+        `device` may be a dict with a device for each name. `part(name, value)` is the part of a value that the model
+        holds; the default is all of it. A parameter that was removed from the model (a pipeline stage holds only some)
+        is skipped. `play` brings the values; the default is this process's own recording.
         """
         memory.allocate(self.model, device)
         self._give_traits()
@@ -113,7 +116,7 @@ class Blueprint:
         part: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
         play: Callable[[Give], None] | None = None,
     ) -> str:
-        """As `fill`, into memory that is there."""
+        """Like `fill`, but into memory that is already allocated."""
         targets, storages = dict(named_tensors(self.model)), self.loose_storages
         loose: dict[int, torch.UntypedStorage] = {}
         digest = hashlib.sha256()
@@ -132,9 +135,9 @@ class Blueprint:
         return digest.hexdigest()
 
     def allocate(self, device: torch.device) -> None:
-        """Give every parameter, buffer and plain attribute memory and no value, for steps on fake tensors."""
+        """Allocate every parameter, buffer and plain attribute without a value, for steps on fake tensors."""
         if any(is_dtensor(tensor) for _, tensor in named_tensors(self.model)):
-            memory.allocate(self.model, device)  # FSDP2 knows its parameters by identity
+            memory.allocate(self.model, device)  # FSDP2 identifies its parameters by object, so they must stay
         else:
             memory.replace_all(self.model, device)
         self._give_traits()
@@ -142,13 +145,13 @@ class Blueprint:
 
     @property
     def structure(self) -> str:
-        """The same for all ranks whose builders made the same tensors."""
+        """A digest of names, shapes and dtypes: equal on all ranks whose builders made the same tensors."""
         shapes = [(name, slot.size, slot.dtype) for name, slot in self.slots.items()]
         loose = [(str(place), one.slot.size, one.slot.dtype) for place, one in self.attributes.items()]
         return hashlib.sha256(repr((shapes, loose)).encode()).hexdigest()
 
     def release(self) -> None:
-        """Forget the values that a real build or a file gave; what is left is the structure."""
+        """Drop the values that came from a real build or a file, and keep the structure."""
         self.tape.constants.release()
 
     def _give_traits(self) -> None:
@@ -158,7 +161,7 @@ class Blueprint:
                 self.traits[name].give_to(parameter)
 
     def _put_loose(self, storages: dict[int, torch.UntypedStorage]) -> None:
-        """A plain attribute stays on the CPU, as it does under `module.to(device)`."""
+        """Set the loose tensors. They stay on the CPU, as plain attributes do under `module.to(device)`."""
         made: dict[LooseTensor, torch.Tensor] = {}
         for place, loose in self.attributes.items():
             storage = storages[loose.slot.storage]
@@ -167,22 +170,25 @@ class Blueprint:
                 place.put(self.model, made[loose])
 
     def _share(self, targets: dict[str, torch.Tensor]) -> None:
-        """Parameters and buffers that lie in one another's memory do so again."""
+        """Restore shared memory between parameters and buffers that shared it in the builder."""
         for first, second in overlapping(self.slots, targets):
             one, other = targets[first], targets[second]
             if any(_is_changed(self.slots[name], targets[name]) for name in (first, second)):
                 raise Refused(
-                    f"{first} and {second} of the model share memory, which this strategy would separate; use "
+                    f"{first} and {second} of the model share memory, but this strategy would separate them; use "
                     "single or ddp in fp32, or give each its own memory (clone it in the builder)."
                 )
             offset = self.slots[second].offset - self.slots[first].offset + int(one.storage_offset())
-            if offset < 0 or _end(offset, self.slots[second]) * one.itemsize > one.untyped_storage().nbytes():
-                raise Refused(f"{second} of the model shows memory of {first} and more; give each its own memory.")
+            end = offset + len(self.slots[second].extent) // self.slots[second].dtype.itemsize
+            if offset < 0 or end * one.itemsize > one.untyped_storage().nbytes():
+                raise Refused(
+                    f"{second} of the model reaches beyond {first}, whose memory it shares; clone it instead."
+                )
             other.data = one.detach().as_strided(self.slots[second].size, self.slots[second].stride, offset)
 
 
 def overlapping(slots: dict[str, Slot], held: Any) -> Iterator[tuple[str, str]]:
-    """Pairs of names of different tensors that share memory; the first of a pair is the larger."""
+    """Pairs of names of different tensors that share memory, the larger tensor first."""
     by_storage: dict[int, list[str]] = defaultdict(list)
     for name, slot in slots.items():
         if name in held:
@@ -199,7 +205,7 @@ def overlapping(slots: dict[str, Slot], held: Any) -> Iterator[tuple[str, str]]:
 def set_attributes(
     model: nn.Module, attributes: dict[TensorPlace, LooseTensor], tensor: Callable[[Slot], torch.Tensor]
 ) -> None:
-    """Put tensors in the place of loose ones that have no values."""
+    """Replace the loose tensors that have no values."""
     made: dict[LooseTensor, torch.Tensor] = {}
     for place, loose in attributes.items():
         if loose.recorded and not loose.computed:
@@ -210,9 +216,9 @@ def set_attributes(
 
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """If a pass fails in here, the model loses what it kept of it for the next time, a table of angles for one.
+    """If a pass fails inside this context, remove what it left on the model, such as a table of rotary angles.
 
-    The next pass is on tensors of another kind, which would not go with it.
+    The next attempt uses another kind of tensor, which could not be combined with it.
     """
     before = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:
@@ -227,10 +233,10 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 class ComputedTensor(torch.Tensor):
-    """A tensor that the builder computed from parameters and keeps. Its values can be read, but no gradient flows.
+    """A tensor that the builder computed from parameters and kept. It can be read, but not used in a forward pass.
 
-    Plainly it would flow to the parameters as they were at first. Old weight normalisation leaves such a tensor, and
-    replaces it before each call.
+    Its gradient would flow to the initial parameters. The old weight normalisation keeps such a tensor and replaces it
+    before each call.
     """
 
     place = ""
@@ -242,8 +248,8 @@ class ComputedTensor(torch.Tensor):
         if torch.is_grad_enabled() and isinstance(result, torch.Tensor) and func not in _READS:
             place = next((arg.place for arg in args if isinstance(arg, ComputedTensor)), "a tensor")
             raise JobError(
-                f"The model uses {place}, which its builder computed from parameters: it would not follow them as they "
-                "are trained. Compute it in forward."
+                f"The model uses {place}, which its builder computed from parameters, so it would not follow them in "
+                "training. Compute it in forward."
             )
         return result.as_subclass(torch.Tensor) if isinstance(result, ComputedTensor) else result
 
@@ -258,7 +264,7 @@ def _computed(tensor: torch.Tensor, place: str) -> torch.Tensor:
 
 
 def draw_up(model: nn.Module, tape: Tape) -> Blueprint:
-    """The blueprint of a model that a builder has made, recorded or for real. Its parameters become meta tensors."""
+    """The blueprint of a model that was recorded or built for real. Its parameters become meta tensors."""
     named = {name: tensor for name, tensor in named_tensors(model) if has_memory(tensor)}
     slots = {name: tape.slot(tensor) for name, tensor in named.items()}
     traits = {name: TensorTraits.of(p) for name, p in model.named_parameters(remove_duplicate=False)}
@@ -271,9 +277,9 @@ def draw_up(model: nn.Module, tape: Tape) -> Blueprint:
 def _sort_loose(
     model: nn.Module, tape: Tape, slots: dict[str, Slot], names: dict[int, str]
 ) -> tuple[dict[TensorPlace, LooseTensor], list[tuple[TensorPlace, str, View | None]]]:
-    """Tensors of their own, and those that stand for parameters and buffers.
+    """Split the loose tensors into independent ones and aliases of parameters and buffers.
 
-    What autograd has linked to a parameter is taken out of its place: it would hold on to the parameter's old memory.
+    A tensor that autograd has linked to a parameter is removed: it would keep the parameter's old memory alive.
     """
     attributes: dict[TensorPlace, LooseTensor] = {}
     aliases: list[tuple[TensorPlace, str, View | None]] = []
@@ -300,12 +306,12 @@ def _sort_loose(
 
 
 def adopt(model: nn.Module) -> Blueprint:
-    """A blueprint of a model that exists already: every tensor is a constant."""
+    """The blueprint of an existing model: every tensor is a constant."""
     return draw_up(model, Tape(0))
 
 
 def _view(slot: Slot, owners: list[tuple[str, Slot]]) -> tuple[str, Any, Any, Any, int] | None:
-    """The parameter or buffer that a tensor shows a part of, and which part."""
+    """The parameter or buffer that a tensor is a view of, and the arguments of that `View`."""
     for name, owner in owners:
         inside = owner.extent.start <= slot.extent.start and slot.extent.stop <= owner.extent.stop
         if inside and slot.dtype == owner.dtype:
@@ -316,10 +322,6 @@ def _view(slot: Slot, owners: list[tuple[str, Slot]]) -> tuple[str, Any, Any, An
 def _is_changed(slot: Slot, tensor: torch.Tensor) -> bool:
     layout = is_dtensor(tensor) or tuple(tensor.shape) != slot.size or tensor.stride() != slot.stride
     return layout or tensor.dtype != slot.dtype
-
-
-def _end(offset: int, slot: Slot) -> int:
-    return offset + len(slot.extent) // slot.dtype.itemsize
 
 
 def _address(tensor: Any) -> int:

@@ -1,8 +1,7 @@
-"""Find the tensors that a model keeps beside its parameters and buffers.
+"""Find the tensors of a model that are neither parameters nor buffers.
 
-They stand in plain attributes of modules: by themselves, in lists, tuples and dicts, in objects, in modules that are
-not registered, in what a function closes over. A `TensorPlace` says where, by names, so it holds for a copy of the
-model.
+They are in plain attributes of modules: directly, in lists, tuples and dicts, in objects, in modules that are not
+registered, or in a function's closure. A `TensorPlace` is a path of names, so it is also valid in a copy of the model.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from torch import nn
 from meshwright.torch_private.modules import REGISTERED
 
 DEPTH = 8
-"""How many containers and objects may lie within each other."""
+"""How deeply containers and objects may be nested."""
 ALIASES = "_meshwright_aliases"
-"""The attribute in which a module keeps what we know of its aliases."""
+"""The module attribute that stores its `Alias` objects."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True)
 class Step:
-    """From an object to something in it: an item of a container, a variable of a function, or an attribute."""
+    """One step into an object: an item of a container, a closure variable of a function, or an attribute."""
 
     kind: str
     key: Any
@@ -46,7 +45,7 @@ class Step:
         elif self.kind == "cell":
             holder.__closure__[self.key].cell_contents = value
         elif self.key in getattr(holder, "__dict__", {}):
-            # Not by setattr: a frozen object refuses it, and a module would take the tensor for a parameter.
+            # Not setattr: a frozen object refuses it, and a module would register the tensor as a parameter.
             holder.__dict__[self.key] = value
         else:
             object.__setattr__(holder, self.key, value)
@@ -60,7 +59,7 @@ Path = tuple[Step, ...]
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor stands: a module's name in the model, and the steps that lead on from the module."""
+    """Where a tensor is: a module's name in the model, and the steps from that module."""
 
     module: str
     path: Path
@@ -76,14 +75,14 @@ class TensorPlace:
 
 
 def take(holder: Any, path: Path) -> Any:
-    """What stands at the end of a path."""
+    """The value at the end of a path."""
     for step in path:
         holder = step.take(holder)
     return holder
 
 
 def put(holder: Any, path: Path, value: Any) -> None:
-    """Put a value at the end of a path. A tuple on the way is made anew."""
+    """Put a value at the end of a path. A tuple on the way is rebuilt."""
     *before, last = path
     inner = take(holder, tuple(before))
     if not isinstance(inner, tuple):
@@ -95,7 +94,7 @@ def put(holder: Any, path: Path, value: Any) -> None:
 
 
 def loose_tensors(model: nn.Module) -> Iterator[tuple[TensorPlace, torch.Tensor]]:
-    """Every tensor that stands beside parameters and buffers, with each of its places."""
+    """Every tensor that is neither a parameter nor a buffer, with each of its places."""
     seen: dict[int, Any] = {id(module): module for module in model.modules()}
     for name, module in model.named_modules():
         for attribute, value in list(vars(module).items()):
@@ -104,13 +103,13 @@ def loose_tensors(model: nn.Module) -> Iterator[tuple[TensorPlace, torch.Tensor]
                     yield TensorPlace(name, path), tensor
 
 
-def _within(value: Any, path: Path, seen: dict[int, Any]) -> Iterator[tuple[tuple[Step, ...], torch.Tensor]]:
+def _within(value: Any, path: Path, seen: dict[int, Any]) -> Iterator[tuple[Path, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
         return
     if isinstance(value, _ATOMS) or id(value) in seen or len(path) > DEPTH:
         return
-    if not isinstance(value, tuple):  # small ones may be one and the same object in many places
+    if not isinstance(value, tuple):  # Python may share one tuple object between many places
         seen[id(value)] = value
     for step, inner in _contents(value):
         if not isinstance(inner, _ATOMS):

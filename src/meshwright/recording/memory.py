@@ -1,7 +1,7 @@
-"""Give a model's parameters and buffers other memory, and let everything else about them be as it was.
+"""Give a model's parameters and buffers new memory and keep everything else about them.
 
-Tensors are swapped in place, so ties and references from anywhere stay. A swap loses attributes that an author has put
-on a parameter, its class and its gradient hooks; `TensorTraits` bring them back.
+Tensors are swapped in place, so ties and outside references stay valid. A swap loses a parameter's class, its gradient
+hooks and the attributes that an author has set on it; `TensorTraits` restore them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,22 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
+def names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter, by its id; a tied one has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values are in a storage: a sparse tensor's are not, nor those of a wrapper of others."""
+    """Whether a tensor's values are in one storage: not so for sparse tensors and wrapper subclasses."""
     return tensor.layout == torch.strided and not tensor.is_quantized and not is_traceable_wrapper_subclass(tensor)
 
 
 @dataclass(frozen=True)
 class TensorTraits:
-    """What belongs to a parameter beside its values."""
+    """A parameter's class, attributes and gradient hooks."""
 
     kind: type
     attributes: dict[str, Any]
@@ -52,16 +60,16 @@ class TensorTraits:
         set_gradient_hooks(tensor, self.hooks, self.hooks_after)
 
     def refuse(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-        """Gradient hooks see a whole gradient, or are refused."""
+        """Raise `Refused` if a gradient hook would see only a part of the gradient."""
         if (self.hooks or self.hooks_after) and (is_dtensor(tensor) or tuple(tensor.shape) != shape):
             raise Refused(
-                f"The model's builder registered a gradient hook on {name}, of which a rank holds a part under this "
-                "strategy, so the hook would see a part of the gradient; use single or ddp, or take the hook away."
+                f"The model's builder registered a gradient hook on {name}, but under this strategy a rank holds a "
+                "part of it, so the hook would see a part of the gradient; use single or ddp, or remove the hook."
             )
 
 
 def allocate(model: nn.Module, device: torch.device | dict[str, torch.device]) -> None:
-    """Memory on `device`, or on one for each name (of a tied tensor the first), with arbitrary content."""
+    """Allocate all tensors with arbitrary content on `device`, or on a device for each name (a tied tensor's first)."""
     devices: dict[int, torch.device] = {}
     if isinstance(device, dict):
         for name, tensor in named_tensors(model):
@@ -75,7 +83,7 @@ def allocate(model: nn.Module, device: torch.device | dict[str, torch.device]) -
 
 
 def drop_weights(model: nn.Module) -> None:
-    """Parameters on the meta device. Buffers stay: models look at the values of theirs, and they are small."""
+    """Move parameters to the meta device. Buffers stay: models read their values, and they are small."""
     if not all(parameter.is_meta for parameter in model.parameters()):
         convert(model, lambda tensor: _on_meta(tensor) if isinstance(tensor, nn.Parameter) else tensor)
 
@@ -87,11 +95,11 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def convert(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put `change(tensor)` in the place of every parameter and buffer, once for a tied one.
+    """Replace every parameter and buffer by `change(tensor)`; a tied tensor is changed once.
 
-    By `Module._apply`, as `to` does: modules that keep something of their parameters override it.
+    Uses `Module._apply`, as `to` does, because modules that cache something of their parameters override it.
     """
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the original, so that no identity is used twice
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keeps the original alive, so that no id is reused
 
     def once(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
@@ -107,8 +115,8 @@ def convert(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) ->
     except RuntimeError as error:
         cause = error.__cause__ or error
         raise JobError(
-            f"The model's weights cannot be put in their place: {one_line(error)} {one_line(cause)} Does the builder "
-            "keep a tensor that was computed from this parameter? Compute it in forward instead."
+            f"The model's weights cannot be replaced: {one_line(error)} {one_line(cause)} Does the builder keep a "
+            "tensor that was computed from this parameter? Compute it in forward instead."
         ) from error
     for parameter, own in traits:
         own.give_to(parameter)
@@ -116,7 +124,7 @@ def convert(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
 @contextmanager
 def _swapping() -> Iterator[None]:
-    """Conversions of modules keep the parameters' identity; they would untie tied ones otherwise."""
+    """Keep the identity of parameters in module conversions, which would untie tied ones otherwise."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -126,7 +134,7 @@ def _swapping() -> Iterator[None]:
 
 
 def replace_all(model: nn.Module, device: torch.device) -> None:
-    """New tensors in the place of all: fake ones cannot be swapped. Tied ones stay tied."""
+    """Replace all tensors by new ones, because fake tensors cannot be swapped. Tied ones stay tied."""
     new: dict[int, Any] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):

@@ -1,4 +1,4 @@
-"""What a tape is made of: operators, and where the tensors that they take and give lie in recorded storages."""
+"""The entries of a tape: operators, and the positions of their arguments and results in recorded storages."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from meshwright.recording.report_as_cpu import change_leaves, tensors_in
+from meshwright.recording.report_as_cpu import change_leaves, leaves_in, tensors_in
 from meshwright.torch_private.operators import schema_of
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies in a recorded storage."""
+    """The position and layout of a tensor in a recorded storage."""
 
     storage: int
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class Slot:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
 
     def laid_out(self, result: torch.Tensor) -> torch.Tensor:
-        """What an operator gave, where the recording expects it: some meta kernels foretell other strides."""
+        """An operator's result in the layout that was recorded: some meta kernels predict other strides."""
         if (result.stride(), result.storage_offset()) == (self.stride, self.offset):
             return result
         storage = torch.UntypedStorage(self.extent.stop)
@@ -66,14 +66,10 @@ class TapeOperation:
 
     @cached_property
     def slots(self) -> list[Slot]:
-        found: list[Slot] = []
-        change_leaves(
-            lambda leaf: found.append(leaf) if isinstance(leaf, Slot) else None, (self.args, self.kwargs, self.outputs)
-        )
-        return found
+        return leaves_in(Slot, (self.args, self.kwargs, self.outputs))
 
     def play(self, live: dict[int, torch.UntypedStorage]) -> None:
-        """Run on real storages; storages that this operator makes are added."""
+        """Run on real storages, and add the storages that the operator makes."""
         results = self.call(lambda slot: slot.on(live[slot.storage]))
         for slot, result in zip(self.outputs, tensors_in(results), strict=True):
             if slot.storage not in live:
@@ -88,7 +84,7 @@ class TapeOperation:
 
 @dataclass(frozen=True)
 class SetState:
-    """An operator that sets torch's generator."""
+    """A recorded operator that sets the state of torch's generator."""
 
     state: torch.Tensor
     tags = (torch.Tag.nondeterministic_seeded,)
@@ -102,9 +98,7 @@ def changed_by(func: Any, args: Any, kwargs: dict[str, Any], kind: type = torch.
     positions, names = _written_arguments(func)
     values = [args[place] for place in positions if place < len(args)]
     values += [kwargs[name] for name in names if name in kwargs]
-    found: list[Any] = []
-    change_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, kind) else None, values)
-    return found
+    return leaves_in(kind, values)
 
 
 @cache
@@ -118,7 +112,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 
 def leaves_empty(func: Any, sources_written: list[bool]) -> bool:
-    """Whether what an operator makes or changes holds nothing but uninitialised memory after it."""
+    """Whether an operator's results are uninitialised memory."""
     name = schema_of(func).name.removeprefix("aten::")
     if name in _COPIES:
         return not sources_written[-1]
@@ -130,28 +124,28 @@ _EMPTY = {
     *("resize_", "resize_as_"),
 }
 _COPIES = {"clone", "_to_copy", "copy_"}
-"""Their last tensor argument is what is copied."""
+"""These copy their last tensor argument."""
 
 
 @cache
 def has_own_layout(func: Any) -> bool:
-    """Whether an operator's results lie as its library leaves them, which meta kernels do not know for sure."""
+    """Whether an operator's library decides on the strides of its results, which meta kernels may predict wrongly."""
     name = schema_of(func).name
     return "linalg" in name or name in ("aten::geqrf", "aten::ormqr", "aten::_lu_with_info")
 
 
 @cache
 def gives_numbers(func: Any) -> bool:
-    """Whether an operator's result is no tensor: `item`, `equal`, `allclose`."""
+    """Whether an operator returns numbers instead of tensors: `item`, `equal`, `allclose`."""
     returns = schema_of(func).returns
     return bool(returns) and not any("Tensor" in str(given.type) for given in returns)
 
 
 @cache
 def only_draws(func: Any) -> bool:
-    """Whether an operator fills its first argument at random and does nothing else, as `normal_` does.
+    """Whether an operator only fills its first argument with random numbers, as `normal_` does.
 
-    On the meta device it would do nothing at all, slowly: half of the time that it takes to record a model.
+    Its meta kernel has no effect but is slow: calling it would double the time to record a model.
     """
     tensors = [argument for argument in schema_of(func).arguments if "Tensor" in str(argument.type)]
     drawn = torch.Tag.nondeterministic_seeded in func.tags and schema_of(func).name.endswith("_")

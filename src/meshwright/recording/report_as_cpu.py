@@ -1,4 +1,4 @@
-"""Meta tensors that pass for tensors on the CPU, and what handles the arguments of operators on them."""
+"""Meta tensors that report to be on the CPU, and walks over the arguments of operators."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _CPU = torch.device("cpu")
 IS_META: Any = vars(tensors.TensorBase)["is_meta"].__get__
 DEVICE: Any = vars(tensors.TensorBase)["device"].__get__
 is_meta = tensors.is_meta
-"""What a tensor is behind the CPU device that it reports."""
+"""Whether a tensor really is a meta tensor, whatever device it reports."""
 
 
 class ReportAsCpu(TorchFunctionMode):
-    """Lets code believe that its tensors are on the CPU: `trunc_normal_`, for one, skips meta tensors."""
+    """Makes meta tensors report the device CPU, because some code, such as `trunc_normal_`, skips meta tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == IS_META:
@@ -28,30 +28,25 @@ class ReportAsCpu(TorchFunctionMode):
         return _CPU if func == DEVICE and result == META and self.hides(args[0]) else result
 
     def hides(self, tensor: torch.Tensor) -> bool:
-        """Whether a meta tensor passes for one on the CPU."""
+        """Whether a meta tensor reports to be on the CPU."""
         return True
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors among what an operator takes or gives."""
-    found: list[torch.Tensor] = []
-    _collect(tree, found)
-    return found
+    """The tensors among an operator's arguments or results."""
+    return leaves_in(torch.Tensor, tree)
 
 
-def _collect(tree: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(tree, torch.Tensor):
-        found.append(tree)
-    elif isinstance(tree, tuple | list):
-        for item in tree:
-            _collect(item, found)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            _collect(item, found)
+def leaves_in(kind: type, tree: Any) -> list[Any]:
+    """The leaves of one class among an operator's arguments or results."""
+    if isinstance(tree, kind):
+        return [tree]
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
+    return [leaf for value in values for leaf in leaves_in(kind, value)]
 
 
 def change_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree_map` over what an operator takes and gives, which is tuples, lists and dicts; several times as fast."""
+    """`tree_map` for an operator's arguments: only tuples, lists and dicts, but several times as fast."""
     if isinstance(tree, tuple | list):
         return type(tree)([change_leaves(change, item) for item in tree])
     if isinstance(tree, dict):

@@ -1,4 +1,4 @@
-"""Run a builder under a tape: what it sees of devices, values and random generators is what a plain build shows it."""
+"""Run a builder under a tape, with the devices, values and random generators that it would see in a plain build."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _RecordedAsCpu(ReportAsCpu):
-    """Recorded tensors pass for tensors on the CPU, and their values can be had; the builder's own meta tensors do not.
+    """Recorded tensors report to be on the CPU and have readable values; the builder's own meta tensors do not.
 
-    A library that builds on the meta device and loads files afterwards asks which tensors are still without values.
+    A library that builds on the meta device and loads files afterwards checks which tensors still have no values.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -40,12 +40,12 @@ class _RecordedAsCpu(ReportAsCpu):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _is_on_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether the builder asks for a result on the meta device, by name or by what it gives."""
-        asked = kwargs.get("device")
-        if func is torch.Tensor.to and asked is None:
-            asked = next((arg for arg in args[1:2] if isinstance(arg, str | torch.device)), None)
-        if asked is not None:
-            return str(asked).startswith("meta")
+        """Whether the builder requests a result on the meta device, by name or by its arguments."""
+        device = kwargs.get("device")
+        if func is torch.Tensor.to and device is None:
+            device = next((arg for arg in args[1:2] if isinstance(arg, str | torch.device)), None)
+        if device is not None:
+            return str(device).startswith("meta")
         tensors = tensors_in((args, kwargs))
         return any(map(is_meta, tensors)) and not any(self._tape.has(tensor) for tensor in tensors)
 
@@ -55,7 +55,7 @@ class _RecordedAsCpu(ReportAsCpu):
 
 @contextmanager
 def recording(seed: int) -> Iterator[Tape]:
-    """Record a builder. All generators start from the seed, and are put back afterwards."""
+    """Record a builder. All random generators start from the seed and are restored afterwards."""
     tape = Tape(seed)
     with seeded(seed):
         untouched = torch.default_generator.get_state()
@@ -64,12 +64,12 @@ def recording(seed: int) -> Iterator[Tape]:
         if not torch.equal(torch.default_generator.get_state(), untouched):
             tape.doubt = tape.doubt or "it uses torch's generator in a way that is not recorded"
     if tape.constants.stale():
-        tape.doubt = tape.doubt or "data that weights were made from changed later, unseen"
+        tape.doubt = tape.doubt or "data that weights were made from was changed later without an operator"
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """torch's, Python's and numpy's generators start from the seed, and are put back afterwards."""
+    """Seed the generators of torch, Python and numpy, and restore them afterwards."""
     states = torch.default_generator.get_state(), random.getstate(), numpy.random.get_state()
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -84,17 +84,13 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def _builder_may_seed(tape: Tape) -> Iterator[None]:
-    """`torch.manual_seed`, `fork_rng` and the like act on the recording instead of the generator."""
+    """Make `torch.manual_seed`, `fork_rng` and the like act on the recording instead of the generator."""
 
     def manual_seed(seed: int) -> torch.Generator:
         tape.set_random_state(torch.Generator().manual_seed(int(seed)).get_state())
         return torch.default_generator
 
-    replaced = {
-        "manual_seed": manual_seed,
-        "get_rng_state": tape.random_state,
-        "set_rng_state": tape.set_random_state,
-    }
+    replaced = dict(manual_seed=manual_seed, get_rng_state=tape.random_state, set_rng_state=tape.set_random_state)
     places = [(module, name) for module in (torch, torch.random) for name in replaced]
     before = [getattr(module, name) for module, name in places]
     for module, name in places:

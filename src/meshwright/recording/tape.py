@@ -1,13 +1,13 @@
-"""Record how a model is built without building it; play the recording later, one tensor at a time.
+"""Record how a model is built without building it, and play the recording later, one tensor at a time.
 
-Weights must be the same under every strategy and world size, and must be those of
-`torch.manual_seed(seed); build()`. So the builder runs once with every tensor on the meta device while each
-operator is written down, and each rank plays the whole tape in order on the CPU from the same seed. A tensor is
-handed over as soon as no later operator touches it, and freed: a rank never holds more than its own shards and
-what is being filled at the moment. A meta tensor's storage is its identity, so views and tied weights need no care.
+Weights must be the same under every strategy and world size: those of `torch.manual_seed(seed); build()`. So the
+builder runs once with every tensor on the meta device while each operator is recorded. Then each rank plays the whole
+tape in order on the CPU from the same seed. A tensor is handed over and freed once no later operator uses it, so a rank
+never holds more than its own shards and the tensor being filled. Tensors are identified by their meta storage, so views
+and tied weights need no special treatment.
 
-Real tensors that the builder brings along are referred to and not copied: a file that is mapped into memory is read
-where a rank's part of it is. Tensors that the builder itself puts on the meta device are left alone.
+Real tensors that the builder uses are referenced, not copied: of a memory-mapped file, only a rank's part is read.
+Tensors that the builder itself puts on the meta device are left alone.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from meshwright.recording.operation import (
     leaves_empty,
     only_draws,
 )
-from meshwright.recording.report_as_cpu import META, change_leaves, is_meta, tensors_in
+from meshwright.recording.report_as_cpu import META, change_leaves, is_meta, leaves_in, tensors_in
 from meshwright.torch_private.modes import TorchDispatchMode, outside_of_modes
 from meshwright.torch_private.operators import schema_of
 from meshwright.torch_private.tensors import storage_id
 
 
 class NotRecorded(Exception):
-    """The builder does what a recording cannot repeat; it must be run for real."""
+    """The builder does something that a recording cannot repeat, so it must run for real."""
 
 
 class Tape(TorchDispatchMode):
-    """While active, every tensor that is made is a meta tensor and every operator on one is written down."""
+    """While active, every new tensor is a meta tensor and every operator on one is recorded."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed = seed
         self.operations: list[TapeOperation] = []
         self.doubt = ""
-        """Why the recording cannot be trusted, if it cannot."""
+        """Why the recording cannot be trusted; empty if it can."""
         self.constants = Constants()
         self._paused = False
         self._taken: set[int] = set()
-        """Real storages that a recorded tensor was given for its own."""
+        """Real storages that were assigned to a recorded tensor's `data`."""
         self._written: set[int] = set()
         """Recorded storages that hold more than uninitialised memory."""
-        self._kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no identity is used twice
-        self._generators: dict[torch.Generator, torch.Tensor] = {}  # the builder's own, with their first states
+        self._kept: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no id is reused
+        self._generators: dict[torch.Generator, torch.Tensor] = {}  # the builder's generators with their first states
         self._states_before: dict[int, dict[torch.Generator, torch.Tensor]] = {}
         self._states_at_end: tuple[int, dict[torch.Generator, torch.Tensor]] | None = None
 
@@ -73,16 +73,16 @@ class Tape(TorchDispatchMode):
         if any(is_meta(tensor) and not self.has(tensor) for tensor in tensors):
             if changed and all(is_meta(tensor) and not self.has(tensor) for tensor in changed):
                 return func(*change_leaves(self._to_meta, args), **change_leaves(self._to_meta, kwargs))
-            raise NotImplementedError("Cannot copy out of meta tensor; no data!")  # as PyTorch says it
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")  # PyTorch's own message
         if not all(self.has(tensor) for tensor in changed):
             self.refuse(f"{func} changes a tensor made from data in place")
         return self._record(func, args, kwargs)
 
     def _on_others(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
-        """An operator that no recorded tensor takes part in."""
+        """Run an operator that has no recorded tensor among its arguments."""
         if all(map(is_meta, tensors)):
-            made_anew = kwargs.get("device", META) != META and _makes_alike(func)
-            return self._record(func, args, kwargs) if made_anew else func(*args, **kwargs)
+            is_new = kwargs.get("device", META) != META and _makes_alike(func)
+            return self._record(func, args, kwargs) if is_new else func(*args, **kwargs)
         changed = changed_by(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             if changed:
@@ -90,13 +90,13 @@ class Tape(TorchDispatchMode):
             return self._record(func, args, kwargs)
         for tensor in changed:
             if storage_id(tensor.untyped_storage()) in self._taken:
-                self.refuse(f"{func} changes data that a parameter was given before")
+                self.refuse(f"{func} changes data that was assigned to a parameter before")
             self.constants.before_change(tensor)
         return func(*args, **kwargs)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is recorded in here: the builder asked for tensors on the meta device."""
+        """Record nothing, because the builder requested tensors on the meta device."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -104,18 +104,18 @@ class Tape(TorchDispatchMode):
             self._paused = before
 
     def refuse(self, reason: str) -> None:
-        """The builder may catch what is raised, so it is noted as well."""
+        """Raise `NotRecorded`. The reason is also stored in `doubt`, because the builder may catch the exception."""
         self.doubt = self.doubt or reason
         raise NotRecorded(reason)
 
     def take_over(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A recorded tensor in the place of a real one, for `parameter.data = tensor`."""
+        """A recorded tensor that replaces a real one in `parameter.data = tensor`."""
         recorded = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype).copy_(tensor)
         self._taken.add(storage_id(tensor.untyped_storage()))
         return recorded
 
     def slot(self, tensor: torch.Tensor) -> Slot:
-        """Where a recorded or a real tensor lies."""
+        """The slot of a recorded or a real tensor."""
         if not is_meta(tensor):
             tensor = self.constants.stand_in(tensor)
         storage = tensor.untyped_storage()
@@ -124,16 +124,16 @@ class Tape(TorchDispatchMode):
         return Slot(key, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is one of the recording's."""
+        """Whether a tensor is part of the recording."""
         strided = is_meta(tensor) and tensor.layout == torch.strided
         return strided and storage_id(tensor.untyped_storage()) in self._kept
 
     def is_written(self, slot: Slot) -> bool:
-        """Whether a storage holds what the builder has put there, not uninitialised memory."""
+        """Whether the builder has written to a storage."""
         return slot.storage in self._written or slot.storage in self.constants.storages or 0 in slot.size
 
     def play(self, hand_over: Callable[[int, torch.UntypedStorage], None]) -> None:
-        """Run all operators in order; `hand_over` gets each storage once, when it is final."""
+        """Run all operators in order, and pass each storage to `hand_over` once it is final."""
         last = {slot.storage: index for index, op in enumerate(self.operations) for slot in op.slots}
         live = dict(self.constants.storages)
         with self._from_the_seed(), torch.no_grad():
@@ -162,14 +162,15 @@ class Tape(TorchDispatchMode):
                 self.refuse(f"{func} has no kernel for tensors without values")
             result = self._shapes(func, slotted_args, slotted_kwargs)
         outputs = tuple(self.slot(tensor) for tensor in tensors_in(result))
-        self._generators |= {g: g.get_state() for g in _generators(kwargs) if g not in self._generators}
+        generators = (value for value in kwargs.values() if isinstance(value, torch.Generator))
+        self._generators |= {g: g.get_state() for g in generators if g not in self._generators}
         operation = TapeOperation(func, slotted_args, slotted_kwargs, outputs)
         self.operations.append(operation)
         self._note_written(operation)
         return result
 
     def _note_written(self, operation: TapeOperation) -> None:
-        sources = [slot for slot in tensors_of((operation.args, operation.kwargs))]
+        sources = leaves_in(Slot, (operation.args, operation.kwargs))
         if leaves_empty(operation.function, [self.is_written(slot) for slot in sources]):
             return
         taken = {slot.storage for slot in sources}
@@ -189,18 +190,18 @@ class Tape(TorchDispatchMode):
         return meta
 
     def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator gives on the values that its arguments have now."""
+        """An operator's result for the current values of its arguments."""
         with torch.no_grad(), outside_of_modes(), torch.device("cpu"):
             return TapeOperation(func, args, kwargs, ()).call(self._real)
 
     def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Meta tensors like those that an operator without a meta kernel gives."""
+        """The results of an operator without a meta kernel, as meta tensors."""
         result = self._result(func, args, kwargs)
         with outside_of_modes():
             return change_leaves(_meta_like, tuple(result) if isinstance(result, tuple) else result)
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a recorded tensor holds now: for `linspace(...).item()`, or a rejection loop's `any()`."""
+        """The current value of a recorded tensor: for `linspace(...).item()`, or `any()` in a rejection loop."""
         return self._real(self.slot(tensor))
 
     def _real(self, wanted: Slot) -> torch.Tensor:
@@ -220,17 +221,17 @@ class Tape(TorchDispatchMode):
             return wanted.on(live[wanted.storage]).clone()
 
     def random_state(self) -> torch.Tensor:
-        """The state that torch's generator would have at this point of a plain build."""
+        """The state of torch's generator at this point of a plain build."""
         with self._from_the_seed():
             self._find_random_states()
             return torch.default_generator.get_state()
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """The builder sets torch's generator."""
+        """Record that the builder sets torch's generator."""
         self.operations.append(TapeOperation(SetState(state.clone()), (), {}, ()))
 
     def _find_random_states(self) -> None:
-        """The generators' states before each random operator; how far one moves them depends on layout alone."""
+        """Find the generators' states before each random operator. They depend only on the layouts of the tensors."""
         start, states = self._states_at_end or (0, self._get_states())
         self._set_states(states)
         for index in range(start, len(self.operations)):
@@ -249,7 +250,7 @@ class Tape(TorchDispatchMode):
 
     @contextmanager
     def _from_the_seed(self) -> Iterator[None]:
-        """Real tensors on the CPU and generators at their start; all is put back afterwards."""
+        """Make real tensors on the CPU, with the generators at their first states, and restore both afterwards."""
         before = self._get_states()
         with torch.device("cpu"), outside_of_modes():
             try:
@@ -262,13 +263,6 @@ class Tape(TorchDispatchMode):
                     generator.set_state(state)
 
 
-def tensors_of(tree: Any) -> list[Slot]:
-    """The slots among what a recorded operator takes."""
-    found: list[Slot] = []
-    change_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Slot) else None, tree)
-    return found
-
-
 def _meta_like(tensor: Any) -> Any:
     if not isinstance(tensor, torch.Tensor):
         return tensor
@@ -276,15 +270,11 @@ def _meta_like(tensor: Any) -> Any:
 
 
 def _makes_nothing(func: Any, args: Any) -> bool:
-    """An empty tensor is what PyTorch begins with to wrap a storage: let it be a real one."""
+    """Whether an operator makes an empty tensor: PyTorch uses one to wrap a storage, so it must be real."""
     return func is torch.ops.aten.empty.memory_format and list(args[0]) == [0]
 
 
 def _makes_alike(func: Any) -> bool:
-    """Whether an operator takes a tensor for its shape alone: `empty_like`, `new_zeros`."""
+    """Whether an operator uses only the shape of its tensor argument: `empty_like`, `new_zeros`."""
     name: str = schema_of(func).name.removeprefix("aten::")
     return name.endswith("_like") or name.startswith("new_")
-
-
-def _generators(kwargs: dict[str, Any]) -> list[torch.Generator]:
-    return [value for value in kwargs.values() if isinstance(value, torch.Generator)]

@@ -1,4 +1,4 @@
-"""Put something around a module's `forward` without wrapping the module, so that names stay the user's."""
+"""Wrap a module's `forward` without wrapping the module, so that parameter names do not change; and remove hooks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any
 
 
 def wrap_forward(module: nn.Module, around: Around) -> None:
-    """From now on `module(...)` runs `around(module, forward, args, kwargs)`.
+    """Make `module(...)` run `around(module, forward, args, kwargs)` from now on.
 
-    The module gets a subclass of its own class. An attribute on the instance would not do: DataParallel's copies
-    of the module would go on to call the original.
+    The module's class is replaced by a subclass. An attribute on the instance is not enough: DataParallel's copies of
+    the module would call the original's.
     """
     own = module.__dict__.pop("forward", None)
     cls = type(module)
@@ -27,7 +27,7 @@ def wrap_forward(module: nn.Module, around: Around) -> None:
 
 @contextmanager
 def replaced_forwards(modules: Mapping[str, nn.Module], call: Callable[..., Any]) -> Iterator[None]:
-    """While active, a module runs `call(name, forward, *args, **kwargs)`. Here an attribute on the instance will do."""
+    """While active, a module runs `call(name, forward, *args, **kwargs)`. It is set on the instance."""
     before = {name: vars(module).get("forward") for name, module in modules.items()}
     for name, module in modules.items():
         module.forward = functools.partial(call, name, module.forward)
@@ -38,9 +38,19 @@ def replaced_forwards(modules: Mapping[str, nn.Module], call: Callable[..., Any]
             vars(module).pop("forward") if before[name] is None else vars(module).update(forward=before[name])
 
 
-@functools.lru_cache(maxsize=256)  # bounded: it keeps what the wrappers close over
+@contextmanager
+def removing(hooks: list[Any]) -> Iterator[None]:
+    """Remove the hooks when the context ends."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@functools.lru_cache(maxsize=256)  # bounded: it keeps the closures of the wrappers alive
 def _wrapped(cls: Any, around: Around) -> type[nn.Module]:
-    """One class for all modules that are wrapped alike: torch.compile compiles them once, not once per block."""
+    """One class for all modules that are wrapped the same way: torch.compile compiles it once, not once per block."""
     inner = cls.forward
 
     @functools.wraps(inner)

@@ -6,11 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import (
-    _get_grad_fn_or_grad_acc,
-    construct_reverse_graph,
-    get_param_groups,
-)
+from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc, construct_reverse_graph, get_param_groups
 
 __all__ = ["construct_reverse_graph", "get_param_groups"]
 

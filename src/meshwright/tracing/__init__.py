@@ -1,4 +1,4 @@
-"""The traced grade of forecast: `build` on fake tensors in a fake world; and costs, which the other counts with."""
+"""Forecasts from a trace: one training step on fake tensors in a fake world. Also the costs that the planner uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["trace_roles", "trace_step"]
 
 
 def __getattr__(name: str) -> Any:
-    """All that a step needs is imported when one is first traced; who asks for costs needs little of it."""
+    """Import what a traced step needs on first use: callers that need only costs skip most of it."""
     if name not in __all__:
         raise AttributeError(f"module 'meshwright.tracing' has no attribute {name!r}")
     from meshwright.tracing import step

@@ -1,9 +1,9 @@
 """A model of PyTorch's CUDA caching allocator: what it would hold for the same sequence of requests.
 
-Rules and sizes are those of c10/cuda/CUDACachingAllocator.cpp with its default settings. Requests are rounded up to 512
-bytes and served from the smallest free block of their pool and stream that is large enough; a block is split if enough
-is left; neighbours that are free become one. Nothing goes back to the device, as long as there is memory. A block that
-is not split counts whole as allocated: so `torch.cuda.max_memory_allocated()` is more than the sum of the requests.
+Rules and sizes are those of c10/cuda/CUDACachingAllocator.cpp with its default settings. A request is rounded up to 512
+bytes and served from the smallest free block of its pool and stream that is large enough. The block is split if enough
+is left over. Free neighbours are merged. Nothing is returned to the device while there is memory. A block that is not
+split counts as allocated in full, so `torch.cuda.max_memory_allocated()` is more than the sum of the requests.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 MIB = 1 << 20
 ROUNDING = 512
 SMALL = MIB
-"""The largest request that the pool of small blocks serves."""
+"""The largest request that is served from the pool of small blocks."""
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
 OWN_SEGMENT = 10 * MIB
-"""Requests from here on get a segment of their own size, if no free block is large enough."""
+"""Requests of at least this size get a separate segment, if no free block is large enough."""
 OWN_ROUNDING = 2 * MIB
 
 
@@ -42,7 +42,7 @@ class SegmentChunk:
 
 @dataclass
 class Allocator:
-    """Segments that were taken from the device, cut into chunks."""
+    """The segments that were reserved on the device, divided into chunks."""
 
     reserved: int = 0
     allocated: int = 0
@@ -52,7 +52,7 @@ class Allocator:
     """By address."""
 
     def allocate(self, size: int, stream: int = 0) -> SegmentChunk:
-        """Serve a request; the chunk may be larger than what was asked for."""
+        """Serve a request. The chunk may be larger than requested."""
         size = max(ROUNDING, round_up(size, ROUNDING))
         pool = size <= SMALL, stream
         chunk = self._best_fit(size, pool) or self._new_segment(size, pool)
@@ -64,7 +64,7 @@ class Allocator:
         return chunk
 
     def release(self, chunk: SegmentChunk) -> None:
-        """The chunk is free again, and one with its free neighbours."""
+        """Free a chunk and merge it with its free neighbours."""
         self.allocated -= chunk.size
         chunk.free = True
         if chunk.after is not None and chunk.after.free:

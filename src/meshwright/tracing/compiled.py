@@ -1,12 +1,11 @@
-"""`torch.compile` in a trace: what the compiler would make of a module, run without values.
+"""`torch.compile` in a trace: capture the graph that the compiler would see, and run it without values.
 
-The compiler's first half is PyTorch's own: AOTAutograd draws forward and backward as one graph, in the operators that
-Inductor takes apart further, and a minimal cut decides what is kept for backward and what is computed again. Its second
-half, which writes kernels, needs a GPU; `fusion.py` has its rules. Dynamo, which comes first and reads Python's
-bytecode, cannot run on fake tensors: the module's `forward` is run instead, so a graph that Dynamo would break in two
-is taken for one.
+The first half of the compiler is PyTorch's: AOTAutograd captures forward and backward as one graph of decomposed
+operators, and a minimal cut decides what is saved for backward and what is recomputed. The second half, which writes
+kernels, needs a GPU; `fusion.py` models its rules. Dynamo, which reads Python's bytecode first, cannot run on fake
+tensors. The module's `forward` is run instead, so a graph that Dynamo would break in two counts as one.
 
-What is private to PyTorch's compiler is used here and nowhere else; `tests/tracing/test_compiled.py` holds it.
+Private API of PyTorch's compiler is used only here; `tests/tracing/test_compiled.py` tests it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from meshwright.errors import one_line
 from meshwright.torch_private.modules import lend_tensors
 from meshwright.torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
 from meshwright.tracing.fusion import Program, fuse
-from meshwright.tracing.nodes import is_choice
+from meshwright.tracing.nodes import is_getitem
 from meshwright.tracing.recorder import StepRecorder
 from meshwright.tracing.runner import Runner
 
@@ -38,20 +37,20 @@ Function = Callable[..., Any]
 
 @dataclass
 class Compiler:
-    """What was compiled so far. Modules that look the same are compiled once."""
+    """Compiles modules and functions in a trace. Equal modules are compiled once."""
 
     recorder: StepRecorder
     moments: Callable[[str], str]
-    """From a parameter of the model to where a step is that reads it."""
+    """From a parameter of the model to the moment of a step that reads it."""
     made: dict[Any, CompiledGraph | None] = field(default_factory=dict)
     failed: dict[str, None] = field(default_factory=dict)
-    """Why something could not be drawn, and ran as it is."""
+    """Why some functions could not be captured and ran eagerly."""
     policies: list[Any] = field(default_factory=list)
-    """For each stretch that is computed again, what says which operators are not."""
+    """For each checkpointed region, the policy that says which operators are saved instead."""
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """While active, what is compiled runs as a compiler would have it run, once it is called."""
+        """While active, compiled modules and functions run as the compiler would run them."""
 
         def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             module.forward = Compiled(self, module.forward, module)
@@ -61,16 +60,15 @@ class Compiler:
 
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings(
-                "ignore", "FSDP2-wrapped module .* returned a view"
-            )  # of memory that was taken over
+            # The view is of reused memory, which the user's code never sees.
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             stack.enter_context(patch.object(nn.Module, "compile", compile_module))
             stack.enter_context(patch.object(torch, "compile", compile_function))
             stack.enter_context(patch.object(recompute, "checkpoint", self._checkpoint))
             yield
 
     def _checkpoint(self, function: Function, *args: Any, context_fn: Any = None, **kwargs: Any) -> Any:
-        """Where a graph is drawn, what is to be computed again is marked for the cut, as the compiler marks it."""
+        """While a graph is captured, mark what is to be recomputed, as the compiler does."""
         options = {} if context_fn is None else {"context_fn": context_fn}
         if not self.recorder.paused:
             return checkpoint(function, *args, **options, **kwargs)
@@ -80,23 +78,23 @@ class Compiler:
         with patch.dict(traceback.current_meta, marks):
             return function(*args, **kwargs)
 
-    def keep_the_dear(self, graph: fx.Graph) -> None:
-        """Mark what a selective policy does not compute again."""
+    def mark_saved(self, graph: fx.Graph) -> None:
+        """Mark the operators that a selective policy saves."""
         for node in graph.nodes:
             policy = self.policies[node.meta["ac_graph_id"] - 1] if "ac_graph_id" in node.meta else None
             if policy is not None:
-                whole = node.args[0] if is_choice(node) else node  # a part is kept as the whole is
+                whole = node.args[0] if is_getitem(node) else node  # one of several results is saved like all of them
                 node.meta["recompute"] = policy(None, whole.target)
 
 
 @dataclass
 class CompiledGraph:
-    """A function of tensors that was compiled for arguments of one kind."""
+    """A function of tensors that was compiled for arguments of one layout."""
 
     call: Callable[[list[Tensor]], list[Tensor]]
     tree: TreeSpec
     outputs: list[Any] = field(default_factory=list)
-    """Leaves of what it returns, with `_TENSOR` in place of the tensors."""
+    """The leaves that it returns, with `_TENSOR` in place of tensors."""
     is_loss: bool = False
 
 
@@ -104,14 +102,14 @@ _TENSOR = object()
 
 
 class Compiled:
-    """Stands for a function, or for a module's `forward`, that was compiled."""
+    """A compiled function, or a module's compiled `forward`."""
 
     def __init__(self, compiler: Compiler, function: Function, module: nn.Module | None = None) -> None:
         self._compiler, self._function, self._module = compiler, function, module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._compiler.recorder.paused:
-            return self._function(*args, **kwargs)  # it is part of what is being drawn
+            return self._function(*args, **kwargs)  # it is part of the graph that is being captured
         leaves, tree = tree_flatten((args, kwargs))
         state = self._state()
         others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -137,17 +135,17 @@ class Compiled:
     def _find(self, names: list[str], tree: TreeSpec, others: list[Any], given: list[Tensor]) -> CompiledGraph | None:
         compiler = self._compiler
         whose = self._function if self._module is None else (type(self._module), repr(self._module))
-        key = (whose, tree, tuple(map(repr, others)), torch.is_grad_enabled(), *map(_looks, given))
+        key = (whose, tree, tuple(map(repr, others)), torch.is_grad_enabled(), *map(_layout, given))
         if key not in compiler.made:
             try:
                 with compiler.recorder.pausing(), as_compiled():
-                    compiler.made[key] = self._draw(names, tree, others, given)
-            except Exception as error:  # whatever a model does that cannot be drawn
+                    compiler.made[key] = self._capture(names, tree, others, given)
+            except Exception as error:  # the model does something that cannot be captured
                 compiler.made[key] = None
                 compiler.failed[one_line(error)] = None
         return compiler.made[key]
 
-    def _draw(self, names: list[str], tree: TreeSpec, others: list[Any], given: list[Tensor]) -> CompiledGraph:
+    def _capture(self, names: list[str], tree: TreeSpec, others: list[Any], given: list[Tensor]) -> CompiledGraph:
         made = CompiledGraph(lambda tensors: [], tree)
 
         def run(tensors: list[Tensor]) -> list[Tensor]:
@@ -157,50 +155,48 @@ class Compiled:
             made.outputs = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-        losses = self._compiler.recorder.drawn_losses
+        losses = self._compiler.recorder.captured_losses
         made.call = _compile(run, names, self._compiler)
         made.call([_stand_in(tensor) for tensor in given])
-        made.is_loss = self._compiler.recorder.drawn_losses > losses
+        made.is_loss = self._compiler.recorder.captured_losses > losses
         return made
 
     def _call(self, state: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-        if self._module is None:
-            return self._function(*args, **kwargs)
-        with lend_tensors(self._module, state, tie_weights=True):
+        with lend_tensors(self._module, state, tie_weights=True) if self._module is not None else nullcontext():
             return self._function(*args, **kwargs)
 
 
-def _looks(tensor: Tensor) -> Any:
+def _layout(tensor: Tensor) -> Any:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    """A graph keeps what it is drawn from, so it is not drawn from tensors whose end is waited for."""
+    """An empty tensor to capture the graph with: the graph would keep the real one alive."""
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return empty.requires_grad_(tensor.requires_grad)
 
 
 def _compile(run: Function, names: list[str], compiler: Compiler) -> Callable[[list[Tensor]], list[Tensor]]:
-    """A function of tensors, the first of which have `names`; it is drawn when it is called first."""
-    from meshwright.torch_private import aot  # takes seconds, so not before it is needed
+    """A function of tensors, the first of which have `names`. Its graph is captured on the first call."""
+    from meshwright.torch_private import aot  # late, because the import takes seconds
 
-    drawn: list[Program] = []
+    programs: list[Program] = []
     returned = 0
 
     def cut(graph: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         nonlocal returned
         returned = num_fwd_outputs
-        compiler.keep_the_dear(graph.graph)
+        compiler.mark_saved(graph.graph)
         options["static_lifetime_input_indices"] = list(range(len(names)))
         return aot.min_cut_rematerialization_partition(
             graph, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
         )
 
     def make_kernels(gm: fx.GraphModule, example_inputs: Any) -> Runner:
-        drawn.append(fuse(gm.graph, _kept_between(drawn[0], returned) if drawn else frozenset()))
-        keys = _inputs(drawn[0]) if len(drawn) == 1 else _outputs(drawn[-1])
+        programs.append(fuse(gm.graph, _kept_between(programs[0], returned) if programs else frozenset()))
+        keys = [(node, 0) for node in programs[0].inputs] if len(programs) == 1 else _outputs(programs[-1])
         moments = {key: compiler.moments(name) for key, name in zip(keys, names, strict=False)}
-        return Runner(drawn[-1], compiler.recorder, moments)
+        return Runner(programs[-1], compiler.recorder, moments)
 
     return aot.aot_function(
         run,
@@ -211,17 +207,13 @@ def _compile(run: Function, names: list[str], compiler: Compiler) -> Callable[[l
     )
 
 
-def _inputs(program: Program) -> list[Any]:
-    return [(node, 0) for node in program.inputs]
-
-
 def _outputs(program: Program) -> list[Any]:
-    """Backward returns a gradient for each argument of forward."""
+    """The values that a program returns; those of backward are the gradients of forward's arguments."""
     return [output[0] if output is not None else None for output in program.outputs]
 
 
 def _kept_between(forward: Program, returned: int) -> frozenset[str]:
-    """What forward keeps for backward alone: names of values that nobody else holds."""
+    """Names of the values that forward saves only for backward."""
     keys = _outputs(forward)
     own = {key for key in keys if key is not None and keys.count(key) == 1 and key[0] not in forward.inputs}
     kept = [output for output in forward.outputs[returned:] if output is not None]

@@ -1,4 +1,7 @@
-"""From a job to `ModelCosts`: one step of the plain model on fake tensors, for two sizes of a micro-batch."""
+"""Measure the `ModelCosts` of a job: one step of the plain model without values, for two micro-batch sizes.
+
+The affine cost model: bytes and operations of each unit are `constant + samples * slope`, fixed by the two sizes.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +31,21 @@ from meshwright.facts.model import ModelFacts
 from meshwright.recording.blueprint import Blueprint, record
 from meshwright.recording.wrap_forward import replaced_forwards
 from meshwright.torch_private.trees import tree_flatten, tree_leaves, tree_map_only
-from meshwright.tracing.meter import Meter, Ran
+from meshwright.tracing.meter import Meter, OperatorRun
 
 SIZES = (2, 4)
-"""Samples of the two traces. One would leave BatchNorm without a variance."""
+"""Samples in the two traces. With one sample, BatchNorm would have no variance."""
 LOSS = "loss"
 
 
 def measure_costs(job: Job, facts: ModelFacts, precision: str, recompute: str = "none") -> ModelCosts:
-    """What a micro-batch of a job costs under a precision, as a CUDA device would run it.
+    """The costs of a job's micro-batch under a precision, as a CUDA device would run it.
 
-    With `recompute` blocks are run as they recompute; `ModelCosts.recomputed` says nearly the same of a plain trace.
+    With `recompute`, blocks are traced with recomputation; `ModelCosts.recomputed` derives nearly the same from a plain
+    trace.
     """
     if facts.unseen:
-        raise JobError(f"The model's step could not be seen on fake tensors: {facts.unseen}.")
+        raise JobError(f"The model's step could not be traced on fake tensors: {facts.unseen}.")
     blueprint = record(job.model, seed=0, values=False)
     blocks = [blueprint.model.get_submodule(name) for name in facts.blocks]
     kinds = {name: size_of(block) for name, block in zip(facts.blocks, blocks, strict=True)}
@@ -57,18 +61,18 @@ def measure_costs(job: Job, facts: ModelFacts, precision: str, recompute: str = 
 
 @dataclass
 class _Segment:
-    """A unit in one trace."""
+    """The measurements of one unit in one trace."""
 
     name: str
     like: str
     is_block: bool
     parameters: tuple[str, ...]
-    forward: list[Ran] = field(default_factory=list)
-    backward: list[Ran] = field(default_factory=list)
+    forward: list[OperatorRun] = field(default_factory=list)
+    backward: list[OperatorRun] = field(default_factory=list)
     start: int = 0
     """Live bytes when its forward pass began."""
     end: int = 0
-    """Live bytes when the next one began."""
+    """Live bytes when the next unit's forward pass began."""
     forward_peak: int = 0
     backward_peak: int = 0
     output: int = 0
@@ -79,7 +83,7 @@ class _Segment:
 
 
 class _Recorder:
-    """Knows which unit runs, forward and backward, while a model does."""
+    """Assigns operators and memory to the unit that is running, in forward and in backward."""
 
     def __init__(self, facts: ModelFacts) -> None:
         self.meter = Meter(self._ran)
@@ -89,7 +93,7 @@ class _Recorder:
         self._backward = False
 
     def enter(self, index: int) -> None:
-        """A unit's forward pass begins, and that of the one before it ends."""
+        """Begin a unit's forward pass, and end that of the unit before it."""
         if index > 0:
             self._close_forward()
         self._at = index
@@ -98,7 +102,7 @@ class _Recorder:
         self.meter.peak = self.meter.live
 
     def leave(self, index: int, output: Any) -> None:
-        """A unit returned; what follows until the next one begins is its too, or the loss's after the last."""
+        """Note a unit's output. What runs before the next unit counts as this one's; after the last, as the loss's."""
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         self.segments[index].output = sum(leaf.numel() * leaf.itemsize for leaf in tensors)
         for leaf in tensors:
@@ -107,9 +111,9 @@ class _Recorder:
             self.enter(index + 1)
 
     def return_to(self, index: int) -> None:
-        """The backward pass of a unit begins."""
+        """Begin the backward pass of a unit."""
         if index < self._at:
-            self._close_backward()
+            self.end_backward()
             self._at = index
             self.meter.peak = self.meter.live
 
@@ -118,19 +122,16 @@ class _Recorder:
         self._backward = True
         self.meter.peak = self.meter.live
 
-    def end_backward(self) -> None:
-        self._close_backward()
-
     def _close_forward(self) -> None:
         segment = self.segments[self._at]
         segment.end = self.meter.live
         segment.forward_peak = self.meter.peak - segment.start
 
-    def _close_backward(self) -> None:
+    def end_backward(self) -> None:
         segment = self.segments[self._at]
         segment.backward_peak = self.meter.peak - segment.start
 
-    def _ran(self, work: Ran) -> None:
+    def _ran(self, work: OperatorRun) -> None:
         segment = self.segments[self._at]
         (segment.backward if self._backward else segment.forward).append(work)
 
@@ -138,23 +139,19 @@ class _Recorder:
 def _trace(
     job: Job, facts: ModelFacts, blueprint: Blueprint, kinds: Mapping[str, Any], precision: str, samples: int
 ) -> list[_Segment]:
-    """One step without values; on real tensors where the model looks at values and is small."""
+    """Trace one step without values, or on real tensors if the model reads values and is small."""
     rungs: list[Rung] = [partial(on_meta, device=as_on_cuda), partial(on_fake, device=as_on_cuda)]
     if is_small(blueprint.model):
-        # As a CPU computes, so attention may keep its scores: more than a GPU would.
+        # This computes as a CPU does, so attention may save its scores, which a GPU would not.
         rungs.append(partial(on_real, copies=False))
     try:
         run = partial(_step, job, facts, blueprint, kinds, precision)
         return climb(blueprint.model, make_batch(job, samples), run, *rungs)
     except Exception as error:
-        raise _unseen(error) from error
-
-
-def _unseen(error: Exception) -> JobError:
-    return JobError(
-        f"The model's costs could not be seen, so its memory and time cannot be told: {one_line(error)} "
-        "A model that looks at values is run on real tensors only where it is small."
-    )
+        raise JobError(
+            f"The model's costs could not be measured, so its memory and time are unknown: {one_line(error)} "
+            "A model that reads values is run on real tensors only if it is small."
+        ) from error
 
 
 def _step(
@@ -175,7 +172,7 @@ def _step(
 
 
 def _parameters(facts: ModelFacts, dtype: torch.dtype) -> Callable[[str, nn.Parameter], torch.Tensor]:
-    """Makes stand-ins; blocks share theirs where they are of the same sizes, which costs no truth."""
+    """A function that makes stand-ins. Blocks of the same sizes share theirs, which changes no result."""
     shared: dict[Any, torch.Tensor] = {}
 
     def make(name: str, parameter: nn.Parameter) -> torch.Tensor:
@@ -190,20 +187,20 @@ def _parameters(facts: ModelFacts, dtype: torch.dtype) -> Callable[[str, nn.Para
 
 
 def _outer(name: str) -> list[str]:
-    """The modules that a parameter lies in, by name."""
+    """Names of the modules that contain a parameter."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _forget_gradient(parameter: torch.Tensor) -> None:
-    """Gradients of parameters are states, and accounted for as such."""
+    """Free a parameter's gradient: gradients are counted as state."""
     parameter.grad = None
 
 
 def _watch(
     model: nn.Module, facts: ModelFacts, kinds: Mapping[str, Any], recorder: _Recorder
 ) -> AbstractContextManager[None]:
-    """Tell the recorder of every unit's call; calls of a block that ran before, in all but name, are stood in for."""
+    """Tell the recorder about every call of a unit, and skip calls of blocks that are equal to one that ran before."""
     calls = iter(range(len(facts.calls)))
     seen: dict[Any, tuple[str, Any]] = {}
 
@@ -217,7 +214,7 @@ def _watch(
         if segment.is_block and key in seen:
             segment.like, made = seen[key]
             reached = [tensor for tensor in inputs if tensor.requires_grad]
-            output = tree_map_only(MadeTensor, lambda tensor: tensor.hanging_on(reached), made)
+            output = tree_map_only(MadeTensor, lambda tensor: tensor.connected_to(reached), made)
         else:
             segment.like = name
             output = forward(*args, **kwargs)
@@ -234,7 +231,7 @@ def _unit(small: _Segment, large: _Segment) -> UnitCosts:
         each = (high - low) / (SIZES[1] - SIZES[0])
         return Size(low - each * SIZES[0], each)
 
-    def kernels(low: list[Ran], high: list[Ran]) -> tuple[Kernel, ...]:
+    def kernels(low: list[OperatorRun], high: list[OperatorRun]) -> tuple[Kernel, ...]:
         return tuple(
             Kernel(
                 name=a.name,

@@ -1,6 +1,6 @@
-"""DistributedDataParallel for fake tensors: the same buckets and the same sums.
+"""DistributedDataParallel for fake tensors, with the same buckets and the same all-reduces.
 
-PyTorch's reducer is C++ that reads the values of its bookkeeping, which fake tensors do not have.
+PyTorch's reducer is C++ code that reads values of tensors, which fake tensors do not have.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MIB = 1 << 20
 
 
 class Buckets(nn.Module):
-    """Gradients are views into buckets, which are summed one after another as backward fills them."""
+    """Gradients are views into buckets. Each bucket is all-reduced when backward has filled it."""
 
     def __init__(
         self, module: nn.Module, *, process_group: Any = None, bucket_cap_mb: int = 25, **options: Any
     ) -> None:
         super().__init__()
         self.module, self._group, self._synced = module, process_group, True
-        parameters = [p for p in module.parameters() if p.requires_grad][::-1]  # as backward comes by them
+        parameters = [p for p in module.parameters() if p.requires_grad][::-1]  # the order of the backward pass
         metas = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parameters]
         groups, _ = assign_buckets(metas, [FIRST_BUCKET_BYTES, bucket_cap_mb * MIB])
         for indices in groups:
@@ -37,7 +37,7 @@ class Buckets(nn.Module):
         return self.module(*args, **kwargs)
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """The sum of a bucket is always the fake world's."""
+        """Ignored: the fake world always sums a bucket in the same way."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

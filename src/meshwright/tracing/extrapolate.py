@@ -1,14 +1,15 @@
-"""From two shorter models to a longer one: at every moment of a step, all is affine in the number of blocks.
+"""Extrapolate from two shorter models to a longer one.
 
-A peak is not: it may lie at another moment in a longer model. So every moment is drawn out by itself, and the peak
-found among them. In the blocks between the ends memory is between that of the ends, or the same. What the allocator
-holds beyond the peak comes in segments, so that is not affine: the larger of the two is taken.
+At every moment of a step, memory and work are affine in the number of blocks. A peak is not: it may be at another
+moment in a longer model. So every moment is extrapolated separately, and the peak is found among the results. The
+memory of middle blocks is between that of the first and the last ones. What the allocator reserves beyond the peak
+comes in segments and is not affine, so the larger of the two amounts is used.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from meshwright.tracing.record_step import Recorded
 
 
 def extrapolate(shorter: Recorded, longer: Recorded, *, sizes: tuple[int, int], to: float) -> Recorded:
-    """What was seen of models with `sizes` blocks as it would be with `to`."""
+    """The record of a model with `to` blocks, from the records of models with `sizes` blocks."""
     times = (to - sizes[0]) / (sizes[1] - sizes[0])
     moments = [moment for moment in shorter.peaks if moment in longer.peaks]
     peaks = {m: _causes(shorter.peaks[m], longer.peaks[m], times) for m in moments}
@@ -57,9 +58,9 @@ def _messages(first: Counter[Message], second: Counter[Message], times: float) -
 def _items(
     first: Counter[Item], second: Counter[Item], times: float, kind: Callable[[Item], Item], sums: tuple[str, ...]
 ) -> Counter[Item]:
-    """Counts grow; what grows itself (an update of all parameters at once) is drawn out as one of its kind."""
+    """Extrapolate counts. An item whose size grows (an update of all parameters at once) is matched by its kind."""
     grown: Counter[Item] = Counter()
-    changed: dict[Hashable, list[Counter[str]]] = {}
+    changed: dict[Item, list[Counter[str]]] = {}
     for item in first | second:
         before, after = first[item], second[item]
         if after >= before > 0:
@@ -70,12 +71,8 @@ def _items(
             total["count"] += count
             for name in sums:
                 total[name] += count * getattr(item, name)
-    for key, (before_, after_) in changed.items():
-        _add(grown, key, before_, after_, times, sums)
+    for key, (small, large) in changed.items():
+        count = max(1, _affine(small["count"], large["count"], times))
+        values: Any = {name: _affine(small[name], large[name], times) / count for name in sums}
+        grown[replace(key, **values)] += count
     return grown
-
-
-def _add(grown: Counter[Any], key: Any, before: Counter[str], after: Counter[str], times: float, sums: Any) -> None:
-    count = max(1, _affine(before["count"], after["count"], times))
-    values = {name: _affine(before[name], after[name], times) / count for name in sums}
-    grown[replace(key, **values)] += count

@@ -1,7 +1,7 @@
-"""The same job with fewer of the blocks that repeat: a model of eighty layers is known from four and from eight.
+"""Make a job with fewer of its repeated blocks: a model of eighty layers is extrapolated from four and eight.
 
-Blocks of one list that have the same parameters and cost the same are alike, and a step's memory and work are affine in
-their number. Which ones stay is chosen so that every stage of a pipeline keeps as many.
+Blocks of one list that have the same parameters and costs are alike, and a step's memory and work are affine in their
+number. Every stage of a pipeline keeps the same number of blocks.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ class BlockStack:
     """A list of blocks that are alike."""
 
     name: str
-    """Of the list in the model."""
+    """The name of the list in the model."""
     blocks: int
 
 
 @dataclass(frozen=True)
 class Shortened:
-    """A job and its facts with some blocks left out."""
+    """A job and its facts without some of the blocks."""
 
     job: Job
     facts: ModelFacts
     blocks: float
-    """Blocks that stayed, of the one list or of each stage."""
+    """The number of blocks that are left."""
 
 
 def find_repeated_blocks(facts: ModelFacts) -> BlockStack | None:
-    """The list of blocks that a model repeats; None if blocks differ, or do not stand in one list."""
+    """The list of blocks that a model repeats; None if blocks differ or are not in one list."""
     lists = {name.rpartition(".")[0] for name in facts.blocks}
     if len(lists) != 1 or facts.unseen:
         return None
     name = lists.pop()
     expected = [f"{name}.{index}" for index in range(len(facts.blocks))]
-    if list(facts.blocks) != expected or len({_looks(facts, block) for block in expected}) != 1:
+    if list(facts.blocks) != expected or len({_content_of(facts, block) for block in expected}) != 1:
         return None
     return BlockStack(name, len(expected))
 
 
-def _looks(facts: ModelFacts, block: str) -> tuple[object, ...]:
-    """What must be the same for two blocks to be alike."""
+def _content_of(facts: ModelFacts, block: str) -> tuple[object, ...]:
+    """What must be equal for two blocks to be alike."""
     start = f"{block}."
     parameters = [
         (tuple(n.removeprefix(start) for n in p.names), p.shape, p.itemsize, p.trainable, p.used)
@@ -68,7 +68,7 @@ def _looks(facts: ModelFacts, block: str) -> tuple[object, ...]:
 def with_fewer_blocks(
     job: Job, facts: ModelFacts, strategy: Strategy, stack: BlockStack, blocks: int
 ) -> Shortened | None:
-    """`job` with so many blocks, on each stage of a pipeline; None if there are not so many."""
+    """`job` with this number of blocks, or this number on each pipeline stage; None if there are fewer."""
     if not is_pipelined(strategy):
         return _keep(job, facts, stack, list(range(blocks)), None) if blocks <= stack.blocks else None
     stages = cut_stages(facts, count_stages(strategy), job.stages)
@@ -80,7 +80,7 @@ def with_fewer_blocks(
 
 
 def blocks_of_stages(facts: ModelFacts, stack: BlockStack, stages: Stages) -> list[list[int]]:
-    """For each stage, the places in the list of the blocks that it calls."""
+    """For each stage, the indices in the list of the blocks that it calls."""
     places = {f"{stack.name}.{index}": index for index in range(stack.blocks)}
     names = [[facts.calls[call].name for call in stages.calls_of(stage)] for stage in range(len(stages))]
     return [[places[name] for name in own if name in places] for own in names]
@@ -108,7 +108,7 @@ def _build(build: Callable[[], nn.Module], name: str, kept: list[int]) -> nn.Mod
 
 
 def _renaming(stack: BlockStack, kept: list[int]) -> Callable[[str], str | None]:
-    """From a name in the whole model to the one in the shorter; None for what was left out."""
+    """From a name in the whole model to the name in the shorter one; None for removed blocks."""
     start = f"{stack.name}." if stack.name else ""
     places = {str(old): str(new) for new, old in enumerate(kept)}
 

@@ -1,10 +1,10 @@
-"""Which values of a compiled graph get memory, and for how long: rules of Inductor, PyTorch's compiler.
+"""Decide which values of a compiled graph get memory, and for how long, by the rules of Inductor, PyTorch's compiler.
 
-Products, convolutions, attention and the like are kernels of their own, and write what they make. All else is fused: a
-value is written only if somebody reads it who cannot compute it on the way. Those are the caller, a kernel of its own,
-whoever reads a reduction in a later kernel, and several readers of a value that is made of many. Kernels that go over
-as many elements become one if one reads what the other makes or reads. A value is freed when it is read for the last
-time, or written over if the next has its size. Thresholds are Inductor's defaults.
+Matrix products, convolutions, attention and the like are separate kernels and write their results. Everything else is
+fused: a value is written only if one of its readers cannot compute it inline. Such readers are the caller, a separate
+kernel, and a later kernel that reads a reduction. A value with several readers is written if it is made of many values.
+Kernels over the same number of elements are merged if one reads what the other reads or writes. A value is freed after
+its last read, or overwritten if the next one has its size. Thresholds are Inductor's defaults.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from meshwright.tracing.nodes import (
     base_of,
     computes,
     domain_of,
-    is_alone,
-    is_choice,
+    is_getitem,
     is_scatter,
+    is_separate,
     is_view,
     made_by,
     matrices_of,
@@ -31,34 +31,34 @@ from meshwright.tracing.nodes import (
 )
 
 READS_IF_SHARED = 4
-"""A value that several read is written if it is made of more values than this."""
+"""A value with several readers is written if it is made of more values than this."""
 READS, OPERATORS = 8, 30
-"""A value is written if it is made of more values, or by more operators."""
+"""Any value is written if it is made of more values, or by more operators, than this."""
 NEAR = 16
-"""How many kernels back an operator is fused with one that reads the same."""
+"""How many kernels back an operator may be fused with one that reads the same value."""
 
 Keys = dict[Key, None]
-"""Values in the order in which they came."""
+"""An ordered set of values."""
 
 
 @dataclass(eq=False)
 class CompiledKernel:
-    """What is launched at once: an operator with a kernel of its own, or fused ones."""
+    """One kernel: a separate operator, or several fused ones."""
 
     node: fx.Node | None = None
-    """The operator that is not fused."""
+    """The separate operator; None for fused ones."""
     rows: int = 0
     length: int = 1
-    """Elements of what it writes, and how many are reduced to each."""
+    """Elements that it writes, and how many are reduced to each."""
     reads: Keys = field(default_factory=dict)
     writes: Keys = field(default_factory=dict)
     takes: dict[Key, Key] = field(default_factory=dict)
-    """What is written into the memory of a value that nobody reads any more."""
+    """From a value that it writes to the dead value whose memory it overwrites."""
     frees: list[Key] = field(default_factory=list)
-    """What nobody reads after it."""
+    """Values that are not read after it."""
 
     def fits(self, rows: int, length: int) -> bool:
-        """Whether an operator over so many elements can be part of it."""
+        """Whether an operator over this number of elements can be fused into it."""
         if self.node is not None:
             return False
         if self.length == 1:
@@ -72,16 +72,16 @@ class Program:
 
     inputs: tuple[fx.Node, ...]
     unread: tuple[fx.Node, ...]
-    """Inputs that nobody reads."""
+    """Inputs that no kernel reads."""
     kernels: tuple[CompiledKernel, ...]
     buffers: dict[Key, Buffer]
-    """Of every value that is in memory at some time."""
+    """The buffers of all values that are in memory at some time."""
     outputs: tuple[tuple[Key, fx.Node] | None, ...]
-    """What is returned: a value, and the node that shows it. None where there is no tensor."""
+    """The results: a value, and the node that views it. None for a result that is no tensor."""
 
 
 def fuse(graph: fx.Graph, mine: frozenset[str] = frozenset()) -> Program:
-    """What Inductor would run for a graph; it may write over the inputs called `mine` once they are read."""
+    """The program that Inductor would run for a graph. It may overwrite inputs named `mine` after their last read."""
     return _Fusion(graph, mine).program()
 
 
@@ -92,10 +92,10 @@ class _Fusion:
         self._made_by: dict[Key, int] = {}
         """The kernel that writes a value."""
         self._inlined: dict[fx.Node, tuple[Keys, int]] = {}
-        """What a value that is not written is made of, and by how many operators."""
+        """For each value that is not written, the values it is made of, and the number of operators."""
         self._buffers: dict[Key, Buffer] = {}
         self._roots: dict[fx.Node, Key] = {}
-        """For each node the value whose memory it shows."""
+        """For each node, the value whose memory it is or views."""
         self._readers: dict[Key, list[fx.Node]] = {}
 
     def program(self) -> Program:
@@ -120,7 +120,7 @@ class _Fusion:
         self._roots[node] = (node, 0)
         if is_view(node):
             self._roots[node] = self._roots[node.all_input_nodes[0]]
-        elif is_choice(node):
+        elif is_getitem(node):
             source, index = node.all_input_nodes[0], node.args[1]
             assert isinstance(index, int)
             self._roots[node] = self._roots[source] if is_view(source) else (source, index)
@@ -131,7 +131,7 @@ class _Fusion:
     def _lower(self, node: fx.Node) -> None:
         reads, operators = self._made_of(node)
         made = made_by(node)
-        if is_alone(node):
+        if is_separate(node):
             self._launch(CompiledKernel(node=node), made, self._padded(node, reads))
         elif self._is_written(node, len(reads), operators):
             self._launch(self._find_kernel(*domain_of(node), reads), made, reads)
@@ -139,7 +139,7 @@ class _Fusion:
             self._inlined[node] = reads, operators
 
     def _made_of(self, node: fx.Node) -> tuple[Keys, int]:
-        """The values in memory that a node reads, and how many operators are computed on the way."""
+        """The values in memory that a node reads, and how many operators are computed inline."""
         reads: Keys = {}
         operators = 1
         for key in (self._roots[source] for source in node.all_input_nodes):
@@ -160,10 +160,10 @@ class _Fusion:
         if is_scatter(reader):
             base = base_of(reader)
             return base is not None and self._roots[base][0] is node
-        return reader.op == "output" or is_alone(reader)
+        return reader.op == "output" or is_separate(reader)
 
     def _padded(self, node: fx.Node, reads: Keys) -> Keys:
-        """What a product reads: copies of its matrices where it is padded."""
+        """The values that a matrix product reads: copies of its matrices if it is padded."""
         matrices = matrices_of(node)
         padding = find_padding(*(m.meta["val"] for m in matrices)) if matrices is not None else None
         if matrices is None or padding is None:
@@ -179,7 +179,7 @@ class _Fusion:
         return reads
 
     def _find_kernel(self, rows: int, length: int, reads: Keys) -> CompiledKernel:
-        """One that goes over as many elements, and makes or reads something of what is read; else a new one."""
+        """A kernel over as many elements that reads or writes one of the values; else a new one."""
         first = max((self._made_by.get(key, -1) for key in reads), default=-1)
         for kernel in self._kernels[max(first, len(self._kernels) - NEAR, 0) :]:
             if kernel.fits(rows, length) and reads.keys() & (kernel.reads | kernel.writes).keys():
@@ -197,7 +197,7 @@ class _Fusion:
         self._made_by |= dict.fromkeys(writes, place)
 
     def _last_reads(self, kept: set[Key]) -> dict[Key, int]:
-        """The last kernel that reads a value. What only the kernel reads that makes it is never written."""
+        """The last kernel that reads each value. A value that only its own kernel reads is not written."""
         last = {key: place for place, kernel in enumerate(self._kernels) for key in kernel.reads}
         for place, kernel in enumerate(self._kernels):
             for key in [k for k in kernel.writes if k not in kept and last.get(k, place) == place]:
@@ -224,7 +224,7 @@ class _Fusion:
             kernel.frees = [*ending, *(key for key in kernel.writes if key not in last and key not in kept)]
 
     def _may_take(self, kernel: CompiledKernel, key: Key, wanted: Buffer) -> bool:
-        """Whether something may be written over a value that is read for the last time."""
+        """Whether a kernel may write a result over a value that it is the last to read."""
         has = self._buffer(key)
         if (has.elements, has.dtype) != (wanted.elements, wanted.dtype):
             return False
@@ -234,7 +234,7 @@ class _Fusion:
         return is_scatter(kernel.node) and base is not None and self._roots[base] == key
 
     def _buffer(self, key: Key, inside: bool = True) -> Buffer:
-        """The memory of a value. The strides of what stays inside of a graph are the compiler's to choose."""
+        """The buffer of a value. The compiler may choose the strides of values inside the graph."""
         if key not in self._buffers:
             value = values_of(key[0])[key]
             self._buffers[key] = buffer_of(value, aligned=inside and key[0].op != "placeholder")

@@ -1,8 +1,8 @@
-"""How much memory a compiler gives to a value: rows that begin at round addresses, and matrices that are padded.
+"""How much memory a compiler gives to a value: rows are aligned, and matrices may be padded.
 
-Sizes are Inductor's defaults. Whether a product is padded it tries out on the GPU; here that is a rule, drawn from what
-it chose on an H200: products of a vocabulary of 30522 with a width of 1024 were padded, but not where only the result's
-rows were odd; with 50257 and 1600 those, too.
+Sizes are Inductor's defaults. Inductor decides by experiments on the GPU whether to pad a matrix product. Here that is
+a rule, derived from its choices on an H200: products with a vocabulary of 30522 and a width of 1024 were padded, except
+where only the result's rows were odd; with 50257 and 1600 those were padded too.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from meshwright.describe.dtypes import HALF
 from meshwright.tracing.allocator import round_up
 
 ROW, ALIGNMENT = 1024, 128
-"""Rows of more elements than this begin at a multiple of so many bytes."""
+"""Rows of more than ROW elements begin at a multiple of ALIGNMENT bytes."""
 PAD, WIDE, INTENSITY = 8, 1280, 100
-"""What the dims of matrices are padded to, if the product is so wide, or computes so much for an element it moves."""
+"""Dims are padded to a multiple of PAD if the product is WIDE, or does INTENSITY operations per element it moves."""
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory of one value."""
+    """The memory of one value."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -42,15 +42,15 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Padding:
-    """A product of two matrices, one of which at least is copied into a larger one first."""
+    """A matrix product with at least one matrix copied into a larger buffer first."""
 
     copies: tuple[Buffer | None, Buffer | None]
-    """None for a matrix that is read as it is."""
+    """None for a matrix that is not copied."""
     result: Buffer
 
 
 def buffer_of(value: Tensor, *, aligned: bool) -> Buffer:
-    """What a value takes; `aligned` if the compiler is free to choose its strides."""
+    """The buffer of a value; `aligned` if the compiler may choose its strides."""
     shape, strides = tuple(value.shape), tuple(value.stride())
     if aligned and value.is_contiguous():
         strides = aligned_strides(shape, value.dtype)
@@ -58,7 +58,7 @@ def buffer_of(value: Tensor, *, aligned: bool) -> Buffer:
 
 
 def aligned_strides(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    """Strides of a dense tensor whose long rows begin at round addresses."""
+    """Strides of a dense tensor with aligned rows."""
     multiple, stride = ALIGNMENT // dtype.itemsize, 1
     strides: list[int] = []
     for size in reversed(shape):
@@ -69,7 +69,7 @@ def aligned_strides(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ..
 
 
 def find_padding(left: Tensor, right: Tensor) -> Padding | None:
-    """How a product of matrices is padded: tensor cores want rows whose length `PAD` divides."""
+    """How a matrix product is padded: tensor cores need rows whose length is a multiple of `PAD`."""
     (m, k), n, dtype = left.shape, right.shape[1], left.dtype
     if dtype not in HALF or m * n * k < INTENSITY * (m * k + k * n + m * n):
         return None
@@ -81,7 +81,7 @@ def find_padding(left: Tensor, right: Tensor) -> Padding | None:
 
 
 def _padded(matrix: Tensor, shape: tuple[int, int]) -> Buffer | None:
-    """A larger copy that lies by rows or by columns, as the original does."""
+    """A larger copy in row or column order, like the original."""
     if tuple(matrix.shape) == shape:
         return None
     by_columns = matrix.stride(0) == 1

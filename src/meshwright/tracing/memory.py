@@ -1,4 +1,4 @@
-"""Who holds how much, from the first allocation to the last: a list of events, and what it came to at its peak."""
+"""A ledger of all allocations and releases, with their causes and peaks."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from meshwright.tracing.allocator import Allocator, SegmentChunk
 
 @dataclass(eq=False)
 class Allocation:
-    """One allocation. Its cause may become clear later than it was made."""
+    """One allocation. Its cause may be corrected later."""
 
     chunk: SegmentChunk
     bytes: int
-    """As the allocator counts them: rounded up, and whole where it does not split what it has."""
+    """As the allocator counts them: rounded up, and the whole block if it does not split it."""
     cause: str
 
 
 @dataclass(frozen=True)
 class MemoryEvent:
-    """A block comes or goes."""
+    """An allocation or a release."""
 
     block: Allocation
-    comes: bool
+    is_allocation: bool
     moment: str
     """What the rank was doing."""
 
 
 @dataclass
 class Ledger:
-    """All blocks in the order in which they came and went."""
+    """All allocations and releases in order."""
 
     allocator: Allocator = field(default_factory=Allocator)
     events: list[MemoryEvent] = field(default_factory=list)
     moment: str = "build"
 
     def allocate(self, size: int, cause: str, stream: int = 0) -> Allocation | None:
-        """Nothing is allocated for a tensor without elements."""
+        """Allocate memory; None for a tensor without elements."""
         if not size:
             return None
         chunk = self.allocator.allocate(size, stream)
@@ -50,28 +50,24 @@ class Ledger:
             self.allocator.release(block.chunk)
             self.events.append(MemoryEvent(block, False, self.moment))
 
-    def pass_by(self, size: int, cause: str) -> None:
-        """What a kernel takes while it runs."""
-        self.free(self.allocate(size, cause))
-
     def peaks(self, since: int = 0) -> dict[str, Counter[str]]:
-        """For each moment from the event `since` on, bytes by cause when most was held."""
+        """For each moment from event `since` on, bytes by cause at that moment's peak."""
         ends = self._ends(since)
         causes: Counter[str] = Counter()
         found, wanted = {}, {end: moment for moment, end in ends.items()}
         for index, event in enumerate(self.events):
-            causes[event.block.cause] += event.block.bytes if event.comes else -event.block.bytes
+            causes[event.block.cause] += event.block.bytes if event.is_allocation else -event.block.bytes
             if index in wanted:
                 found[wanted[index]] = Counter(causes)
         return found
 
     def _ends(self, since: int) -> dict[str, int]:
-        """By moment, the event after which most was held."""
+        """By moment, the event after which most memory was held."""
         held = 0
         most: dict[str, int] = {}
         ends: dict[str, int] = {}
         for index, event in enumerate(self.events):
-            held += event.block.bytes if event.comes else -event.block.bytes
+            held += event.block.bytes if event.is_allocation else -event.block.bytes
             if index >= since and held > most.get(event.moment, -1):
                 most[event.moment], ends[event.moment] = held, index
         return ends

@@ -1,4 +1,4 @@
-"""The collectives of a step, as the process groups are asked for them."""
+"""Count the collectives of a step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.facts.trace import Message
+from meshwright.recording.report_as_cpu import tensors_in
 from meshwright.torch_private.collectives import COLLECTIVES, group_given_as
 from meshwright.torch_private.trees import tree_leaves
 
-_KINDS = (  # by a part of the operator's name; the first that fits
+_KINDS = (  # by a part of the operator's name; the first match counts
     ("reduce_scatter", "reduce_scatter"),
     ("allreduce", "all_reduce"),
     ("all_reduce", "all_reduce"),
@@ -29,7 +30,7 @@ _KINDS = (  # by a part of the operator's name; the first that fits
 _AFTER_BACKWARD = {
     (kind, axis) for kind in ("all_reduce", "reduce_scatter") for axis in ("data", "shard", "replica", "stage")
 }
-"""What sums gradients, also where that is done once backward is through."""
+"""Collectives that sum gradients. They count as backward even if they run after it."""
 SHARDED = ("data", "shard")
 
 
@@ -39,27 +40,26 @@ def is_collective(func: Any) -> bool:
 
 @dataclass
 class Messages:
-    """What was sent, counted by kind, size, axis and phase."""
+    """The messages of a step, counted by kind, size, axis and phase."""
 
     axes: dict[str, str] = field(default_factory=dict)
-    """From the name of a process group to the mesh axis that it lies on."""
+    """From the name of a process group to its mesh axis."""
     counts: Counter[Message] = field(default_factory=Counter)
 
     def note(self, func: Any, args: Any, phase: str) -> Iterator[tuple[Tensor, str]]:
-        """Count a collective; gives its tensors, each with the cause of its memory."""
+        """Count a collective, and yield its tensors with the cause of their memory."""
         kind = next((kind for part, kind in _KINDS if part in func.__name__), None)
         group = _group_of(args)
         if kind is None or group is None or group.size() == 1:
             return
-        axis = self.axes.get(group.group_name, "stage")  # else it is of the stages that share a parameter
+        axis = self.axes.get(group.group_name, "stage")  # other groups are of stages that share a parameter
         if phase == "forward" and (kind, axis) in _AFTER_BACKWARD:
             phase = "backward"
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        # Of an all_gather the output is the whole, of a reduce_scatter the input: whichever is larger.
-        size = max(sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, Tensor)) for arg in args)
+        # The size is that of the output of an all_gather, or of the input of a reduce_scatter: the larger one.
+        size = max(sum(tensor.nbytes for tensor in tensors_in(arg)) for arg in args)
         if kind != "recv":
             self.counts[Message(kind=kind, bytes=size, axis=axis, ranks=group.size(), phase=phase)] += 1
-        for tensor in tensors:
+        for tensor in tensors_in(args):
             yield tensor, "gathered" if kind == "all_gather" and axis in SHARDED else "communication"
 
 

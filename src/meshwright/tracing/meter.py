@@ -1,4 +1,4 @@
-"""Counts what runs on fake tensors: live bytes, and every operator with its work."""
+"""Count live bytes and the work of every operator while a model runs on fake tensors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch
 
 from meshwright.describe.dtypes import WORDS
 from meshwright.describe.flops import ALLOCATIONS, count_flops, operator_kind, product_shape
+from meshwright.recording.report_as_cpu import tensors_in
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.operators import schema_of
 from meshwright.torch_private.tensors import storage_id
-from meshwright.torch_private.trees import tree_leaves
+from meshwright.tracing.allocator import ROUNDING, round_up
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class OperatorRun:
     """One operator that ran, at one batch size."""
 
     name: str
@@ -32,21 +33,20 @@ class Ran:
 
 
 class Meter(TorchDispatchMode):
-    """While active it tells every operator to `ran`; `live` is the bytes that hang on tensors made meanwhile."""
+    """While active, reports every operator to `ran`; `live` counts the bytes of tensors made since then."""
 
-    def __init__(self, ran: Callable[[Ran], None]) -> None:
+    def __init__(self, ran: Callable[[OperatorRun], None]) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
-        """The most bytes since it was last set back to `live`."""
+        """The most live bytes since `peak` was last reset to `live`."""
         self._ran = ran
         self._storages: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        given, made = tensors_in((args, kwargs)), tensors_in(result)
         for leaf in made:
             self._hold(leaf)
         if not _is_view(func, given, made):
@@ -54,7 +54,7 @@ class Meter(TorchDispatchMode):
         return result
 
     def known(self, tensors: list[torch.Tensor]) -> None:
-        """Tensors that were there before: their bytes do not count."""
+        """Do not count the bytes of these tensors."""
         for tensor in tensors:
             self._note(tensor.untyped_storage(), 0)
 
@@ -62,8 +62,7 @@ class Meter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage_id(storage) in self._storages:
             return
-        # The caching allocator hands out multiples of 512 bytes.
-        size = -(-storage.nbytes() // 512) * 512
+        size = round_up(storage.nbytes(), ROUNDING)
         self._note(storage, size)
         self.live += size
         self.peak = max(self.peak, self.live)
@@ -78,22 +77,24 @@ class Meter(TorchDispatchMode):
 
 
 def _is_view(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
-    """Whether an operator does no work: it gives its input's memory back, and does not write to it."""
+    """Whether an operator does no work: it returns its input's memory and does not write to it."""
     if func is torch.ops.aten.lift_fresh.default:
-        return True  # a tensor made of numbers comes in; its memory changes where that of fake tensors is another
+        return True  # it wraps a tensor made of numbers; only for fake tensors the storage changes
     if not made or schema_of(func).is_mutable:
         return not schema_of(func).is_mutable
     inputs = {storage_id(leaf.untyped_storage()) for leaf in given}
     return bool(inputs) and all(storage_id(leaf.untyped_storage()) in inputs for leaf in made)
 
 
-def _work(func: Any, args: Any, kwargs: Any, result: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> Ran:
+def _work(
+    func: Any, args: Any, kwargs: Any, result: Any, given: list[torch.Tensor], made: list[torch.Tensor]
+) -> OperatorRun:
     name = func.overloadpacket.__name__
     flops = count_flops(func, args, kwargs, result)
     if _is_causal(func, args, kwargs):
-        flops /= 2  # the kernel passes over what lies above the diagonal, and the registry counts it
+        flops /= 2  # the kernel skips what is above the diagonal, but the registry counts it
     largest = max([*given, *made], key=lambda leaf: leaf.numel() * leaf.is_floating_point(), default=None)
-    return Ran(
+    return OperatorRun(
         name=name,
         kind=operator_kind(func),
         dtype=WORDS.get(largest.dtype if largest is not None else torch.float32, "fp32"),
@@ -113,7 +114,7 @@ def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _touched(name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> int:
-    """Bytes read and written. A table that is looked up is read only where it is looked at."""
+    """Bytes read and written. Of an embedding table, only the rows that are looked up are read."""
     written = sum(_bytes(leaf) for leaf in made)
     if name in ALLOCATIONS:
         return 0
@@ -123,12 +124,12 @@ def _touched(name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> 
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    # What is expanded is read from the cache again and again.
+    # Expanded elements are read from the cache.
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
 def _attention_shape(name: str, given: list[torch.Tensor]) -> tuple[int, ...]:
-    """(batch times heads, queries, keys, width of a head); empty for other operators."""
+    """(batch * heads, queries, keys, head width); empty for other operators."""
     if "attention" not in name or len(given) < 2 or not given[0].dim() == given[1].dim() == 4:
         return ()
     batch, heads, queries, width = given[0].shape

@@ -1,4 +1,4 @@
-"""What an operator in a graph is to Inductor, PyTorch's compiler: a view, fused with others, or a kernel of its own."""
+"""How Inductor, PyTorch's compiler, treats an operator of a graph: as a view, fused, or as a separate kernel."""
 
 from __future__ import annotations
 
@@ -14,18 +14,10 @@ REDUCTIONS = {
     *("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "var_mean", "std", "std_mean", "prod"),
     *("any", "all", "cumsum", "cumprod", "logcumsumexp", "logsumexp", "xor_sum", "prepare_softmax_online"),
 }
-"""Fused with what they read and with what reads them, but never computed twice."""
+"""Fused with their inputs and their readers, but never computed twice."""
 _FUSED = {
-    *(
-        "arange",
-        "avg_pool2d",
-        "bernoulli",
-        "broadcast_in_dim",
-        "cat",
-        "clone",
-        "constant_pad_nd",
-        "convert_element_type",
-    ),
+    *("arange", "avg_pool2d", "bernoulli", "broadcast_in_dim", "cat", "clone", "constant_pad_nd"),
+    "convert_element_type",
     *("copy", "embedding", "empty", "empty_like", "empty_strided", "eye", "flip", "fma", "full", "full_like", "gather"),
     *("index", "index_select", "inductor_lookup_seed", "inductor_random", "inductor_seeds", "iota", "lift_fresh_copy"),
     *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "rand", "rand_like"),
@@ -33,17 +25,17 @@ _FUSED = {
     *("triu", "where", "zeros", "zeros_like", "_low_memory_max_pool_offsets_to_indices"),
     *("_low_memory_max_pool_with_offsets", "_to_copy", "_unsafe_index"),
 }
-"""Besides those that PyTorch calls pointwise."""
+"""Fused operators that PyTorch does not tag as pointwise."""
 _SCATTERS = {
     *("index_add", "index_put", "scatter", "scatter_add", "scatter_reduce"),
     *("_unsafe_index_put", "_unsafe_masked_index_put_accumulate"),
 }
 _VIEWS = {"_unsafe_view", "lift_fresh", "reshape"}
-"""Besides those that say so."""
+"""Views that PyTorch does not mark as such."""
 _CONSTANTS = {"full", "full_like", "new_full", "new_zeros", "zeros", "zeros_like"}
 
 Key = tuple[fx.Node, int]
-"""A value: an operator's result, and which of several."""
+"""A value: a node, and the index among its results."""
 
 
 def name_of(node: fx.Node) -> str:
@@ -55,17 +47,17 @@ def is_view(node: fx.Node) -> bool:
     return node.op == "call_function" and (bool(getattr(node.target, "is_view", False)) or name_of(node) in _VIEWS)
 
 
-def is_choice(node: fx.Node) -> bool:
-    """Whether it picks one of several results."""
+def is_getitem(node: fx.Node) -> bool:
+    """Whether a node picks one of several results."""
     return node.op == "call_function" and node.target is operator.getitem
 
 
 def computes(node: fx.Node) -> bool:
-    return node.op == "call_function" and not is_view(node) and not is_choice(node)
+    return node.op == "call_function" and not is_view(node) and not is_getitem(node)
 
 
-def is_alone(node: fx.Node) -> bool:
-    """Whether it has a kernel of its own, as products, convolutions and attention have."""
+def is_separate(node: fx.Node) -> bool:
+    """Whether a node is a separate kernel, such as a matrix product, convolution or attention."""
     if not computes(node):
         return False
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
@@ -73,8 +65,8 @@ def is_alone(node: fx.Node) -> bool:
 
 
 def is_scatter(node: fx.Node) -> bool:
-    """Whether it changes its first argument in place; it computes the others on the way."""
-    return is_alone(node) and name_of(node) in _SCATTERS
+    """Whether a node changes its first argument in place; it computes the others inline."""
+    return is_separate(node) and name_of(node) in _SCATTERS
 
 
 def base_of(scatter: fx.Node) -> fx.Node | None:
@@ -83,34 +75,34 @@ def base_of(scatter: fx.Node) -> fx.Node | None:
 
 
 def _scatters_over_a_constant(node: fx.Node) -> bool:
-    """A number that is scattered over a constant is chosen instead, by comparing indices."""
+    """Whether a node scatters over a constant, which is fused as a comparison of indices."""
     base = base_of(node)
     return name_of(node) == "scatter" and base is not None and name_of(base) in _CONSTANTS
 
 
 def matrices_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """What a product of two matrices multiplies."""
+    """The two factors of a matrix product."""
     places: Any = {"mm": node.args[:2], "addmm": node.args[1:3]}.get(name_of(node))
     return places if computes(node) else None
 
 
 def operator_of(node: fx.Node) -> tuple[Any, Any]:
-    """The operator that runs, and its arguments; some are wrapped in another that keeps the state of a generator."""
+    """The operator and its arguments, unwrapped from an operator that keeps the state of a generator."""
     args: Any = node.args
     place = next((index for index, arg in enumerate(args) if isinstance(arg, OpOverload)), None)
     return (node.target, args) if place is None else (args[place], args[place + 1 :])
 
 
 def made_by(node: fx.Node) -> list[Key]:
-    """The values that a node makes, also those of a tuple within a tuple."""
-    inner = [key for user in node.users if is_choice(user) and _is_tuple(user) for key in values_of(user)]
+    """The values that a node makes, also those in nested tuples."""
+    inner = [key for user in node.users if is_getitem(user) and _is_tuple(user) for key in values_of(user)]
     return [*values_of(node), *inner]
 
 
 def values_of(node: fx.Node) -> dict[Key, Tensor]:
-    """The tensors that a node makes; what a wrapper makes is known from who picks it."""
+    """The tensors that a node makes; those of a wrapper are found at its users."""
     if "val" not in node.meta:
-        values: Any = {user.args[1]: user.meta.get("val") for user in node.users if is_choice(user)}
+        values: Any = {user.args[1]: user.meta.get("val") for user in node.users if is_getitem(user)}
     else:
         values = dict(enumerate(node.meta["val"] if _is_tuple(node) else [node.meta["val"]]))
     return {(node, index): value for index, value in values.items() if isinstance(value, Tensor)}
@@ -121,7 +113,7 @@ def _is_tuple(node: fx.Node) -> bool:
 
 
 def domain_of(node: fx.Node) -> tuple[int, int]:
-    """Elements of what a node makes, and how many are reduced to each."""
+    """Elements that a node makes, and how many are reduced to each."""
     made = max((v.numel() for v in values_of(node).values()), default=1)
     if name_of(node) not in REDUCTIONS:
         return made, 1

@@ -1,4 +1,4 @@
-"""Run one rank's step on fake tensors in a fake world of the full size, and keep what was seen."""
+"""Run one rank's step on fake tensors in a fake world of the full size, and record it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Message, Operation
 from meshwright.strategies.data import ddp_engine
-from meshwright.strategies.engine import Engine
 from meshwright.strategies.norm import local
 from meshwright.torch_private.dtensor import forget_layouts
 from meshwright.torch_private.fake_tensors import FakeTensor, FakeTensorMode
@@ -40,11 +39,11 @@ from meshwright.tracing.messages import Messages
 from meshwright.tracing.recorder import StepRecorder
 
 AXES = {"replicate": "replica", "pipeline": "stage"}
-"""Mesh axes that messages call otherwise."""
+"""Mesh axes that have another name in messages."""
 
 
 class NoStream:
-    """Of a GPU that is not there: nothing is under way on it."""
+    """A CUDA stream without a GPU: nothing runs on it."""
 
     def synchronize(self) -> None:
         pass
@@ -52,20 +51,20 @@ class NoStream:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What was seen of one rank's second step."""
+    """The record of one rank's second step."""
 
     peaks: dict[str, Counter[str]]
-    """For each moment of the step (forward of the first block, say), bytes by cause when most was held."""
+    """For each moment of the step (such as forward of the first block), bytes by cause at that moment's peak."""
     reserved: int
     operations: Counter[Operation]
     messages: Counter[Message]
     stages: tuple[int, ...]
     uncompiled: str = ""
-    """Why something that would be compiled was traced as it is."""
+    """Why something that would be compiled was traced as eager."""
 
 
 def record_step(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, rank: int) -> Recorded:
-    """Two steps of a resolved strategy; the second counts, because the first makes the optimizer's state."""
+    """Run two steps of a resolved strategy, and record the second: the first makes the optimizer's state."""
     sample = make_batch(job, SAMPLES)
     with _fake_world(ranks, rank) as world, _fake_tensors():
         recorder = StepRecorder(Messages())
@@ -74,7 +73,8 @@ def record_step(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, ran
             trainer = Trainer(_watched(job, recorder), facts, strategy, world, seed=0)
             _take_foreach(trainer.optimizer)
             recorder.messages.axes = _axes_of_groups(trainer.axes)
-            for engine in _engines(trainer):
+            engines = trainer.engine.engines if isinstance(trainer.engine, RankEngine) else [trainer.engine]
+            for engine in engines:
                 _name_moments(engine.model, facts, recorder)
             batch = _part(job, sample, trainer)
             _step(trainer, batch, recorder)
@@ -102,7 +102,7 @@ def _step(trainer: Trainer, batch: Batch, recorder: StepRecorder) -> None:
 
 
 def _tell_held(trainer: Trainer, recorder: StepRecorder) -> None:
-    """What lasts is known by who holds it."""
+    """Tell the recorder the cause of long-lived tensors: gradients, optimizer state, parameters and buffers."""
     resident = trainer.engine.resident()
     states = [v for values in trainer.optimizer.state.values() for v in values.values() if torch.is_tensor(v)]
     held = {
@@ -116,7 +116,7 @@ def _tell_held(trainer: Trainer, recorder: StepRecorder) -> None:
 
 
 def _watched(job: Job, recorder: StepRecorder) -> Job:
-    """The job with a loss that says when it is computed."""
+    """The job with a loss that tells the recorder when it runs."""
 
     def loss(output: Any, batch: Any) -> Any:
         with recorder.loss_of(output):
@@ -125,30 +125,22 @@ def _watched(job: Job, recorder: StepRecorder) -> Job:
     return replace(job, loss=loss)
 
 
-def _engines(trainer: Trainer) -> list[Engine]:
-    return trainer.engine.engines if isinstance(trainer.engine, RankEngine) else [trainer.engine]
-
-
 def _name_moments(model: nn.Module, facts: ModelFacts, recorder: StepRecorder) -> None:
-    """Have each block say when it is gone through, in forward and in backward, counted from the nearer end."""
+    """Name the moments at which each block runs, in forward and in backward, counted from the nearer end."""
     blocks = [model.get_submodule(name) for name in facts.blocks]
     own = [block for block in blocks if any(True for _ in block.parameters())]
     for index, block in enumerate(own):
         name = f"block {index}" if index < 2 else f"block {index - len(own)}"
-        block.register_forward_pre_hook(_entering(recorder, name))
+        block.register_forward_pre_hook(lambda *_, name=name: recorder.at(f"{recorder.step_phase} of {name}"))
         block.register_forward_hook(_leaving(recorder, name))
 
 
 def _moment_of(blocks: tuple[str, ...], parameter: str) -> str:
-    """Where a step is that reads a parameter, where a model is compiled as one and its blocks are not called."""
+    """The moment at which a parameter is read, for a model that is compiled as one: its blocks are not called."""
     index = next((index for index, block in enumerate(blocks) if parameter.startswith(f"{block}.")), None)
     if index is None:
         return parameter
     return f"block {index}" if index < 1 else f"block {index - len(blocks)}"
-
-
-def _entering(recorder: StepRecorder, name: str) -> Callable[..., None]:
-    return lambda module, args: recorder.at(f"{recorder.step_phase} of {name}")
 
 
 def _leaving(recorder: StepRecorder, name: str) -> Callable[..., None]:
@@ -165,7 +157,7 @@ def _leaving(recorder: StepRecorder, name: str) -> Callable[..., None]:
 
 
 def _part(job: Job, sample: Any, trainer: Trainer) -> Batch:
-    """This rank's part of a global batch, made from a few samples: the others are of the same shape."""
+    """This rank's part of a global batch, made from a few samples; the others have the same shape."""
     rounds = trainer.share.rounds(job.global_batch)
     with outside_of_modes():
         pieces = {length: _piece(job, sample, trainer, length) for length in {s.length or 1 for r in rounds for s in r}}
@@ -175,7 +167,7 @@ def _part(job: Job, sample: Any, trainer: Trainer) -> Batch:
 
 
 def _piece(job: Job, sample: Any, trainer: Trainer, length: int) -> Any:
-    """A micro-batch without memory; one of samples that are made up where those at hand do not tell its shape."""
+    """A micro-batch made from the sample without memory; a newly made one if the sample cannot be cut."""
     try:
         return trainer.cutter.grown(sample, length)
     except CannotCut:
@@ -183,7 +175,7 @@ def _piece(job: Job, sample: Any, trainer: Trainer, length: int) -> Any:
 
 
 def _copied(batch: Batch) -> Batch:
-    """As a batch that was brought to the device for this step."""
+    """A copy of the batch, as if it was moved to the device for this step."""
     data = [piece.data for piece in batch.pieces]
     copied = map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), data)
     rounds = tuple(tuple(piece.span for piece in round_) for round_ in batch.rounds)
@@ -202,11 +194,10 @@ def _fake_world(ranks: int, rank: int) -> Iterator[World]:
 
 @contextmanager
 def _fake_tensors() -> Iterator[None]:
-    """Fake tensors that are taken for CUDA's. A number that is asked of one is finite, as a loss should be."""
+    """Make fake tensors that report to be on CUDA. Reading a number from one gives 1.0, a finite loss."""
     with ExitStack() as stack:
-        lies = {"is_cuda": property(lambda self: True), "__float__": lambda self: 1.0}
-        for name, lie in lies.items():
-            stack.enter_context(patch.object(FakeTensor, name, lie, create=True))
+        stack.enter_context(patch.object(FakeTensor, "is_cuda", property(lambda self: True), create=True))
+        stack.enter_context(patch.object(FakeTensor, "__float__", lambda self: 1.0, create=True))
         stack.enter_context(patch.object(torch.cuda, "current_stream", NoStream))
         stack.enter_context(clipping_by_lists())
         stack.enter_context(patch.object(ddp_engine, "DistributedDataParallel", Buckets))
@@ -216,7 +207,7 @@ def _fake_tensors() -> Iterator[None]:
 
 
 def _take_foreach(optimizer: torch.optim.Optimizer) -> None:
-    """Where nobody chose, PyTorch updates lists of plain tensors on GPUs; it does not take fake ones for plain."""
+    """Update lists of tensors if the user did not choose, as PyTorch does on GPUs; it excludes fake tensors."""
     for group in optimizer.param_groups:
         open_ = all(group.get(name) is None for name in ("foreach", "fused")) and "foreach" in group
         if open_ and all(type(parameter.data) is FakeTensor for parameter in group["params"]):

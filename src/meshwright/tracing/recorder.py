@@ -1,4 +1,4 @@
-"""Write down what a step on fake tensors allocates, computes and sends, operator by operator."""
+"""Record what a step on fake tensors allocates, computes and sends, operator by operator."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshwright.recording.report_as_cpu import tensors_in
 from meshwright.torch_private.autograd import backward_id
 from meshwright.torch_private.dtensor import local_tensor, shape_search_wrapped
 from meshwright.torch_private.fake_tensors import FakeTensor, inside_kernel
@@ -35,29 +36,30 @@ _resize = torch.UntypedStorage.resize_
 
 
 class StepRecorder(TorchDispatchMode):
-    """While active, every storage that is made is followed to its end, and every operator and collective is noted."""
+    """While active, follows every new storage until it is freed, and notes every operator and collective."""
 
     def __init__(self, messages: Messages) -> None:
         super().__init__()
         self.ledger, self.operations, self.messages = Ledger(), Operations(), messages
         self.phase = "build"
-        """"build", "forward_backward" or "update"; which half of the second, autograd tells."""
+        """"build", "forward_backward" or "update"; autograd tells forward from backward."""
         self._in_loss = self.paused = False
-        self.drawn_losses = 0
-        """How often a loss was gone through while paused."""
+        self.captured_losses = 0
+        """How often a loss ran while paused."""
         self._workspaces = Workspaces(self.ledger)
         self._blocks: dict[int, Allocation | None] = {}
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._hosts: set[int] = set()
         self._outputs: set[int] = set()
-        """Elements of what the loss was given: what has as many in backward is its gradient."""
+        """Numbers of elements of the loss's inputs: a tensor of that size in backward is their gradient."""
         self._streams: dict[int, int] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """FSDP2 frees and takes memory by resizing storages, which no operator shows.
+        """Activate the recorder, and patch what operators do not show.
 
-        And DTensor tries an operator on whole fake tensors to learn its result's shape, which takes no memory.
+        FSDP2 frees and allocates memory by resizing storages. DTensor runs operators on whole fake tensors to find
+        shapes, which takes no memory.
         """
         recorder = self
 
@@ -74,7 +76,7 @@ class StepRecorder(TorchDispatchMode):
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """What runs meanwhile takes no memory, and is at no other moment."""
+        """Record nothing, and restore the moment afterwards."""
         before, moment, self.paused = self.paused, self.ledger.moment, True
         try:
             yield
@@ -90,19 +92,19 @@ class StepRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_OF and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # two of three questions under a tensor axis: answered without a detour
+            return args[0].fake_device  # a shortcut for two thirds of all operators under a tensor axis
         if func in _VIEWS and type(args[0]) is FakeTensor and not self.paused:
             return _view(func, args, kwargs)
         if DTensor in types:
-            return NotImplemented  # it computes on its local tensor, which comes by here
+            return NotImplemented  # a DTensor computes on its local tensor, which is dispatched here
         if self.paused:
             return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
         pinned = kwargs.pop("pin_memory", None)
         found = func(*args, **kwargs)
-        given, made = _tensors((args, kwargs)), _tensors(found)
+        given, made = tensors_in((args, kwargs)), tensors_in(found)
         if any(map(_is_meta, made)):
-            return found  # asked for its shape only: on a GPU it takes no memory either
+            return found  # made only for its shape: on a GPU it takes no memory either
         self._follow(made, on_host=bool(pinned) or self._all_on_host(given))
         if is_collective(func):
             for tensor, cause in self.messages.note(func, args, self.step_phase):
@@ -112,11 +114,8 @@ class StepRecorder(TorchDispatchMode):
         return found
 
     def ran(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
-        """An operator ran that was not dispatched here."""
-        given, made = (
-            [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in ((args, kwargs), found)
-        )
-        self._ran(func, args, kwargs, found, given, made)
+        """Note an operator that was not dispatched here."""
+        self._ran(func, args, kwargs, found, tensors_in((args, kwargs)), tensors_in(found))
 
     def _ran(self, func: Any, args: Any, kwargs: Any, found: Any, given: list[Tensor], made: list[Tensor]) -> None:
         self._workspaces.note(func, args, made, self.step_phase)
@@ -129,19 +128,19 @@ class StepRecorder(TorchDispatchMode):
         return "forward" if backward_id() == -1 else "backward"
 
     def tell(self, tensor: Tensor, cause: str, only: set[str] | None = None) -> None:
-        """Say what a tensor's memory is spent on, where the operator that made it did not show it."""
+        """Set the cause of a tensor's memory, if its current cause is among `only`."""
         block = self._blocks.get(storage_id(_local(tensor).untyped_storage()))
         if block is not None and (only is None or block.cause in only):
             block.cause = cause
 
     @contextmanager
     def loss_of(self, outputs: Any) -> Iterator[None]:
-        """Around the loss of a model's outputs."""
+        """Context around the computation of the loss from the model's outputs."""
         if self.paused:
-            self.drawn_losses += 1
+            self.captured_losses += 1
             yield
             return
-        with without_torch_function():  # under a tensor axis, asking would gather what is divided
+        with without_torch_function():  # under a tensor axis, a torch function would gather divided tensors
             for tensor in tree_leaves(outputs):
                 if isinstance(tensor, Tensor):
                     self._outputs.add(_local(tensor).numel())
@@ -157,11 +156,11 @@ class StepRecorder(TorchDispatchMode):
         self.at(phase)
 
     def at(self, moment: str) -> None:
-        """What the rank is doing from now on."""
+        """Set the current moment of the step."""
         self.ledger.moment = moment
 
     def begin(self) -> int:
-        """Count operators and messages anew; gives the number of events so far."""
+        """Reset the counts of operators and messages, and return the number of events so far."""
         self.operations.counts.clear()
         self.messages.counts.clear()
         return len(self.ledger.events)
@@ -185,7 +184,7 @@ class StepRecorder(TorchDispatchMode):
         phase = self.step_phase
         if self._in_loss or (phase == "backward" and tensor.numel() in self._outputs):
             return "logits"
-        if phase == "forward" or (phase == "backward" and torch.is_grad_enabled()):  # what is computed again
+        if phase == "forward" or (phase == "backward" and torch.is_grad_enabled()):  # the latter is recomputation
             return "activations"
         return "temporary"
 
@@ -210,24 +209,20 @@ class StepRecorder(TorchDispatchMode):
         return all(storage_id(tensor.untyped_storage()) in self._hosts for tensor in tensors)
 
     def _stream(self) -> int:
-        """FSDP2 computes and allocates on streams of its own; those of a CPU do nothing, but can be told apart."""
+        """The number of the current stream. FSDP2 uses several; on a CPU they do nothing but are distinct objects."""
         stream = torch.cpu.current_stream()
         return self._streams.setdefault(id(stream), len(self._streams))
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """Other views of a tensor, which take no memory and run no kernel; most of what DTensor asks for is such.
+    """Run a view operator, which takes no memory and runs no kernel. Most operators that DTensor runs are views.
 
-    As a fake mode would make them, without looking among results of the past, which takes ten times as long.
+    The result is that of the fake mode, without its cache lookup, which takes ten times as long.
     """
     mode = args[0].fake_mode
     with inside_kernel(mode):
         found = func(*args, **(kwargs or {}))
     return tree_map_only(Tensor, lambda view: FakeTensor(mode, view, args[0].fake_device), found)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _is_meta(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Run a compiled graph without values: take and free its memory, and note its kernels."""
+"""Run a compiled graph without values: allocate and free its memory, and note its kernels."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from meshwright.tracing.recorder import StepRecorder
 
 
 class Runner:
-    """Stands for the code that a compiler writes for a graph."""
+    """Represents the code that a compiler writes for a graph."""
 
     _boxed_call = True
-    """Arguments come in a list that is emptied, so that each is freed when it was read for the last time."""
+    """AOTAutograd passes the arguments in a list that is emptied, so that each is freed after its last read."""
 
     def __init__(self, program: Program, recorder: StepRecorder, moments: dict[Key, str]) -> None:
-        """`moments` are where a step is once a value is read (an argument) or written (a result)."""
+        """`moments` maps arguments and results to the moment at which they are read or written."""
         self._program, self._recorder, self._moments = program, recorder, moments
 
     def __call__(self, given: list[Any]) -> list[Any]:
@@ -30,16 +30,14 @@ class Runner:
             del memory[node, 0]
         for kernel in self._program.kernels:
             self._tell_moment(kernel)
-            self._take_memory(kernel, memory)
+            for key in kernel.writes:
+                over = kernel.takes.get(key)
+                memory[key] = memory[over] if over is not None else _empty(self._program.buffers[key])
             if not self._recorder.paused:
                 self._note(kernel)
             for key in kernel.frees:
                 del memory[key]
         return [_shown(memory[o[0]], o[1]) if o is not None else None for o in self._program.outputs]
-
-    def _take_memory(self, kernel: CompiledKernel, memory: dict[Key, Any]) -> None:
-        for key in kernel.writes:
-            memory[key] = memory[kernel.takes[key]] if key in kernel.takes else _empty(self._program.buffers[key])
 
     def _tell_moment(self, kernel: CompiledKernel) -> None:
         for key in kernel.reads | kernel.writes:
@@ -63,7 +61,7 @@ def _empty(buffer: Buffer) -> Tensor:
 
 
 def _shown(memory: Tensor, node: fx.Node) -> Tensor:
-    """What a node shows of a value, with the graph's strides also where memory is wider."""
+    """A node's view of a value, with the graph's strides even if the buffer is padded."""
     value = node.meta["val"]
     if (memory.shape, memory.stride()) == (value.shape, value.stride()):
         return memory

@@ -1,4 +1,4 @@
-"""The traced grade of forecast: one step by the very `build` that training uses, without memory and without a GPU."""
+"""Trace one training step: run the code that training runs, on fake tensors and without a GPU."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from meshwright.tracing.fewer_blocks import BlockStack, blocks_of_stages, find_r
 from meshwright.tracing.record_step import Recorded, record_step
 
 SIZES, SIZES_OF_A_STAGE, SIZES_DIVIDED, SIZES_COMPILED = (4, 8), (3, 6), (3, 5), (2, 4)
-"""Blocks of the two shorter models that a longer one is known from; under a pipeline, of each stage.
+"""Blocks of the two shorter models that a longer one is extrapolated from; under a pipeline, of each stage.
 
-With fewer than three the peak of an eager step lies elsewhere than in a long model. A tensor axis takes three times as
-long to trace, and a model that is compiled as one is drawn anew for each of its blocks, which takes a second each.
+With fewer than three blocks, the peak of an eager step is at another moment than in a long model. A tensor axis takes
+three times as long to trace. A model that is compiled as one takes a second per block to capture.
 """
 
 
@@ -38,7 +38,7 @@ def trace_step(
 ) -> Trace:
     """What `rank` of `ranks` allocates, computes and sends in one optimizer step.
 
-    A model of many blocks that are alike is traced with few of them, twice, unless the `whole` is wanted.
+    A model with many equal blocks is extrapolated from two traces with fewer blocks, unless `whole` is set.
     """
     resolved = _refuse(job, facts, strategy, ranks, device)
     try:
@@ -49,16 +49,16 @@ def trace_step(
     except Exception as error:
         raise Refused(
             f"A step under {resolved} cannot be traced on fake tensors: {one_line(error)} "
-            "Use the planner's account, or rehearse it on a GPU."
+            "Use the planner's estimate, or do a dry run on a GPU."
         ) from error
     return _trace(recorded, rank, ranks, _unseen(resolved, recorded))
 
 
 def trace_roles(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int) -> list[Trace]:
-    """One trace for each distinct role: the places of a pipeline, or rank 0 where all ranks do the same.
+    """One trace for each distinct role: the places of a pipeline, or rank 0 if all ranks do the same.
 
-    Places between the first and the last that hold as many blocks do the same as each other, but for what is in
-    flight: the earlier one holds more micro-batches, so it stands for them.
+    Places between the first and the last do the same, except that earlier ones hold more micro-batches in flight. So
+    the second place represents them.
     """
     resolved = _refuse(job, facts, strategy, ranks, "cuda")
     places = resolved.stage_ranks
@@ -67,18 +67,18 @@ def trace_roles(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int) -> 
 
 
 def _refuse(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, device: str) -> Strategy:
-    """The strategy with its sizes, or why it cannot be traced."""
+    """The resolved strategy. Raises `Refused` if it cannot be traced."""
     if device != "cuda":
-        raise Refused(f"A trace is of a CUDA device, but {device!r} was asked for; leave `device` out.")
+        raise Refused(f"A trace is of a CUDA device, but the device is {device!r}; leave `device` out.")
     if strategy.traits.many_devices:
-        raise Refused(f"{strategy.data} is one process with several GPUs, which no fake world has; trace ddp instead.")
+        raise Refused(f"{strategy.data} is one process with several GPUs, which cannot be traced; trace ddp instead.")
     if facts.unseen:
         raise Refused(f"The model does not run on fake tensors, so it cannot be traced: {facts.unseen}.")
     return check(job, facts, strategy, Place(device="cpu", devices=ranks, ranks=ranks, local_ranks=1))
 
 
 def _from_shorter(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, rank: int) -> Recorded | None:
-    """What the whole model would show, where that takes longer to see than the two shorter ones."""
+    """The record of the whole model, extrapolated if tracing the two shorter models takes less time; else None."""
     stack = find_repeated_blocks(facts)
     small, large = _sizes(strategy)
     if stack is None or (blocks := _blocks_of(job, facts, strategy, stack, ranks, rank)) <= small + large + 1:
@@ -97,7 +97,7 @@ def _sizes(strategy: Strategy) -> tuple[int, int]:
 
 
 def _blocks_of(job: Job, facts: ModelFacts, strategy: Strategy, stack: BlockStack, ranks: int, rank: int) -> float:
-    """Blocks of the model; under a pipeline, those that the rank's stages have, on average."""
+    """Blocks of the model; under a pipeline, the average over the rank's stages."""
     if not is_pipelined(strategy):
         return stack.blocks
     by_stage = blocks_of_stages(facts, stack, cut_stages(facts, count_stages(strategy), job.stages))

@@ -243,11 +243,7 @@ def _heads(module: Any, mesh: DeviceMesh, *inputs: torch.Tensor) -> Iterator[tor
 
 
 def _mask(
-    module: Any,
-    mesh: DeviceMesh,
-    attention: torch.Tensor | None,
-    padding: torch.Tensor | None,
-    q: torch.Tensor,
+    module: Any, mesh: DeviceMesh, attention: torch.Tensor | None, padding: torch.Tensor | None, q: torch.Tensor
 ) -> torch.Tensor | None:
     """What is added to the scores of this rank's heads."""
     if attention is not None:

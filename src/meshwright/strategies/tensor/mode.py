@@ -25,14 +25,7 @@ from meshwright.strategies.backward import backward_pass
 from meshwright.strategies.in_place import IN_PLACE_OPERATORS, asked_in_place, changes_its_input, not_in_place
 from meshwright.strategies.tensor import rules
 from meshwright.strategies.tensor.attention import attention, dropout
-from meshwright.strategies.tensor.layout import (
-    dim_of,
-    divided,
-    is_divided,
-    part,
-    pieces_of,
-    whole,
-)
+from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, part, pieces_of, whole
 from meshwright.strategies.tensor.loss import cross_entropy
 from meshwright.strategies.tensor.matrix import add_product, embedding, forget_input, linear, matmul
 from meshwright.strategies.tensor.memory import change, check_current, note_views, refuse_other_shape

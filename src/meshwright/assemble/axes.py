@@ -35,7 +35,6 @@ class Axes:
     mesh: DeviceMesh | None = None
 
     def place_on(self, name: str) -> int:
-        """This rank's place on an axis."""
         names = list(self.sizes)
         inside = prod(self.sizes[other] for other in names[names.index(name) + 1 :])
         return self.rank // inside % self.sizes[name]
@@ -104,7 +103,6 @@ class Axes:
 
 
 def lay_axes(strategy: Strategy, world: World) -> Axes:
-    """Make the axes of a resolved strategy over the world's ranks."""
     if strategy.traits.many_devices:
         return Axes()
     in_ranks = world.ranks > 1 or world.fake

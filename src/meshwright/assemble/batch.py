@@ -34,8 +34,6 @@ Rounds = tuple[tuple[Span, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """The input of one forward pass."""
-
     data: Any
     span: Span
     """Its samples in the global batch; the length is 0 for a stand-in."""
@@ -100,7 +98,6 @@ def has_stand_ins(samples: int, ranks: int, micro_batch: int | None) -> bool:
 
 
 def spans(samples: int, ranks: int, rank: int, micro_batch: int | None) -> tuple[Span, ...]:
-    """The samples of `rank` in each micro-step."""
     count = micro_steps(samples, ranks, micro_batch)
     steps = [_near_equal(samples, count, index) for index in range(count)]
     parts = [(step.first, _near_equal(step.length, ranks, rank)) for step in steps]

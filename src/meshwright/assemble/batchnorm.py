@@ -52,17 +52,13 @@ def _over(group: dist.ProcessGroup, in_plain_operators: bool) -> Around:
         with _Redirected(normalise, group) as redirected:
             output = forward(*args, **kwargs)
         if module.training and not redirected.calls:
-            raise JobError(own_statistics(module._meshwright_name))
+            raise JobError(
+                f"{module._meshwright_name} is a BatchNorm whose forward does not call F.batch_norm, so its statistics "
+                "cannot be computed over ranks or micro-batches; call F.batch_norm in it, or train with single."
+            )
         return output
 
     return around
-
-
-def own_statistics(name: str) -> str:
-    return (
-        f"{name} is a BatchNorm whose forward does not call F.batch_norm, so its statistics cannot be computed over "
-        "ranks or micro-batches; call F.batch_norm in it, or train with single."
-    )
 
 
 class _Redirected(TorchFunctionMode):

@@ -58,8 +58,6 @@ def build_deepspeed_pipeline(
 
 
 class DeepSpeedPasses:
-    """One rank of DeepSpeed's pipeline."""
-
     def __init__(
         self, model: nn.Module, context: ApplyContext, layers: Layers, axes: Axes, losses: Losses, dropout: Dropout
     ) -> None:

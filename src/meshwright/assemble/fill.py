@@ -99,7 +99,6 @@ def _from_main(blueprint: Blueprint, world: World, give: Give) -> None:
 
 
 def _broadcast(world: World, header: Any) -> Any:
-    """Broadcast a small value of rank 0."""
     values = [header]
     dist.broadcast_object_list(values, src=0, group=world.group, device=_CPU)
     return values[0]

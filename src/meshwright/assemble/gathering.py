@@ -27,7 +27,6 @@ class Gathering:
     """None for one rank."""
 
     def spans(self, samples: int) -> list[list[Span]]:
-        """The samples of each rank in a global batch."""
         shares = [replace(self.share, rank=rank) for rank in range(self.share.ranks)]
         return [[span for round_ in share.rounds(samples) for span in round_] for share in shares]
 

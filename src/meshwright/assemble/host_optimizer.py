@@ -26,7 +26,6 @@ class HostCopies:
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Copy gradients to the host."""
         for index, (device, host) in enumerate(self._pairs):
             if device.grad is None:
                 continue
@@ -39,7 +38,6 @@ class HostCopies:
 
     @torch.no_grad()
     def give_parameters(self) -> None:
-        """Copy updated parameters back to the device."""
         for device, host in self._pairs:
             if host.grad is not None:
                 local(device.data).copy_(local(host.data), non_blocking=True)

@@ -41,16 +41,12 @@ class Route:
 
 @dataclass(frozen=True)
 class OwnStage:
-    """A stage that this rank runs."""
-
     index: int
     stage_model: StageModel
     engine: Engine
 
 
 class PipelinePasses:
-    """One rank of a pipeline."""
-
     def __init__(
         self,
         engine: RankEngine,

@@ -116,12 +116,10 @@ def loss_under(
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating tensors of a tree."""
     return tree_map(lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, tree)
 
 
 def raise_small(tree: Any) -> Any:
-    """Cast the bf16 and fp16 tensors of a tree to fp32."""
     return tree_map(lambda leaf: leaf.float() if torch.is_tensor(leaf) and leaf.dtype in LOW else leaf, tree)
 
 

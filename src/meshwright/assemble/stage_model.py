@@ -28,8 +28,6 @@ class StageDone(BaseException):
 
 @dataclass
 class StagePass:
-    """One forward pass of a stage."""
-
     flow: Flow
     crossings: Crossings
     values: dict[Value, torch.Tensor]

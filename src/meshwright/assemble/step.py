@@ -197,16 +197,7 @@ class Trainer:
         return WholeBatchPasses(engine, losses, dropout, whole, counts=counts and share.rank == 0)
 
     @property
-    def data_ranks(self) -> int:
-        return self.axes.data_ranks
-
-    @property
-    def data_rank(self) -> int:
-        return self.axes.data_rank
-
-    @property
     def share(self) -> Share:
-        """This rank's part of every global batch."""
         axes, pipelined = self.axes, self.axes.stages is not None
         return Share(
             ranks=axes.data_ranks,
@@ -263,7 +254,6 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> float:
-        """The mean loss over batches."""
         self.engine.model.eval()
         totals = torch.zeros(2, device=self.world.device, dtype=torch.float64)
         for batch in batches:

@@ -88,7 +88,6 @@ class WholeBatchLoss:
         return gradient / self._gathering.share.ranks if index == len(batch.spans) - 1 else None
 
     def _gathered(self, column: Column, batch: Batch) -> Any:
-        """A leaf of the whole batch's output."""
         layout, last = column.layout, column.values[-1]
         if isinstance(layout, Rows):
             return self._gathering.whole(layout, column.values, batch.samples, regular=batch.regular).detach()
@@ -105,7 +104,6 @@ class WholeBatchLoss:
         )
 
     def _whole_batch(self, known: WholeLoss, batch: Batch) -> Any:
-        """The parts of the whole batch that the loss reads."""
         pieces = [piece.data for piece in batch.pieces]
         if batch.whole is None and known.batch.unknown() is not None:
             return self._cutter.joined(self._gathering.everything(pieces, batch.samples))

@@ -21,8 +21,6 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitShare:
-    """A rank's share of one unit."""
-
     parts: int = 1
     """Ranks that its activations and kernels are divided over."""
     kernel_parts: Callable[[Kernel], int] | None = None

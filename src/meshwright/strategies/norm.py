@@ -68,7 +68,6 @@ def scale_(gradients: Iterable[torch.Tensor], factor: torch.Tensor | float) -> N
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 

@@ -170,6 +170,3 @@ def stage_of(model: nn.Sequential, names: Iterable[str]) -> nn.Sequential:
     for name in names:
         stage.add_module(name, model._modules[name])
     return stage
-
-
-__all__ = ["Layers", "StageEngine", "ZeroStageEngine", "cut_layers", "stage_of"]

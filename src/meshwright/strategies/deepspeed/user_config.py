@@ -83,7 +83,6 @@ def understood(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def strategy_of(config: Mapping[str, Any]) -> Strategy:
-    """The strategy that a configuration describes."""
     return _strategy_of(deepspeed_config.read_config(Fields(config, NAME)))
 
 

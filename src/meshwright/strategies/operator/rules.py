@@ -28,8 +28,6 @@ the module at call time, when they are gathered and cast."""
 
 @dataclass(frozen=True)
 class Way:
-    """A way to divide an operator."""
-
     along: str
     size: int
     cuts: dict[str, tuple[int, int]]

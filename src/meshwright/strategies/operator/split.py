@@ -147,7 +147,6 @@ class _Found:
 
 
 def _find(model: nn.Module, read_elsewhere: frozenset[str]) -> dict[str, _Found]:
-    """Every module with parameters, by name."""
     read = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in read_elsewhere}
     inner = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     found: dict[str, _Found] = {}

@@ -66,7 +66,7 @@ class TensorParallel(InnerAxis):
         return split_tensors(model, facts.tensor_plan, mesh, facts.blocks)
 
     def region(self, mesh: DeviceMesh) -> AbstractContextManager[Any]:
-        from meshwright.strategies.tensor.split import tensor_region
+        from meshwright.strategies.tensor.mode import tensor_region
 
         return tensor_region(mesh)
 

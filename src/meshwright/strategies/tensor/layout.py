@@ -32,7 +32,6 @@ def is_divided(x: object, mesh: DeviceMesh) -> TypeGuard[DTensor]:
 
 
 def dim_of(x: DTensor) -> int:
-    """The dim along which a tensor is divided."""
     placement = x.placements[0]
     assert isinstance(placement, Shard)
     return placement.dim % x.dim()
@@ -85,7 +84,6 @@ def part(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def whole(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The whole tensor on every rank."""
     if not is_divided(x, mesh):
         return x
     return Join.apply(local(x), dim_of(x), pieces_of(x), False, mesh)  # type: ignore[no-any-return]

@@ -97,8 +97,6 @@ _VIEWS = functions(
 
 
 class DividedFunctions(TorchFunctionMode):
-    """The mode of one tensor axis."""
-
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.mesh = mesh

@@ -80,7 +80,6 @@ def reshape(func: Rule, mesh: DeviceMesh, x: DTensor, *args: Any, **kwargs: Any)
 
 
 def whole_meta(x: Tensor) -> Tensor:
-    """A meta tensor of the whole shape."""
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 

@@ -24,15 +24,6 @@ from meshwright.strategies.tensor.memory import as_parameter
 from meshwright.strategies.tensor.mode import mode_of, tensor_region
 from meshwright.torch_private.trees import tree_map
 
-__all__ = [
-    "as_sequence_shard",
-    "from_sequence_shard",
-    "gathered_functions",
-    "split_tensors",
-    "tensor_region",
-    "to_plain",
-]
-
 
 def split_tensors(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, blocks: Sequence[str]) -> Cuts:
     """Divide a model on the meta device over a one-dimensional mesh. Modules that a stage lacks are skipped."""

@@ -149,7 +149,7 @@ class Engine:
     def resident(self) -> dict[str, list[torch.Tensor]]:
         """The tensors that this rank holds as parameters and as gradients, for counting their bytes."""
         parameters = list(self.model.parameters())
-        return {"parameters": parameters, "gradients": [p.grad for p in parameters if p.grad is not None]}
+        return {"parameters": list(parameters), "gradients": [p.grad for p in parameters if p.grad is not None]}
 
 
 class OptimizingEngine(Engine):

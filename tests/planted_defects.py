@@ -112,7 +112,7 @@ def dropped_micro_batch(made: Trainer) -> None:
 
 def sample_seen_twice(made: Trainer) -> None:
     def first_ranks(own: Batch, batch: Any) -> Batch:
-        return part(batch, Share(ranks=made.data_ranks, rank=0), made.cutter, nominal=made.job.global_batch)
+        return part(batch, Share(ranks=made.axes.data_ranks, rank=0), made.cutter, nominal=made.job.global_batch)
 
     other_part(made, first_ranks)
 

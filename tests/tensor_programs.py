@@ -30,13 +30,12 @@ from meshwright.strategies.cuts import Cuts
 from meshwright.strategies.engine import whole
 from meshwright.strategies.tensor.layout import divided, local, part
 from meshwright.strategies.tensor.memory import as_parameter
-from meshwright.strategies.tensor.mode import mode_of
+from meshwright.strategies.tensor.mode import mode_of, tensor_region
 from meshwright.strategies.tensor.split import (
     as_sequence_shard,
     from_sequence_shard,
     gathered_functions,
     split_tensors,
-    tensor_region,
     to_plain,
 )
 from shared_facts import found_once

@@ -121,7 +121,7 @@ def test_deepspeed_refuses_it(wide: Strategy, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(package, "is_installed", lambda: True)
     asked = Strategy.parse("wide=2,engine=deepspeed")
     reason = data_strategy(asked).refuse(asked, facts(), place_for("cpu", 2))
-    assert reason is not None and reason.startswith("wide=2 is our own engine's")
+    assert reason is not None and reason.startswith("wide=2 runs on our own engine only")
 
 
 def test_it_trains_as_plain_pytorch_does(two_ranks: RankPool) -> None:

@@ -76,8 +76,8 @@ def test_the_models_axes_are_sized(text: str, ranks: int, resolved: str) -> None
 @pytest.mark.parametrize(
     ("text", "ranks", "says"),
     [
-        ("pp=5:gpipe", 5, "5 stages were asked for, but the model has 4 blocks"),
-        ("pp=4:interleaved", 4, "8 stages were asked for"),
+        ("pp=5:gpipe", 5, "cut into 5 stages, because it has 4 blocks"),
+        ("pp=4:interleaved", 4, "cannot be cut into 8 stages"),
         ("layers=8", 8, "use at most 4 stages"),
         ("pp=4:1f1b,mb=4", 4, "mb=4 cuts a data rank's 8 samples into 2 micro-batches"),
         ("pp=2:1f1b,compile", 2, "compile is not built for pp; drop it"),
@@ -122,7 +122,7 @@ def test_a_hint_of_stages() -> None:
 @pytest.mark.parametrize(
     ("job", "says"),
     [
-        (pipeline_jobs.selecting, "makes a shape of values before it calls its first module"),
+        (pipeline_jobs.selecting, "shape depends on values before it calls its first module"),
         (pipeline_jobs.averaging_blocks, "changes blocks.3.average in every forward pass"),
     ],
 )
@@ -136,7 +136,7 @@ def test_what_cannot_be_cut_is_found_before_any_process_starts(job: Job, says: s
 
 def test_a_codebook_is_moved_by_whole_batches() -> None:
     job = pipeline_jobs.averaging_blocks
-    with pytest.raises(Refused, match=r"forward moves blocks\.\d\.average by the samples .* 8 micro-batches"):
+    with pytest.raises(Refused, match=r"forward changes blocks\.\d\.average by the samples .* 8 micro-batches"):
         check(job, describe(job), Strategy.parse("pp=2:1f1b"), place(ranks=2))
 
 

@@ -160,7 +160,7 @@ def test_another_order_of_calls() -> None:
     first = parts.stage_model(0)
     parts.run(first, batch, ())
     small = {name: tensor[:2] for name, tensor in batch.items()}
-    with pytest.raises(JobError, match=r"calls blocks\.3 where it called blocks\.0 before.*same order"):
+    with pytest.raises(JobError, match=r"calls blocks\.3, but it called blocks\.0 here before.*same order"):
         parts.run(first, small, ())
     with pytest.raises(JobError, match="same order"):
         parts.run(parts.stage_model(1), small, tuple(torch.zeros(2, 4, 8) for _ in parts.crossings.values[1]))
@@ -187,7 +187,7 @@ def test_more_calls_than_before() -> None:
     batch = made_up(job)
     parts = cut(job, 2, batch)
     small = {name: tensor[:1] for name, tensor in batch.items()}
-    with pytest.raises(JobError, match="calls leave where it called nothing before"):
+    with pytest.raises(JobError, match="calls leave, but it called nothing here before"):
         parts.run(parts.stage_model(1), small, tuple(torch.zeros(1, 4, 8) for _ in parts.crossings.values[1]))
 
 

@@ -40,7 +40,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ("tp=2,op=2", 4, "'tp=2' and 'op=2' exclude each other"),
         ("pp=2:zb,layers=2", 4, "'pp=2' and 'layers=2' exclude each other"),
         ("pp=2:zbb", 2, "did you mean 'zb'"),
-        ("pp=3:1f1b", 3, "3 stages were asked for, but the model has 2 blocks to put into them (0, 2)"),
+        ("pp=3:1f1b", 3, "cannot be cut into 3 stages, because it has 2 blocks (0, 2)"),
         ("pp=2:interleaved", 2, "use at most 2 stages"),
         ("layers=3", 3, "use at most 2 stages"),
         ("pp=2:1f1b,mb=8", 2, "mb=8 cuts a data rank's 8 samples into 1 micro-batches"),

@@ -45,5 +45,5 @@ def test_a_tensor_plan_can_be_passed_back() -> None:
 
 
 def test_what_would_be_refused_is_refused() -> None:
-    with pytest.raises(Refused, match="stages were asked for"):
+    with pytest.raises(Refused, match="cannot be cut into"):
         paper("pp=32:gpipe", 32)

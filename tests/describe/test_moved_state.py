@@ -145,7 +145,7 @@ def test_where_moving_is_refused(model: Any, allowed: list[str], refused: list[s
     for text in allowed:
         assert check(job, found, Strategy.parse(text), place(ranks=1 if text == "single" else 2))
     for text in refused:
-        with pytest.raises(Refused, match=r"The model's forward moves .*(calls|passes|target|codes)"):
+        with pytest.raises(Refused, match=r"The model's forward changes .*(calls|passes|target|codes)"):
             check(job, found, Strategy.parse(text), place(ranks=2))
 
 

@@ -173,4 +173,4 @@ def test_a_tied_gradient_that_is_not_summed_is_found_in_a_hybrid(four_ranks: Ran
 def test_another_number_of_calls_is_an_error_on_all_ranks(two_ranks: RankPool) -> None:
     """Before anything is sent, so nobody waits."""
     for message in two_ranks(programs.fickle_error):
-        assert "makes 5 calls for a batch of these shapes and 6 for others" in message
+        assert "makes 5 calls for a batch of these shapes and 6 for other shapes" in message

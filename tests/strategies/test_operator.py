@@ -81,8 +81,8 @@ def with_a_forward_of_its_own(module: nn.Module) -> nn.Module:
         (nn.Embedding(8, 8, max_norm=1.0), "its max_norm changes the weight while it is read"),
         (nn.Embedding(8, 8, scale_grad_by_freq=True), "its scale_grad_by_freq counts entries over all ranks"),
         (nn.Embedding(8, 8, sparse=True), "its gradient is sparse"),
-        (nn.MultiheadAttention(8, 4, add_bias_kv=True), "it adds keys and values of its own"),
-        (nn.LSTM(8, 8), "no rule divides what it holds"),
+        (nn.MultiheadAttention(8, 4, add_bias_kv=True), "it appends its own keys and values"),
+        (nn.LSTM(8, 8), "no rule divides such a module"),
     ],
 )
 def test_what_stays_whole(module: nn.Module, why: str) -> None:
@@ -120,8 +120,8 @@ def test_ties_that_cannot_be_cut_alike_stay_whole() -> None:
     model = nn.ModuleDict({"a": nn.Linear(8, 6), "b": nn.Linear(9, 8), "other": nn.Linear(8, 8)})
     model["a"].bias = model["b"].bias
     rows = plan(model)
-    assert rows["a"].why == "it shares a parameter with b, which divides otherwise"
-    assert rows["b"].why == "it shares a parameter with a, which divides otherwise"
+    assert rows["a"].why == "it shares a parameter with b, which divides differently"
+    assert rows["b"].why == "it shares a parameter with a, which divides differently"
     assert rows["other"].parts == 4
 
 
@@ -152,7 +152,7 @@ def test_the_model_itself_may_hold_parameters() -> None:
             super().__init__()
             self.place, self.mix = nn.Parameter(torch.zeros(8, 8)), nn.Linear(8, 8)
 
-    assert str(plan(Positions())[""]) == "the model: Positions, whole: no rule divides what it holds"
+    assert str(plan(Positions())[""]) == "the model: Positions, whole: no rule divides such a module"
 
 
 def test_nothing_to_divide() -> None:

@@ -84,7 +84,7 @@ def test_stages_begin_with_blocks() -> None:
     facts = made_up([50, 1, 1, 1, 1, 50], outside=1)
     assert cut_stages(facts, 4).starts == (0, 2, 3, 4)
     assert cut_stages(facts, 2).starts == (0, 3)
-    with pytest.raises(Refused, match=r"5 stages were asked for, but the model has 4 blocks .*use at most 4 stages"):
+    with pytest.raises(Refused, match=r"cut into 5 stages, because it has 4 blocks .*use at most 4 stages"):
         cut_stages(facts, 5)
 
 
@@ -278,7 +278,7 @@ def test_whole_numbers_cross() -> None:
 
 def test_a_strange_output_cannot_be_made_up() -> None:
     message = refusal(odd(lambda y: slice(3)), "blocks.2")
-    assert message.startswith("blocks.0 returns") and "slice" in message and "cannot be made up" in message
+    assert message.startswith("blocks.0 returns") and "slice" in message and "cannot imitate" in message
 
 
 def test_a_strange_output_of_the_last_stage_may_be() -> None:
@@ -327,7 +327,7 @@ def test_shapes_that_are_made_of_values() -> None:
             return y * (1 + 0 * len((y > 0).nonzero()))
 
     message = refusal(replace(pipeline_jobs.trunk, model=Late), "blocks.2")
-    assert "makes a shape of values after calling leave" in message and "use tp, op or a data strategy" in message
+    assert "shape depends on values after calling leave" in message and "use tp, op or a data strategy" in message
 
 
 def test_values_that_somebody_looks_at_are_noted() -> None:
@@ -368,7 +368,7 @@ def test_blocks_that_the_model_recomputes(reentrant: bool) -> None:
 
     job = replace(pipeline_jobs.trunk, model=Recomputing)
     if reentrant:
-        assert "calls blocks.0 inside of an autograd function" in refusal(job, "blocks.2")
+        assert "calls blocks.0 inside an autograd function" in refusal(job, "blocks.2")
     else:
         assert crossing(job, "blocks.2") == [[], ["blocks.1"]]
 

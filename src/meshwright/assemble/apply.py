@@ -1,7 +1,7 @@
-"""From a job and a strategy to something that can take a step: one written order of application.
+"""Apply a strategy to a model.
 
-`apply_in_order` is the order. A plain rank, a stage of a pipeline, layers over the devices of one process and a stage
-of DeepSpeed's pipeline all go through it.
+`apply_in_order` fixes the order once, for a plain rank, for a pipeline stage (ours or DeepSpeed's) and for layers
+spread over the devices of one process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from meshwright.strategies.engine import ApplyContext, Engine
 from meshwright.strategies.pipeline.stages import Stages
 
 AxisPlans = Mapping[str, Any]
-"""By an inner axis's word, what it planned for the whole model before stages gave up their parameters."""
+"""What each inner axis planned for the whole model, by the axis's word."""
 
 
 def plan_inner_axes(model: nn.Module, facts: ModelFacts, strategy: Strategy) -> AxisPlans:
@@ -52,9 +52,9 @@ def apply_in_order(
     called: Sequence[nn.Module] = (),
     route_calls: Callable[[], None] = lambda: None,
 ) -> Cuts:
-    """Inner axes, BatchNorm, precision, recompute, compile, the calls of other stages; the data axis comes last.
+    """Apply inner axes, BatchNorm, precision, recompute, compile and call routing; the data axis comes after.
 
-    `called` are the modules that an engine calls itself, where it does not call the model.
+    `called` are the modules that the engine calls directly, if it never calls the model itself.
     """
     technique, dtype = data_strategy(strategy), DTYPES[strategy.precision]
     plans = plan_inner_axes(model, facts, strategy) if plans is None else plans
@@ -65,9 +65,9 @@ def apply_in_order(
     if facts.batch_norms and (group := axes.batch_group(world)) is not None:
         plain = world.device.type == "cpu" or world.fake
         synchronise_batch_norms(model, group, in_plain_operators=plain)
-    left = technique.kept_whole(facts) if technique.lowers and not called else None
+    uncast = technique.kept_whole(facts) if technique.lowers and not called else None
     autocast = autocast_region(strategy, world.device.type, fake=world.fake)
-    apply_precision(model, list(blocks), dtype, pure=strategy.pure, left_to_cast=left, autocast=autocast)
+    apply_precision(model, list(blocks), dtype, pure=strategy.pure, left_to_cast=uncast, autocast=autocast)
     if called:
         follow_table(called, dtype)
     whole = list(called) or [model]
@@ -75,7 +75,7 @@ def apply_in_order(
         recompute_blocks(list(blocks) or whole, strategy.recompute)
     if strategy.compile:
         if strategy.number_format.is_low and not strategy.autocast:
-            follow_table(blocks or [model], dtype)  # around what is recomputed, inside of the graph
+            follow_table(blocks or [model], dtype)  # outside the recomputed region, inside the compiled graph
         for module in blocks if technique.overlaps and blocks else whole:
             compile_outside(module)
     route_calls()
@@ -94,9 +94,9 @@ def lay_out(
     plans: AxisPlans | None = None,
     engine_config: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, Cuts]:
-    """Apply a resolved strategy to a model, or to a stage of one (which has given up what it does not hold).
+    """Apply a resolved strategy to a model, or to a stage that has dropped the parameters it does not hold.
 
-    `plans` are the unsplit model's, for a stage: it would be planned for differently by itself.
+    A stage passes the `plans` of the unsplit model, because planning the stage alone would give other results.
     """
     model = blueprint.model
     cuts: Cuts = {}
@@ -131,25 +131,19 @@ def lay_on_devices(
     stages: Stages,
     devices: Devices,
 ) -> Engine:
-    """A stage axis in one process: each stage's calls and parameters on a device of their own."""
+    """Apply a stage axis in one process: each stage computes and keeps its parameters on a separate device."""
     model = blueprint.model
     blocks = [model.get_submodule(name) for name in facts.blocks]
     places = place_parameters(model, facts, stages, devices)
     apply_in_order(
-        model,
-        blocks,
-        facts,
-        strategy,
-        axes,
-        world,
-        route_calls=lambda: compute_in_place(model, facts, stages, devices),
+        model, blocks, facts, strategy, axes, world, route_calls=lambda: compute_in_place(model, facts, stages, devices)
     )
     blueprint.fill(places)
     return PlacedEngine(model, devices)
 
 
 class PlacedEngine(Engine):
-    """One process whose model is on several devices."""
+    """Engine of one process whose model spans several devices."""
 
     def __init__(self, model: nn.Module, devices: Devices) -> None:
         super().__init__(model)
@@ -161,7 +155,7 @@ class PlacedEngine(Engine):
 
 @contextmanager
 def model_region(axes: Axes) -> Iterator[None]:
-    """What must be around forward, loss and backward under the inner axes."""
+    """Enter the regions that the inner axes need around forward, loss and backward."""
     with ExitStack() as stack:
         for term, mesh in axes.inner:
             stack.enter_context(inner_axis(term).region(mesh))
@@ -169,7 +163,7 @@ def model_region(axes: Axes) -> Iterator[None]:
 
 
 def make_whole(tree: Any, axes: Axes) -> Any:
-    """A tree of outputs with the tensors that inner axes divide made whole."""
+    """Gather the tensors of an output tree that inner axes divide."""
     for term, mesh in axes.inner:
         tree = inner_axis(term).whole(tree, mesh)
     return tree

@@ -1,7 +1,7 @@
-"""`bf16:autocast` and `fp16:autocast`: `torch.autocast` around the model and its loss, with parameters left in fp32.
+"""`bf16:autocast` and `fp16:autocast`: `torch.autocast` around the model and its loss, with parameters in fp32.
 
-PyTorch chooses a dtype for each operator by the device's own list. Tensors without values lie on a CPU, so a CUDA
-device's choice is imitated on them by the table of `operators.py`.
+PyTorch chooses each operator's dtype from a list per device type. Fake tensors are CPU tensors, so for them the table
+in `operator_dtypes.py` imitates the CUDA list.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Region = Callable[[], AbstractContextManager[Any]]
 
 
 def autocast_region(strategy: Strategy, device: str, *, fake: bool = False) -> Region | None:
-    """What is put around the model's and the loss's calls; None where the strategy does not ask for autocast.
+    """The context for calls of the model and the loss; None if the strategy does not use autocast.
 
-    `fake` is of tensors on a CPU that stand for a CUDA device's.
+    `fake` means that CPU tensors stand in for CUDA tensors.
     """
     return _region(DTYPES[strategy.precision], device, fake) if strategy.autocast else None
 
 
 def run_within(model: nn.Module, blocks: list[nn.Module], region: Region) -> None:
-    """Enter the region whenever the model is called, or a block: recomputing calls blocks by themselves."""
+    """Enter the region in every call of the model and of a block, because recomputing calls blocks directly."""
     for module in (*blocks, model):
         wrap_forward(module, _within(region))
 
 
 class AsOnCuda(TorchFunctionMode):
-    """Gives results the dtypes that they have under a CUDA device's autocast."""
+    """Mode that gives results the dtypes of CUDA's autocast."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

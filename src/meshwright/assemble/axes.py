@@ -1,4 +1,4 @@
-"""The mesh of a run: one dimension for each axis, ordered by the place that the axis asks for."""
+"""The mesh of a run: one dimension per axis, in the order of the axes' `place`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from meshwright.facts.strategy import Strategy
 from meshwright.strategies import data_strategy
 
 DATA = "data"
-"""The data axis in `Axes.sizes`, whatever mesh dimensions its strategy makes of it."""
+"""The name of the data axis in `Axes.sizes`; its strategy may turn it into several mesh dimensions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """Where a rank stands on each axis, and which ranks share it."""
+    """A rank's position on each axis, and the ranks it shares the axis with."""
 
     sizes: Mapping[str, int] = field(default_factory=lambda: {DATA: 1})
-    """Ranks on each axis by mesh name, from the outermost to the innermost; axes of one rank too."""
+    """Ranks on each axis by mesh name, outermost first, including axes of one rank."""
     stage_name: str = ""
-    """The mesh name of the axis that has the stages; "" where there is none."""
+    """The mesh name of the stage axis; "" if there is none."""
     inner_terms: tuple[AxisTerm, ...] = ()
     """The axes inside the data axis."""
     rank: int = 0
@@ -35,7 +35,6 @@ class Axes:
     mesh: DeviceMesh | None = None
 
     def place_on(self, name: str) -> int:
-        """This rank's place on an axis."""
         names = list(self.sizes)
         inside = prod(self.sizes[other] for other in names[names.index(name) + 1 :])
         return self.rank // inside % self.sizes[name]
@@ -54,23 +53,25 @@ class Axes:
 
     @property
     def first_inside(self) -> bool:
-        """Whether this rank speaks for those that run the same layers on the same samples."""
+        """Whether this rank reports for the ranks that run the same layers on the same samples."""
         return all(self.place_on(term.traits.mesh_name) == 0 for term in self.inner_terms)
 
     @property
     def data(self) -> DeviceMesh | None:
-        """What the data strategy lies on; None for one rank."""
-        if self.mesh is None or not self.data_names:
-            return None
-        return self.mesh[self.data_names if len(self.data_names) > 1 else self.data_names[0]]
+        """The mesh of the data strategy; None for one rank."""
+        return self._data_of(self.mesh)
 
     def data_on_host(self) -> DeviceMesh | None:
-        """The same ranks as `data` as a mesh of CPUs. All ranks must call it."""
+        """The ranks of `data` as a CPU mesh. All ranks must call it."""
         if self.mesh is None or not self.data_names:
             return None
         assert self.mesh.mesh_dim_names is not None
-        host = _mesh("cpu", dict(zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True)))
-        return host[self.data_names if len(self.data_names) > 1 else self.data_names[0]]
+        return self._data_of(_mesh("cpu", dict(zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True))))
+
+    def _data_of(self, mesh: DeviceMesh | None) -> DeviceMesh | None:
+        if mesh is None or not self.data_names:
+            return None
+        return mesh[self.data_names if len(self.data_names) > 1 else self.data_names[0]]
 
     @cached_property
     def inner(self) -> tuple[tuple[AxisTerm, DeviceMesh], ...]:
@@ -81,11 +82,11 @@ class Axes:
 
     @cached_property
     def stages(self) -> DeviceMesh | None:
-        """The ranks that have one stage each; None where there are no stages."""
+        """The mesh of the stage axis; None if there are no stages."""
         return self.mesh[self.stage_name] if self.mesh is not None and self.stage_name else None
 
     def batch_group(self, world: World) -> dist.ProcessGroup | None:
-        """The ranks that share out one batch, whatever the data strategy makes of them. All ranks must call it."""
+        """The ranks that split one batch, under any data strategy. All ranks must call it."""
         if self.data_ranks == 1:
             return None
         if self.data_ranks == prod(self.sizes.values()):
@@ -94,7 +95,7 @@ class Axes:
         return _mesh(world.device.type, sizes).get_group("batch")
 
     def stage_group(self, members: Collection[int]) -> dist.ProcessGroup | None:
-        """This rank's group of some places on the stage axis; None if it is not among them. All ranks must call it."""
+        """This rank's group over `members` of the stage axis; None if it is not a member. All ranks must call it."""
         inner = prod(self.sizes.values()) // self.sizes[self.stage_name]
         lines = tuple(tuple(member * inner + offset for member in sorted(members)) for offset in range(inner))
         groups = _once(("groups", lines), lambda: [dist.new_group(line) for line in lines])
@@ -102,7 +103,6 @@ class Axes:
 
 
 def lay_axes(strategy: Strategy, world: World) -> Axes:
-    """The axes of a resolved strategy over a world."""
     if strategy.traits.many_devices:
         return Axes()
     in_ranks = world.ranks > 1 or world.fake
@@ -122,20 +122,20 @@ def lay_axes(strategy: Strategy, world: World) -> Axes:
 
 
 def mesh_sizes(strategy: Strategy) -> dict[str, int]:
-    """The mesh of a resolved strategy: dimensions of more than one rank, outermost first."""
+    """The mesh dimensions of a resolved strategy that have more than one rank, outermost first."""
     sizes = {name: 1 for name in _names()} | {term.traits.mesh_name: term.size for term in strategy.axes}
     dimensions = _dimensions(sizes, data_strategy(strategy).axes(strategy))
     return {name: size for name, size in dimensions.items() if size > 1}
 
 
 def _names() -> list[str]:
-    """The data axis and every registered model axis in the order of the mesh."""
+    """The data axis and every registered model axis, outermost first."""
     places = {traits.mesh_name: traits.place for traits in MODEL_AXES.values()} | {DATA: 0}
     return sorted(places, key=places.__getitem__)
 
 
 def _dimensions(sizes: Mapping[str, int], data: Mapping[str, int]) -> dict[str, int]:
-    """The mesh's dimensions: those of the data strategy in the place of the data axis, and axes of several ranks."""
+    """The mesh dimensions: the data strategy's in place of the data axis, and model axes of several ranks."""
     found: dict[str, int] = {}
     for name, size in sizes.items():
         found |= data if name == DATA else {name: size} if size > 1 else {}
@@ -143,7 +143,7 @@ def _dimensions(sizes: Mapping[str, int], data: Mapping[str, int]) -> dict[str, 
 
 
 def host_group(world: World) -> dist.ProcessGroup | None:
-    """All ranks once more, with sockets of their own for talk in the background. All ranks must call it."""
+    """A second gloo group of all ranks, for background communication. All ranks must call it."""
     return _once("host", lambda: dist.new_group(backend="gloo")) if world.ranks > 1 else world.group
 
 
@@ -157,10 +157,10 @@ _made: dict[Any, tuple[Any, Any]] = {}
 
 
 def _once(key: Any, make: Callable[[], Any]) -> Any:
-    """What was made before in this world, or what is made now.
+    """Make an object once per world and return it from then on.
 
-    A process group has threads of its own, which live as long as it does; and DTensor takes meshes of the same sizes
-    for one and the same, so that results on a second would be found on the first. So there is one of each.
+    Every process group starts threads that live as long as it does. DTensor treats meshes of the same sizes as equal,
+    so a result on a second mesh would turn up on the first.
     """
     world = dist.group.WORLD
     if key not in _made or _made[key][0] is not world:

@@ -1,8 +1,8 @@
-"""BatchNorm over a batch that is split between ranks: statistics must be those of the whole.
+"""BatchNorm over a batch that is split between ranks: the statistics must be those of the whole batch.
 
 A BatchNorm keeps its class and its `forward`, because a subclass may do more than normalise. Only the call of
-`batch_norm` inside of that `forward` is answered otherwise. Elsewhere the function means something else: weight
-standardisation calls it on weights.
+`batch_norm` inside that `forward` is replaced. Elsewhere the function has other uses: weight standardisation calls it
+on weights.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ Normalise = Callable[..., torch.Tensor]
 
 
 def take_over_synchronised(model: nn.Module) -> None:
-    """Make plain BatchNorms of `nn.SyncBatchNorm`s, which would talk to ranks of other axes, and not at all on CPUs."""
+    """Turn `nn.SyncBatchNorm` into plain BatchNorm: it would sync with ranks of other axes, and not at all on CPUs."""
     for module in model.modules():
         if type(module) is nn.SyncBatchNorm:
             module.__class__ = AnyBatchNorm  # type: ignore[assignment]
 
 
 def synchronise_batch_norms(model: nn.Module, group: dist.ProcessGroup, *, in_plain_operators: bool) -> None:
-    """Make every BatchNorm see the whole micro-batch of all ranks of `group`.
+    """Make every BatchNorm normalise over the micro-batches of all ranks of `group`.
 
-    PyTorch's synchronised kernels where they can be used. They refuse CPU tensors and stumble over the fake process
-    group, so there the same is computed in plain operators.
+    `in_plain_operators` avoids PyTorch's synchronised kernels, which refuse CPU tensors and fail on the fake process
+    group.
     """
     for name, module in model.named_modules():
         if isinstance(module, BatchNorm):
-            module._meshwright_name = name  # for an error in its forward
+            module._meshwright_name = name  # for the error message
             wrap_forward(module, _over(group, in_plain_operators))
 
 
@@ -52,21 +52,17 @@ def _over(group: dist.ProcessGroup, in_plain_operators: bool) -> Around:
         with _Redirected(normalise, group) as redirected:
             output = forward(*args, **kwargs)
         if module.training and not redirected.calls:
-            raise JobError(own_statistics(module._meshwright_name))
+            raise JobError(
+                f"{module._meshwright_name} is a BatchNorm whose forward does not call F.batch_norm, so its statistics "
+                "cannot be computed over ranks or micro-batches; call F.batch_norm in it, or train with single."
+            )
         return output
 
     return around
 
 
-def own_statistics(name: str) -> str:
-    return (
-        f"{name} is a BatchNorm whose forward does not call F.batch_norm, so its statistics cannot be taken over ranks "
-        "or micro-batches; call F.batch_norm in it, or train with single."
-    )
-
-
 class _Redirected(TorchFunctionMode):
-    """While active, `batch_norm` on a batch's own statistics takes those of all ranks."""
+    """While active, `batch_norm` in training uses the statistics of all ranks."""
 
     def __init__(self, normalise: Normalise, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -85,7 +81,7 @@ class _Redirected(TorchFunctionMode):
 
 
 _ORDER = ["input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"]
-"""Of `torch.batch_norm`, which has no signature that Python can read."""
+"""The arguments of `torch.batch_norm`, which has no signature that Python can read."""
 _SIGNATURE = inspect.signature(F.batch_norm)
 
 
@@ -108,13 +104,15 @@ def normalise_plainly(
     *,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """Mean first, then squares around it: two small sums over ranks, and no cancellation between large numbers."""
+    """`F.batch_norm` with the statistics of all ranks' inputs.
+
+    The mean comes first and the squares around it second, so that large numbers never cancel.
+    """
     wide = torch.promote_types(input.dtype, torch.float32)
     x = input.to(wide)
     dims = [0, *range(2, x.dim())]
     shape = [1, -1, *[1] * (x.dim() - 2)]
-    totals = torch.cat([x.sum(dims), x.new_tensor([x.numel() / x.shape[1]])])
-    totals = _Sum.apply(totals, group)
+    totals = _Sum.apply(torch.cat([x.sum(dims), x.new_tensor([x.numel() / x.shape[1]])]), group)
     count = totals[-1].detach()
     mean = totals[:-1] / count
     centred = x - mean.view(shape)
@@ -131,7 +129,7 @@ def normalise_plainly(
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks; every rank's output depends on every rank's input, so gradients are summed, too."""
+    """Sum over ranks. Every rank's output depends on every rank's input, so gradients are summed as well."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

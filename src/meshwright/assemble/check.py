@@ -1,4 +1,4 @@
-"""Refuse what cannot be before any process starts, each with its reason and what to do instead."""
+"""Refuse strategies that cannot run, before any process starts, with the reason and what to do instead."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshwright.strategies.pipeline.sizes import count_micro_batches, is_pipelin
 
 
 def check(job: Job, facts: ModelFacts, strategy: Strategy, place: Place) -> Strategy:
-    """The strategy with its data axis sized for the place's ranks, or an error that says why not."""
+    """Resolve the strategy for the place's ranks; raise `Refused` if the job cannot run under it."""
     resolved = check_strategy(facts, strategy, place)
     if reason := (
         _refuse_batch(job, facts, resolved)
@@ -45,7 +45,7 @@ def _micro_steps(job: Job, strategy: Strategy) -> int:
 
 
 def check_strategy(facts: ModelFacts, strategy: Strategy, place: Place) -> Strategy:
-    """As `check`, where there is a model but no job."""
+    """`check` for a model without a job."""
     refuse_unbuilt(strategy)
     resolved = strategy.resolve(place.ranks)
     refuse_missing_gpus(place)
@@ -56,9 +56,9 @@ def check_strategy(facts: ModelFacts, strategy: Strategy, place: Place) -> Strat
 
 
 def check_engine_config(config: Mapping[str, Any], job: Job, strategy: Strategy) -> dict[str, Any]:
-    """What DeepSpeed is handed of a user's configuration, or an error that names what the run contradicts."""
+    """The part of a user's configuration that goes to DeepSpeed; raises if it contradicts the run."""
     if strategy.engine != "deepspeed":
-        raise Refused(f"A DeepSpeed configuration was given, but {strategy} is not run by it; add engine=deepspeed.")
+        raise Refused(f"A DeepSpeed configuration was given, but {strategy} does not use it; add engine=deepspeed.")
     model = model_to_read(job.model)
     parameters = NamedParameters((name, p) for name, p in model.named_parameters() if p.requires_grad)
     refuse_contradictions(config, strategy, job, job.optimizer(parameters))
@@ -74,7 +74,7 @@ def refuse_missing_gpus(place: Place) -> None:
 
 
 def refuse_unbuilt(strategy: Strategy) -> None:
-    """Terms that are in the grammar, but that no engine here runs."""
+    """Refuse terms that are in the grammar but that no engine runs."""
     unbuilt = {
         "auto": strategy.auto,
         strategy.precision: not strategy.number_format.is_built,
@@ -105,20 +105,20 @@ def _refuse_offload(strategy: Strategy) -> str | None:
 
 
 def _refuse_optimizer(facts: ModelFacts, strategy: Strategy) -> str | None:
-    """An optimizer that takes whole tensors into account, where it would be given parts without knowing."""
+    """Refuse an optimizer that reads whole tensors if the strategy would give it parts."""
     if facts.couplings and strategy.engine == "deepspeed":
         return (
-            "The optimizer updates a number by what others are (norms or factors of a tensor, or of all of them), and "
+            "The optimizer's update of one element depends on others (norms or factors of one tensor or of all), and "
             "DeepSpeed gives it flat parts; drop engine=deepspeed."
         )
     if facts.couplings and strategy.splits_tensors:
         return (
-            "The optimizer updates a number by what the rest of its tensor is (norms or factors of it), and "
+            "The optimizer's update of one element depends on the rest of its tensor (norms or factors of it), and "
             f"{strategy} gives it parts of tensors; use ddp, zero1 or fsdp, pp, or an optimizer like AdamW."
         )
     if "parameters" in facts.couplings and strategy.stage_axis:
         return (
-            "The optimizer updates a parameter by what others are (a norm over all of them), and a stage of "
+            "The optimizer's update of one parameter depends on others (a norm over all of them), and a stage of "
             f"{strategy} has only some; use ddp, zero1 or fsdp, or an optimizer like AdamW."
         )
     return None
@@ -152,7 +152,7 @@ def _refuse_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None
         return None
     if strategy.micro_batch is not None and strategy.micro_batch > largest:
         return (
-            f"mb={strategy.micro_batch} is more than the {largest} samples that each of {ranks} data ranks has of "
+            f"mb={strategy.micro_batch} is more than the {largest} samples that each of {ranks} data ranks gets from "
             f"a global batch of {job.global_batch}; use mb={largest} or less."
         )
     if facts.batch_norms and has_stand_ins(job.global_batch, ranks, strategy.micro_batch):
@@ -164,22 +164,22 @@ def _refuse_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None
 
 
 def _refuse_whole_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None:
-    """A loss over the whole batch, or a model that mixes its samples, where the batch is cut."""
+    """Refuse to cut a batch if the loss is over the whole batch or the model mixes its samples."""
     steps = _micro_steps(job, strategy)
     if facts.loss_over == "samples" or strategy.data_ranks * steps == 1:
         return None
     cut = f"{strategy} cuts a batch of {job.global_batch} into {strategy.data_ranks * steps} parts"
     if facts.loss_over == "model":
         return (
-            f"{cut}, but the model's {facts.mixed_output} depends on which samples share a batch. Return what each "
-            "sample gives (embeddings, say), and compute the loss over the batch in Job(loss=...); "
-            'or take each part for a batch of its own with Job(loss_over="samples").'
+            f"{cut}, but the model's {facts.mixed_output} depends on which samples share a batch. Return one result "
+            "per sample (embeddings, say), and compute the loss over the batch in Job(loss=...); "
+            'or treat each part as a separate batch with Job(loss_over="samples").'
         )
     if facts.loss_over == "backward":
         return (
             f"{cut}, but the gradient of {facts.mixed_output} depends on which samples share a batch (a hook that "
-            "clips or scales it, Embedding(scale_grad_by_freq=True), an autograd function); drop that, or take each "
-            'part for a batch of its own with Job(loss_over="samples").'
+            "clips or scales it, Embedding(scale_grad_by_freq=True), an autograd function); drop that, or treat each "
+            'part as a separate batch with Job(loss_over="samples").'
         )
     if is_pipelined(strategy):
         return f"{cut}, but the loss is over the whole batch, which stages cannot gather; use a data strategy."
@@ -194,7 +194,7 @@ def _refuse_whole_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str 
 
 
 def _refuse_scatter(job: Job, strategy: Strategy) -> str | None:
-    """`nn.DataParallel` cuts every tensor that the model takes along dim 0, whatever it holds."""
+    """Refuse inputs that `nn.DataParallel` would cut wrongly: it cuts every tensor along dim 0."""
     if not strategy.traits.many_devices or strategy.data_ranks == 1:
         return None
     draws = [(samples, job.inputs(make_batch(job, samples))) for samples in (2, 3, 5)]
@@ -202,4 +202,4 @@ def _refuse_scatter(job: Job, strategy: Strategy) -> str | None:
     odd = [layout.path for layout, value in pairs if tensors_of(value) and layout != Rows(layout.path, 0)]
     if not odd:
         return None
-    return f"{strategy.data} cuts all that the model takes along dim 0, but {odd[0]} has no samples there; use ddp."
+    return f"{strategy.data} cuts all model inputs along dim 0, but {odd[0]} has no samples there; use ddp."

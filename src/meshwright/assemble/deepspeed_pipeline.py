@@ -1,4 +1,4 @@
-"""`pp=N:1f1b` on DeepSpeed: the stages of a sequential model, and how a batch goes through its pipeline engine."""
+"""`pp=N:1f1b` on DeepSpeed: cut a sequential model into stages and run batches through DeepSpeed's pipeline engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from meshwright.assemble.precision import cast
 from meshwright.assemble.world import World
 from meshwright.describe.structure import tensors_of
 from meshwright.errors import JobError
-from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.blueprint import record
@@ -27,8 +26,7 @@ from meshwright.strategies.pipeline.sizes import count_stages
 from meshwright.strategies.pipeline.stages import cut_stages
 
 
-def lay_deepspeed_pipeline(
-    job: Job,
+def build_deepspeed_pipeline(
     facts: ModelFacts,
     strategy: Strategy,
     axes: Axes,
@@ -36,12 +34,11 @@ def lay_deepspeed_pipeline(
     losses: Losses,
     dropout: Dropout,
     *,
-    seed: int,
     engine_config: Mapping[str, Any] | None,
 ) -> DeepSpeedPasses:
-    """This rank's stage under a resolved strategy, and what runs it."""
-    blueprint = record(job.model, seed, values=world.has_weights)
-    layers = cut_layers(blueprint.model, facts, cut_stages(facts, count_stages(strategy), job.stages))
+    """Build this rank's stage under a resolved strategy, and the passes that run it."""
+    blueprint = record(losses.job.model, dropout.run_seed, values=world.has_weights)
+    layers = cut_layers(blueprint.model, facts, cut_stages(facts, count_stages(strategy), losses.job.stages))
     assert axes.stages is not None and isinstance(blueprint.model, nn.Sequential)
     model: nn.Module = stage_of(blueprint.model, layers.of(axes.stage_rank))
     context = ApplyContext(
@@ -61,21 +58,13 @@ def lay_deepspeed_pipeline(
 
 
 class DeepSpeedPasses:
-    """One rank of DeepSpeed's pipeline."""
-
     def __init__(
-        self,
-        model: nn.Module,
-        context: ApplyContext,
-        layers: Layers,
-        axes: Axes,
-        losses: Losses,
-        dropout: Dropout,
+        self, model: nn.Module, context: ApplyContext, layers: Layers, axes: Axes, losses: Losses, dropout: Dropout
     ) -> None:
         assert axes.stages is not None
         kind = ZeroStageEngine if context.strategy.traits.zero_stage else StageEngine
         self.engine: StageEngine = kind(model, context, layers, axes.stages, self._loss)
-        self._setting, self._losses, self._dropout = context, losses, dropout
+        self._context, self._losses, self._dropout = context, losses, dropout
         self._pieces: Sequence[MicroBatch] = ()
         self._next, self._factor, self._step = 0, 1.0, 0
         self._shapes: list[torch.Size] = []
@@ -95,11 +84,11 @@ class DeepSpeedPasses:
         self._totals = torch.zeros(2, device=self._dropout.device, dtype=torch.float64)
         for pieces in batch.rounds:
             self._start(pieces)
-            self.engine.look(self._loaded(), len(pieces))
+            self.engine.run_forward(self._loaded(), len(pieces))
         return self._totals
 
     def _start(self, pieces: Sequence[MicroBatch]) -> None:
-        """All stages of a pipeline have the same samples, so they see shapes change together."""
+        """Take the next micro-batches. All stages have the same samples, so they see shapes change together."""
         self._pieces, self._next = pieces, 0
         refuse_unlike_shapes(pieces)
         shapes = [tensor.shape for tensor in tensors_of(pieces[0].data)]
@@ -108,21 +97,21 @@ class DeepSpeedPasses:
         self._shapes = shapes
 
     def _loaded(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        """What the first stage takes of each micro-batch; the last one would get labels, and knows them itself."""
+        """The first stage's input for each micro-batch, with a dummy label: the last stage has the real ones."""
         for piece in self._pieces:
             given = self._losses.job.inputs(piece.data)
             tensors = list(given.values()) if isinstance(given, Mapping) else list(given)
             if len(tensors) != 1:
                 raise JobError(f"An nn.Sequential takes one input, but Job(inputs=...) gave {len(tensors)}.")
-            entering = cast(tensors[0], self._setting.compute_dtype) if self._setting.lowered else tensors[0]
+            entering = cast(tensors[0], self._context.compute_dtype) if self._context.lowered else tensors[0]
             yield entering, torch.zeros(())
 
-    def _loss(self, output: Any, nothing: torch.Tensor) -> torch.Tensor:
+    def _loss(self, output: Any, dummy_label: torch.Tensor) -> torch.Tensor:
         loss, sums = self._losses.of_output(output, self._pieces[self._next - 1])
         self._totals[:2].add_(sums)
         return loss * self._factor
 
     def _begin(self) -> None:
-        """Micro-batches are forwarded in their order on every stage, so counting tells which one it is."""
+        """Seed dropout for the next micro-batch. Every stage runs micro-batches in order, so counting identifies it."""
         self._dropout.seed(self._step, self._pieces[self._next].span.first, self.engine.stage)
         self._next += 1

@@ -1,4 +1,4 @@
-"""`layers=N` in one process: consecutive calls of the model on consecutive devices, GPUs or a GPU and the CPU."""
+"""`layers=N` in one process: consecutive calls of the model run on consecutive devices, GPUs and perhaps the CPU."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Devices = Sequence[torch.device]
 
 
 def devices_for(layers: int, first: torch.device) -> list[torch.device]:
-    """As many GPUs as there are, and the CPU as the last where one is missing."""
+    """The GPUs of this machine, and the CPU as the last device if one GPU is missing."""
     if first.type != "cuda":
         raise Refused(
             f"layers={layers} in one process needs several devices, and a CPU is one; use --ranks {layers}, which "
-            "gives each part of the layers a process of its own."
+            "gives each part of the layers a separate process."
         )
     gpus = [torch.device("cuda", index) for index in range(min(layers, torch.cuda.device_count()))]
     if len(gpus) < layers - 1:
@@ -37,7 +37,7 @@ def devices_for(layers: int, first: torch.device) -> list[torch.device]:
 
 
 def place_parameters(model: nn.Module, facts: ModelFacts, stages: Stages, devices: Devices) -> dict[str, torch.device]:
-    """For every parameter and buffer the device of the first stage that calls its module; the first for all others."""
+    """The device of every parameter and buffer: that of the first stage that calls its module, else the first one."""
     units = {
         facts.calls[call].name: devices[stage]
         for stage in reversed(range(len(stages)))
@@ -51,7 +51,7 @@ def place_parameters(model: nn.Module, facts: ModelFacts, stages: Stages, device
 
 
 def compute_in_place(model: nn.Module, facts: ModelFacts, stages: Stages, devices: Devices) -> None:
-    """Each unit's inputs follow it to its device; where tensors of two devices meet in the glue, the later one wins."""
+    """Move each unit's inputs to its device before it runs."""
     seen: set[str] = set()
     for stage in range(len(stages)):
         for call in stages.calls_of(stage):
@@ -66,28 +66,28 @@ def _on(device: torch.device) -> Around:
         given = args, kwargs
         args, kwargs = _move(given, device)
         versions = [_version(leaf) for leaf in tree_leaves((args, kwargs))]
-        strangers = [
+        foreign = [
             (owner, name, parameter)
             for owner in module.modules()
             for name, parameter in owner._parameters.items()
             if parameter is not None and parameter.device != device
         ]
-        # A tied parameter lies where it is used first.
-        for owner, name, parameter in strangers:
+        # A tied parameter is on the device of its first use.
+        for owner, name, parameter in foreign:
             owner._parameters[name] = parameter.to(device)  # type: ignore[assignment]  # for this call
         try:
             output = forward(*args, **kwargs)
         finally:
-            for owner, name, parameter in strangers:
+            for owner, name, parameter in foreign:
                 owner._parameters[name] = parameter
-        _give_back(tree_leaves(given), tree_leaves((args, kwargs)), versions)
+        _copy_back(tree_leaves(given), tree_leaves((args, kwargs)), versions)
         return output
 
     return call
 
 
-def _give_back(given: list[Any], moved: list[Any], versions: list[int]) -> None:
-    """Where the unit changed its copy of an input in place, the input itself is to be changed."""
+def _copy_back(given: list[Any], moved: list[Any], versions: list[int]) -> None:
+    """Copy moved inputs that the unit changed in place back to the originals."""
     for leaf, copy, version in zip(given, moved, versions, strict=True):
         if copy is not leaf and _version(copy) != version:
             leaf.copy_(copy)
@@ -98,9 +98,9 @@ def _version(leaf: Any) -> int:
 
 
 class FollowDevices(TorchFunctionMode):
-    """Functions whose tensors lie on several devices run on the one that comes last in the order of stages.
+    """Mode that runs a function of tensors on several devices on the latest stage's device.
 
-    One that changes a tensor in place runs where that lies.
+    A function that changes a tensor in place runs on that tensor's device.
     """
 
     def __init__(self, devices: Devices) -> None:

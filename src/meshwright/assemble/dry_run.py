@@ -1,4 +1,4 @@
-"""Try on fake tensors what only shows when a model runs, before any process starts."""
+"""Run a model on fake tensors before any process starts, to find what only shows when it runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshwright.torch_private.trees import tree_leaves
 
 
 class OneDtype(TorchDispatchMode):
-    """Products of tensors of two dtypes are errors, as they are on real tensors; fake ones let them pass."""
+    """Mode that raises on products of mixed dtypes, as real tensors do; fake tensors accept them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__.removesuffix("_") in (*PRODUCTS, "convolution"):
@@ -36,14 +36,14 @@ class OneDtype(TorchDispatchMode):
 
 
 def dry_run(job: Job, facts: ModelFacts, strategy: Strategy) -> None:
-    """Refuse what shows only when the model runs. Takes a resolved strategy."""
+    """Raise `Refused` if the model does not run under a resolved strategy."""
     check_precision(job, facts, strategy)
     if is_pipelined(strategy):
         check_stages(job, facts, strategy)
 
 
 def check_precision(job: Job, facts: ModelFacts, strategy: Strategy) -> None:
-    """Refuse a precision that the model does not run in: tensors of two dtypes still meet somewhere."""
+    """Refuse a precision that the model does not run in, because tensors of two dtypes still meet."""
     dtype = DTYPES[strategy.precision]
     if dtype == torch.float32 or strategy.autocast:
         return
@@ -58,13 +58,13 @@ def check_precision(job: Job, facts: ModelFacts, strategy: Strategy) -> None:
     except JobError as error:
         cause = error.__cause__ or error
         raise Refused(
-            f"The model does not run in {strategy.precision}: {one_line(cause)} Buffers stay in their own dtype, and "
-            "operators in place or with out= are not cast; cast what meets there to one dtype in the model."
+            f"The model does not run in {strategy.precision}: {one_line(cause)} Buffers keep their dtype, and in-place "
+            "operators and those with out= are not cast; cast their arguments to one dtype in the model."
         ) from error
 
 
 def _refuse_float64(model: nn.Module, strategy: Strategy) -> None:
-    """A parameter in float64 was asked for: it is not rounded to a quarter of its bits without a word."""
+    """Refuse to lower a float64 parameter: its author chose that precision."""
     found = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
     if found:
         raise Refused(

@@ -1,4 +1,4 @@
-"""Errors that a model raises only under a strategy that divides it, as one sentence that names strategy and module."""
+"""Turn errors that a model raises only under a strategy into one sentence that names the strategy and the module."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from meshwright.recording.dtensor import is_dtensor
 
 @contextmanager
 def naming_strategy(strategy: Strategy, model: nn.Module | None = None) -> Iterator[None]:
-    """Around what ran without an error while the model was described: whatever it raises, dividing it has caused.
+    """Blame the strategy for errors in code that ran without one while the model was described.
 
-    A data strategy divides a model where its parameters are DTensors. Recomputing divides nothing, but runs it twice.
+    Only if the strategy changes how the model runs: it divides the model, shards it into DTensors, or recomputes.
     """
     try:
         yield
@@ -31,14 +31,14 @@ def naming_strategy(strategy: Strategy, model: nn.Module | None = None) -> Itera
             raise
         cause = _first(error)
         raise Refused(
-            f"{strategy} cannot run this model: {_place(cause.__traceback__, model)}{one_line(cause)} It ran whole "
-            f"before; {_way_out(strategy)}"
+            f"{strategy} cannot run this model: {_place(cause.__traceback__, model)}{one_line(cause)} The undivided "
+            f"model ran before; {_way_out(strategy)}"
         ) from error
 
 
 @contextmanager
 def naming_optimizer(strategy: Strategy, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Around the optimizer's step: its author may not have had shards in mind."""
+    """Blame the strategy's shards for errors in the optimizer's step."""
     try:
         yield
     except (MeshwrightError, torch.OutOfMemoryError, dist.DistError):
@@ -54,21 +54,21 @@ def naming_optimizer(strategy: Strategy, parameters: Iterable[torch.Tensor]) -> 
 
 def _way_out(strategy: Strategy) -> str:
     if strategy.recompute != "none":
-        return f"drop ac={strategy.recompute}, under which each block is run again from its inputs as they are by then."
+        return f"drop ac={strategy.recompute}, which runs each block again with its inputs as they are by then."
     if strategy.model_ranks == 1:
-        return "use ddp, zero1 or zero2, which keep parameters whole while they are computed with."
+        return "use ddp, zero1 or zero2, which compute with whole parameters."
     return (
         "use a data strategy (ddp, fsdp), or keep what fails in one piece with Job(tensor_plan=...) or Job(stages=...)."
     )
 
 
 def _first(error: BaseException) -> BaseException:
-    """What others were raised from: PyTorch's pipelines put their own around it."""
+    """The original cause: PyTorch's pipelines wrap it in their own errors."""
     return error if error.__cause__ is None else _first(error.__cause__)
 
 
 def _place(trace: TracebackType | None, model: nn.Module | None) -> str:
-    """The innermost of the model's modules that was running."""
+    """The innermost of the model's modules that was running when the error was raised."""
     names = {id(module): name for name, module in model.named_modules() if name} if model is not None else {}
     found = ""
     while trace is not None:

@@ -1,7 +1,7 @@
-"""Give a laid-out model its initial weights: every rank from its own recording, or all from rank 0's build.
+"""Give a model its initial weights after the strategy was applied.
 
-A rank that plays a recording needs nothing from the others. Where a builder could not be recorded, or gave ranks
-different weights, rank 0 sends its values one tensor at a time, and each rank keeps its part.
+Every rank replays its own recording of the builder. If a builder could not be recorded, or gave ranks different
+weights, rank 0 sends its values one tensor at a time, and each rank keeps its part.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from meshwright.strategies import data_strategy
 from meshwright.strategies.cuts import Cuts
 
 _CPU = torch.device("cpu")
-_told: set[str] = set()
+_printed: set[str] = set()
 
 
 def fill(blueprint: Blueprint, world: World, strategy: Strategy, cuts: Cuts) -> None:
-    """Initial weights, the same on every rank."""
+    """Fill in initial weights that are the same on every rank."""
     on_host = data_strategy(strategy).weights_on_host(strategy)
     device = _CPU if on_host else world.device
     if world.weightless:
@@ -36,8 +36,8 @@ def fill(blueprint: Blueprint, world: World, strategy: Strategy, cuts: Cuts) -> 
     sent = partial(_from_main, blueprint, world)
     digest = blueprint.fill(device, part, sent if _any_built_for_real(blueprint, world) else None)
     if len(set(world.gather(digest))) > 1:
-        words = "The model's builder gave ranks different weights from the same seed; all of them train rank 0's."
-        _tell(world, "different", words)
+        note = "The model's builder gave ranks different weights from the same seed; all ranks train rank 0's."
+        _print_once(world, "different", note)
         blueprint.put(part, sent)
     blueprint.release()
     if on_host:
@@ -50,34 +50,31 @@ def _part(cuts: Cuts, name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def _any_built_for_real(blueprint: Blueprint, world: World) -> bool:
-    """Whether any rank has no recording, once all are known to have the same model."""
+    """Whether any rank has no recording. Raises if ranks built different models."""
     of_ranks = world.gather((blueprint.structure, blueprint.doubt, blueprint.cost))
     other = next((rank for rank, (structure, *_) in enumerate(of_ranks) if structure != blueprint.structure), None)
     if other is not None:
         raise JobError(
-            f"The model's builder made other tensors on rank {other} than on rank {world.rank}; "
+            f"The model's builder made different tensors on rank {other} and on rank {world.rank}; "
             "names, shapes and dtypes must not depend on the rank or on chance."
         )
     doubt, cost = next(((doubt, cost) for _, doubt, cost in of_ranks if doubt), ("", ""))
     if doubt:
-        whose = "every rank of a host in turn" if world.ranks > 1 else "this process"
-        _tell(
-            world,
-            doubt,
-            f"The model's builder could not be recorded ({doubt}), so {whose} ran it for real: {cost} each time.",
-        )
+        who = "every rank of a host in turn" if world.ranks > 1 else "this process"
+        note = f"The model's builder could not be recorded ({doubt}), so {who} ran it for real: {cost} each time."
+        _print_once(world, doubt, note)
     return bool(doubt) and world.ranks > 1 and not world.fake
 
 
-def _tell(world: World, cause: str, sentence: str) -> None:
-    """Once for each cause: a process may lay out many trainers."""
-    if world.is_main and cause not in _told:
-        _told.add(cause)
+def _print_once(world: World, cause: str, sentence: str) -> None:
+    """Print a note once per cause, because a process may build many trainers."""
+    if world.is_main and cause not in _printed:
+        _printed.add(cause)
         print(f"note: {sentence}", file=sys.stderr, flush=True)
 
 
 def _from_main(blueprint: Blueprint, world: World, give: Give) -> None:
-    """Rank 0's values, on every rank; the same calls on all of them."""
+    """Give every rank the values of rank 0. All ranks must call it."""
     if not world.is_main:
         while (header := _broadcast(world, None)) is not None:
             if isinstance(header, str):
@@ -102,13 +99,12 @@ def _from_main(blueprint: Blueprint, world: World, give: Give) -> None:
 
 
 def _broadcast(world: World, header: Any) -> Any:
-    """A small value of rank 0."""
     values = [header]
     dist.broadcast_object_list(values, src=0, group=world.group, device=_CPU)
     return values[0]
 
 
 def _send(world: World, value: torch.Tensor) -> None:
-    """Rank 0's content in the place of this tensor's. As bytes: not every dtype can be sent."""
+    """Overwrite a tensor with rank 0's, as bytes because not every dtype can be sent."""
     if value.numel():
         dist.broadcast(value.reshape(-1).view(torch.uint8), src=0, group=world.group)

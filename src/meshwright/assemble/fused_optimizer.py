@@ -1,4 +1,4 @@
-"""Have PyTorch's optimizers compute in one kernel where the job leaves open how they compute."""
+"""Use PyTorch's fused optimizer kernels if the job does not choose an implementation."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any
 
 from torch.optim import Adam, AdamW, Optimizer
 
-# Those whose fused kernels run on CPUs and GPUs, on shards as on whole parameters. (DTensor does not know SGD's, and
-# Adagrad makes its state before it could be told.)
+# Their fused kernels run on CPUs and GPUs, on shards and on whole parameters. (DTensor does not support SGD's, and
+# Adagrad creates its state before `fused` could be set.)
 _HAVE_FUSED = (Adam, AdamW)
 
 
 def take_fused_kernels(optimizer: Optimizer) -> Optimizer:
-    """Choose `fused` where the factory chose neither `fused` nor `foreach`.
+    """Choose `fused` if the job's factory chose neither `fused` nor `foreach`.
 
-    PyTorch itself takes `foreach` on GPUs then, and a loop over parameters on CPUs; the numbers are the same up to
-    rounding, and a step of Adam takes half the time on a CPU.
+    PyTorch's default is `foreach` on GPUs and a loop over parameters on CPUs. The results are the same up to rounding,
+    and a step of Adam takes half the time on a CPU.
     """
     if type(optimizer) in _HAVE_FUSED:
         for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Bring what each data rank has of a global batch together on all of them, sample by sample in their order."""
+"""Gather the data ranks' parts of a global batch on every rank, in the order of the samples."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ from meshwright.torch_private.tensors import make_wrapper
 
 @dataclass(frozen=True)
 class Gathering:
-    """The data ranks, and how samples are shared out among them."""
+    """The data ranks, and how a batch is split over them."""
 
     share: Share
     group: dist.ProcessGroup | None
     """None for one rank."""
 
     def spans(self, samples: int) -> list[list[Span]]:
-        """What each rank has of a global batch."""
         shares = [replace(self.share, rank=rank) for rank in range(self.share.ranks)]
         return [[span for round_ in share.rounds(samples) for span in round_] for share in shares]
 
     def whole(self, layout: Layout, parts: Sequence[Any], samples: int, *, regular: bool) -> Any:
-        """The whole batch's value from each rank's, of which it has one for each span.
+        """The value for the whole batch; `parts` are this rank's, one per span.
 
-        Tensors of regular batches have shapes that all ranks know; anything else is sent as an object.
+        All ranks know the shapes of tensors in regular batches. Anything else is sent as an object.
         """
         spans = self.spans(samples)
         own = [part for part, span in zip(parts, spans[self.share.rank], strict=True) if span.length]
@@ -51,13 +50,12 @@ class Gathering:
         own = [part for part, span in zip(parts, spans[self.share.rank], strict=True) if span.length]
         if self.group is None:
             return own
-        everyone: list[Any] = [None] * self.share.ranks
-        dist.all_gather_object(everyone, to_device(own, torch.device("cpu")), group=self.group)
+        everyone = self.values(to_device(own, torch.device("cpu")))
         device = next((tensor.device for tensor in tensors_of(own)), torch.device("cpu"))
         return [to_device(part, device) for part in _in_order(everyone, spans)]
 
     def values(self, value: Any) -> list[Any]:
-        """A small value of every rank."""
+        """The values of all ranks, sent as objects."""
         if self.group is None:
             return [value]
         everyone: list[Any] = [None] * self.share.ranks
@@ -65,7 +63,7 @@ class Gathering:
         return everyone
 
     def _gather_rows(self, layout: Rows, own: list[torch.Tensor], spans: list[list[Span]]) -> list[list[torch.Tensor]]:
-        """As bytes, because not every backend sends every dtype; ranks with fewer samples fill up with zeros."""
+        """Gather as bytes, because not every backend sends every dtype; shorter parts are padded with zeros."""
         mine = torch.cat(own, layout.dim).movedim(layout.dim, 0).contiguous()
         counts = [sum(span.length for span in row) for row in spans]
         filled = mine.new_zeros((max(counts), *mine.shape[1:]))
@@ -74,12 +72,12 @@ class Gathering:
         received = sent.new_empty(len(spans) * sent.numel())
         all_gather(received, sent, group=self.group)
         ranks = received.view(len(spans), -1).view(mine.dtype).view(len(spans), *filled.shape)
-        return [self._cut(layout, rows, row) for rows, row in zip(ranks, spans, strict=True)]
+        return [_split(layout, rows, row) for rows, row in zip(ranks, spans, strict=True)]
 
-    def _cut(self, layout: Rows, rows: torch.Tensor, spans: list[Span]) -> list[torch.Tensor]:
-        lengths = [span.length for span in spans if span.length]
-        parts = rows[: sum(lengths)].split(lengths) if lengths else []
-        return [part.movedim(0, layout.dim) for part in parts]
+
+def _split(layout: Rows, rows: torch.Tensor, spans: list[Span]) -> list[torch.Tensor]:
+    lengths = [span.length for span in spans if span.length]
+    return [part.movedim(0, layout.dim) for part in rows[: sum(lengths)].split(lengths)] if lengths else []
 
 
 def _in_order(everyone: list[list[Any]], spans: list[list[Span]]) -> list[Any]:
@@ -92,7 +90,7 @@ def _in_order(everyone: list[list[Any]], spans: list[list[Span]]) -> list[Any]:
 
 
 class UnreadTensor(torch.Tensor):
-    """Stands where a loss over the whole batch reads nothing: it has a shape, and whoever reads it is told why not."""
+    """Placeholder for a tensor that a loss over the whole batch does not read; reading it raises with the reason."""
 
     why: str
 

@@ -1,4 +1,4 @@
-"""`offload=optimizer`: masters and optimizer state live in host memory, and the update is computed there."""
+"""`offload=optimizer`: keep masters and optimizer state in host memory, and compute the update there."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from meshwright.strategies.norm import local
 
 
 class HostCopies:
-    """A copy in host memory of every parameter that this rank updates. The optimizer sees only the copies."""
+    """Host copies of every parameter that this rank updates. The optimizer sees only the copies."""
 
     def __init__(self, parameters: NamedParameters, mesh: DeviceMesh | None = None) -> None:
-        """`mesh` is the data axis as a mesh of CPUs, for optimizers that look at whole parameters."""
+        """`mesh` is the data axis as a CPU mesh, for optimizers that read whole parameters."""
         self._mesh = mesh
         self._pairs = [(p, nn.Parameter(self._copy(p.detach()))) for p in parameters]
-        self._gradients: dict[int, torch.Tensor] = {}  # made once: pinned memory is dear to make
+        self._gradients: dict[int, torch.Tensor] = {}  # made once, because pinned memory is expensive to allocate
         names = [name for name, _ in parameters.named()]
         self.parameters = NamedParameters(zip(names, (host for _, host in self._pairs), strict=True))
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Bring gradients to the host."""
         for index, (device, host) in enumerate(self._pairs):
             if device.grad is None:
                 continue
@@ -39,7 +38,6 @@ class HostCopies:
 
     @torch.no_grad()
     def give_parameters(self) -> None:
-        """Send updated parameters back."""
         for device, host in self._pairs:
             if host.grad is not None:
                 local(device.data).copy_(local(host.data), non_blocking=True)
@@ -48,7 +46,7 @@ class HostCopies:
 
     @torch.no_grad()
     def take_parameters(self) -> None:
-        """Begin anew with the device's parameters, after they were loaded."""
+        """Copy the device's parameters to the host after they were loaded."""
         for device, host in self._pairs:
             local(host.data).copy_(local(device.data))
 
@@ -59,7 +57,7 @@ class HostCopies:
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
             return _to_host(tensor)
-        assert self._mesh is not None, "a parameter in shards has a data axis"
+        assert self._mesh is not None, "a sharded parameter has a data axis"
         return DTensor.from_local(
             _to_host(tensor.to_local()),
             self._mesh,
@@ -71,7 +69,7 @@ class HostCopies:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy; in pinned memory where the tensor is on a GPU, so that it travels at full speed."""
+    """A host copy, in pinned memory if the tensor is on a GPU."""
     host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)
 

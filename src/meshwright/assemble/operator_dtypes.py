@@ -1,18 +1,19 @@
 """The dtype that each operator computes in under bf16 and fp16: one table for every device and strategy.
 
 The classes are those of CUDA's autocast (`ATen/autocast_mode.h`), with three differences that docs/policies.md
-explains: products are lowered only where dtypes meet, norms return their input's dtype, and interpolation is left
-alone. `torch.autocast` itself would not do: its lists for CPU and CUDA differ, it skips meta tensors, and it does not
-know tensors that tensor parallelism divides.
+explains: products are lowered only if their arguments have several dtypes, norms return their input's dtype, and
+interpolation is left alone. `torch.autocast` does not work here: its lists for CPU and CUDA differ, it skips meta
+tensors, and it does not handle tensors that tensor parallelism divides.
 
-A mode for torch functions sees the same calls on every device and on tensors without values. Arguments are cast before
-the function runs, so autograd, fake tensors and torch.compile see plain casts.
+A mode over torch functions sees the same calls on every device and on fake tensors. Arguments are cast before the
+function runs, so autograd, fake tensors and torch.compile see plain casts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from meshwright.torch_private.operators import FUNCTIONS
 
 FP32 = torch.float32
 CASTABLE = (FP32, *LOW)
-"""float64 is left alone by everybody: who computes in it has asked for it."""
+"""The dtypes that rules may cast. float64 is never cast: the author chose it."""
 
 Rule = Callable[[Any, torch.dtype, tuple[Any, ...], dict[str, Any]], Any]
 """(function, compute dtype, args, kwargs) -> the function's result."""
@@ -49,36 +50,31 @@ class OperatorDtypes(TorchFunctionMode):
 
 
 class Recomputing(OperatorDtypes):
-    """For backward: in effect where a model's own checkpointing computes again, and not in hooks and derivatives."""
+    """The mode for backward: active where the model's checkpointing recomputes, but not in hooks and derivatives."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in BACKWARD:
-            with self._kept_in_backward():
+            with engine_wrapped(self._entered):
                 return func(*args, **(kwargs or {}))
         if torch.is_grad_enabled():
             return super().__torch_function__(func, types, args, kwargs)
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    @contextmanager
-    def _kept_in_backward(self) -> Iterator[None]:
-        """A mode rests during the function that it was called for, so it is entered again below backward's Python."""
+    def _entered(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Enter the mode again for the engine's run, because a mode is off inside the function it handles."""
 
-        def in_mode(run: Callable[..., Any]) -> Callable[..., Any]:
-            def run_in_mode(*args: Any, **kwargs: Any) -> Any:
-                with self:
-                    return run(*args, **kwargs)
+        def run_in_mode(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return run(*args, **kwargs)
 
-            return run_in_mode
-
-        with engine_wrapped(in_mode):
-            yield
+        return run_in_mode
 
 
 BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
 def low(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    """Products: in the compute dtype where dtypes meet. Of fp32 tensors alone they stay in fp32, as they were asked."""
+    """Products: in the compute dtype if arguments have several dtypes. Products of fp32 tensors alone stay in fp32."""
     found = _dtypes(args, kwargs)
     if len(found) > 1 and all(one in CASTABLE for one in found):
         args, kwargs = cast_arguments(args, CASTABLE, dtype), cast_arguments(kwargs, CASTABLE, dtype)
@@ -93,34 +89,33 @@ def in_fp32(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
 
 
 def fp32_result(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    """Sums and softmax: the kernel adds up in fp32 and returns it, so no fp32 copy of the input is needed."""
-    asked = kwargs.get("out") is not None or kwargs.get("dtype") is not None
-    asked = asked or any(isinstance(one, torch.dtype) for one in args)
-    if not asked and any(one in LOW for one in _dtypes(args, kwargs)):
+    """Sums and softmax: the kernel accumulates in fp32 and returns fp32, so no fp32 copy of the input is needed."""
+    chosen = kwargs.get("out") is not None or kwargs.get("dtype") is not None
+    chosen = chosen or any(isinstance(one, torch.dtype) for one in args)
+    if not chosen and any(one in LOW for one in _dtypes(args, kwargs)):
         kwargs = {**kwargs, "dtype": FP32}
     return func(*args, **kwargs)
 
 
 def widest(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    """Functions of several tensors that must be of one dtype: the widest that is there."""
+    """Functions whose tensors must have one dtype: the widest among the arguments."""
     found = _dtypes(args, kwargs)
     if len(found) > 1:
-        wide = _widest(found)
+        wide = reduce(torch.promote_types, found)
         args, kwargs = cast_arguments(args, CASTABLE, wide), cast_arguments(kwargs, CASTABLE, wide)
     return func(*args, **kwargs)
 
 
 def norm(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    """Kernels of norms compute in fp32 whatever they are given; the result has the input's dtype."""
-    found = _dtypes(args, kwargs)
-    if len(found) < 2:
+    """Norms: their kernels always compute in fp32; the result has the input's dtype."""
+    if len(_dtypes(args, kwargs)) < 2:
         return func(*args, **kwargs)
     given = (args[0] if args else kwargs["input"]).dtype
     return widest(func, dtype, args, kwargs).to(given)
 
 
 def into(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    """Writes to places of a tensor: what is written takes the tensor's dtype."""
+    """Writes into a tensor: the written values take the tensor's dtype."""
     if args and args[0].dtype in CASTABLE and len(_dtypes(args, kwargs)) > 1:
         target = args[0].dtype
         args, kwargs = (args[0], *cast_arguments(args[1:], CASTABLE, target)), cast_arguments(kwargs, CASTABLE, target)
@@ -146,23 +141,16 @@ def _collect(values: Any, found: list[torch.dtype]) -> None:
             _collect(value, found)
 
 
-def _widest(found: list[torch.dtype]) -> torch.dtype:
-    wide = found[0]
-    for dtype in found[1:]:
-        wide = torch.promote_types(wide, dtype)
-    return wide
-
-
-def cast_arguments(value: Any, those: tuple[torch.dtype, ...], dtype: torch.dtype) -> Any:
-    """Tensors of some dtypes in another one, wherever they are among a function's arguments."""
+def cast_arguments(value: Any, sources: tuple[torch.dtype, ...], dtype: torch.dtype) -> Any:
+    """Cast all tensors of the `sources` dtypes among a function's arguments."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.dtype in those else value
+        return value.to(dtype) if value.dtype in sources else value
     if isinstance(value, tuple):
-        return tuple([cast_arguments(item, those, dtype) for item in value])
+        return tuple([cast_arguments(item, sources, dtype) for item in value])
     if isinstance(value, list):
-        return [cast_arguments(item, those, dtype) for item in value]
+        return [cast_arguments(item, sources, dtype) for item in value]
     if isinstance(value, dict):
-        return {key: cast_arguments(item, those, dtype) for key, item in value.items()}
+        return {key: cast_arguments(item, sources, dtype) for key, item in value.items()}
     return value
 
 
@@ -186,7 +174,7 @@ _TABLE: list[tuple[Rule, str]] = [
         "multilabel_soft_margin_loss multi_margin_loss soft_margin_loss triplet_margin_loss "
         "triplet_margin_with_distance_loss ctc_loss",
     ),
-    # These have no kernels for small dtypes. Autocast leaves them alone, but leaves models' streams in fp32, too.
+    # These have no kernels for 16-bit dtypes. Autocast can skip them, because it leaves a model's stream in fp32.
     (
         in_fp32,
         "fft ifft fft2 ifft2 fftn ifftn rfft irfft rfft2 irfft2 rfftn irfftn hfft ihfft stft istft polar complex "
@@ -207,7 +195,7 @@ _PLACES = (torch, Tensor, F, torch.linalg, torch.special, torch.fft, FUNCTIONS)
 
 
 def functions(names: str) -> Iterator[Any]:
-    """PyTorch's functions of these names, wherever it keeps them."""
+    """PyTorch's functions of these names, in all of its namespaces."""
     for name in names.split():
         for place in _PLACES:
             func = getattr(place, name, None)
@@ -222,13 +210,13 @@ _MODES = {dtype: OperatorDtypes(dtype) for dtype in LOW}
 
 
 def recomputing(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Around backward, where a model recomputes parts of itself that are no blocks."""
+    """Context for backward, for models that checkpoint parts other than blocks themselves."""
     return Recomputing(dtype) if dtype in LOW else nullcontext()
 
 
 @contextmanager
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Region in which functions follow the table. Regions may nest: blocks enter theirs again to be recomputed."""
+    """Region in which functions follow the table. Regions may nest, because recomputed blocks enter it again."""
     mode = _MODES.get(dtype)
     if mode is None or any(one is mode for one in function_modes()):
         yield
@@ -238,22 +226,18 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def compile_outside(module: nn.Module) -> None:
-    """Compile a module that enters the mode itself, and have the caller's rest meanwhile.
+    """Compile a module that enters the mode itself, and switch the caller's mode off during its calls.
 
-    torch.compile traces a mode that the code enters. One that is active already breaks the graph at each checkpoint.
+    torch.compile can trace a mode that the code enters. A mode that is already active breaks the graph at checkpoints.
     """
     module.compile()
 
-    def with_rest(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def without_callers_mode(compiled: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with _resting():
+            modes = function_modes()
+            with without_innermost_mode() if modes and type(modes[-1]) is OperatorDtypes else nullcontext():
                 return compiled(*args, **kwargs)
 
         return call
 
-    wrap_compiled_call(module, with_rest)  # nothing to wrap where a step is traced and torch.compile imitated
-
-
-def _resting() -> AbstractContextManager[Any]:
-    modes = function_modes()
-    return without_innermost_mode() if modes and type(modes[-1]) is OperatorDtypes else nullcontext()
+    wrap_compiled_call(module, without_callers_mode)  # does nothing if a step is traced and torch.compile imitated

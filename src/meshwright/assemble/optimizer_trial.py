@@ -1,7 +1,7 @@
-"""Try on the ranks whether an optimizer that looks at whole tensors does so right on shards.
+"""Test on the ranks whether an optimizer that reads whole tensors gives the same update on shards.
 
-It is given DTensors, whose norms and products are those of the whole. Most optimizers work on them as they are; some
-make plain tensors beside them, or take sums of what a rank holds.
+It gets DTensors, whose norms and products are those of the whole tensor. Most optimizers work on them unchanged; some
+mix in plain tensors, or sum only what one rank holds.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from meshwright.strategies.engine import whole
 
 
 def refuse_coupled_shards(job: Job, facts: ModelFacts, own: NamedParameters, strategy: Strategy) -> None:
-    """Raise where the job's optimizer updates shards otherwise than whole tensors. All ranks must call it."""
+    """Raise if the job's optimizer updates shards and whole tensors differently. All ranks must call it."""
     if not facts.couplings or not any(is_dtensor(parameter) for parameter in own):
         return
     from torch.distributed.tensor import distribute_tensor
 
-    laid = {name: (p.device_mesh, p.placements) for name, p in own.named() if is_dtensor(p)}
+    layouts = {name: (p.device_mesh, p.placements) for name, p in own.named() if is_dtensor(p)}
 
-    def lay(name: str, value: torch.Tensor) -> torch.Tensor:
-        if name not in laid:
+    def shard(name: str, value: torch.Tensor) -> torch.Tensor:
+        if name not in layouts:
             return value
-        mesh, placements = laid[name]
+        mesh, placements = layouts[name]
         return distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
 
     trial = OptimizerTrial(job, [(name, tuple(parameter.shape)) for name, parameter in own.named()])
     try:
-        in_shards = {name: whole(moved).cpu() for name, moved in trial.run(lay).items()}
-        reason = "its update is another one there" if differ(trial.run(), in_shards) else ""
+        in_shards = {name: whole(moved).cpu() for name, moved in trial.run(shard).items()}
+        reason = "its update differs there" if differ(trial.run(), in_shards) else ""
     except Exception as error:
         reason = one_line(error).removesuffix(".")
     if reason:
         raise Refused(
-            f"The optimizer takes whole tensors into account, but not on the shards of {strategy}: {reason}. "
-            "Use ddp, or an optimizer that updates each number by its own gradients, AdamW for one."
+            f"The optimizer's update depends on whole tensors, which fails on the shards of {strategy}: {reason}. "
+            "Use ddp, or an optimizer that updates each element from its own gradient, AdamW for example."
         )

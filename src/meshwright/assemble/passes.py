@@ -1,4 +1,4 @@
-"""Forward and backward over one rank's part of a global batch, micro-batch after micro-batch."""
+"""Forward and backward over one rank's part of a global batch, one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ Loss = Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]
 
 
 class Passes(Protocol):
-    """How a strategy gets through a batch. Both return this rank's sum and weight of the loss.
+    """How a strategy runs a batch. Both methods return the sum and the weight of this rank's loss.
 
-    `backward` leaves a third number free, which is zero: the trainer sums its wish to stop along with them.
+    `backward` also returns a zero, in which the trainer sends its wish to stop.
     """
 
     @property
     def engine(self) -> Engine: ...
 
     def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
-        """Leave the gradients of `factor` times the summed loss, of this rank's share of it."""
+        """Compute the gradients of `factor` times this rank's summed loss."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Compute the loss and nothing else."""
+        """Compute the loss only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """What becomes of one micro-batch's output: a number to differentiate, and two to add up."""
+    """Computes the loss of a micro-batch from the model's output."""
 
     job: Job
     loss: Loss
     weight_per_sample: float | None
-    """Where it follows from shapes; then it is checked instead of added up."""
+    """Set if the weight follows from shapes; then it is checked instead of summed."""
     plain: Callable[[Any], Any] = lambda tree: tree
-    """From what the model's axes made of a tensor to one that autograd and a send understand."""
+    """Turns tensors that model axes divide into plain ones that autograd and sends can handle."""
     recomputing: AbstractContextManager[Any] = field(default_factory=nullcontext)
-    """Around backward: what a model's own checkpointing computes again has the dtypes of the first time."""
+    """Context for backward, in which a model's own checkpointing recomputes with the dtypes of its first run."""
 
     def of_output(self, output: Any, piece: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss as a number to differentiate, and its (sum, weight). A stand-in counts nothing."""
+        """The loss to differentiate, and its (sum, weight). Both are zero for a stand-in."""
         total, weight = self.loss(output, piece.data)
         total = self.plain(total)
         counts = 1.0 if piece.span.length else 0.0
@@ -62,14 +62,14 @@ class Losses:
             return total * counts, torch.stack([kept, value])
         if piece.span.length and not isclose(float(weight), expected * piece.span.length, rel_tol=1e-9):
             raise JobError(
-                f"Job(loss=...) gave the weight {weight} for {piece.span.length} samples, where {expected:g} a sample "
-                "was seen at first; give a weight that depends on the data as a tensor."
+                f"Job(loss=...) gave the weight {weight} for {piece.span.length} samples, but {expected:g} per sample "
+                "when the model was described; return a weight that depends on the data as a tensor."
             )
         return total * counts, torch.stack([kept, kept.new_full((), float(weight) * counts)])
 
 
 class PlainPasses:
-    """Every rank runs the whole model, or its part of every layer."""
+    """Passes of a rank that runs the whole model, or its part of every layer."""
 
     def __init__(self, engine: Engine, losses: Losses, dropout: Dropout, *, counts: bool) -> None:
         self.engine, self._losses, self._dropout = engine, losses, dropout
@@ -84,7 +84,7 @@ class PlainPasses:
                 loss, sums = self._losses.of_output(call_model(self._losses.job, self.engine, piece.data), piece)
                 with self._losses.recomputing:
                     self.engine.backward(loss * factor)
-            totals[:2].add_(sums.to(totals.device))  # the loss may lie on another of this process's devices
+            totals[:2].add_(sums.to(totals.device))  # the loss may be on another device of this process
         self.engine.finish()
         return totals * self._counts
 
@@ -99,25 +99,24 @@ class PlainPasses:
 
 @dataclass(frozen=True, kw_only=True)
 class Dropout:
-    """Where dropout's randomness comes from: the seed, the step and the place in the global batch, never from ranks.
+    """Seeds the random generators from the run's seed, the step and the position in the global batch, never the rank.
 
-    So two strategies that cut the batch into the same micro-batches draw the same masks. A model that asks Python's or
-    numpy's generator draws alike, too.
+    So two strategies that cut the batch into the same micro-batches draw the same masks, also from Python's and numpy's
+    generators.
     """
 
     run_seed: int
     device: torch.device
 
     def seed(self, step: int, first: int, stage: int = 0) -> None:
-        seed = ((self.run_seed * 1_000_003 + step) * 1_000_003 + first) * 1_003 + stage
-        seed %= 2**63
+        seed = (((self.run_seed * 1_000_003 + step) * 1_000_003 + first) * 1_003 + stage) % 2**63
         seed_host(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed_all(seed)  # layers=N may use several GPUs in one process
 
 
 def seed_host(seed: int) -> None:
-    """All generators of the host that a model, a dataset or a collate may ask: torch's, Python's and numpy's."""
+    """Seed the host's generators that a model, a dataset or a collate may use: torch's, Python's and numpy's."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)

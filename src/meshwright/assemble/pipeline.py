@@ -1,8 +1,8 @@
 """A pipeline of stages over ranks, on the runtime of `torch.distributed.pipelining`.
 
-Every stage is the user's whole model with all but its own calls hollow (`stage_model.py`), so nothing of it is
-rewritten. PyTorch runs the schedule: receives, forwards, backwards, sends. All micro-batches of one round have the same
-shapes; what does not divide follows in a second round of single samples.
+Every stage is the user's whole model, in which calls of other stages are skipped (`stage_model.py`), so no model code
+is rewritten. PyTorch runs the schedule: receives, forwards, backwards, sends. All micro-batches of one round have the
+same shapes; a remainder follows in a second round of single samples.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from meshwright.strategies.pipeline.stages import Crossings, Stages, find_crossi
 
 @dataclass(frozen=True)
 class Route:
-    """How micro-batches of one shape go through the stages."""
+    """The calls and crossings of micro-batches of one shape."""
 
     flow: Flow
     crossings: Crossings
@@ -41,16 +41,12 @@ class Route:
 
 @dataclass(frozen=True)
 class OwnStage:
-    """A stage that this rank runs."""
-
     index: int
     stage_model: StageModel
     engine: Engine
 
 
 class PipelinePasses:
-    """One rank of a pipeline."""
-
     def __init__(
         self,
         engine: RankEngine,
@@ -69,7 +65,7 @@ class PipelinePasses:
         self._family = FAMILIES[schedule]
         self._counts, self._fake = 1.0 if counts else 0.0, fake
         self.events: list[StageEvent] = []
-        """When this rank computed in the last step."""
+        """The actions of this rank in the last step, with their times."""
         self._routes: dict[Any, Route] = {}
         self._schedules: dict[Any, Any] = {}
         self._pieces: Sequence[MicroBatch] = ()
@@ -85,34 +81,32 @@ class PipelinePasses:
         self.events.clear()
         self._totals = torch.zeros(3, device=self._dropout.device, dtype=torch.float64)
         with self.engine.accumulating(last=False):
-            for pieces in batch.rounds:
-                for some in self._in_flight(pieces):
-                    self._start(some)
-                    schedule = self._prepared()
-                    with self.engine.region():
-                        schedule.step(*self._nothing(len(some)), target=torch.zeros(len(some)), return_outputs=False)
+            for pieces in self._in_flight(batch):
+                self._start(pieces)
+                schedule, count = self._prepared(), len(pieces)
+                with self.engine.region():
+                    schedule.step(*self._dummy_input(count), target=torch.zeros(count), return_outputs=False)
         self.engine.finish()
         return self._totals * self._counts
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """One micro-batch after another, each stage as soon as it has its input."""
         self._totals = torch.zeros(2, device=self._dropout.device, dtype=torch.float64)
-        for some in (some for pieces in batch.rounds for some in self._in_flight(pieces)):
-            self._start(some)
-            for _ in some:
+        for pieces in self._in_flight(batch):
+            self._start(pieces)
+            for _ in pieces:
                 sent: tuple[torch.Tensor, ...] = ()
                 for stage in self._own:
                     with self.engine.region():
                         sent = self._run_alone(stage, sent)
         return self._totals * self._counts
 
-    def _nothing(self, length: int) -> tuple[torch.Tensor, ...]:
-        """What the first stage is called with. Its input is the batch, but FSDP2 fails on a call without arguments."""
+    def _dummy_input(self, length: int) -> tuple[torch.Tensor, ...]:
+        """An argument for the first stage. It reads the batch instead, but FSDP2 fails on a call without arguments."""
         return (torch.zeros(length, device=self._dropout.device),) if self._own[0].index == 0 else ()
 
-    def _in_flight(self, pieces: Sequence[MicroBatch]) -> list[Sequence[MicroBatch]]:
-        """Micro-batches that are under way together: all, or one at a time under plain layer-wise placement."""
-        return [[piece] for piece in pieces] if self._family.one_at_a_time else [pieces]
+    def _in_flight(self, batch: Batch) -> list[Sequence[MicroBatch]]:
+        """Micro-batches that run together: those of a round, or one at a time under layer-wise placement."""
+        return [[piece] for piece in batch.pieces] if self._family.one_at_a_time else [*batch.rounds]
 
     def _start(self, pieces: Sequence[MicroBatch]) -> None:
         self._pieces, self._next = pieces, [0] * len(self._own)
@@ -126,13 +120,13 @@ class PipelinePasses:
             if len(flow.calls) != self._stages.calls:
                 raise JobError(
                     f"The model makes {len(flow.calls)} calls for a batch of these shapes and {self._stages.calls} for "
-                    "others; a pipeline needs a model that calls its modules in the same order for every batch."
+                    "other shapes; a pipeline needs a model that calls its modules in the same order for every batch."
                 )
             self._routes[key] = Route(flow, find_crossings(flow, self._stages))
         return self._routes[key]
 
     def _prepared(self) -> Any:
-        """PyTorch's schedule for the shapes at hand, with stages whose receive buffers have them."""
+        """PyTorch's schedule for the current shapes, with receive buffers of these shapes."""
         key = (_shapes(self._pieces[0].data), len(self._pieces))
         if key not in self._schedules:
             kind = getattr(pipelining, self._family.torch_class)
@@ -141,23 +135,22 @@ class PipelinePasses:
             self._schedules[key] = kind(
                 stages[0] if single else stages,
                 n_microbatches=len(self._pieces),
-                loss_fn=lambda output, target: output,  # the last stage returns its loss already
+                loss_fn=lambda output, target: output,  # the last stage already returns its loss
                 scale_grads=False,
             )
         return self._schedules[key]
 
     def _torch_stage(self, stage: OwnStage) -> Any:
         assert self._route is not None and self.engine.axes.stages is not None
-        leaving: tuple[torch.Tensor, ...] = (torch.empty((), device="meta", requires_grad=True),)
-        if not self._stages.is_last(stage.index):
-            leaving = self._examples(stage.index + 1)
+        last = self._stages.is_last(stage.index)
+        loss = torch.empty((), device="meta", requires_grad=True)
         return make_stage(
             stage.engine.module,
             stage.index,
             len(self._stages),
             self._dropout.device,
             input_args=self._examples(stage.index) if stage.index else (torch.empty(1, device="meta"),),
-            output_args=leaving,
+            output_args=(loss,) if last else self._examples(stage.index + 1),
             group=self.engine.axes.stages.get_group(),
             fake=self._fake,
             events=self.events,
@@ -165,7 +158,7 @@ class PipelinePasses:
         )
 
     def _examples(self, stage: int) -> tuple[torch.Tensor, ...]:
-        """Tensors without memory like those that cross the cut before a stage."""
+        """Meta tensors with the shapes and dtypes of those that cross the cut before a stage."""
         return tuple(
             torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.dtype.is_floating_point)
             for leaf in self._leaves(stage)
@@ -181,9 +174,9 @@ class PipelinePasses:
         return found
 
     def _stage_forward(self, place: int, stage: OwnStage) -> Callable[..., Any]:
-        """In the place of the model's forward: received tensors in, sent tensors or the loss out.
+        """Replaces the model's forward: takes received tensors and returns tensors to send, or the loss.
 
-        On every stage micro-batches are forwarded in their order, so counting tells which one it is.
+        Every stage runs micro-batches in order, so counting identifies the current one.
         """
 
         def run(module: nn.Module, forward: Callable[..., Any], args: tuple[torch.Tensor, ...], kwargs: Any) -> Any:
@@ -192,7 +185,7 @@ class PipelinePasses:
             self._next[place] += 1
             self._dropout.seed(self._step, piece.span.first, stage.index)
 
-            if self._route.flow.changes_batch:  # and so would the next of this rank's stages, once more
+            if self._route.flow.changes_batch:  # else this rank's next stage would change it again
                 piece = replace(piece, data=map_tensors(torch.Tensor.clone, piece.data))
 
             def whole() -> torch.Tensor:
@@ -204,8 +197,8 @@ class PipelinePasses:
             received = args if stage.index else ()
             output = self._losses.plain(stage.stage_model.run(self._route.flow, self._route.crossings, received, whole))
             if self._stages.is_last(stage.index):
-                return output.float()  # as announced; its gradient is 1 in any dtype
-            return tuple(_Leaving.apply(_laid_plainly(tensor)) for tensor in output)
+                return output.float()  # the dtype given to `make_stage`; its gradient is 1 in any dtype
+            return tuple(_Leaving.apply(_with_plain_strides(tensor)) for tensor in output)
 
         return run
 
@@ -223,7 +216,7 @@ class PipelinePasses:
             )
             for tensor in received:
                 dist.recv(tensor, group_src=ranks[stage.index - 1], group=group)
-        output = stage.engine.module(*(received or self._nothing(1)))
+        output = stage.engine.module(*(received or self._dummy_input(1)))
         if self._stages.is_last(stage.index):
             return ()
         if ranks[stage.index + 1] == here:
@@ -233,17 +226,17 @@ class PipelinePasses:
         return ()
 
 
-def _laid_plainly(tensor: torch.Tensor) -> torch.Tensor:
-    """With the strides that were announced. `contiguous()` leaves those of dims of length 1 as they are."""
+def _with_plain_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with the strides of the receive buffer. `contiguous()` does not fix dims of length 1."""
     plain = torch.empty(tensor.shape, device="meta").stride()
     return tensor if tensor.stride() == plain else tensor.clone(memory_format=torch.contiguous_format)
 
 
 class _Leaving(torch.autograd.Function):
-    """Gives a tensor that is sent a node of its own in the graph, without a copy.
+    """Gives a sent tensor its own node in the autograd graph, without a copy.
 
-    What only passes through is an input of the stage as well. And PyTorch detaches in place what a stage gave, once its
-    inputs have their gradients: that fails on a view, and would freeze a parameter.
+    A tensor that only passes through is also an input of the stage. And PyTorch detaches a stage's outputs in place
+    once its inputs have their gradients, which fails on a view and would freeze a parameter.
     """
 
     @staticmethod
@@ -256,7 +249,7 @@ class _Leaving(torch.autograd.Function):
 
 
 def _shapes(data: Any) -> tuple[Any, ...]:
-    """What decides how a batch goes through the model: shapes, and values that are not tensors."""
+    """What determines a batch's way through the model: shapes, and values that are not tensors."""
     found: list[Any] = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(data)]
     others = [repr(leaf) for leaf in leaves_of(data) if leaf is None or isinstance(leaf, int | float | str)]
     return (*found, *others)

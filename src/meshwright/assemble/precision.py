@@ -1,12 +1,11 @@
-"""Precision with one meaning under every strategy.
+"""Precision with the same meaning under every strategy.
 
-Under `bf16` and `fp16` a model computes with parameters cast to that dtype; the model's and each block's floating
-inputs are cast to it; buffers stay as they are; the loss sees outputs in fp32. Inside the model, operators that lose
-much in a small dtype compute in fp32 (`operators.py`). Gradients are cast to fp32 before they are summed over
-micro-batches or ranks, and the optimizer updates fp32 masters. FSDP2 and our ZeRO cast parameters themselves, because
-then they can send and keep the small ones; for the rest a parameter is cast where it is read. (`torch.autocast` would
-mean something else: the residual stream of a transformer is fp32 under DDP and bf16 under FSDP2. Who wants it says
-`bf16:autocast`.)
+Under `bf16` and `fp16` a model computes with parameters cast to that dtype. Floating inputs of the model and of each
+block are cast too; buffers are not; the loss sees outputs in fp32. Operators that lose accuracy in 16 bits compute in
+fp32 (`operator_dtypes.py`). Gradients are cast to fp32 before they are summed over micro-batches or ranks, and the
+optimizer updates fp32 masters. FSDP2 and our ZeRO cast parameters themselves, so that they can send and keep the
+16-bit ones; otherwise a parameter is cast where it is read. (`torch.autocast` depends on the strategy: a transformer's
+residual stream is fp32 under DDP and bf16 under FSDP2. `bf16:autocast` selects it.)
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def apply_precision(
 ) -> None:
     """Compute in `dtype`. Parameters are cast for good if `pure`.
 
-    Where the data axis casts parameters itself, `left_to_cast` names those that it leaves to us; None is all. With
-    `autocast` nothing is cast here, and everything runs within it.
+    If the data axis casts parameters itself, `left_to_cast` names the ones it does not; None means all. With `autocast`
+    nothing is cast here, and the model runs inside that region.
     """
     if dtype == torch.float32:
         return
@@ -60,26 +59,25 @@ def apply_precision(
 
 
 def cast_borders(model: nn.Module, blocks: list[nn.Module], dtype: torch.dtype) -> None:
-    """Cast what enters the model and each block to `dtype`, and have operators in them compute as the table says.
+    """Cast the inputs of the model and of each block to `dtype`, and make their operators follow the table.
 
-    What leaves the model is cast by whoever calls it. Blocks are told, too: recomputing calls them by themselves.
+    The caller casts the model's outputs. Blocks are wrapped as well, because recomputing calls them directly.
     """
-    for block in blocks:
-        wrap_forward(block, _entering(dtype))
-    wrap_forward(model, _entering(dtype))
+    for module in (*blocks, model):
+        wrap_forward(module, _entering(dtype))
 
 
 def follow_table(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
-    """Have operators in modules that are called by themselves compute as the table says."""
+    """Make operators in modules that are called directly follow the table."""
     for module in modules:
         wrap_forward(module, _following(dtype))
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype, only: Collection[str] | None = None) -> None:
-    """Whoever reads a parameter of the model gets a copy in `dtype`; gradients flow on to the original.
+    """Make every read of a parameter return a copy in `dtype`; gradients flow back to the original.
 
-    Each module gets a subclass of its own class on which its parameters are properties. So the copy is made where the
-    parameter is used: inside of what activation checkpointing repeats and of what torch.compile sees.
+    Each module gets a subclass of its class on which its parameters are properties. So the copy is made where the
+    parameter is used, inside regions that checkpointing repeats and that torch.compile traces.
     """
     chosen = {id(p) for n, p in model.named_parameters() if p.is_floating_point() and (only is None or n in only)}
     for module in model.modules():
@@ -89,9 +87,9 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype, only: Collection[str] 
 
 
 def batch_norm_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
-    """BatchNorm computes with its weights rounded to `dtype`, but held in fp32 as the running statistics are.
+    """Make BatchNorm compute with weights rounded to `dtype` but held in fp32, like the running statistics.
 
-    Its kernels want both alike. Not by properties: FSDP2 reads parameters off the module and must find its own.
+    Its kernels need one dtype for both. Properties would not work: FSDP2 must find its own parameters on the module.
     """
     for module in model.modules():
         if isinstance(module, BatchNorm):
@@ -101,12 +99,11 @@ def batch_norm_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 def loss_under(
     precision: str, job: Job, *, compiled: bool = False, autocast: Region | None = None
 ) -> Callable[[Any, Any], tuple[torch.Tensor, float | torch.Tensor]]:
-    """The job's loss, on outputs in fp32 where the model computes in less; with `autocast`, within that.
+    """The job's loss on outputs cast to fp32 if the model computes in less; with `autocast`, inside that region.
 
-    The cast belongs to the loss and not to the model, so that compiling them together never writes the outputs in fp32:
-    with a vocabulary of 50,000 they are the largest tensor of a step.
+    The cast is part of the loss and not of the model, so that a compiled loss never writes the outputs in fp32: with a
+    vocabulary of 50,000 they are the largest tensor of a step.
     """
-
     is_low = FORMATS[precision].is_low
 
     def loss(output: Any, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
@@ -119,12 +116,10 @@ def loss_under(
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors of a tree in another dtype."""
     return tree_map(lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, tree)
 
 
 def raise_small(tree: Any) -> Any:
-    """bf16 and fp16 tensors of a tree in fp32."""
     return tree_map(lambda leaf: leaf.float() if torch.is_tensor(leaf) and leaf.dtype in LOW else leaf, tree)
 
 
@@ -163,10 +158,10 @@ def _with_fp32_weights(dtype: torch.dtype) -> Around:
 
 @lru_cache(maxsize=256)
 def _reading_in(cls: Any, names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
-    """A subclass of `cls` on which reading one of `names` gives a copy in `dtype`. One for all modules alike."""
+    """A subclass of `cls` on which reading one of `names` gives a copy in `dtype`. Equal modules share one subclass."""
     members: dict[str, Any] = {name: property(_reader(name, dtype)) for name in names}
     if issubclass(cls, nn.RNNBase):
-        # It keeps a list of its parameters beside them; made from the properties instead, and never set.
+        # It also keeps a list of its parameters; build the list from the properties instead.
         members |= RNN_READS_ATTRIBUTES
     members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), members)
@@ -178,9 +173,9 @@ def _reader(name: str, dtype: torch.dtype) -> Callable[[nn.Module], torch.Tensor
 
 @dataclass
 class LossScale:
-    """fp16 gradients underflow unless the loss is scaled up; a step whose gradients overflow is skipped.
+    """The factor that keeps fp16 gradients from underflowing; a step whose gradients overflow is skipped.
 
-    The global gradient norm is the same number on every rank, so all ranks skip the same steps. Numbers are those of
+    The global gradient norm is the same on every rank, so all ranks skip the same steps. The constants are those of
     `torch.amp.GradScaler`.
     """
 
@@ -190,7 +185,7 @@ class LossScale:
     steps_since: int = 0
 
     def after(self, finite: bool) -> None:
-        """Adapt to whether the last step's gradients were finite."""
+        """Adapt the scale: halve it after an overflow, double it after `interval` finite steps."""
         self.steps_since = self.steps_since + 1 if finite else 0
         if not finite:
             self.value /= self.growth

@@ -1,4 +1,4 @@
-"""What one rank holds under the model's axes as one engine: its stages of a pipeline, its cuts of the parameters."""
+"""The engine of one rank under the model axes: its pipeline stages and its cuts of the parameters."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from meshwright.strategies.norm import global_square, local
 
 @dataclass(frozen=True, kw_only=True)
 class Holders:
-    """Which stages hold which parameters, and where the stages lie on the pipeline axis."""
+    """Which stages hold which parameters, and which pipeline ranks run the stages."""
 
     held: tuple[frozenset[str], ...]
     """By stage: names of parameters, the first of each tied group."""
     ranks: tuple[int, ...]
-    """By stage: its place on the pipeline axis."""
+    """By stage: its rank on the pipeline axis."""
     own: tuple[int, ...]
     """The stages of this rank, in the order of its engines."""
     buffers: Mapping[str, int] = field(default_factory=dict)
-    """The stage that changes a buffer, for those that change."""
+    """The stage that changes each buffer, for buffers that change."""
 
     def owner(self, name: str) -> int:
-        """The first stage that holds a parameter: where it is counted and read off."""
-        return next(stage for stage, names in enumerate(self.held) if name in names)
+        """The first stage that holds a parameter. The norm and checkpoints use its copy."""
+        return self.stages_of(name)[0]
 
     def shared(self) -> list[str]:
-        """Parameters that several stages hold, in an order that all ranks share."""
+        """Parameters that several stages hold, in the same order on all ranks."""
         counts = Counter(name for names in self.held for name in names)
         return sorted(name for name, count in counts.items() if count > 1)
 
@@ -49,7 +49,7 @@ class Holders:
 
 
 class RankEngine(Engine):
-    """Engines of this rank's stages, one where there is no pipeline, over parameters that may be cut."""
+    """Combines the engines of this rank's stages (one without a pipeline), whose parameters may be cut."""
 
     def __init__(
         self,
@@ -65,11 +65,11 @@ class RankEngine(Engine):
         self.engines, self.axes, self.cuts, self.holders = engines, axes, cuts, holders
         self.gradient_scale = engines[0].gradient_scale
         self._pristine = pristine
-        self._groups = self._meet() if holders else {}
-        self._whole, self._cut = self._count_once()
+        self._groups = self._groups_of_shared() if holders else {}
+        self._whole, self._cut = self._norm_parameters()
 
-    def _meet(self) -> dict[str, dist.ProcessGroup | None]:
-        """For each shared parameter, the ranks that hold it; None if this rank alone does, or does not."""
+    def _groups_of_shared(self) -> dict[str, dist.ProcessGroup | None]:
+        """For each shared parameter, this rank's group of its holders; None if no other rank is in it."""
         assert self.holders is not None
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         found = {}
@@ -83,15 +83,12 @@ class RankEngine(Engine):
     def region(self) -> AbstractContextManager[Any]:
         return model_region(self.axes)
 
-    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        @contextmanager
-        def all_of_them() -> Iterator[None]:
-            with ExitStack() as stack:
-                for engine in self.engines:
-                    stack.enter_context(engine.accumulating(last))
-                yield
-
-        return all_of_them()
+    @contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            for engine in self.engines:
+                stack.enter_context(engine.accumulating(last))
+            yield
 
     def backward(self, loss: torch.Tensor) -> None:
         self.engines[0].backward(loss)
@@ -119,10 +116,10 @@ class RankEngine(Engine):
             dist.all_reduce(square, group=self.axes.stages.get_group())
         return square.sqrt()
 
-    def _count_once(self) -> tuple[list[nn.Parameter], dict[DeviceMesh, list[nn.Parameter]]]:
+    def _norm_parameters(self) -> tuple[list[nn.Parameter], dict[DeviceMesh, list[nn.Parameter]]]:
         """Parameters whose squares this rank adds to the norm: whole ones, and cut ones by their mesh.
 
-        One that several stages share counts at one of them.
+        A parameter that several stages share counts on its first stage only.
         """
         whole: list[nn.Parameter] = []
         cut: dict[DeviceMesh, list[nn.Parameter]] = {}
@@ -156,7 +153,7 @@ class RankEngine(Engine):
         owners = self._owners(self._pristine, self.holders)
         for stage in range(len(self.holders.held)):
             own = [name for name, owner in owners.items() if owner == stage and (names is None or name in names)]
-            yield from self._from(stage, own, read)
+            yield from self._collect_stage(stage, own, read)
 
     def held(self) -> Iterator[HeldTensor]:
         if self.holders is None or self._pristine is None:
@@ -178,19 +175,19 @@ class RankEngine(Engine):
             engine.loaded()
 
     def _owners(self, pristine: nn.Module, holders: Holders) -> dict[str, int]:
-        """For every name of the unsplit model's state, the stage to read it off."""
+        """The stage that holds the current value, for every name in the unsplit model's state."""
         first = {id(p): name for name, p in pristine.named_parameters()}
         owners = {}
         for name, tensor in pristine.state_dict(keep_vars=True).items():
             if id(tensor) in first:
                 owners[name] = holders.owner(first[id(tensor)])
             elif isinstance(tensor, torch.Tensor):
-                near = next((holders.owner(first[id(p)]) for p in _beside(pristine, name)), 0)
+                near = next((holders.owner(first[id(p)]) for p in _nearest_parameters(pristine, name)), 0)
                 owners[name] = holders.buffers.get(name, near)
         return owners
 
-    def _from(self, stage: int, names: list[str], read: Read) -> Iterator[tuple[str, torch.Tensor]]:
-        """A stage's tensors on all ranks of the pipeline."""
+    def _collect_stage(self, stage: int, names: list[str], read: Read) -> Iterator[tuple[str, torch.Tensor]]:
+        """Broadcast a stage's tensors to all ranks of the pipeline."""
         assert self.holders is not None and self.axes.stages is not None and self._pristine is not None
         group, source = self.axes.stages.get_group(), self.holders.ranks[stage]
         device = next(self.model.parameters()).device
@@ -203,7 +200,7 @@ class RankEngine(Engine):
             return
         like = self._pristine.state_dict(keep_vars=True)
         for name in names:
-            # `pure` has made of the unsplit model's parameters what it makes of the masters.
+            # With `pure` the unsplit model's parameters were cast like the masters.
             tensor = torch.empty(like[name].shape, dtype=like[name].dtype, device=device)
             dist.broadcast(tensor, group_src=source, group=group)
             yield name, tensor
@@ -213,7 +210,7 @@ class RankEngine(Engine):
 
     @torch.no_grad()
     def _sum_shared(self, name: str, group: dist.ProcessGroup | None) -> None:
-        """Give every holder of a shared parameter the sum of all holders' gradients."""
+        """Sum the gradients of a shared parameter over all stages that hold it."""
         assert self.holders is not None
         own = [e for e, stage in zip(self.engines, self.holders.own, strict=True) if name in self.holders.held[stage]]
         parameters = [p for e in own for n, p in e.parameters().named() if n == name]
@@ -235,8 +232,8 @@ def _gradients(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def _beside(model: nn.Module, name: str) -> Iterator[nn.Parameter]:
-    """Parameters that lie nearest to a buffer: of its own module, else of the modules around it, inner ones first."""
+def _nearest_parameters(model: nn.Module, name: str) -> Iterator[nn.Parameter]:
+    """Parameters in a buffer's module, then in the modules around it, from the inside out."""
     while name:
         name = name.rpartition(".")[0]
         yield from model.get_submodule(name).parameters()

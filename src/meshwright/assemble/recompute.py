@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks forget their inner activations and compute them again in backward."""
+"""Activation checkpointing: blocks drop their inner activations and recompute them in backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.torch_private.modules import BatchNorm
 
 
 def recompute_blocks(blocks: list[nn.Module], kind: str) -> None:
-    """`full` keeps a block's inputs only, `selective` also the results that are dear to compute."""
+    """Checkpoint each block: `full` keeps only its inputs, `selective` also results that are expensive to compute."""
     around = _selective if kind == "selective" else _full
     for block in blocks:
         wrap_forward(block, _with_batch_norms(around) if _batch_norms(block) else around)
@@ -30,10 +30,10 @@ def _full(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
 
 
 def _selective(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, **options: Any) -> Any:
-    return _full(module, forward, args, kwargs, **{"context_fn": _keep_the_dear, **options})
+    return _full(module, forward, args, kwargs, **{"context_fn": _selective_contexts, **options})
 
 
-def _keep_the_dear() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     return create_selective_checkpoint_contexts(_keep)  # type: ignore[no-any-return]
 
 
@@ -41,8 +41,8 @@ def _keep_the_dear() -> tuple[AbstractContextManager[Any], AbstractContextManage
 def _with_batch_norms(around: Callable[..., Any]) -> Around:
     def recompute(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            first, second = _keep_the_dear() if around is _selective else (nullcontext(), nullcontext())
-            return first, _with_still_statistics(_batch_norms(module), second)
+            first, second = _selective_contexts() if around is _selective else (nullcontext(), nullcontext())
+            return first, _frozen_statistics(_batch_norms(module), second)
 
         return around(module, forward, args, kwargs, context_fn=contexts)
 
@@ -54,11 +54,11 @@ def _batch_norms(block: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def _with_still_statistics(norms: list[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """The second run of a block must not count its batch into the running statistics again."""
+def _frozen_statistics(norms: list[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Keep running statistics fixed, because recomputing a block must not count its batch twice."""
     before = [(module.momentum, module.num_batches_tracked) for module in norms]
     for module in norms:
-        # Not by switching tracking off: BatchNorm would then save other tensors than in the first run.
+        # With tracking off, BatchNorm would save other tensors than in the first run.
         module.momentum = 0.0
         if module.num_batches_tracked is not None:
             module.num_batches_tracked = module.num_batches_tracked.clone()
@@ -71,10 +71,10 @@ def _with_still_statistics(norms: list[Any], inner: AbstractContextManager[Any])
 
 
 def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _is_dear(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if _is_expensive(operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @cache
-def _is_dear(operator: Any) -> bool:
-    """Dear to compute and cheap to keep: matrix products, convolutions and attention."""
+def _is_expensive(operator: Any) -> bool:
+    """Whether it is expensive to compute and cheap to keep: matrix products, convolutions and attention."""
     return getattr(operator, "namespace", "") == "aten" and operator_kind(operator) != "other"

@@ -1,4 +1,4 @@
-"""Cut a job's model into stages and lay out those that belong to this rank."""
+"""Cut a job's model into stages and build those of this rank."""
 
 from __future__ import annotations
 
@@ -34,18 +34,11 @@ from meshwright.strategies.pipeline.stages import Stages, cut_stages, find_cross
 from meshwright.torch_private.fake_tensors import FakeTensor
 
 
-def lay_pipeline(
-    job: Job,
-    facts: ModelFacts,
-    strategy: Strategy,
-    axes: Axes,
-    world: World,
-    losses: Losses,
-    dropout: Dropout,
-    *,
-    seed: int,
+def build_pipeline(
+    facts: ModelFacts, strategy: Strategy, axes: Axes, world: World, losses: Losses, dropout: Dropout
 ) -> PipelinePasses:
-    """This rank's stages under a resolved strategy, and what runs them."""
+    """Build this rank's stages under a resolved strategy, and the passes that run them."""
+    job, seed = losses.job, dropout.run_seed
     count = count_micro_batches(strategy, job.global_batch)
     stages = cut_stages(facts, count_stages(strategy), job.stages)
     device = "cuda" if world.fake else world.device.type
@@ -72,15 +65,8 @@ def lay_pipeline(
         engine, cut = lay_out(blueprint, facts, strategy, axes, world, stage_model=stage_model, flow=flow, plans=plans)
         cuts |= cut
         own.append(OwnStage(index, stage_model, engine))
-    rank_engine = RankEngine(
-        [stage.engine for stage in own],
-        axes,
-        cuts=cuts,
-        pristine=pristine.model,
-        holders=holders,
-    )
     return PipelinePasses(
-        rank_engine,
+        RankEngine([stage.engine for stage in own], axes, cuts=cuts, pristine=pristine.model, holders=holders),
         own,
         stages,
         losses,
@@ -95,9 +81,9 @@ def lay_pipeline(
 def tracer(
     job: Job, facts: ModelFacts, strategy: Strategy, seed: int, *, device: str = "cuda"
 ) -> tuple[Blueprint, Callable[[Any], Flow]]:
-    """The unsplit model without weights, and what follows a batch through it in the strategy's precision.
+    """The unsplit model without weights, and a function that traces a batch through it in the strategy's precision.
 
-    Dtypes are those of a kind of device: autocast's choice depends on it.
+    `device` is the device type, on which autocast's dtypes depend.
     """
     with outside_of_modes():
         pristine = record(job.model, seed, values=False)
@@ -112,23 +98,21 @@ def tracer(
         with outside_of_modes():
             flow, reason = trace(traced, pristine, Watcher(names), _without_values(batch))
         if flow is None:
-            raise Refused(
-                f"The model could not be followed on fake tensors, so it cannot be cut into stages: {reason}."
-            )
+            raise Refused(f"The model could not be traced on fake tensors, so it cannot be cut into stages: {reason}.")
         return flow
 
     return pristine, follow
 
 
 def nominal_batch(job: Job, strategy: Strategy) -> Any:
-    """A micro-batch of the usual size."""
+    """A sample micro-batch of the usual size."""
     count = count_micro_batches(strategy, job.global_batch)
     with outside_of_modes(), torch.random.fork_rng(devices=[]):
         return make_batch(job, max(1, job.global_batch // strategy.data_ranks // count))
 
 
 def _without_values(batch: Any) -> Any:
-    """A step on fake tensors has fake batches, which belong to it: others of their shape, without memory, go on."""
+    """Replace fake tensors, which belong to a traced step, by real ones of the same shape without memory."""
     return map_tensors(
         lambda leaf: torch.zeros((), dtype=leaf.dtype).expand(leaf.shape) if isinstance(leaf, FakeTensor) else leaf,
         batch,
@@ -136,7 +120,7 @@ def _without_values(batch: Any) -> Any:
 
 
 def check_stages(job: Job, facts: ModelFacts, strategy: Strategy) -> Stages:
-    """Refuse, before any process starts, a model whose stages could not be fed."""
+    """Refuse a model that cannot run as stages, before any process starts."""
     stages = cut_stages(facts, count_stages(strategy), job.stages)
     _, follow = tracer(job, facts, strategy, seed=0)
     flow = follow(nominal_batch(job, strategy))
@@ -146,11 +130,11 @@ def check_stages(job: Job, facts: ModelFacts, strategy: Strategy) -> Stages:
 
 
 def refuse_moved_often(flow: Flow, facts: ModelFacts, micro_batches: int) -> None:
-    """Refuse a buffer that every micro-batch would move, where one process moves it once a step."""
+    """Refuse a buffer that every micro-batch would change, while one process changes it once per step."""
     moved = [name for name in flow.moved if name.rpartition(".")[0] not in facts.batch_norms]
     if moved and micro_batches > 1:
         raise Refused(
             f"The model changes {moved[0]} in every forward pass, and the pipeline cuts each batch into "
-            f"{micro_batches} micro-batches, which is another training; use layers=N, or tp, op or a data strategy "
+            f"{micro_batches} micro-batches, which changes the training; use layers=N, or tp, op or a data strategy "
             "without mb."
         )

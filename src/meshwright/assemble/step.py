@@ -16,7 +16,7 @@ from meshwright.assemble.apply import lay_on_devices, lay_out, make_whole
 from meshwright.assemble.autocast import autocast_region
 from meshwright.assemble.axes import lay_axes
 from meshwright.assemble.batch import Batch, Share, part
-from meshwright.assemble.deepspeed_pipeline import lay_deepspeed_pipeline
+from meshwright.assemble.deepspeed_pipeline import build_deepspeed_pipeline
 from meshwright.assemble.device_placement import Devices, devices_for
 from meshwright.assemble.error_context import naming_optimizer, naming_strategy
 from meshwright.assemble.fused_optimizer import take_fused_kernels
@@ -27,7 +27,7 @@ from meshwright.assemble.optimizer_trial import refuse_coupled_shards
 from meshwright.assemble.passes import Dropout, Losses, Passes, PlainPasses
 from meshwright.assemble.precision import LossScale, loss_under
 from meshwright.assemble.rank_engine import RankEngine
-from meshwright.assemble.staging import lay_pipeline
+from meshwright.assemble.staging import build_pipeline
 from meshwright.assemble.whole_batch_loss import WholeBatchLoss
 from meshwright.assemble.whole_batch_passes import WholeBatchPasses
 from meshwright.assemble.world import World, outside_of_modes
@@ -48,15 +48,15 @@ from meshwright.strategies.pipeline.stages import cut_stages
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """A rank's sum and weight of the loss and its wish to stop, on their way to being all ranks'."""
+    """The loss's sum and weight and the wish to stop, while they are summed over ranks."""
 
     local: torch.Tensor
-    """This rank's own sum, to find out who went wrong."""
+    """This rank's own sum, to find the rank whose loss is not finite."""
     summed: torch.Tensor
-    """Sum, weight and how many wish to stop (not in `evaluate`); all ranks' once the work is done."""
+    """Sum, weight and the number of ranks that wish to stop (not in `evaluate`); valid after `wait`."""
     work: dist.Work | None
     known_weight: float | None
-    """The global weight, where it follows from shapes."""
+    """The global weight, if it follows from shapes."""
 
     @property
     def weight(self) -> float | torch.Tensor:
@@ -70,7 +70,7 @@ class Totals:
 
     @cached_property
     def read(self) -> torch.Tensor:
-        """What is summed, on the CPU: one copy off the device serves whoever reads the loss and the wish."""
+        """`summed` on the CPU: one copy from the device for the loss and the wish to stop."""
         self.wait()
         return self.summed.cpu()
 
@@ -81,7 +81,7 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one step gave, the same on every rank. Numbers stay on the device and on their way until they are read."""
+    """The result of one step, the same on every rank. Numbers stay on the device until they are read."""
 
     step: int
     samples: int
@@ -102,7 +102,7 @@ class StepResult:
 
     @property
     def stop(self) -> bool:
-        """Whether any rank wished to stop before this step; so all ranks may stop after the same one."""
+        """Whether any rank wished to stop before this step, so that all ranks stop after the same step."""
         return bool(self.totals.read[2])
 
     @property
@@ -111,7 +111,7 @@ class StepResult:
 
 
 class Trainer:
-    """A job laid out under a strategy, with its optimizer: everything that a step needs."""
+    """A job under a strategy, with its optimizer: everything that a step needs."""
 
     def __init__(
         self,
@@ -124,16 +124,16 @@ class Trainer:
         devices: Devices | None = None,
         engine_config: Mapping[str, Any] | None = None,
     ) -> None:
-        """`devices` are those of `layers=N` in one process; None takes the GPUs, and the CPU after them.
+        """`devices` are those of `layers=N` in one process; None takes the GPUs and then the CPU.
 
-        `engine_config` is what the user has written for another engine than ours.
+        `engine_config` is the user's DeepSpeed configuration.
         """
         self.job, self.facts, self.strategy, self.world, self.seed = job, facts, strategy, world, seed
         self.devices, self.engine_config = devices, engine_config
         self.axes = lay_axes(strategy, world)
         self.cutter = Cutter(job)
         with naming_strategy(strategy):
-            self.passes = self._lay_passes()
+            self.passes = self._build_passes()
         self.engine = self.passes.engine
         self.engine.model.train()
         self._own = self.engine.parameters()
@@ -142,11 +142,11 @@ class Trainer:
         self.optimized = self.host.parameters if self.host else self._own
         """The masters that this rank's optimizer updates, by name."""
         _keep_attributes(self.optimized, self.engine.model)
-        if not world.fake:  # there, collectives bring nothing
+        if not world.fake:  # collectives transfer nothing there
             refuse_coupled_shards(job, facts, self._own, strategy)
         self.optimizer = take_fused_kernels(job.optimizer(self.optimized or _nothing_to_update()))
         self.remembered: OptimizerState = self.optimizer
-        """What the optimizer keeps of each of them."""
+        """The optimizer's state of each of them."""
         if isinstance(self.engine, OptimizingEngine):
             self.engine.adopt(self.optimizer, job.max_norm)
             self.optimized, self.remembered = self.engine.optimized(), self.engine.remembered()
@@ -154,43 +154,41 @@ class Trainer:
         self.loss_scale = LossScale() if strategy.number_format.scales_loss else None
         self.steps = 0
         self.wish_to_stop = False
-        """Set before a step: it goes to all ranks with the step's loss, and comes back as the result's `stop`."""
+        """Set before a step. It is sent to all ranks with the step's loss and returned as the result's `stop`."""
         self._pending: tuple[Totals, int, float] | None = None
 
-    def _lay_passes(self) -> Passes:
+    def _build_passes(self) -> Passes:
         job, facts, strategy, world, axes = self.job, self.facts, self.strategy, self.world, self.axes
         autocast = autocast_region(strategy, world.device.type, fake=world.fake)
-        loss = loss_under(strategy.precision, job, compiled=strategy.compile, autocast=autocast)
         losses = Losses(
             job=job,
-            loss=loss,
+            loss=loss_under(strategy.precision, job, compiled=strategy.compile, autocast=autocast),
             weight_per_sample=facts.weight_per_sample,
             plain=partial(make_whole, axes=axes),
-            # PyTorch's checkpointing puts autocast back itself.
+            # PyTorch's checkpointing restores autocast itself.
             recomputing=nullcontext() if strategy.autocast else recomputing(DTYPES[strategy.precision]),
         )
         dropout = Dropout(run_seed=self.seed, device=world.device)
         if axes.stages is not None and strategy.engine == "deepspeed":
-            config = self.engine_config
-            return lay_deepspeed_pipeline(
-                job, facts, strategy, axes, world, losses, dropout, seed=self.seed, engine_config=config
+            return build_deepspeed_pipeline(
+                facts, strategy, axes, world, losses, dropout, engine_config=self.engine_config
             )
         if axes.stages is not None:
-            return lay_pipeline(job, facts, strategy, axes, world, losses, dropout, seed=self.seed)
+            return build_pipeline(facts, strategy, axes, world, losses, dropout)
         with outside_of_modes():
             blueprint = record(job.model, self.seed, values=world.has_weights)
         if strategy.stage_axis is not None:
             stages = cut_stages(facts, strategy.stage_ranks, job.stages)
             devices = self.devices or devices_for(strategy.stage_ranks, world.device)
             engine = lay_on_devices(blueprint, facts, strategy, axes, world, stages=stages, devices=devices)
-            return self._whole_or_parts(engine, losses, dropout, counts=True)
+            return self._passes_for_loss(engine, losses, dropout, counts=True)
         engine, cuts = lay_out(blueprint, facts, strategy, axes, world, engine_config=self.engine_config)
         if axes.inner:
             engine = RankEngine([engine], axes, cuts=cuts)
-        return self._whole_or_parts(engine, losses, dropout, counts=axes.first_inside)
+        return self._passes_for_loss(engine, losses, dropout, counts=axes.first_inside)
 
-    def _whole_or_parts(self, engine: Engine, losses: Losses, dropout: Dropout, *, counts: bool) -> Passes:
-        """By what the loss is of, where a batch may be cut."""
+    def _passes_for_loss(self, engine: Engine, losses: Losses, dropout: Dropout, *, counts: bool) -> Passes:
+        """Gather outputs if the loss is over the whole batch and the batch is cut."""
         share = self.share
         if self.facts.loss_over != "batch" or (share.ranks == 1 and share.micro_batch is None):
             return PlainPasses(engine, losses, dropout, counts=counts)
@@ -199,16 +197,7 @@ class Trainer:
         return WholeBatchPasses(engine, losses, dropout, whole, counts=counts and share.rank == 0)
 
     @property
-    def data_ranks(self) -> int:
-        return self.axes.data_ranks
-
-    @property
-    def data_rank(self) -> int:
-        return self.axes.data_rank
-
-    @property
     def share(self) -> Share:
-        """How this rank's part of every global batch is found."""
         axes, pipelined = self.axes, self.axes.stages is not None
         return Share(
             ranks=axes.data_ranks,
@@ -218,23 +207,22 @@ class Trainer:
         )
 
     def step(self, batch: Any) -> StepResult:
-        """One optimizer step. A `Batch` is this rank's part; anything else is the whole global batch, on all ranks."""
+        """Take one optimizer step. A `Batch` is this rank's part; anything else is the whole global batch."""
         self.forward_backward(batch)
         return self.update()
 
     def forward_backward(self, batch: Any) -> None:
-        """Leave the gradient of the global batch's mean loss on the parameters (under fp16, times the loss scale)."""
+        """Compute the gradient of the global batch's mean loss (under fp16, times the loss scale)."""
         own = self._part(batch)
         expected = self.facts.weight_per_sample if own.regular else None
-        # Where the weight depends on the data it is not known yet: divide by the samples now and put it right below.
+        # A weight that depends on the data is not known yet: divide by the samples now and correct that below.
         divisor = own.samples * (expected if expected is not None else 1.0)
         with naming_strategy(self.strategy, self.engine.model):
             totals = self.passes.backward(own, self._scale_up() / divisor, self.steps)
         if self.wish_to_stop:
             totals[2] = 1.0
-        local = totals[0].clone()
         sums = Totals(
-            local=local,
+            local=totals[0].clone(),
             summed=totals,
             work=self.world.start_sum(totals),
             known_weight=divisor if expected is not None else None,
@@ -244,11 +232,11 @@ class Trainer:
         self._pending = sums, own.samples, divisor
 
     def update(self) -> StepResult:
-        """Clip by the global norm and step the optimizer and its schedule."""
+        """Clip by the global norm, and step the optimizer and its schedule."""
         if self._pending is None:
             raise JobError("update() was called without a forward_backward(batch) before it.")
         (totals, samples, divisor), self._pending = self._pending, None
-        lr = float(self.optimizer.param_groups[0].get("lr") or 0.0)  # some find their own
+        lr = float(self.optimizer.param_groups[0].get("lr") or 0.0)  # some optimizers choose it themselves
         if isinstance(self.engine, OptimizingEngine):
             known = totals.known_weight is not None
             norm, finite = self.engine.update(self._scale_down() * (1.0 if known else divisor / totals.weight))
@@ -262,18 +250,10 @@ class Trainer:
             parameter.grad = None
         self.engine.forget_gradients()
         self.steps += 1
-        return StepResult(
-            step=self.steps,
-            samples=samples,
-            lr=lr,
-            totals=totals,
-            norm_tensor=norm,
-            skipped=not finite,
-        )
+        return StepResult(step=self.steps, samples=samples, lr=lr, totals=totals, norm_tensor=norm, skipped=not finite)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> float:
-        """The mean loss over batches, forward only."""
         self.engine.model.eval()
         totals = torch.zeros(2, device=self.world.device, dtype=torch.float64)
         for batch in batches:
@@ -292,21 +272,21 @@ class Trainer:
         return [p.grad for p in self._own if p.grad is not None]
 
     def _scale_up(self) -> float:
-        """What the loss is multiplied by. fp16 overflows, so there the ranks that are averaged over come later."""
+        """The factor of the loss. Under fp16 the engine's scale is applied later, because it could overflow."""
         return self.loss_scale.value if self.loss_scale else self.engine.gradient_scale
 
     def _scale_down(self) -> float:
-        """What gradients are multiplied by to undo it."""
+        """The factor of the gradients that undoes the loss scale."""
         return self.engine.gradient_scale / self.loss_scale.value if self.loss_scale else 1.0
 
     def _scale_down_and_clip(self, norm: torch.Tensor) -> bool:
-        """In one pass over the gradients. False if fp16 overflowed, which all ranks see: they have the same norm."""
+        """Scale and clip in one pass. False if fp16 overflowed; all ranks agree because they have the same norm."""
         if self.loss_scale and not isfinite(float(norm)):
             return False
         factor: torch.Tensor | float = self._scale_down()
         if self.job.max_norm is not None:
             factor = factor * torch.clamp(self.job.max_norm / (norm + 1e-6), max=1.0)
-        # On a CPU the factor is known at once, and most steps of most trainings are not clipped.
+        # On a CPU reading the factor is free, and most steps need no clipping.
         if torch.is_tensor(factor) and not factor.is_cuda:
             factor = float(factor)
         if torch.is_tensor(factor) or factor != 1.0:
@@ -316,12 +296,8 @@ class Trainer:
     def _clip_and_apply(self) -> tuple[torch.Tensor, bool]:
         """The gradients' norm, and whether the optimizer took its step."""
         norm = self.engine.norm(self._own) * self._scale_down()
-        finite = self._scale_down_and_clip(norm)
-        if finite:
-            self._apply()
-        return norm, finite
-
-    def _apply(self) -> None:
+        if not self._scale_down_and_clip(norm):
+            return norm, False
         if self.host:
             self.host.take_gradients()
         with naming_optimizer(self.strategy, self.optimized):
@@ -329,10 +305,11 @@ class Trainer:
         if self.host:
             self.host.give_parameters()
         self.engine.updated()
+        return norm, True
 
 
 def _keep_attributes(parameters: NamedParameters, model: torch.nn.Module) -> None:
-    """What an author has put on a parameter (`p.no_decay = True`) the job's optimizer finds on what stands for it."""
+    """Copy attributes that the model's author set (`p.no_decay = True`) to the parameters that the optimizer gets."""
     originals = dict(model.named_parameters())
     for name, parameter in parameters.named():
         for key, value in vars(originals.get(name, parameter)).items():
@@ -340,5 +317,5 @@ def _keep_attributes(parameters: NamedParameters, model: torch.nn.Module) -> Non
 
 
 def _nothing_to_update() -> NamedParameters:
-    """For a rank whose stages are frozen: optimizers refuse an empty list, and schedules want an optimizer."""
+    """A dummy parameter for a rank whose stages are frozen, because optimizers refuse an empty list."""
     return NamedParameters([("", torch.nn.Parameter(torch.empty(0)))])

@@ -1,7 +1,4 @@
-"""PyTorch's synchronised BatchNorm kernels, behind `nn.SyncBatchNorm`, on the tensors of one call.
-
-`nn.SyncBatchNorm` would replace the module, and with it what a subclass of BatchNorm adds.
-"""
+"""Call the kernels of `nn.SyncBatchNorm` without the module, which would replace what a subclass of BatchNorm adds."""
 
 from __future__ import annotations
 

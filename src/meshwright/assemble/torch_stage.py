@@ -1,4 +1,4 @@
-"""PyTorch's pipeline stage, with a clock, and with company made up where other ranks do not exist."""
+"""PyTorch's pipeline stage with timing, and with fake neighbours when one rank is traced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.torch_private.pipelining import NoVotes, Stage, construct_revers
 
 @dataclass(frozen=True)
 class StageEvent:
-    """One action as it ran: `2F0` is the forward pass of micro-batch 0 on stage 2. Waiting is not part of it."""
+    """One action with its times, without waiting: `2F0` is the forward pass of micro-batch 0 on stage 2."""
 
     action: str
     start: float
@@ -24,11 +24,11 @@ class StageEvent:
 
 
 class SafeSplitStage(Stage):
-    """Splits the backward pass into inputs and weights only where PyTorch does that right.
+    """Splits backward into inputs and weights only if PyTorch does that correctly for the stage.
 
-    PyTorch takes a weight's gradient from the place where the weight meets what depends on the stage's inputs. It loses
-    the gradient of a branch that meets nothing (a second embedding, sent on as it is), and stumbles over a weight that
-    is read in several places. On such a stage the whole backward pass runs where that of the inputs would.
+    PyTorch computes a weight's gradient from the node where the weight meets the graph of the stage's inputs. It loses
+    the gradient of a branch that meets no input (a second embedding, sent on unchanged), and fails on a weight that is
+    read in several places. Such a stage runs its whole backward pass in place of the inputs' part.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -51,7 +51,7 @@ class SafeSplitStage(Stage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _can_split(self, chunk: int, loss: Any) -> bool:
-        """Whether each weight meets the inputs' graph in one place; seen on the first micro-batch, as all are alike."""
+        """Whether each weight meets the inputs' graph in one place. Checked on the first micro-batch."""
         if self._splits is None:
             outputs, inputs = self.kept_of(chunk)
             edges = construct_reverse_graph(_nodes([loss] if self.is_last else outputs))
@@ -63,17 +63,15 @@ class SafeSplitStage(Stage):
 
 
 def _nodes(tensors: Any) -> list[Any]:
-    """Their nodes in autograd's graph."""
-    wanted = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
-    return [graph_node(tensor) for tensor in wanted]
+    return [graph_node(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
 
 
 class TimedStage(SafeSplitStage):
-    """Notes when it computes, if it is given a list to note it in. On a GPU these are the host's times."""
+    """Appends its actions to `events`. On a GPU these are host times."""
 
     events: list[StageEvent] | None = None
     recomputing: AbstractContextManager[Any] = nullcontext()
-    """Around backward."""
+    """Context for backward."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._timed("F", fwd_chunk_id):
@@ -96,7 +94,7 @@ class TimedStage(SafeSplitStage):
 
 
 class FakeWorldStage(NoVotes, TimedStage):
-    """A stage that knows its shapes and asks nobody."""
+    """A stage that knows its shapes and does not exchange them with other ranks."""
 
 
 def make_stage(

@@ -1,4 +1,4 @@
-"""The loss of a whole batch, on every rank, from the outputs of all ranks and micro-batches."""
+"""Compute the loss of a whole batch on every rank from the outputs of all ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshwright.errors import JobError
 
 @dataclass(frozen=True)
 class Column:
-    """One value of the outputs, from each of this rank's micro-batches."""
+    """One leaf of the outputs, with its value from each of this rank's micro-batches."""
 
     layout: Layout
     values: list[Any]
@@ -28,27 +28,27 @@ class Column:
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """What came of a batch."""
+    """The loss of a batch and its gradients."""
 
     sums: torch.Tensor
     """The loss's sum and weight."""
     layout: Layout
-    """Of the outputs."""
+    """The layout of the outputs."""
     gradients: list[list[torch.Tensor | None]]
-    """For each micro-batch, of the tensors of its outputs in their order; empty where nothing is differentiated."""
+    """For each micro-batch, the gradients of its output tensors; empty if nothing is differentiated."""
 
 
 class WholeBatchLoss:
-    """Knows what to gather for the job's loss."""
+    """Gathers outputs and batches, and computes the job's loss over them."""
 
     def __init__(self, losses: Losses, gathering: Gathering, cutter: Cutter, device: torch.device) -> None:
         self._losses, self._gathering, self._cutter, self._device = losses, gathering, cutter, device
         self._seen: dict[int, WholeLoss] = {}
         self._mixed: dict[str, str] = {}
-        """Outputs that have no dim for samples and still depend on them, and why they cannot be read."""
+        """Outputs without a sample dim that still depend on samples, with the reason why they cannot be read."""
 
     def compute(self, batch: Batch, outputs: list[Any], factor: float | None) -> BatchLoss:
-        """From the outputs of this rank's micro-batches. `factor` times the loss is differentiated; None does not."""
+        """Compute the loss from this rank's outputs, and differentiate `factor` times it unless `factor` is None."""
         first = not self._seen
         known = self._known(batch)
         columns = _columns(known.outputs, outputs)
@@ -71,7 +71,7 @@ class WholeBatchLoss:
         return BatchLoss(sums, known.outputs, own)
 
     def _known(self, batch: Batch) -> WholeLoss:
-        """Where samples lie in outputs and batches of this kind. Looked at once; all ranks come to the same."""
+        """The layout of outputs and batches from one source. Inspected once; the result is the same on all ranks."""
         source = self._cutter.data if batch.whole is None else self._cutter.source_of(batch.whole)
         if id(source) not in self._seen:
             with outside_of_modes():
@@ -79,23 +79,22 @@ class WholeBatchLoss:
         return self._seen[id(source)]
 
     def _own(self, layout: Layout, gradient: torch.Tensor | None, index: int, batch: Batch) -> torch.Tensor | None:
-        """One micro-batch's part. What all samples share counts in the last one, and on each rank a share of it."""
-        span = batch.spans[index]
+        """One micro-batch's part of a gradient. A shared value counts in the last micro-batch, divided by the ranks."""
         if gradient is None:
             return None
         if isinstance(layout, Rows):
+            span = batch.spans[index]
             return gradient.narrow(layout.dim, span.first, span.length) if span.length else None
         return gradient / self._gathering.share.ranks if index == len(batch.spans) - 1 else None
 
     def _gathered(self, column: Column, batch: Batch) -> Any:
-        """A value of the whole output."""
         layout, last = column.layout, column.values[-1]
         if isinstance(layout, Rows):
             return self._gathering.whole(layout, column.values, batch.samples, regular=batch.regular).detach()
         if isinstance(layout, Listed):
             raise JobError(
-                f"{layout.path} has a list of samples, and a loss over the whole batch takes tensors from the model; "
-                "stack them."
+                f"{layout.path} is a list with one item per sample, and a loss over the whole batch needs tensors from "
+                "the model; stack them."
             )
         why = layout.why if isinstance(layout, Unknown) else self._mixed.get(layout.path)
         if why is None or not isinstance(last, torch.Tensor):
@@ -105,7 +104,6 @@ class WholeBatchLoss:
         )
 
     def _whole_batch(self, known: WholeLoss, batch: Batch) -> Any:
-        """The whole batch as far as the loss reads it."""
         pieces = [piece.data for piece in batch.pieces]
         if batch.whole is None and known.batch.unknown() is not None:
             return self._cutter.joined(self._gathering.everything(pieces, batch.samples))
@@ -120,26 +118,25 @@ class WholeBatchLoss:
         return self._gathering.whole(column.layout, column.values, batch.samples, regular=batch.regular)
 
     def _unread(self, column: Column, batch: Batch) -> Any:
-        """Nothing is sent for what the loss does not read."""
+        """A placeholder for a tensor that the loss does not read, so that nothing is sent for it."""
         layout, like = column.layout, column.values[0]
         if not isinstance(like, torch.Tensor):
             return self._read(column, batch)
         shape = [batch.samples if layout == Rows(layout.path, dim) else size for dim, size in enumerate(like.shape)]
-        return UnreadTensor(
-            shape, like, f"The loss reads {layout.path} of this batch, and did not where it was looked at."
-        )
+        why = f"The loss reads {layout.path} of this batch, but did not when it was inspected."
+        return UnreadTensor(shape, like, why)
 
     def _compare_shared(self, columns: list[Column]) -> dict[str, str]:
-        """What belongs to no sample must be the same in all micro-batches and on all ranks; what is not, and why."""
+        """Shared outputs that differ between micro-batches or ranks, with the reason why they cannot be read."""
         shared = [c for c in columns if isinstance(c.layout, Shared) and isinstance(c.values[0], torch.Tensor)]
-        everyone = self._gathering.values([[_few(value) for value in column.values] for column in shared])
+        everyone = self._gathering.values([[_first_elements(value) for value in column.values] for column in shared])
         found = {}
         for index, column in enumerate(shared):
             first, *others = [value for rank in everyone for value in rank[index]]
             if not all(torch.allclose(first, other, rtol=1e-5, equal_nan=True) for other in others):
                 found[column.layout.path] = (
-                    "is computed over the batch by the model, as it is not the same in all parts. Return what each "
-                    "sample gives, and compute the rest in Job(loss=...)"
+                    "is computed over the batch by the model, because it differs between the parts. Return one result "
+                    "per sample, and compute the rest in Job(loss=...)"
                 )
         return found
 
@@ -149,7 +146,7 @@ def _columns(layout: Layout, outputs: list[Any]) -> list[Column]:
     return [Column(column[0][0], [value for _, value in column]) for column in columns]
 
 
-def _few(value: torch.Tensor) -> torch.Tensor:
+def _first_elements(value: torch.Tensor) -> torch.Tensor:
     return value.detach().reshape(-1)[:64].to("cpu", torch.float64)
 
 

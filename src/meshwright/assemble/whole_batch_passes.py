@@ -1,8 +1,8 @@
-"""Forward and backward where the loss is of the whole batch, as a contrastive one is.
+"""Forward and backward for a loss over the whole batch, such as a contrastive loss.
 
-Every rank computes the loss of all outputs, as one process does, and the gradients of its own. Then each micro-batch is
-differentiated by itself. Several micro-batches run forward twice, at first without a graph, because the graphs of all
-of them are what micro-batches are to avoid (the way of GradCache, https://arxiv.org/abs/2101.06983).
+Every rank computes the loss over all outputs and the gradients of its own outputs. Then each micro-batch is
+differentiated separately. Several micro-batches run forward twice, first without a graph, to avoid keeping all their
+graphs at once (GradCache, https://arxiv.org/abs/2101.06983).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from meshwright.torch_private.tensors import version_of
 
 
 class WholeBatchPasses:
-    """Every rank runs the whole model, or its part of every layer, on its samples."""
+    """Passes of a rank that runs the whole model, or its part of every layer, on its samples."""
 
     def __init__(
         self, engine: Engine, losses: Losses, dropout: Dropout, whole: WholeBatchLoss, *, counts: bool
     ) -> None:
-        """`counts`: whether the loss, which every rank computes, is counted on this one."""
+        """`counts`: whether the loss, which every rank computes, counts on this rank."""
         self.engine, self._losses, self._dropout, self._whole = engine, losses, dropout, whole
         self._counts = 1.0 if counts else 0.0
 
     def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
         pieces, found = batch.pieces, None
         if len(pieces) > 1:
-            found = self._loss(batch, self._outputs_at_first(pieces, step), factor, step)
+            found = self._loss(batch, self._first_outputs(pieces, step), factor, step)
         for index, piece in enumerate(pieces):
             with self.engine.accumulating(last=index == len(pieces) - 1), self.engine.region():
                 output = self._output(piece, step)
@@ -50,7 +50,7 @@ class WholeBatchPasses:
         return self._whole.compute(batch, self._outputs(batch.pieces), None).sums * self._counts
 
     def _loss(self, batch: Batch, outputs: list[Any], factor: float, step: int) -> BatchLoss:
-        self._dropout.seed(step, 0)  # alike on all ranks
+        self._dropout.seed(step, 0)  # the same on all ranks
         return self._whole.compute(batch, outputs, factor)
 
     def _output(self, piece: MicroBatch, step: int | None) -> Any:
@@ -66,8 +66,8 @@ class WholeBatchPasses:
                 found.append(_detached(self._output(piece, step)))
         return found
 
-    def _outputs_at_first(self, pieces: list[MicroBatch], step: int) -> list[Any]:
-        """Of a model that runs once more: one that changes its own buffers would do so twice."""
+    def _first_outputs(self, pieces: list[MicroBatch], step: int) -> list[Any]:
+        """The outputs of the first of two runs. Raises if the model changes buffers, which it would do twice."""
         buffers = dict(self.engine.model.named_buffers())
         before = {name: version_of(buffer) for name, buffer in buffers.items()}
         outputs = self._outputs(pieces, step)
@@ -85,13 +85,13 @@ def _detached(output: Any) -> Any:
 
 
 def _product(output: Any, found: BatchLoss, index: int) -> torch.Tensor:
-    """A number whose gradient with respect to a micro-batch's outputs is the one that was found."""
+    """A scalar whose gradient with respect to a micro-batch's outputs is the one in `found`."""
     pairs = zip(pairs_of(found.layout, output), found.gradients[index], strict=True)
     tensors = [(value, gradient) for (_, value), gradient in pairs if isinstance(value, torch.Tensor)]
     return torch.stack([_dot(*pair) for pair in tensors if pair[0].requires_grad]).sum()
 
 
 def _dot(value: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-    """Zero for a stand-in, and for what the loss does not depend on: backward still comes by every parameter."""
+    """The dot product; zero without a gradient, so that backward still reaches every parameter."""
     wide = value.to(torch.promote_types(value.dtype, torch.float32))
     return wide.sum() * 0.0 if gradient is None else (wide * gradient.to(wide.dtype)).sum()

@@ -1,4 +1,4 @@
-"""The processes that train together: a real world of ranks, or a fake one in which only this rank exists."""
+"""The processes that train together: a real world of ranks, or a fake one with only this rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from meshwright.torch_private import modes
 
 outside_of_modes = modes.outside_of_modes
-"""Around what is made of real or meta tensors even where a step runs on fake ones: meshes, groups, recordings."""
+"""Context for making meshes, groups and recordings, which need real or meta tensors, while a step runs on fake ones."""
 PATIENCE = timedelta(minutes=10)
 """How long a collective waits for a rank before it gives up."""
 
@@ -27,9 +27,9 @@ class World:
     local_ranks: int = 1
     device: torch.device
     fake: bool = False
-    """Whether the other ranks are made up: collectives return at once and bring nothing."""
+    """Whether the other ranks do not exist: collectives return at once and transfer nothing."""
     weightless: bool = False
-    """Whether tensors are fake, too: they have shapes and no values, so no initial weights are made."""
+    """Whether tensors are fake as well: they have shapes but no values, so no initial weights are made."""
 
     @property
     def is_main(self) -> bool:
@@ -37,7 +37,7 @@ class World:
 
     @property
     def has_weights(self) -> bool:
-        """Whether this rank keeps the weights of a model that is built for real; the others get theirs from it."""
+        """Whether this rank keeps the weights of a model that could not be recorded; other ranks receive them."""
         return self.is_main or self.fake
 
     @property
@@ -45,11 +45,11 @@ class World:
         return dist.group.WORLD if dist.is_initialized() else None
 
     def start_sum(self, value: torch.Tensor) -> dist.Work | None:
-        """Start to sum over all ranks, in place; `wait()` on what is returned before the value is read."""
+        """Start an in-place sum over all ranks; call `wait()` on the result before reading the value."""
         return dist.all_reduce(value, group=self.group, async_op=True) if self.ranks > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
-        """A small picklable value of every rank, on every rank."""
+        """Gather a small picklable value from every rank on every rank."""
         if self.ranks == 1 or self.fake:
             return [value]
         values: list[Any] = [None] * self.ranks
@@ -71,7 +71,7 @@ def join(
     store: dist.Store | None = None,
     patience: timedelta = PATIENCE,
 ) -> World:
-    """Meet the other ranks: at `store`, or where torchrun's environment says."""
+    """Join the other ranks at `store`, or at the address in torchrun's environment."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -88,12 +88,12 @@ def join(
 
 
 def alone(device: torch.device) -> World:
-    """One process; it is a world of its own where a strategy wants a mesh."""
+    """Make a world of one process, so that strategies can make meshes."""
     return join(rank=0, ranks=1, local_rank=0, local_ranks=1, device=device, store=dist.HashStore())
 
 
 def fake_world(ranks: int, device: torch.device, *, rank: int = 0) -> World:
-    """One rank of a world whose other ranks do not exist: real memory, real compute, no communication."""
+    """Make a world in which only this rank exists: real memory, real compute, no communication."""
     from meshwright.torch_private.fake_world import FakeStore
 
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Every data strategy and every model axis. Adding one is a file and a line here."""
+"""The registry of data strategies and model axes. To add one, write a file and register it here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DATA_STRATEGIES: dict[str, DataStrategy] = {}
 """By the word in the strategy's text."""
 _MODEL_AXES: dict[str, ModelAxis] = {}
 NONE = Single()
-"""Where the model's axes took every rank there is no data axis to lay."""
+"""The data strategy if model axes take all ranks."""
 
 
 def register(technique: DataStrategy | ModelAxis) -> None:
@@ -42,7 +42,7 @@ def unregister(word: str) -> None:
 
 
 def model_axis(term: AxisTerm) -> ModelAxis:
-    """What divides the model along one axis of a strategy."""
+    """The implementation of an axis term."""
     return _MODEL_AXES[term.word]
 
 
@@ -53,9 +53,9 @@ def inner_axis(term: AxisTerm) -> InnerAxis:
 
 
 def data_strategy(strategy: Strategy) -> DataStrategy:
-    """What lays the data axis of a strategy."""
+    """The implementation of a strategy's data axis."""
     if strategy.engine == "deepspeed":
-        from meshwright.strategies.deepspeed.strategy import STAGES  # only where it is asked for: it imports torch
+        from meshwright.strategies.deepspeed.strategy import STAGES  # lazily, because it imports torch
 
         return STAGES[strategy.traits.zero_stage or 0]
     return NONE if strategy.data is None else DATA_STRATEGIES[strategy.data]

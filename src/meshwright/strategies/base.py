@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from meshwright.strategies.engine import ApplyContext, Engine
 
-"""Bytes of one element in each precision."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
@@ -33,36 +31,35 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayout:
-    """What a rank holds of each state: over how many ranks it is divided, and the bytes of one element."""
+    """How each state is divided over ranks, and the bytes of one element."""
 
     parameters: int = 1
-    """Ranks that share them; 1 means that every rank has them whole. Likewise the next two."""
+    """Ranks that share them; 1 if every rank has them whole. The same for gradients and optimizer."""
     gradients: int = 1
     optimizer: int = 1
     parameter_bytes: int | None = None
-    """Of a resting parameter's element; None: as the model was built."""
+    """Per parameter element between steps; None: as in the built model."""
     update_bytes: int | None = None
-    """Of an element of a gradient, and of one of the optimizer's slots; None: as the model was built."""
+    """Per gradient element, and per element of an optimizer slot; None: as in the built model."""
     masters: bool = False
-    """Whether a copy of the parameters as the model was built is kept with the optimizer."""
+    """Whether the optimizer keeps a copy of the parameters in the dtype of the built model."""
 
 
 class DataStrategy(ABC):
-    """One way to lay the data axis. Stateless: everything it needs is in its arguments."""
+    """An implementation of the data axis. Stateless: everything it needs is in its arguments."""
 
     summary: ClassVar[str]
     """One line for help texts."""
     traits: ClassVar[DataTraits]
-    """What it is, for everything that asks before it is applied."""
     lowers: ClassVar[bool] = False
     """Whether it casts parameters to the compute dtype itself."""
     lowered_copy: ClassVar[bool] = False
-    """Whether parameters rest in the compute dtype, beside fp32 masters that are kept with the optimizer."""
+    """Whether it keeps parameters in the compute dtype, and fp32 masters with the optimizer."""
     overlaps: ClassVar[bool] = True
-    """Whether it communicates while backward runs, so that compiling must stop at the blocks' borders."""
+    """Whether it communicates during backward, so that blocks must be compiled separately."""
 
     def refuse(self, strategy: Strategy, facts: ModelFacts, place: Place) -> str | None:
-        """Why this cannot be, or None. Called before any process starts."""
+        """Why it cannot run, or None. Called before any process starts."""
         return None
 
     def axes(self, strategy: Strategy) -> dict[str, int]:
@@ -70,15 +67,15 @@ class DataStrategy(ABC):
         return {"data": strategy.data_ranks}
 
     def kept_whole(self, facts: ModelFacts) -> frozenset[str]:
-        """Parameters that it leaves whole on every rank though it shards the others; tied ones by each name."""
+        """Parameters that it does not shard although it shards the others; tied ones by each name."""
         return frozenset()
 
     def weights_on_host(self, strategy: Strategy) -> bool:
-        """Whether initial weights are made in host memory, from where `apply` takes them."""
+        """Whether `apply` takes initial weights from host memory."""
         return strategy.offload == "params"
 
     def layout(self, strategy: Strategy) -> StateLayout:
-        """What each rank holds under a resolved strategy."""
+        """How states are divided under a resolved strategy."""
         low = strategy.number_format.bytes
         masters = self.lowered_copy and strategy.number_format.is_low and not strategy.pure and not strategy.autocast
         return StateLayout(
@@ -90,4 +87,4 @@ class DataStrategy(ABC):
 
     @abstractmethod
     def apply(self, model: nn.Module, context: ApplyContext) -> Engine:
-        """Lay the model out. It is on the meta device until `context.fill()` is called."""
+        """Apply the strategy to a model, which is on the meta device until `context.fill()` is called."""

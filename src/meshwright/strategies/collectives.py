@@ -1,7 +1,7 @@
-"""Communication over a mesh axis that autograd can go through, on plain local tensors.
+"""Differentiable collectives over a mesh axis, on plain local tensors.
 
-Autograd calls no `backward` for an input that needs no gradient, so nothing is sent for it. None but `PartialGradient`
-returns a view of its input: autograd forbids to change such a result in place, and the model's author may.
+Autograd calls no `backward` for an input that needs no gradient, so nothing is sent for it. Only `PartialGradient`
+returns a view of its input: autograd forbids in-place changes of such a result, and a model may make them.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-# torch 2.13 gave them new names, and torch 2.11 has the old ones only.
+# torch 2.13 renamed them.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def copy_in(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The same on every rank; its gradient is the sum of what the ranks give."""
+    """A whole tensor for use on every rank; its gradient is the sum over ranks."""
     return PartialGradient.apply(x, mesh)  # type: ignore[no-any-return]
 
 
 def slice_in(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's part along a dim; the gradient is gathered from the ranks' parts."""
+    """This rank's part along a dim; the gradient is gathered."""
     return Take.apply(x, dim, mesh)  # type: ignore[no-any-return]
 
 
 def gather(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
-    """The ranks' parts one after another along a dim; the gradient is this rank's part of the whole's."""
+    """The ranks' parts concatenated along a dim; the gradient is this rank's part."""
     return Join.apply(x, dim, 1, False, mesh)  # type: ignore[no-any-return]
 
 
 def add_up(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The sum of the ranks' shares; each share's gradient is the sum's."""
+    """The sum of the ranks' shares, on every rank; each share gets the sum's gradient."""
     return AddUp.apply(x, mesh)  # type: ignore[no-any-return]
 
 
@@ -51,7 +51,7 @@ class Take(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """The whole of the ranks' parts. Its gradient is whole on every rank, or each rank has a share of it."""
+    """The whole tensor from the ranks' parts. With `shares`, each rank has a share of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, pieces: int, shares: bool, mesh: DeviceMesh) -> torch.Tensor:
@@ -60,14 +60,13 @@ class Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        take = (
-            _summed_part(gradient, ctx.dim, ctx.mesh) if ctx.shares else _own(gradient, ctx.dim, ctx.pieces, ctx.mesh)
-        )
-        return take, None, None, None, None
+        if ctx.shares:
+            return _summed_part(gradient, ctx.dim, ctx.mesh), None, None, None, None
+        return _own(gradient, ctx.dim, ctx.pieces, ctx.mesh), None, None, None, None
 
 
 class PartialGradient(torch.autograd.Function):
-    """A whole tensor of whose gradient each rank has a share."""
+    """A whole tensor; each rank computes a share of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -110,7 +109,7 @@ def _own(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Tens
 
 
 def joined(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Tensor:
-    if x.dtype == torch.bool:  # which not every backend sends
+    if x.dtype == torch.bool:  # not every backend sends it
         return joined(x.view(torch.uint8), dim, pieces, mesh).view(torch.bool)
     gathered = x.new_empty(mesh.size(), *x.shape)
     all_gather(gathered.view(-1), x.contiguous().view(-1), group=mesh.get_group())
@@ -119,7 +118,7 @@ def joined(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Te
 
 
 def _summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    x = x.clone(memory_format=torch.contiguous_format)  # autograd's own tensors are not to be changed
+    x = x.clone(memory_format=torch.contiguous_format)  # autograd's tensors must not change
     dist.all_reduce(x, group=mesh.get_group())
     return x
 

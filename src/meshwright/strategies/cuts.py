@@ -1,7 +1,8 @@
-"""How parameters lie over the ranks of a model axis: each rank holds plain tensors, and a cut says which part they are.
+"""How a parameter is cut over the ranks of a model axis.
 
-Parameters stay plain tensors of the local size, so every data strategy lays itself over them as over any model; the
-cut puts initial weights in their place and brings the whole back.
+Note: cutting without the model's help. The module keeps its class and its names; only the parameter is replaced by a
+plain tensor of the local size, so every data strategy and optimizer takes it like any other. The cut alone knows which
+part it is: it takes the part of an initial weight and joins parts for a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Cut:
     dim: int
     mesh: DeviceMesh
     pieces: int = 1
-    """A fused parameter (query, key and value in one) is so many pieces one after another, each divided by itself."""
+    """Pieces of a fused parameter (query, key and value in one), each divided separately."""
 
     @property
     def ranks(self) -> int:
@@ -34,33 +35,33 @@ class Cut:
         return tuple(size // self.ranks if dim == self.dim else size for dim, size in enumerate(shape))
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part, as a tensor of its own."""
+        """A copy of this rank's part."""
         pieces = whole.chunk(self.pieces, self.dim)
         own = [piece.chunk(self.ranks, self.dim)[self.mesh.get_local_rank()] for piece in pieces]
         return torch.cat(own, self.dim) if self.pieces > 1 else own[0].clone()
 
     def join(self, local: torch.Tensor) -> torch.Tensor:
-        """The whole, on every rank of the axis; all of them must take part."""
+        """The whole tensor on every rank of the axis. All of them must call it."""
         return joined(local, self.dim, self.pieces, self.mesh)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Consecutive elements of a parameter, counted row after row; a rank holds them as a tensor of one dim."""
+    """A range of a parameter's flattened elements, which a rank holds as a tensor of one dim."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Of the whole parameter."""
     start: int
 
     def boxes(self, length: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Offsets and sizes of the boxes that so many elements make up, in their order."""
+        """Offsets and sizes of the boxes that make up `length` elements, in their order."""
         yield from _boxes(self.shape, self.start, self.start + length)
 
 
 def _boxes(
     shape: tuple[int, ...], start: int, stop: int, at: tuple[int, ...] = ()
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """A part of the first row, whole rows, and a part of the last one, each part likewise in its own row."""
+    """Part of the first row, whole rows, and part of the last row; parts of rows are split recursively."""
     if start >= stop:
         return
     if not shape:
@@ -68,7 +69,7 @@ def _boxes(
         return
     ones, row = (1,) * len(at), prod(shape[1:])
     first, last = -(-start // row), stop // row
-    if first > last:  # all of it lies within one row
+    if first > last:  # all within one row
         yield from _boxes(shape[1:], start - last * row, stop - last * row, (*at, last))
         return
     if start < first * row:
@@ -79,13 +80,13 @@ def _boxes(
 
 
 Cuts = dict[str, Cut]
-"""By the parameter's name in the unsplit model; every name of a tied one. Parameters that are not named are whole."""
+"""By the parameter's name in the unsplit model, tied parameters by each name. Parameters not listed are whole."""
 
 
 def narrow(module: nn.Module, name: str, cut: Cut, narrowed: dict[int, nn.Parameter]) -> None:
-    """Put a parameter of the local size, on the meta device, in a module's place for the whole one.
+    """Replace a module's parameter by one of the local size on the meta device.
 
-    `narrowed` remembers what stands for which whole parameter, so that tied ones stay tied.
+    `narrowed` maps whole parameters to their replacements, so that tied ones stay tied.
     """
     whole = module._parameters[name]
     assert whole is not None and whole.is_meta

@@ -1,4 +1,4 @@
-"""What a strategy makes of a model: something that is called, differentiated and updated."""
+"""The engine interface: a model under a strategy, which can be called, differentiated and updated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshwright.strategies.norm import global_norm
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyContext:
-    """What `apply` needs to know beside the model."""
+    """The arguments of `apply` besides the model."""
 
     strategy: Strategy
     facts: ModelFacts
@@ -32,15 +32,15 @@ class ApplyContext:
     mesh: DeviceMesh | None
     """The data axes; None for one process."""
     fill: Callable[[], None]
-    """Gives the model its memory and initial weights. `apply` calls it once, when parameters lie as they will."""
+    """Allocates the model and fills in initial weights. `apply` calls it once parameters have their final layout."""
     fake: bool = False
-    """Whether the other ranks are made up."""
+    """Whether the other ranks do not exist."""
     pipelined: bool = False
-    """Whether a pipeline runs the model: many backward passes, and gradients are communicated once, after all."""
+    """Whether a pipeline runs the model: gradients are communicated once, after many backward passes."""
     devices: tuple[int, ...] = field(default=())
     """All CUDA devices of this process; only DataParallel has more than one."""
     engine_config: Mapping[str, Any] | None = None
-    """What the user has written for the engine in its own words, checked against the strategy and the job."""
+    """The user's configuration of a foreign engine, already checked against the strategy and the job."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -48,7 +48,7 @@ class ApplyContext:
 
     @property
     def lowered(self) -> bool:
-        """Whether computing takes a smaller dtype than the master weights have."""
+        """Whether the compute dtype is smaller than that of the master weights."""
         return self.compute_dtype != torch.float32 and not self.strategy.pure and not self.strategy.autocast
 
     @property
@@ -63,27 +63,27 @@ class ApplyContext:
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A parameter or persistent buffer as it lies on a rank."""
+    """What a rank holds of a parameter or persistent buffer."""
 
     name: str
-    """In the unsplit model; a tied parameter comes under each of its names."""
+    """In the unsplit model; a tied parameter appears under each of its names."""
     tensor: torch.Tensor
-    """The master; a DTensor where the data axis shards it."""
+    """The master; a DTensor if the data axis shards it."""
     cut: Cut | Stretch | None = None
-    """Which part of the whole the tensor (or the whole DTensor) is, where a model axis or DeepSpeed divides it."""
+    """Which part of the whole the tensor (or the whole DTensor) is, if a model axis or DeepSpeed divides it."""
     current: bool = True
-    """Whether training keeps it up to date: a stage's copy of another stage's buffer is not."""
+    """Whether training keeps it up to date. A stage's copy of another stage's buffer is stale."""
 
 
 Read = Callable[[HeldTensor], torch.Tensor]
-"""Takes something of a held tensor's shape and layout off it: the tensor itself, or its gradient."""
+"""Reads a tensor of the same shape and layout from a held tensor: itself, or its gradient."""
 
 
 class Engine:
-    """One process's share of the model. This one is the plain case; strategies override what differs."""
+    """One process's share of the model. Strategies override what differs from a plain model."""
 
     gradient_scale = 1.0
-    """What the loss is multiplied by because the engine averages over ranks where a sum is wanted."""
+    """The factor of the loss that turns the engine's average over ranks into a sum."""
 
     def __init__(self, model: nn.Module, module: Callable[..., Any] | None = None) -> None:
         self.model = model
@@ -93,59 +93,58 @@ class Engine:
         return self.module(*args, **kwargs)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one micro-batch; gradients are communicated in the last one only."""
+        """Context for forward and backward of one micro-batch. Only the last one communicates gradients."""
         return nullcontext()
 
     def region(self) -> AbstractContextManager[Any]:
-        """Around forward, loss and backward."""
+        """Context for forward, loss and backward."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Differentiate what was computed since the last call."""
         loss.backward()
 
     def finish(self) -> None:
-        """After the last backward: wait until every gradient is the whole batch's."""
+        """Complete the gradients after the last backward, so that they are the whole batch's."""
 
     def norm(self, own: NamedParameters) -> torch.Tensor:
-        """The 2-norm of all gradients as one process would see them; the same number on every rank.
+        """The 2-norm of all gradients, the same number on every rank.
 
-        `own` is what `parameters()` gave: finding them takes a walk over the model, which a step need not take again.
+        `own` is the result of `parameters()`, which is slow because it walks over the model.
         """
         return global_norm([p.grad for p in own if p.grad is not None])
 
     def parameters(self) -> NamedParameters:
-        """What this rank's optimizer updates."""
+        """The parameters that this rank's optimizer updates."""
         return NamedParameters((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
 
     def updated(self) -> None:
-        """After the optimizer's step: bring parameters that other ranks updated."""
+        """Fetch the parameters that other ranks updated, after the optimizer's step."""
 
     def forget_gradients(self) -> None:
-        """Let go of gradients beside those on `parameters()`, which the caller forgets."""
+        """Free gradients other than those on `parameters()`, which the caller frees."""
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter and buffer, whole, in the unsplit model's names. All ranks must take part."""
+        """Every parameter and buffer, whole, with the unsplit model's names. All ranks must call it."""
         yield from self.collect(lambda held: held.tensor.detach())
 
     def collect(self, read: Read, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """What `read` takes off every parameter and buffer, whole; `names` are those to read, alike on all ranks."""
+        """The results of `read` on parameters and buffers, whole. All ranks must call it with the same `names`."""
         for held in self.held():
             if names is None or held.name in names:
                 yield held.name, whole(read(held))
 
     def held(self) -> Iterator[HeldTensor]:
-        """What this rank holds of every parameter and persistent buffer, as it lies here. No communication."""
+        """What this rank holds of every parameter and persistent buffer. No communication."""
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor):
                 yield HeldTensor(name, tensor)
 
     def cut_of(self, name: str) -> Cut | Stretch | None:
-        """Which part of a parameter this rank's is along a model axis; None where it is whole."""
+        """Which part of a parameter this rank holds along a model axis; None if it is whole."""
         return None
 
     def loaded(self) -> None:
-        """After masters and buffers were written into: bring what else is made of them. All ranks must take part."""
+        """Update everything derived from masters and buffers after they were loaded. All ranks must call it."""
 
     def resident(self) -> dict[str, list[torch.Tensor]]:
         """The tensors that this rank holds as parameters and as gradients, for counting their bytes."""
@@ -154,30 +153,30 @@ class Engine:
 
 
 class OptimizingEngine(Engine):
-    """An engine that clips and runs the job's optimizer itself, and keeps what belongs to it where it likes."""
+    """An engine that clips gradients, runs the job's optimizer and keeps its state itself."""
 
     @abstractmethod
     def adopt(self, optimizer: Optimizer, max_norm: float | None) -> None:
-        """Take the optimizer that the job made of `parameters()`. Called once, before anything is computed."""
+        """Take over the job's optimizer of `parameters()`. Called once, before the first step."""
 
     @abstractmethod
     def optimized(self) -> NamedParameters:
-        """The masters that this rank updates, each parameter's by itself."""
+        """The masters that this rank updates, one per parameter."""
 
     @abstractmethod
     def remembered(self) -> OptimizerState:
-        """What the optimizer keeps of each of `optimized()`."""
+        """The optimizer's state of each of `optimized()`."""
 
     @abstractmethod
     def update(self, scale: float | torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Multiply gradients by `scale`, clip them by their global norm and update; the norm, and whether it was done.
+        """Multiply gradients by `scale`, clip them by their global norm and update.
 
-        It is not where fp16 overflowed.
+        Returns the norm, and False if fp16 overflowed and nothing was updated.
         """
 
 
 class OptimizerState(Protocol):
-    """What a checkpoint wants of an optimizer; `torch.optim.Optimizer` is one."""
+    """The part of an optimizer's interface that a checkpoint needs; `torch.optim.Optimizer` has it."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -191,5 +190,5 @@ class OptimizerState(Protocol):
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on every rank as one process would hold it."""
+    """The whole tensor on every rank."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor

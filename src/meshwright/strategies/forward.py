@@ -1,4 +1,4 @@
-"""`wrap_forward`, as strategies use it; it stands in `describe`, where models are wrapped first."""
+"""`wrap_forward` for strategies; it is defined in `recording`, a lower layer."""
 
 from meshwright.recording.wrap_forward import Around, wrap_forward
 

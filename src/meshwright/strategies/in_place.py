@@ -1,4 +1,4 @@
-"""Which torch functions change one of their arguments in place, and which argument that is."""
+"""Recognise torch functions that change an argument in place, and find that argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def changed_by(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """The tensor that a call changes in place; None where it makes new ones."""
+    """The tensor that a call changes in place; None if it changes none."""
     if not changes_its_input(func, args, kwargs):
         return None
     target = kwargs.get("out", args[0] if args else None)
@@ -19,11 +19,9 @@ def changed_by(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 def changes_its_input(func: Any, args: Any, kwargs: Any) -> bool:
     name = getattr(func, "__name__", "")
-    if name.endswith("_") and not name.startswith("__"):
+    if (name.endswith("_") and not name.startswith("__")) or name == "__setitem__" or name in IN_PLACE_OPERATORS:
         return True
-    if name == "__setitem__" or (name in IN_PLACE_OPERATORS):
-        return True
-    return kwargs.get("out") is not None or asked_in_place(func, args, kwargs)
+    return kwargs.get("out") is not None or has_inplace(func, args, kwargs)
 
 
 IN_PLACE_OPERATORS = {
@@ -32,12 +30,10 @@ IN_PLACE_OPERATORS = {
 }
 
 
-def asked_in_place(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether `inplace` is among the arguments, perhaps by its place."""
+def has_inplace(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the call sets `inplace`, as a keyword or by position."""
     names = _argument_names(func)
-    return "inplace" in names and bool(
-        kwargs.get("inplace", dict(zip(names, args, strict=False)).get("inplace", False))
-    )
+    return "inplace" in names and bool((dict(zip(names, args, strict=False)) | kwargs).get("inplace", False))
 
 
 def not_in_place(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

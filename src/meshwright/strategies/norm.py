@@ -1,4 +1,4 @@
-"""The true global norm of gradients that may lie whole or in shards, over any number of meshes."""
+"""The global norm of gradients that may be whole or sharded over any number of meshes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from meshwright.recording.dtensor import is_dtensor
 from meshwright.torch_private.foreach import foreach_mul_, foreach_norm
 
 PART = 1 << 16
-"""Elements whose squares a CPU may add one after another."""
+"""Elements whose squares a CPU may sum sequentially."""
 
 
 def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm over all gradients as one process would see them. All ranks get the same number."""
+    """The 2-norm over all gradients, the same number on every rank."""
     return global_square(gradients).sqrt()
 
 
 @torch.no_grad()
 def global_square(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The sum of squares over all gradients, in fp64 whatever the gradients are, so that ranks can add theirs up.
+    """The sum of squares over all gradients, in fp64.
 
-    Each rank sums the squares of what it holds; a sum travels only over the axes on which its gradients are cut.
+    Each rank sums the squares of what it holds, and reduces a sum only over the axes that its gradients are cut on.
     """
     groups: dict[tuple[torch.device, DeviceMesh | None, tuple[Any, ...]], list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -42,7 +42,7 @@ def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
     tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     if tensors[0].is_cuda:
         return _wide(get_total_norm(tensors)).square()
-    # On CPUs `norm` adds one number after another, which loses up to 1e-3 over a million. `dot` over parts of a large
+    # On CPUs `norm` sums sequentially, which loses up to 1e-3 over a million elements. `dot` over parts of a large
     # tensor loses 1e-5 at most and is as fast; many small tensors are faster in one call.
     small = [_wide(tensor) for tensor in tensors if tensor.numel() <= PART]
     parts = [p for t in tensors if t.numel() > PART for p in _wide(t).reshape(-1).split(PART)]
@@ -53,13 +53,13 @@ def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In fp32 at least: squares of what is smaller overflow."""
+    """Cast to at least fp32, because squares of 16-bit numbers overflow."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 @torch.no_grad()
 def scale_(gradients: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
-    """Multiply gradients in place, wherever they lie."""
+    """Multiply gradients in place, on any device."""
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
         alike.setdefault((gradient.device, gradient.dtype), []).append(local(gradient))
@@ -68,7 +68,6 @@ def scale_(gradients: Iterable[torch.Tensor], factor: torch.Tensor | float) -> N
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 

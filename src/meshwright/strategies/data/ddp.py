@@ -1,4 +1,4 @@
-"""`ddp`: PyTorch's DistributedDataParallel; every rank has everything and gradients are averaged in buckets."""
+"""`ddp`: PyTorch's DistributedDataParallel; every rank has a whole copy, and gradients are averaged in buckets."""
 
 from __future__ import annotations
 

@@ -17,15 +17,15 @@ from meshwright.errors import JobError
 from meshwright.strategies.data.summing import refuse_gradients, sum_gradients
 from meshwright.strategies.engine import ApplyContext, Engine
 
-# Buffers are alike on all ranks (BatchNorm is synchronised), so sending them before every forward is waste.
-# The option changed its name in torch 2.13.
+# Buffers are the same on all ranks (BatchNorm is synchronised), so there is no need to send them before every forward.
+# torch 2.13 renamed the option.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
 
 
 class DdpEngine(Engine):
     def __init__(self, model: nn.Module, module: DistributedDataParallel, ranks: int, *, uses_all: bool) -> None:
-        """`uses_all` says that every step uses every parameter, so DDP waits for all gradients."""
+        """`uses_all`: every step uses every parameter, so DDP waits for all gradients."""
         super().__init__(model, module)
         self._ddp, self._uses_all = module, uses_all
         self.gradient_scale = float(ranks)
@@ -35,8 +35,8 @@ class DdpEngine(Engine):
             return
         if missing := [name for name, parameter in self.parameters().named() if parameter.grad is None]:
             raise JobError(
-                f"{missing[0]} got no gradient in this step, but the step that was run before training used every "
-                "parameter, so ddp waits for it; use zero1 or zero2, which do not."
+                f"{missing[0]} got no gradient in this step, but the test step before training used every parameter, "
+                "so ddp waits for it; use zero1 or zero2, which do not."
             )
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
@@ -44,10 +44,10 @@ class DdpEngine(Engine):
 
 
 class SummedAfterwardsEngine(Engine):
-    """Gradients are summed over ranks once, after all backward passes.
+    """Sums gradients over ranks once, after all backward passes.
 
-    Under a pipeline there is no one backward pass that DDP could communicate in, and zero-bubble schedules set
-    gradients without the hooks that DDP listens to.
+    DDP needs one backward pass to communicate in, which a pipeline does not have. And zero-bubble schedules set
+    gradients without calling the hooks that DDP uses.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, unused: frozenset[str]) -> None:
@@ -75,42 +75,41 @@ def replicate(model: nn.Module, context: ApplyContext) -> Engine:
         model,
         device_ids=[context.device] if context.device.type == "cuda" else None,
         process_group=context.mesh.get_group(),
-        init_sync=False,  # every rank played the same tape
+        init_sync=False,  # every rank replayed the same tape
         gradient_as_bucket_view=True,
         find_unused_parameters=not uses_all,
         **_NO_BUFFER_SYNC,
     )
     if context.fake:
         ranks = context.strategy.data_ranks
-        module.register_comm_hook(None, lambda state, bucket: _sum_in_a_fake_world(bucket, ranks))
-    _settle_buckets(module)
+        module.register_comm_hook(None, lambda state, bucket: _average_in_fake_world(bucket, ranks))
+    _fix_buckets(module)
     return DdpEngine(model, module, context.strategy.data_ranks, uses_all=uses_all)
 
 
 def _with_views_of_parameters(model: nn.Module, args: Any, output: Any) -> Any:
-    """DDP looks for unused parameters from what computed the output; of a parameter that is the output, nothing did."""
+    """Return views of parameters that are outputs: DDP finds used parameters through the outputs' graph."""
     return map_tensors(lambda tensor: tensor.view_as(tensor) if isinstance(tensor, nn.Parameter) else tensor, output)
 
 
 class _EveryParameter(nn.Module):
-    """Stands for a model in one backward pass that comes by every parameter, the last one first."""
+    """A dummy model whose backward pass reaches every parameter, the last one first."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
         self._listed = parameters
 
-    def forward(self, nothing: torch.Tensor) -> torch.Tensor:
+    def forward(self, zero: torch.Tensor) -> torch.Tensor:
         for parameter in self._listed:
-            nothing = nothing + parameter.reshape(-1)[:1].to(nothing) * 0
-        return nothing
+            zero = zero + parameter.reshape(-1)[:1].to(zero) * 0
+        return zero
 
 
-def _settle_buckets(module: DistributedDataParallel) -> None:
-    """Have DDP arrange its buckets before the first step instead of after it.
+def _fix_buckets(module: DistributedDataParallel) -> None:
+    """Make DDP arrange its buckets before the first step instead of after it.
 
-    It arranges them anew by the order in which the first backward pass brings gradients, and a sum over ranks rounds by
-    where a number lies in its bucket. So a resumed run would take its first step with other buckets than the run that
-    was never interrupted, and end elsewhere in the last bits.
+    DDP rearranges them by the order of gradients in the first backward pass, and rounding depends on an element's
+    position in its bucket. So the first step of a resumed run would round differently than in an uninterrupted run.
     """
     model = module.module
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -123,8 +122,8 @@ def _settle_buckets(module: DistributedDataParallel) -> None:
         parameter.grad = None
 
 
-def _sum_in_a_fake_world(bucket: dist.GradBucket, ranks: int) -> torch.futures.Future[torch.Tensor]:
-    """DDP's own reduction waits for a result that the fake process group never has."""
+def _average_in_fake_world(bucket: dist.GradBucket, ranks: int) -> torch.futures.Future[torch.Tensor]:
+    """Replaces DDP's own reduction, which waits for a result that the fake process group never gives."""
     buffer = bucket.buffer()
     dist.all_reduce(buffer)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()

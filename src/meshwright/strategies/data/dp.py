@@ -23,8 +23,8 @@ class Dp(DataStrategy):
     def refuse(self, strategy: Strategy, facts: ModelFacts, place: Place) -> str | None:
         if place.device == "cpu":
             return (
-                "dp (nn.DataParallel) splits a batch over the GPUs of one process, and nn.DataParallel runs on a CPU "
-                "as if it were not there; use ddp, which runs one process per CPU rank."
+                "dp (nn.DataParallel) splits a batch over the GPUs of one process, and does nothing on a CPU; use ddp, "
+                "which runs one process per CPU rank."
             )
         if place.ranks > place.devices:
             return f"dp runs in one process, which has {place.devices} of the {place.ranks} devices; use ddp."
@@ -32,12 +32,12 @@ class Dp(DataStrategy):
             return "dp cannot synchronise BatchNorm between the devices of one process; use ddp."
         if strategy.number_format.is_low and not strategy.pure and not strategy.autocast:
             return (
-                f"dp copies the model anew in every forward pass, which leaves no place for {strategy.precision} "
+                f"dp copies the model in every forward pass, which leaves no place for {strategy.precision} "
                 f"copies of fp32 masters; use ddp,{strategy.precision} or dp,{strategy.precision}:pure, or "
                 f"dp,{strategy.precision}:autocast."
             )
         if strategy.compile:
-            return "dp copies the model anew in every forward pass, which defeats compile; use ddp,compile."
+            return "dp copies the model in every forward pass, which defeats compile; use ddp,compile."
         return None
 
     def axes(self, strategy: Strategy) -> dict[str, int]:

@@ -37,14 +37,14 @@ class Fsdp(DataStrategy):
     def refuse(self, strategy: Strategy, facts: ModelFacts, place: Place) -> str | None:
         if facts.by_value and (strategy.compile or strategy.stage_axis):
             return (
-                "The model looks at values, so samples may decide which parameters a rank uses; ranks agree on that "
-                f"between forward and backward, which {strategy} leaves no room for. Use zero2, or drop pp, layers and "
-                "compile."
+                "The model looks at values, so samples may decide which parameters a rank uses; ranks must agree on "
+                f"that between forward and backward, which {strategy} does not allow. Use zero2, or drop pp, layers "
+                "and compile."
             )
         return None
 
     def kept_whole(self, facts: ModelFacts) -> frozenset[str]:
-        """Those that FSDP2 cannot cut (scalar, empty or strided), and those read where their block is not gathered."""
+        """Parameters that FSDP2 cannot cut (scalar, empty or strided), and those read outside their block's forward."""
         outside = frozenset(facts.read_outside)
         uncut = (p for p in facts.parameters if not p.shape or not p.count or not p.contiguous or p.name in outside)
         return frozenset(name for parameter in uncut for name in parameter.names)
@@ -55,6 +55,6 @@ class Fsdp(DataStrategy):
         return {"replicate": strategy.data_ranks, "shard": 1}
 
     def apply(self, model: nn.Module, context: ApplyContext) -> Engine:
-        from meshwright.strategies.data.fully_shard import shard  # only where it runs: FSDP2 takes a second to import
+        from meshwright.strategies.data.fully_shard import shard  # lazily, because FSDP2 takes a second to import
 
         return shard(model, context, reshard=context.strategy.traits.reshards, whole=self.kept_whole(context.facts))

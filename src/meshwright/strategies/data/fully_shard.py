@@ -1,10 +1,9 @@
-"""FSDP2 on a model's blocks, and how it takes part in a step."""
+"""Apply FSDP2 to a model's blocks, and run steps with it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -26,22 +25,19 @@ class FsdpEngine(Engine):
         self.keeps_gathered = False
         self.gradient_scale = float(ranks)
 
-    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        @contextmanager
-        def micro_batch() -> Iterator[None]:
-            self._last = last
-            self._root.set_requires_gradient_sync(last)
-            self._root.set_is_last_backward(last)
-            if self.keeps_gathered:
-                # Weights do not change between micro-batches, so what stays gathered in forward may stay till the last.
-                self._root.set_reshard_after_backward(last)
-            yield
-
-        return micro_batch()
+    @contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        self._last = last
+        self._root.set_requires_gradient_sync(last)
+        self._root.set_is_last_backward(last)
+        if self.keeps_gathered:
+            # Weights do not change between micro-batches, so parameters can stay gathered until the last one.
+            self._root.set_reshard_after_backward(last)
+        yield
 
     def backward(self, loss: torch.Tensor) -> None:
         if self._used is not None:
-            loss = self._used.with_those_of_others(loss, last=self._last)
+            loss = self._used.attach_used_elsewhere(loss, last=self._last)
         loss.backward()
 
     def finish(self) -> None:
@@ -61,10 +57,10 @@ class FsdpEngine(Engine):
 
 
 def shard(model: nn.Module, context: ApplyContext, *, reshard: bool, whole: frozenset[str]) -> FsdpEngine:
-    """FSDP2 on every block and on what is left; `reshard` frees a block's parameters between forward and backward.
+    """Apply FSDP2 to every block and to the rest; `reshard` frees a block's parameters between forward and backward.
 
-    Under a pipeline they stay for all micro-batches of a step: what is gathered is gathered once. Where samples decide
-    which blocks run, the model is gathered as one: a rank cannot gather a block that another one does not call.
+    Under a pipeline they stay gathered for all micro-batches of a step. If samples decide which blocks run, the model
+    is gathered as one unit, because a rank cannot gather a block that another rank does not call.
     """
     reshard = reshard and not context.pipelined
     ignored = {p for name, p in model.named_parameters(remove_duplicate=False) if name in whole}
@@ -73,11 +69,11 @@ def shard(model: nn.Module, context: ApplyContext, *, reshard: bool, whole: froz
     for block in blocks.values():
         if any(parameter not in ignored for parameter in block.parameters()):
             _fully_shard(block, context, ignored, reshard=reshard)
-    # The root's parameters end the forward pass and begin the backward pass (the head): PyTorch's default keeps them.
+    # The root's parameters (the head) end forward and begin backward: PyTorch's default keeps them gathered.
     root = _fully_shard(model, context, ignored, reshard=None if reshard else False)
     context.fill()
     assert context.mesh is not None
-    kept = WholeParameters([(n, p) for n, p in model.named_parameters() if n in whole], context.mesh, context.device)
+    kept = WholeParameters([p for n, p in model.named_parameters() if n in whole], context.mesh, context.device)
     used = UsedParameters(model, context.mesh, blocks) if context.facts.by_value else None
     engine = FsdpEngine(model, root, context.strategy.data_ranks, kept, used)
     engine.keeps_gathered = not reshard
@@ -87,7 +83,7 @@ def shard(model: nn.Module, context: ApplyContext, *, reshard: bool, whole: froz
 def _fully_shard(
     module: nn.Module, context: ApplyContext, ignored: set[nn.Parameter], *, reshard: bool | None
 ) -> FSDPModule:
-    # Inputs and outputs are cast by the precision policy, alike under every strategy.
+    # `assemble/precision.py` casts inputs and outputs, the same way under every strategy.
     lowered = context.compute_dtype if context.lowered else None
     precision = MixedPrecisionPolicy(
         param_dtype=lowered, reduce_dtype=torch.float32 if lowered else None, cast_forward_inputs=False

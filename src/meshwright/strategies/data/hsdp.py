@@ -1,4 +1,4 @@
-"""`hsdp=RxS`: FSDP2 over S neighbouring ranks, replicated R times; what is gathered stays within the S."""
+"""`hsdp=RxS`: FSDP2 over S neighbouring ranks, replicated R times; all-gathers stay within the S ranks."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
-"""The mechanics that ZeRO-1 and ZeRO-2 share: whole parameters, of which each rank updates its own part.
+"""The engine of ZeRO-1 and ZeRO-2: every rank has whole parameters and updates its part of each.
 
-Every parameter is cut along dim 0 as FSDP2 cuts it, so optimizer state lies in global coordinates under the
-parameter's own name. (`ZeroRedundancyOptimizer` hands out whole parameters, which leaves the rank that got the
-embedding with more than its share, and wants a class where a job has a factory.) A bucket is a block: its gradients
-are reduce-scattered as soon as all are there, while backward goes on, and its parameters are gathered after the update.
+Every parameter is cut along dim 0 like in FSDP2, so optimizer state keeps the parameter's name and global coordinates.
+(`ZeroRedundancyOptimizer` assigns whole parameters to ranks, so the rank with the embedding has too much, and it needs
+an optimizer class while a job has a factory.) A bucket is a block: its gradients are reduce-scattered during backward
+as soon as they are complete, and its parameters are gathered after the update.
 
-All ranks reduce buckets in one fixed order, the last block's first, because samples may decide which parameters a rank
-uses. A bucket that is not complete holds up those after it until the end of backward. Each row of a bucket also carries
-a flag per parameter, so a rank without a gradient learns whether another one has it.
+Samples may decide which parameters a rank uses, so all ranks reduce buckets in one fixed order, the last block first.
+An incomplete bucket delays those after it until the end of backward. Each row of a bucket also carries a flag per
+parameter, which tells a rank without a gradient whether another rank has it.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
@@ -30,22 +30,22 @@ from meshwright.errors import JobError
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.named_parameters import NamedParameters
 from meshwright.strategies.collectives import all_gather, reduce_scatter
-from meshwright.strategies.data.summing import had_by_any, refuse_gradients, sum_over_ranks
+from meshwright.strategies.data.summing import on_any_rank, refuse_gradients, sum_over_ranks
 from meshwright.strategies.engine import ApplyContext, Engine, HeldTensor, whole
 
 
 @dataclass
 class ShardedParameter:
-    """One parameter and this rank's part of it."""
+    """A parameter and this rank's part of it."""
 
     name: str
     parameter: nn.Parameter
     shard: Any
-    """An nn.Parameter that is a DTensor over the data axis; what the optimizer updates."""
+    """The optimizer's parameter: an nn.Parameter that is a DTensor over the data axis."""
     rows: int
     """Rows of dim 0 in a full chunk; the last ranks may have fewer or none."""
     gradient: torch.Tensor | None = None
-    """The whole gradient in the master's dtype, where the parameter itself is in a smaller one."""
+    """The whole gradient in the master's dtype, if the parameter has a smaller dtype."""
 
     @property
     def width(self) -> int:
@@ -53,7 +53,7 @@ class ShardedParameter:
         return self.rows * prod(self.parameter.shape[1:])
 
     def take_gradient(self) -> None:
-        """Move what backward left on the parameter into the master's dtype."""
+        """Add the parameter's gradient to `gradient` if the dtypes differ."""
         if self.parameter.grad is None or self.parameter.dtype == self.shard.dtype:
             return
         if self.gradient is None:
@@ -69,27 +69,27 @@ class ShardedParameter:
         self.gradient = self.parameter.grad = None
 
     def chunk(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """The rows of `rank`, as a view."""
+        """A view of the rows of `rank`."""
         return tensor[rank * self.rows : (rank + 1) * self.rows]
 
     def as_shard(self, local: torch.Tensor) -> DTensor:
-        whole = self.shard
+        like = self.shard
         return DTensor.from_local(
-            local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
 
 class Bucket:
-    """Pieces that travel together as a (ranks, width) matrix whose row r belongs to rank r."""
+    """Parameters that are sent together as a (ranks, width) matrix, whose row r belongs to rank r."""
 
     def __init__(self, pieces: list[ShardedParameter], mesh: DeviceMesh) -> None:
         self.pieces = pieces
         self.ranks, self.rank, self.group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
         self.width = sum(piece.width for piece in pieces)
         self.arrived: set[str] = set()
-        """Pieces whose gradient of the last micro-batch is there."""
+        """Names of pieces that have the gradient of the last micro-batch."""
         self._missing: list[bool] = []
-        """Of each piece: whether this rank has no gradient for it in this step."""
+        """Whether this rank has no gradient in this step, for each piece."""
         self._work: dist.Work | None = None
         self._reduced = self._sent = self._gathered = torch.empty(0)
 
@@ -98,13 +98,12 @@ class Bucket:
         return len(self.arrived) == len(self.pieces)
 
     def reduce(self) -> None:
-        """Start to sum gradients over ranks; each rank gets its row, and how many ranks had a gradient."""
+        """Start to sum gradients over ranks; each rank gets its row, and the number of ranks with each gradient."""
         like = self.pieces[0].shard
         width = self.width + len(self.pieces)
         matrix = torch.zeros(self.ranks, width, dtype=like.dtype, device=like.device)
         for piece, columns in self._columns():
-            gradient = piece.whole_gradient()
-            if gradient is not None:
+            if (gradient := piece.whole_gradient()) is not None:
                 self._pack(piece, gradient, matrix[:, columns])
         self._missing = [piece.whole_gradient() is None for piece in self.pieces]
         matrix[:, self.width :] = 1.0
@@ -114,23 +113,23 @@ class Bucket:
         self._sent, self._reduced = matrix, matrix.new_empty(width)
         self._work = reduce_scatter(self._reduced, matrix.view(-1), group=self.group, async_op=True)
 
-    def settle(self) -> None:
-        """Wait for what is under way and let go of what was sent."""
+    def wait(self) -> None:
+        """Wait for the running message and free its buffer."""
         if self._work is not None:
             self._work.wait()
         self._work, self._sent = None, torch.empty(0)
 
     def finish(self, keep_whole: bool) -> None:
-        """Wait for the sum and give each shard its gradient; none where no rank has one, as in one process."""
-        self.settle()
-        had = had_by_any(self._missing, self._reduced[self.width :])
-        for (piece, columns), used in zip(self._columns(), had, strict=True):
+        """Wait for the sum and give each shard its gradient; None if no rank has one."""
+        self.wait()
+        exists = on_any_rank(self._missing, self._reduced[self.width :])
+        for (piece, columns), used in zip(self._columns(), exists, strict=True):
             if not used:
                 piece.shard.grad = None
                 continue
             local = piece.chunk(piece.parameter, self.rank)
             reduced = self._reduced[columns][: local.numel()].view(local.shape)
-            # A strided parameter has a contiguous shard: optimizers' fused kernels want its gradient to lie alike.
+            # A strided parameter has a contiguous shard, and fused optimizer kernels need a gradient with its strides.
             kept = piece.whole_gradient() if piece.parameter.is_contiguous() else None
             if keep_whole and kept is not None:
                 reduced = piece.chunk(kept, self.rank).copy_(reduced)
@@ -139,7 +138,7 @@ class Bucket:
         self.arrived.clear()
 
     def start_gather(self) -> None:
-        """Start to send this rank's updated rows to all."""
+        """Start to send this rank's updated rows to all ranks."""
         like = self.pieces[0].parameter
         mine = torch.zeros(self.width, dtype=like.dtype, device=like.device)
         for piece, columns in self._columns():
@@ -149,7 +148,7 @@ class Bucket:
         self._work = all_gather(self._gathered.view(-1), mine, group=self.group, async_op=True)
 
     def finish_gather(self) -> None:
-        self.settle()
+        self.wait()
         for piece, columns in self._columns():
             self._unpack(piece, self._gathered[:, columns])
         self._gathered = torch.empty(0)
@@ -179,7 +178,7 @@ class Bucket:
 
 
 class ShardedUpdateEngine(Engine):
-    """Every rank computes with whole parameters and updates its own rows of each."""
+    """Computes with whole parameters and updates this rank's rows of each."""
 
     def __init__(self, model: nn.Module, context: ApplyContext, *, keep_whole: bool) -> None:
         super().__init__(model)
@@ -187,9 +186,9 @@ class ShardedUpdateEngine(Engine):
         self._mesh, self._keep_whole, self._last = context.mesh, keep_whole, True
         self._under_way: Bucket | None = None
         self._next = 0
-        """How many buckets were reduced in this step, in their fixed order."""
+        """The number of buckets reduced so far in this step."""
         self._masters = _masters(model, context)
-        # Frozen parameters have no update, but their masters are kept where computing has its own copy.
+        # Frozen parameters are not updated, but their masters are kept if computing uses a lowered copy.
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad or n in self._masters]
         self._pieces = {name: self._piece(name, parameter) for name, parameter in named}
         trained = {n: p for n, p in self._pieces.items() if p.parameter.requires_grad}
@@ -202,18 +201,15 @@ class ShardedUpdateEngine(Engine):
                 piece.parameter.register_post_accumulate_grad_hook(self._hook(bucket, piece))
         self._masters.clear()
 
-    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        @contextmanager
-        def micro_batch() -> Iterator[None]:
-            self._last = last
-            yield
-
-        return micro_batch()
+    @contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        self._last = last
+        yield
 
     @torch.no_grad()
     def finish(self) -> None:
         refuse_gradients(piece.name for piece in self._unused if piece.whole_gradient() is not None)
-        for bucket in self._buckets[self._next :]:  # held up by a parameter without a gradient, or by a pipeline
+        for bucket in self._buckets[self._next :]:  # delayed by a parameter without a gradient, or by a pipeline
             for piece in bucket.pieces:
                 piece.take_gradient()
             self._reduce(bucket)
@@ -229,7 +225,7 @@ class ShardedUpdateEngine(Engine):
     def updated(self) -> None:
         for piece in self._scalars:
             piece.parameter.data.copy_(piece.shard.to_local())
-        # One bucket ahead: the next is under way while this one is copied to its place.
+        # Gather one bucket ahead: the next is sent while this one is copied.
         for current, following in zip_longest(self._buckets, self._buckets[1:]):
             if current is self._buckets[0]:
                 current.start_gather()
@@ -243,9 +239,8 @@ class ShardedUpdateEngine(Engine):
 
     def held(self) -> Iterator[HeldTensor]:
         shards = {id(piece.parameter): piece.shard for piece in self._pieces.values()}
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if isinstance(tensor, torch.Tensor):
-                yield HeldTensor(name, shards.get(id(tensor), tensor))
+        for held in super().held():
+            yield HeldTensor(held.name, shards.get(id(held.tensor), held.tensor))
 
     @torch.no_grad()
     def loaded(self) -> None:
@@ -253,12 +248,11 @@ class ShardedUpdateEngine(Engine):
             piece.parameter.data.copy_(whole(piece.shard.detach()))
 
     def resident(self) -> dict[str, list[torch.Tensor]]:
-        gradients: list[torch.Tensor | None] = []
-        for piece in self._pieces.values():
-            gradients += [piece.parameter.grad, piece.gradient, piece.shard.grad]
+        pieces = self._pieces.values()
+        gradients = (g for piece in pieces for g in (piece.parameter.grad, piece.gradient, piece.shard.grad))
         return {
             "parameters": list(self.model.parameters()),
-            "masters": [piece.shard for piece in self._pieces.values()],
+            "masters": [piece.shard for piece in pieces],
             "gradients": [g for g in gradients if g is not None],
         }
 
@@ -269,32 +263,32 @@ class ShardedUpdateEngine(Engine):
         source = self._masters.get(name, parameter.data)
         local = source[rank * rows : (rank + 1) * rows] if shape else source
         if name in self._masters:
-            local = local.clone()  # else the whole master would stay in memory behind the view
-        local = local.contiguous()  # rows of a strided parameter are no block of memory, which fused kernels want
+            local = local.clone()  # a view would keep the whole master in memory
+        local = local.contiguous()  # fused kernels need contiguous rows, also of a strided parameter
         stride = torch.empty(shape, device="meta").stride()
         placement = Shard(0) if shape else Replicate()
         dtensor = DTensor.from_local(local, self._mesh, [placement], run_check=False, shape=shape, stride=stride)
         return ShardedParameter(name, parameter, nn.Parameter(dtensor), rows)
 
     def _hook(self, bucket: Bucket, piece: ShardedParameter) -> Any:
-        # Weakly: a parameter holds its hooks where Python's collector cannot see them, so nothing would ever be freed.
-        engine, its_bucket, its_piece = weakref.ref(self), weakref.ref(bucket), weakref.ref(piece)
+        # Weak references: Python's collector cannot see a parameter's hooks, so nothing would ever be freed.
+        engine_ref, bucket_ref, piece_ref = weakref.ref(self), weakref.ref(bucket), weakref.ref(piece)
 
-        def gradient_is_there(parameter: torch.Tensor) -> None:
-            own, whole_bucket, own_piece = engine(), its_bucket(), its_piece()
-            if own is None or whole_bucket is None or own_piece is None:
+        def on_gradient(parameter: torch.Tensor) -> None:
+            engine, its_bucket, its_piece = engine_ref(), bucket_ref(), piece_ref()
+            if engine is None or its_bucket is None or its_piece is None:
                 return
-            own_piece.take_gradient()
-            if own._last:
-                own._arrived(whole_bucket, own_piece)
+            its_piece.take_gradient()
+            if engine._last:
+                engine._arrived(its_bucket, its_piece)
 
-        return gradient_is_there
+        return on_gradient
 
     def _arrived(self, bucket: Bucket, piece: ShardedParameter) -> None:
         if piece.name in bucket.arrived and bucket in self._buckets[: self._next]:
             raise JobError(
                 f"The gradient of {piece.name} came twice in one backward pass, the second time after it was summed "
-                "over ranks. Reentrant activation checkpointing does that; pass use_reentrant=False to it."
+                "over ranks. Reentrant activation checkpointing does that; pass use_reentrant=False."
             )
         bucket.arrived.add(piece.name)
         while self._next < len(self._buckets) and self._buckets[self._next].is_complete:
@@ -313,9 +307,9 @@ class ShardedUpdateEngine(Engine):
 
     @torch.no_grad()
     def _reduce(self, bucket: Bucket) -> None:
-        # One sum is under way at a time, so that no more than two buckets' gradients exist twice.
+        # One sum runs at a time, so that at most two buckets' gradients exist twice.
         if self._under_way is not None:
-            self._under_way.settle()
+            self._under_way.wait()
         bucket.reduce()
         self._under_way, self._next = bucket, self._next + 1
         if not self._keep_whole:
@@ -324,7 +318,7 @@ class ShardedUpdateEngine(Engine):
 
 
 def _masters(model: nn.Module, context: ApplyContext) -> dict[str, torch.Tensor]:
-    """Under a lowered precision: parameters go to the compute dtype, and what they were is returned by name."""
+    """Cast parameters to the compute dtype if it is lower, and return the originals by name."""
     if not context.lowered:
         return {}
     masters = {}
@@ -336,9 +330,9 @@ def _masters(model: nn.Module, context: ApplyContext) -> dict[str, torch.Tensor]
 
 
 def _by_block(pieces: dict[str, ShardedParameter], facts: ModelFacts) -> list[list[ShardedParameter]]:
-    """Pieces grouped by the block that holds them and by dtype, in the order in which backward completes them.
+    """Pieces grouped by block and dtype, in the order in which backward completes them.
 
-    What no block holds comes last: an embedding is there, too.
+    Pieces outside blocks, such as embeddings, come last.
     """
     groups: dict[tuple[str, torch.dtype, torch.dtype], list[ShardedParameter]] = {}
     for name, piece in pieces.items():
@@ -346,5 +340,4 @@ def _by_block(pieces: dict[str, ShardedParameter], facts: ModelFacts) -> list[li
             block = next((b for b in facts.blocks if name.startswith(f"{b}.")), "")
             groups.setdefault((block, piece.parameter.dtype, piece.shard.dtype), []).append(piece)
     called = {name: place for place, name in enumerate((*facts.blocks, *(call.name for call in facts.calls)))}
-    order = sorted(groups, key=lambda key: called.get(key[0], -1), reverse=True)
-    return [groups[key] for key in order]
+    return [groups[key] for key in sorted(groups, key=lambda key: called.get(key[0], -1), reverse=True)]

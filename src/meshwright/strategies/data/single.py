@@ -1,4 +1,4 @@
-"""`single`: one process, one device; what every other strategy must equal."""
+"""`single`: one process on one device, the reference for every other strategy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Sums of whole gradients over ranks that may not all have the same ones.
+"""Sum whole gradients over ranks, of which some may be missing on some ranks.
 
-Samples may decide which parameters are used. A gradient that one rank has is summed on all; one that no rank has stays
-None everywhere, because an optimizer decays and moves a parameter whose gradient is zeros.
+Samples may decide which parameters are used. A gradient that any rank has is summed on all. A gradient that no rank has
+stays None, because an optimizer would update a parameter whose gradient is zeros.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshwright.errors import JobError
 from meshwright.torch_private.fake_tensors import FakeTensor
 
 BUCKET = 1 << 24
-"""Elements that travel together: the copy of one bucket is all that is held twice."""
+"""Elements per message. At most one bucket is copied at a time."""
 
 Gradient = torch.Tensor | None
 
@@ -37,7 +37,7 @@ def sum_gradients(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup, 
 def sum_over_ranks(
     gradients: Sequence[Gradient], likes: Sequence[torch.Tensor], group: dist.ProcessGroup, *, share: float = 1.0
 ) -> list[Gradient]:
-    """The sums in one message, which also says how many ranks have each gradient; `likes` have their shapes."""
+    """The sums, by one message that also counts the ranks with each gradient; `likes` have their shapes."""
     if not gradients:
         return []
     given = [torch.zeros_like(like) if g is None else g for g, like in zip(gradients, likes, strict=True)]
@@ -48,23 +48,23 @@ def sum_over_ranks(
     *parts, counts = flat.split([*(gradient.numel() for gradient in given), len(given)])
     if share != 1.0:
         flat[: -len(given)].mul_(share)
-    had = had_by_any(missing, counts)
-    return [g.copy_(part.view_as(g)) if yes else None for g, part, yes in zip(given, parts, had, strict=True)]
+    exists = on_any_rank(missing, counts)
+    return [g.copy_(part.view_as(g)) if yes else None for g, part, yes in zip(given, parts, exists, strict=True)]
 
 
-def had_by_any(missing: Sequence[bool], counts: torch.Tensor) -> list[bool]:
-    """Of each gradient, whether any rank has it. The device is only waited for where this rank does not."""
+def on_any_rank(missing: Sequence[bool], counts: torch.Tensor) -> list[bool]:
+    """Whether any rank has each gradient. Waits for the device only if one is missing on this rank."""
     if not any(missing) or isinstance(counts, FakeTensor):
         return [True] * len(missing)
     return [not gone or count > 0 for gone, count in zip(missing, counts.tolist(), strict=True)]
 
 
 def refuse_gradients(names: Iterable[str]) -> None:
-    """Raise where parameters that no step was expected to use have a gradient: it would not be summed over ranks."""
+    """Raise if parameters that looked unused have a gradient, because it would not be summed over ranks."""
     if found := list(names):
         raise JobError(
-            f"{found[0]} got a gradient, but the step that was run before training did not use it, so its gradient is "
-            "not summed over ranks. Have Job(sample=...) give batches that use every parameter, or use single."
+            f"{found[0]} got a gradient, but the test step before training did not use it, so its gradient is not "
+            "summed over ranks. Make Job(sample=...) return batches that use every parameter, or use single."
         )
 
 

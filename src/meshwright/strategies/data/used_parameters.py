@@ -1,7 +1,7 @@
-"""Agree on which parameters a step uses, where samples decide it and each rank has other samples.
+"""Make all ranks agree on which parameters a step uses, if that depends on their samples.
 
-FSDP2 leaves a parameter without a gradient out of the message that its rank sends. Ranks that leave out different ones
-would add gradients of one parameter to those of another. So all ranks send all that any rank used.
+FSDP2 leaves parameters without a gradient out of a rank's message. Ranks that leave out different parameters would add
+up gradients of different parameters. So all ranks send the gradients of all parameters that any rank used.
 """
 
 from __future__ import annotations
@@ -19,23 +19,21 @@ from meshwright.torch_private.trees import tree_flatten, tree_leaves, tree_unfla
 
 
 class UsedParameters:
-    """Gives parameters that this rank does not use gradients of zeros, and those that no rank uses none.
+    """Gives zero gradients to parameters that only other ranks use, and none to parameters that no rank uses.
 
-    A block's parameters are whole only while it runs, so there they hang on its output. The others hang on the loss.
+    A block's parameters are whole only while it runs, so they are attached to its output, and others to the loss.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, blocks: Mapping[str, nn.Module]) -> None:
         self._model, self._mesh = model, mesh
         self._used: set[str] = set()
         self._unused: set[str] = set()
-        self._in_blocks = {
-            f"{block}.{name}" for block, module in blocks.items() for name, _ in _trained(module).items()
-        }
+        self._in_blocks = {f"{block}.{name}" for block, module in blocks.items() for name in _trained(module)}
         for name, block in blocks.items():
             wrap_forward(block, self._around(name))
 
-    def with_those_of_others(self, loss: torch.Tensor, *, last: bool) -> torch.Tensor:
-        """The loss, hanging on all parameters that any rank used in this step, once its last micro-batch is there."""
+    def attach_used_elsewhere(self, loss: torch.Tensor, *, last: bool) -> torch.Tensor:
+        """In the last micro-batch, attach to the loss the parameters that only other ranks used in this step."""
         around = {name: p for name, p in _trained(self._model).items() if name not in self._in_blocks}
         self._used |= _reached([loss], around)
         if not last:
@@ -43,10 +41,10 @@ class UsedParameters:
         used = self._by_any_rank(loss.device)
         others = [parameter for name, parameter in around.items() if name in used - self._used]
         self._unused, self._used = self._in_blocks - used, set()
-        return _HangOn.apply(loss, *others) if others else loss
+        return _Attach.apply(loss, *others) if others else loss
 
     def forget_unused(self) -> None:
-        """After backward: what no rank used has no gradient, as in one process."""
+        """Drop the gradients of parameters that no rank used, after backward."""
         for name, parameter in self._model.named_parameters():
             if name in self._unused:
                 parameter.grad = None
@@ -63,7 +61,7 @@ class UsedParameters:
             others = [parameter for name, parameter in parameters.items() if name not in reached]
             place = next((i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.requires_grad), None)
             if others and place is not None:
-                leaves[place] = _HangOn.apply(leaves[place], *others)
+                leaves[place] = _Attach.apply(leaves[place], *others)
             return tree_unflatten(leaves, tree)
 
         return around
@@ -76,8 +74,8 @@ class UsedParameters:
         return {name for name, count in zip(names, counts.tolist(), strict=True) if count}
 
 
-class _HangOn(torch.autograd.Function):
-    """A tensor as it is, of which further tensors get gradients of zeros."""
+class _Attach(torch.autograd.Function):
+    """Returns a tensor unchanged; backward gives the other tensors gradients of zeros."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -94,7 +92,7 @@ def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _reached(tensors: list[Any], parameters: Mapping[str, nn.Parameter], until: Any = ()) -> set[str]:
-    """Those of the parameters that a backward pass from `tensors` would give a gradient, not going past `until`."""
+    """The parameters that a backward pass from `tensors` reaches without going past `until`."""
     found: set[int] = set()
     seen: set[Any] = {leaf.grad_fn for leaf in tree_leaves(until) if torch.is_tensor(leaf)}
     waiting = [leaf.grad_fn for leaf in tensors if torch.is_tensor(leaf)]

@@ -14,28 +14,28 @@ from meshwright.strategies.data.summing import sum_gradients
 
 
 class WholeParameters:
-    """Their gradients are averaged over ranks after backward, as FSDP averages those of its shards.
+    """Averages their gradients over ranks after backward, as FSDP does for its shards.
 
-    The optimizer is given replicated DTensors over the same memory: `foreach` kernels refuse to mix DTensors with plain
-    tensors.
+    The optimizer gets replicated DTensors over the same memory, because `foreach` kernels refuse to mix DTensors with
+    plain tensors.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], mesh: DeviceMesh, device: torch.device) -> None:
         self._mesh = mesh
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        for _, parameter in named:
-            parameter.data = parameter.data.to(device)  # with offload=params weights are filled in on the host
+        for parameter in parameters:
+            parameter.data = parameter.data.to(device)  # offload=params fills in weights on the host
             if parameter.requires_grad:
                 self._pairs.append((parameter, nn.Parameter(self._replicated(parameter.data))))
         self._twins = {id(parameter): twin for parameter, twin in self._pairs}
 
     def optimized(self, parameter: Any) -> Any:
-        """What the optimizer updates in a parameter's place; itself where FSDP shards it."""
+        """The tensor that the optimizer updates for a parameter; the parameter itself if FSDP shards it."""
         return self._twins.get(id(parameter), parameter)
 
     def sum_gradients(self) -> None:
+        parameters = [parameter for parameter, _ in self._pairs]
         for axis in range(self._mesh.ndim):
-            parameters = [parameter for parameter, _ in self._pairs]
             sum_gradients(parameters, self._mesh.get_group(axis), share=1.0 / self._mesh.size(axis))
         for parameter, twin in self._pairs:
             twin.grad = None if parameter.grad is None else self._replicated(parameter.grad)

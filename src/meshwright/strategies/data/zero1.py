@@ -1,4 +1,4 @@
-"""`zero1`: parameters and gradients whole on every rank; each rank keeps and runs its part of the optimizer."""
+"""`zero1`: every rank has whole parameters and gradients, and runs its part of the optimizer."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ class Zero1(DataStrategy):
     lowers = lowered_copy = True
 
     def apply(self, model: nn.Module, context: ApplyContext) -> Engine:
-        from meshwright.strategies.data.sharded_update import (
-            ShardedUpdateEngine,  # only where it runs: it brings DTensor along
-        )
+        from meshwright.strategies.data.sharded_update import ShardedUpdateEngine  # lazily: it imports DTensor
 
         context.fill()
-        return ShardedUpdateEngine(model, context, keep_whole=True)
+        return ShardedUpdateEngine(model, context, keep_whole="gradients" not in self.traits.shards)

@@ -1,27 +1,12 @@
-"""`zero2`: as `zero1`, and each rank keeps its part of the gradients only."""
+"""`zero2`: like `zero1`, but each rank keeps only its part of the gradients."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-from meshwright.facts.data_axis import DataTraits
-from meshwright.strategies.base import DataStrategy
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from meshwright.strategies.engine import ApplyContext, Engine
+from meshwright.strategies.data.zero1 import Zero1
 
 
-class Zero2(DataStrategy):
+class Zero2(Zero1):
     summary = "ZeRO-2: the optimizer's state and the gradients are divided over ranks"
-    traits = DataTraits(word="zero2", shards=("gradients", "optimizer"), zero_stage=2, foreign=True, complexity=3)
-    lowers = lowered_copy = True
-
-    def apply(self, model: nn.Module, context: ApplyContext) -> Engine:
-        from meshwright.strategies.data.sharded_update import (
-            ShardedUpdateEngine,  # only where it runs: it brings DTensor along
-        )
-
-        context.fill()
-        return ShardedUpdateEngine(model, context, keep_whole=False)
+    traits = replace(Zero1.traits, word="zero2", shards=("gradients", "optimizer"), zero_stage=2, complexity=3)

@@ -1,4 +1,4 @@
-"""`offload=nvme:DIR`: stage 3 whose masters and optimizer lie in files of DeepSpeed's between two steps."""
+"""`offload=nvme:DIR`: stage 3 with masters and optimizer state in DeepSpeed's files between steps."""
 
 from __future__ import annotations
 
@@ -6,42 +6,30 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.errors import CheckpointError
 from meshwright.facts.named_parameters import NamedParameters
-from meshwright.strategies.deepspeed.engine import ZeroEngine
+from meshwright.strategies.deepspeed.engine import MadeGroups, ZeroEngine
 from meshwright.strategies.engine import HeldTensor, OptimizerState
 
 
 class NvmeEngine(ZeroEngine):
-    """It trains and can be looked at; no checkpoint is made of it, for nothing of it lies still in memory."""
+    """An engine that trains and can be evaluated, but makes no checkpoints."""
 
-    def _find(
-        self,
-        optimizer: Optimizer,
-        made: list[tuple[dict[str, Any], list[nn.Parameter]]],
-        masters: dict[str, torch.Tensor],
-        names: dict[int, str],
-        shapes: dict[str, torch.Size],
-    ) -> None:
+    def _find_pieces(self, optimizer: Optimizer, made: MadeGroups, masters: dict[str, torch.Tensor]) -> None:
         self._pieces, self._kept = {}, {}
         for parameter in self.model.parameters():
-            name = names[id(parameter)]
-            if name in masters and parameter.requires_grad and name not in self._setting.unused:
+            name = self._names[id(parameter)]
+            if name in masters and parameter.requires_grad and name not in self._context.unused:
                 self._zero.set_local_hp_param(self._own_part(parameter, masters[name]), parameter)
 
     def _own_part(self, parameter: Any, whole: torch.Tensor) -> torch.Tensor:
         """A rank's part of a parameter as DeepSpeed divides it, with padding."""
         room = parameter.ds_tensor.ds_numel
         rank = torch.distributed.get_rank(parameter.ds_process_group)
-        flat = torch.nn.functional.pad(whole.reshape(-1), (0, room * self._ranks - whole.numel()))
-        return flat.narrow(0, rank * room, room)
-
-    @property
-    def _ranks(self) -> int:
-        return self._setting.strategy.data_ranks
+        padding = room * self._context.strategy.data_ranks - whole.numel()
+        return torch.nn.functional.pad(whole.reshape(-1), (0, padding)).narrow(0, rank * room, room)
 
     def optimized(self) -> NamedParameters:
         return self._own
@@ -51,7 +39,7 @@ class NvmeEngine(ZeroEngine):
 
     def held(self) -> Iterator[HeldTensor]:
         raise CheckpointError(
-            "offload=nvme keeps masters and optimizer in files of DeepSpeed's, of which no checkpoint is made; train "
+            "offload=nvme keeps masters and optimizer state in DeepSpeed's files, so no checkpoint can be made; train "
             "without --out, or with offload=params."
         )
 

@@ -1,4 +1,4 @@
-"""The job's optimizer as a checkpoint wants it: parameter by parameter, where ZeRO has given it flat tensors."""
+"""Present the job's optimizer to checkpoints parameter by parameter, while ZeRO gives it flat tensors."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from meshwright.strategies.deepspeed.pieces import FlatPiece
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """One of the groups that the job made."""
+    """A parameter group that the job made."""
 
     members: list[nn.Parameter]
-    """Masters of the pieces; a parameter that is not updated stands for itself."""
+    """Masters of the pieces; parameters that are not updated appear themselves."""
     values: dict[str, Any]
     at: int | None
-    """Its place among the optimizer's groups; None where nothing of it is updated, so that DeepSpeed dropped it."""
+    """Its index in the optimizer's groups; None if DeepSpeed dropped it because none of its members is updated."""
 
 
 class OptimizerByName:
-    """Reads as a `torch.optim.Optimizer` that has the pieces as its parameters."""
+    """Behaves like a `torch.optim.Optimizer` whose parameters are the pieces."""
 
     def __init__(self, optimizer: Optimizer, groups: list[ParameterGroup], pieces: list[FlatPiece]) -> None:
         self._optimizer, self._groups = optimizer, groups
@@ -45,13 +45,13 @@ class OptimizerByName:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups only: whoever loads brings the rest."""
+        """The groups only: loading a checkpoint supplies the state."""
         numbers = self._numbers()
         groups = [{**g, "params": [numbers[id(p)] for p in g["params"]]} for g in self.param_groups]
         return {"state": {}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Through the optimizer's own, with flat tensors put together from the pieces."""
+        """Load into the optimizer, with flat tensors assembled from the pieces."""
         flats = [self._flats(group) for group in self._groups if group.at is not None]
         numbers = {id(flat): number for number, flat in enumerate(flat for group in flats for flat in group)}
         states: dict[int, dict[str, Any]] = {}
@@ -65,7 +65,7 @@ class OptimizerByName:
         self._load(flats, {"state": states, "param_groups": groups})
 
     def _load(self, flats: list[list[torch.Tensor]], document: dict[str, Any]) -> None:
-        """Stage 3 shows its flat tensors to the optimizer one at a time, and none between two steps."""
+        """Show the optimizer all flat tensors while it loads: stage 3 shows one at a time, and none between steps."""
         shown = [group["params"] for group in self._optimizer.param_groups]
         for group, own in zip(self._optimizer.param_groups, flats, strict=True):
             group["params"] = own
@@ -74,12 +74,12 @@ class OptimizerByName:
             group["params"] = before
 
     def _flats(self, group: ParameterGroup) -> list[torch.Tensor]:
-        """What the optimizer has in the place of a group's parameters."""
+        """The flat tensors that hold a group's parameters."""
         pieces = [self._pieces[id(master)] for master in group.members if id(master) in self._pieces]
         return list({id(piece.flat): piece.flat for piece in pieces}.values())
 
     def _numbers(self) -> dict[int, int]:
-        """As `state_dict` numbers parameters: through all groups."""
+        """Parameter numbers as in `state_dict`: consecutive over all groups."""
         return {id(p): number for number, p in enumerate(p for group in self._groups for p in group.members)}
 
 
@@ -88,10 +88,10 @@ def _piece_of(piece: FlatPiece, value: Any) -> Any:
 
 
 def _put(piece: FlatPiece, kept: dict[str, Any], state: dict[str, Any], there: dict[str, Any]) -> None:
-    """Add what was kept of one parameter to the state of the flat tensor that it lies in."""
+    """Write one parameter's saved state into the state of the flat tensor that contains it."""
     for key, value in kept.items():
         if not torch.is_tensor(value) or value.shape != piece.master.shape:
-            state.setdefault(key, value)  # a counter, which is the same for all that are updated together
+            state.setdefault(key, value)  # a counter, the same for all parameters of a flat tensor
             continue
         if key not in state:
             state[key] = there[key] if torch.is_tensor(there.get(key)) else torch.zeros_like(piece.flat)

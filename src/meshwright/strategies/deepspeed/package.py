@@ -1,4 +1,4 @@
-"""The DeepSpeed package itself: found, imported quietly, and joined to the ranks that are there already."""
+"""Find the DeepSpeed package, import it quietly, and connect it to the existing ranks."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ INSTALL = "pip install 'meshwright[deepspeed]'"
 
 def is_installed() -> bool:
     spec = importlib.util.find_spec("deepspeed")
-    return spec is not None and spec.origin is not None  # a mere folder of that name has none
+    return spec is not None and spec.origin is not None  # a plain folder of that name has no origin
 
 
 def refuse_nvme(folder: str, device: str) -> str | None:
-    """Why optimizer and parameters cannot lie in files of this folder."""
+    """Why optimizer and parameters cannot be kept in files of this folder; None if they can."""
     builder = imported(device).ops.op_builder.AsyncIOBuilder()
     if not builder.is_compatible(verbose=False):
         return (
-            f"offload=nvme:{folder} reads and writes with libaio, whose headers DeepSpeed does not find here; install "
+            f"offload=nvme:{folder} needs libaio, but DeepSpeed does not find its headers on this machine; install "
             "them (libaio-dev), or use offload=params."
         )
     return None
 
 
 def imported(device: str) -> Any:
-    """The package for a kind of device."""
+    """Import the package for a device type."""
     choose_deepspeed_device(device)
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # it announces each of its optional parts that it does not find
+    logging.disable(logging.WARNING)  # it warns about each optional part that is missing
     try:
         deepspeed = importlib.import_module("deepspeed")
     finally:
@@ -45,13 +45,13 @@ def imported(device: str) -> Any:
 
 
 def joined_to_ranks(device: torch.device) -> Any:
-    """The package, ready to make engines on this device among the ranks of `torch.distributed`."""
+    """Import the package and connect it to the ranks of `torch.distributed`."""
     deepspeed = imported(device.type)
     announce_local_rank(device.index or 0)
     warnings.filterwarnings("ignore", r"`torch.distributed.\w+` is deprecated", FutureWarning)
-    # Else ranks on CPUs compile an extension for sums in shared memory: a minute, and a compiler that may not be there.
+    # Otherwise CPU ranks compile an extension for shared-memory sums, which takes a minute and needs a compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo" if device.type == "cpu" else "nccl", auto_mpi_discovery=False, verbose=False)
-    # An engine with a pipeline leaves its ranks behind for those after it.
+    # A pipeline engine leaves its topology behind for later engines.
     deepspeed.utils.groups.mpu = None
     return deepspeed

@@ -1,4 +1,4 @@
-"""Where ZeRO put each parameter: a rank's piece of it is a stretch of one of the flat tensors that are optimized."""
+"""Find each parameter in ZeRO's flat tensors: a rank's piece of it is a range of one of them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from meshwright.strategies.cuts import Stretch
 
 @dataclass(frozen=True)
 class FlatPiece:
-    """This rank's part of one parameter, perhaps empty."""
+    """This rank's part of one parameter; it may be empty."""
 
     name: str
     parameter: nn.Parameter
     """The model's."""
     flat: torch.Tensor
-    """What the optimizer updates: masters of many parameters, one after another."""
+    """The optimizer's tensor: the concatenated masters of many parameters."""
     at: int
-    """Where the piece begins in it."""
+    """The start of the piece in `flat`."""
     length: int
     stretch: Stretch
 
     @cached_property
     def master(self) -> nn.Parameter:
-        """The piece of the masters, as a parameter by itself."""
+        """The piece of the masters as a separate parameter."""
         return nn.Parameter(self.of(self.flat.detach()))
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The piece of something that lies as the masters do."""
+        """The piece of a tensor with the layout of `flat`."""
         return flat.narrow(0, self.at, self.length)
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
@@ -44,11 +44,11 @@ class FlatPiece:
 
 
 def pieces_of(optimizer: Any, names: dict[int, str], shapes: dict[str, torch.Size]) -> Iterator[FlatPiece]:
-    """All that a ZeRO optimizer updates here; `names` are by the parameter's identity."""
+    """All pieces that a ZeRO optimizer updates on this rank; `names` are keyed by the parameters' ids."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         yield from _of_stage_3(optimizer, names, shapes)
         return
-    if hasattr(optimizer, "bf16_groups"):  # DeepSpeed has an optimizer of its own for stage 1 in bf16
+    if hasattr(optimizer, "bf16_groups"):  # DeepSpeed has a separate optimizer for stage 1 in bf16
         groups, flats = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
     else:
         groups, flats = optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups
@@ -58,7 +58,7 @@ def pieces_of(optimizer: Any, names: dict[int, str], shapes: dict[str, torch.Siz
 
 
 def _of_stage_1_or_2(parameter: nn.Parameter, flat: torch.Tensor, name: str) -> FlatPiece:
-    """A group's parameters lie one after another, and a rank has an equal part of that."""
+    """A group's parameters are concatenated, and each rank has an equal part of the result."""
     shape, mapping = tuple(parameter.shape), parameter._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed's own
     if mapping is None:
         return FlatPiece(name, parameter, flat, 0, 0, Stretch(shape=shape, start=0))
@@ -67,7 +67,7 @@ def _of_stage_1_or_2(parameter: nn.Parameter, flat: torch.Tensor, name: str) -> 
 
 
 def _of_stage_3(optimizer: Any, names: dict[int, str], shapes: dict[str, torch.Size]) -> Iterator[FlatPiece]:
-    """Every parameter is divided evenly by itself; the last ranks have padding."""
+    """Every parameter is divided evenly; the last ranks have padding."""
     for group in optimizer.fp16_groups:
         for parameter in group:
             name = names[id(parameter)]
@@ -77,14 +77,14 @@ def _of_stage_3(optimizer: Any, names: dict[int, str], shapes: dict[str, torch.S
 
 
 def even_stretch(shape: tuple[int, ...], room: int, rank: int) -> tuple[Stretch, int]:
-    """A rank's part of a tensor that is dealt out in parts of `room` elements, and how many it has."""
+    """A rank's part of a tensor that is divided into parts of `room` elements, and the part's length."""
     start = min(rank * room, prod(shape))
     return Stretch(shape=shape, start=start), min(room, prod(shape) - start)
 
 
 @torch.no_grad()
 def joined(own: torch.Tensor, stretch: Stretch, group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
-    """A whole tensor on every rank, of the stretches that they have; all of them must take part."""
+    """Join the ranks' stretches into a whole tensor on every rank. All ranks must call it."""
     flat = torch.zeros(prod(stretch.shape), dtype=own.dtype, device=device)
     flat.narrow(0, stretch.start, own.numel()).copy_(own.detach())
     dist.all_reduce(flat, group=group)

@@ -22,7 +22,7 @@ from meshwright.strategies.pipeline.stages import Stages
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """The children of the whole model, and which of them each stage has."""
+    """The children of the whole model, and how stages divide them."""
 
     names: tuple[str, ...]
     starts: tuple[int, ...]
@@ -34,13 +34,13 @@ class Layers:
         return self.names[slice(*(*self.starts, len(self.names))[stage : stage + 2])]
 
     def owner(self, name: str) -> int:
-        """The stage that has a parameter or buffer."""
+        """The stage that holds a parameter or buffer."""
         place = self.names.index(name.split(".")[0])
         return max(stage for stage, start in enumerate(self.starts) if start <= place)
 
 
 def cut_layers(model: nn.Module, facts: ModelFacts, stages: Stages) -> Layers:
-    """Where DeepSpeed divides the model; refused where it is not a sequence of layers, or would be cut within one."""
+    """Divide the model's layers over stages; refused if it is not a sequence of layers, or a cut is inside one."""
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         raise Refused(
             f"DeepSpeed's pipeline runs a sequence of layers, and the job's model is {type(model).__name__}; "
@@ -66,7 +66,7 @@ def cut_layers(model: nn.Module, facts: ModelFacts, stages: Stages) -> Layers:
 
 
 class StageEngine(DeepSpeedEngine):
-    """What both kinds of stages do; `model` is the stage's layers under their own names."""
+    """A stage of DeepSpeed's pipeline; `model` has the stage's layers under their own names."""
 
     def __init__(
         self, model: nn.Module, context: ApplyContext, layers: Layers, mesh: DeviceMesh, loss: Callable[[Any, Any], Any]
@@ -74,19 +74,19 @@ class StageEngine(DeepSpeedEngine):
         super().__init__(model, context)
         self._layers, self._pipeline, self._loss = layers, mesh, loss
         self.before_each: Callable[[], None] = lambda: None
-        """Called when this stage begins with a micro-batch."""
+        """Called before each micro-batch on this stage."""
         if not self.parameters():
             raise Refused(
-                f"Stage {mesh.get_local_rank()} of the pipeline has nothing to train, and DeepSpeed's optimizers want "
-                "something; name the first layer of each stage in Job(stages=[...])."
+                f"Stage {mesh.get_local_rank()} of the pipeline has nothing to train, but DeepSpeed's optimizers need "
+                "a parameter; name the first layer of each stage in Job(stages=[...])."
             )
 
     @property
     def stage(self) -> int:
         return self._pipeline.get_local_rank()
 
-    def _given(self, deepspeed: Any) -> Any:
-        """DeepSpeed's module of this stage. It takes only the layers of its own out of the list."""
+    def _deepspeed_model(self, deepspeed: Any) -> Any:
+        """DeepSpeed's module of this stage, which takes only the stage's layers from the list."""
         layers, own = self._layers, dict(self.model.named_children())
         pipe = deepspeed.runtime.pipe
 
@@ -103,7 +103,7 @@ class StageEngine(DeepSpeedEngine):
         return module
 
     def run(self, micro_batches: Iterable[tuple[Any, torch.Tensor]], count: int, *, last: bool) -> None:
-        """Forward and backward of so many micro-batches through all stages; gradients cross the ranks in the last."""
+        """Forward and backward of `count` micro-batches through all stages; `last` sums gradients over ranks."""
         engine = self._deepspeed
         self._scale_by(1.0)
         engine.module.train()
@@ -113,8 +113,7 @@ class StageEngine(DeepSpeedEngine):
         engine._exec_schedule(engine._train_schedule())
 
     @torch.no_grad()
-    def look(self, micro_batches: Iterable[tuple[Any, torch.Tensor]], count: int) -> None:
-        """Forward only."""
+    def run_forward(self, micro_batches: Iterable[tuple[Any, torch.Tensor]], count: int) -> None:
         engine = self._deepspeed
         engine.module.eval()
         engine._compute_loss = True
@@ -123,7 +122,7 @@ class StageEngine(DeepSpeedEngine):
         engine.module.train()
 
     def forget_shapes(self) -> None:
-        """Before micro-batches of another size. All ranks must call it."""
+        """Call before micro-batches of another size, on all ranks."""
         self._deepspeed.reset_activation_shape()
 
     def _scale_by(self, scale: float) -> None:
@@ -133,7 +132,7 @@ class StageEngine(DeepSpeedEngine):
         self._deepspeed._exec_optimizer_step()
 
     def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        square = global_square(gradients).to(self._setting.device)
+        square = global_square(gradients).to(self._context.device)
         dist.all_reduce(square, group=self._pipeline.get_group())
         return square.sqrt()
 
@@ -141,27 +140,27 @@ class StageEngine(DeepSpeedEngine):
         super().adopt(optimizer, max_norm)
         schedule = type(self._deepspeed)._INSTRUCTION_MAP
         step = next(kind for kind in schedule if kind.__name__ == "OptimizerStep")
-        self._deepspeed._INSTRUCTION_MAP = {**schedule, step: lambda engine: None}  # the trainer says when
+        self._deepspeed._INSTRUCTION_MAP = {**schedule, step: lambda engine: None}  # the trainer calls `update`
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
         own = dict(super().state())
         for name, like in self._layers.like.items():
             owner = self._layers.owner(name)
             tensor = (
-                own[name].contiguous() if owner == self.stage else torch.empty_like(like, device=self._setting.device)
+                own[name].contiguous() if owner == self.stage else torch.empty_like(like, device=self._context.device)
             )
             dist.broadcast(tensor, group_src=owner, group=self._pipeline.get_group())
             yield name, tensor
 
 
 class ZeroStageEngine(StageEngine, ZeroEngine):
-    """With ZeRO stage 1 over the data axis."""
+    """A stage with ZeRO stage 1 over the data axis."""
 
     _scale_by = ZeroEngine._scale_by
 
 
 def stage_of(model: nn.Sequential, names: Iterable[str]) -> nn.Sequential:
-    """Some children under their names; the rest of the model gives up its tensors."""
+    """The named children of a model; the other children drop their tensors."""
     kept = set(names)
     for name, child in model.named_children():
         for module in child.modules() if name not in kept else ():
@@ -171,6 +170,3 @@ def stage_of(model: nn.Sequential, names: Iterable[str]) -> nn.Sequential:
     for name in names:
         stage.add_module(name, model._modules[name])
     return stage
-
-
-__all__ = ["Layers", "StageEngine", "ZeroStageEngine", "cut_layers", "stage_of"]

@@ -1,4 +1,4 @@
-"""What each data strategy is on DeepSpeed, and what DeepSpeed cannot do, by name."""
+"""Data strategies on DeepSpeed, and refusals of what DeepSpeed cannot run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from meshwright.strategies.engine import ApplyContext, Engine
 
 
 class DeepSpeed(DataStrategy):
-    """One stage of ZeRO; 0 is `ddp`, and also what refuses the words that DeepSpeed has nothing for."""
+    """A ZeRO stage. Stage 0 is `ddp`, and also refuses strategies that DeepSpeed does not have."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
-        self.summary = f"DeepSpeed, ZeRO stage {stage}"  # type: ignore[misc]  # of each stage, not of the class
-        # Stage 0 adds up gradients in the dtype of the parameters, so there they stay fp32 and are cast where read.
+        self.summary = f"DeepSpeed, ZeRO stage {stage}"  # type: ignore[misc]  # per stage, not per class
+        # Stage 0 sums gradients in the parameters' dtype, so these stay fp32 and are cast where read.
         self.lowers = self.lowered_copy = stage > 0  # type: ignore[misc]
 
     def refuse(self, strategy: Strategy, facts: ModelFacts, place: Place) -> str | None:
@@ -32,7 +32,7 @@ class DeepSpeed(DataStrategy):
         return {"data": strategy.data_ranks} if strategy.traits.sized and not strategy.traits.one_process else {}
 
     def weights_on_host(self, strategy: Strategy) -> bool:
-        return self._stage == 3  # DeepSpeed takes them from there one by one, and keeps a part of each
+        return self._stage == 3  # DeepSpeed moves them to the device one by one and keeps a part of each
 
     def apply(self, model: nn.Module, context: ApplyContext) -> Engine:
         context.fill()
@@ -44,11 +44,11 @@ class DeepSpeed(DataStrategy):
 SCHEDULE = "1f1b"
 """The schedule that DeepSpeed's pipeline runs."""
 STAGES = tuple(DeepSpeed(stage) for stage in range(4))
-"""ZeRO's."""
+"""ZeRO's stages 0 to 3."""
 
 
 def _reasons(strategy: Strategy, facts: ModelFacts, place: Place, stage: int) -> Iterator[str]:
-    """All that speaks against a strategy on DeepSpeed, each with the better word."""
+    """Why a strategy cannot run on DeepSpeed, each reason with the term to use instead."""
     if not package.is_installed():
         yield f"engine=deepspeed needs the DeepSpeed package, which is not installed: {package.INSTALL}."
     yield from _wrong_axes(strategy)
@@ -57,8 +57,8 @@ def _reasons(strategy: Strategy, facts: ModelFacts, place: Place, stage: int) ->
         yield reason
     if facts.by_value:
         yield (
-            "The model looks at values, so samples may decide which parameters a rank uses, on which DeepSpeed's ranks "
-            "do not agree; drop engine=deepspeed."
+            "The model looks at values, so samples may decide which parameters a rank uses, and DeepSpeed's ranks "
+            "do not agree on that; drop engine=deepspeed."
         )
     scalars = [parameter.name for parameter in facts.parameters if not parameter.shape]
     if scalars:
@@ -71,7 +71,7 @@ def _reasons(strategy: Strategy, facts: ModelFacts, place: Place, stage: int) ->
 def _wrong_axes(strategy: Strategy) -> Iterator[str]:
     for term in strategy.axes:
         if strategy.engine not in term.traits.engines:
-            yield f"{term} is our own engine's, and DeepSpeed has nothing like it; drop it, or engine=deepspeed."
+            yield f"{term} runs on our own engine only, DeepSpeed has no equivalent; drop it, or engine=deepspeed."
     if strategy.stage_axis is not None:
         yield from _wrong_pipeline(strategy, strategy.stage_axis)
     elif strategy.traits.zero_stage is None:
@@ -81,7 +81,7 @@ def _wrong_axes(strategy: Strategy) -> Iterator[str]:
 
 
 def _nearest(strategy: Strategy) -> str:
-    """The stage that holds at most what a data axis without one holds."""
+    """The stage that is closest to a data strategy without one, and holds no more."""
     traits = strategy.traits
     if traits.reshards:
         return "zero3"

@@ -1,8 +1,8 @@
-"""A DeepSpeed configuration that somebody has already: read, understood, and held against the strategy and the job.
+"""Read a user's DeepSpeed configuration and compare it with the strategy and the job.
 
-Sections that say how a job is trained must say what the strategy and the job do. Those that say how fast, or what is
-written down, are passed on. `"auto"`, as transformers writes it, leaves the choice to us. Anything else is refused:
-a section that nobody reads would be a training that nobody asked for.
+Sections that say how a job is trained must agree with the strategy and the job. Sections about speed or logging are
+passed on. `"auto"`, as transformers writes it, leaves the choice to us. Anything else is refused, because ignoring a
+section would silently change the training.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from meshwright.facts.strategy import Strategy
 from meshwright.reading import read_json
 
 NAME = Path("The DeepSpeed configuration")
-"""Stands for the file in messages: in code, a dict is given."""
+"""The name in messages, because code passes a dict instead of a file."""
 TUNING = (
     "activation_checkpointing aio checkpoint comet comms_logger csv_monitor dump_state flops_profiler log_level "
     "memory_breakdown meshwright steps_per_print tensorboard wall_clock_breakdown wandb zero_allow_untested_optimizer "
     "zero_force_ds_cpu_optimizer"
 )
-"""Sections that change how fast it goes, or what is told of it."""
+"""Sections that change only speed or logging."""
 COMPARED = (
     "bf16 communication_data_type data_types fp16 gradient_accumulation_steps gradient_clipping optimizer scheduler "
     "train_batch_size train_micro_batch_size_per_gpu zero_optimization"
 )
-"""Those that say how a job is trained."""
+"""Sections that say how a job is trained."""
 OFFLOAD = f"device nvme_path {deepspeed_config.OFFLOAD_TUNING}"
-# The loss scale is ours, so what is written of it counts for nothing and harms nothing.
+# The trainer scales the loss, so options of the loss scale have no effect.
 PRECISION = f"enabled {deepspeed_config.LOSS_SCALE}"
 ZERO = (
     "allgather_bucket_size allgather_partitions contiguous_gradients ignore_unused_parameters load_from_fp32_weights "
@@ -55,11 +55,11 @@ READ = {
     "fp16": PRECISION,
     "data_types": "grad_accum_dtype",
 }
-"""By section: what may be written in it."""
+"""The keys that are allowed in each section."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The configuration without what is `"auto"`; refused where a section is not understood."""
+    """Read a configuration, drop `"auto"`, and refuse sections that are not understood."""
     try:
         document = read_json(path)
     except Unreadable as error:
@@ -70,11 +70,11 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def understood(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The same without what is left to us; an error names what nobody here reads."""
+    """Drop `"auto"`, and refuse keys that have no meaning here."""
     config: dict[str, Any] = _without_auto(document)
     for section, names in READ.items():
-        if strange := sorted(_section(config, section).keys() - set(names.split())):
-            name = f"{section}.{strange[0]}" if section else strange[0]
+        if unknown := sorted(_section(config, section).keys() - set(names.split())):
+            name = f"{section}.{unknown[0]}" if section else unknown[0]
             raise BadInput(
                 f"{NAME} sets {name}, which has no term in a strategy, so this run would not be "
                 f"the one that was planned or verified; remove it. Read here: {', '.join(sorted(names.split()))}."
@@ -83,7 +83,6 @@ def understood(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def strategy_of(config: Mapping[str, Any]) -> Strategy:
-    """What a configuration says of the strategy; what it leaves open is open."""
     return _strategy_of(deepspeed_config.read_config(Fields(config, NAME)))
 
 
@@ -101,16 +100,16 @@ def _strategy_of(config: DeepSpeedConfig) -> Strategy:
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that the configuration says, and the strategy or the job does not."""
+    """A key in which the configuration contradicts the strategy or the job."""
 
     key: str
     written: Any
     whose: str
-    """Who says otherwise, and what."""
+    """What the strategy or the job says."""
 
 
 def refuse_contradictions(config: Mapping[str, Any], strategy: Strategy, job: Job, optimizer: Optimizer) -> None:
-    """Raises what differs, naming both sides. `strategy` is resolved, `optimizer` what the job makes."""
+    """Raise if the configuration contradicts a resolved strategy, the job or its optimizer."""
     said = deepspeed_config.read_config(Fields(config, NAME))
     found = [*_of_strategy(said, strategy), *_of_batch(said, strategy, job), *_of_job(said, job, optimizer)]
     if found:
@@ -119,7 +118,7 @@ def refuse_contradictions(config: Mapping[str, Any], strategy: Strategy, job: Jo
 
 
 def without_job(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What is handed on to DeepSpeed: the optimizer and its schedule are the job's own."""
+    """The part that goes to DeepSpeed: the job supplies the optimizer and its schedule."""
     return {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
 
 
@@ -163,7 +162,7 @@ def _of_job(config: DeepSpeedConfig, job: Job, optimizer: Optimizer) -> Iterator
         return
     own, params = type(optimizer).__name__, section.get("params", {})
     kind = str(section.get("type", own)).lower()
-    if kind == "adam" and params.get("adam_w_mode", True):  # DeepSpeed's Adam decays as AdamW does unless told not to
+    if kind == "adam" and params.get("adam_w_mode", True):  # DeepSpeed's Adam is AdamW by default
         kind = "adamw"
     if kind != own.lower():
         yield Difference("optimizer.type", section["type"], f"the job makes a {own}")
@@ -178,16 +177,16 @@ def _alike(written: Any, own: Any) -> bool:
 
 
 def _offload(zero: Zero) -> str:
-    """The word of the strategy for the devices of both offload sections."""
+    """The strategy's offload word for the devices of both offload sections."""
     words = {("none", "none"): "", ("cpu", "none"): "optimizer", ("cpu", "cpu"): "params", ("nvme", "nvme"): "nvme"}
     word = words.get((zero.optimizer, zero.parameters))
     if word is None:
         raise BadInput(
-            f"{NAME} offloads the optimizer to {zero.optimizer} and parameters to {zero.parameters}, for which "
-            "there is no term; use cpu and none (offload=optimizer), cpu and cpu (params), or nvme and nvme."
+            f"{NAME} offloads the optimizer to {zero.optimizer} and parameters to {zero.parameters}, which no strategy "
+            "term expresses; use cpu and none (offload=optimizer), cpu and cpu (params), or nvme and nvme."
         )
     if word == "nvme" and not zero.nvme_path:
-        raise BadInput(f"{NAME} offloads to nvme, and names no nvme_path.")
+        raise BadInput(f"{NAME} offloads to nvme, but sets no nvme_path.")
     return word
 
 

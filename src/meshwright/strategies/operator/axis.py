@@ -1,4 +1,4 @@
-"""`op=N`: each large operator is divided by itself and its result combined right after."""
+"""`op=N`: each large operator is divided separately, and its result is combined right after."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OperatorParallel(InnerAxis):
 
     def refuse(self, term: AxisTerm, strategy: Strategy, facts: ModelFacts, global_batch: int) -> str | None:
         if facts.unseen:
-            return f"op={term.size} needs to see the model run on fake tensors, which it does not: {facts.unseen}"
+            return f"op={term.size} needs a model that runs on fake tensors, but this one does not: {facts.unseen}"
         return None
 
     def refuse_job(self, term: AxisTerm, strategy: Strategy, facts: ModelFacts, job: Job) -> str | None:

@@ -1,7 +1,7 @@
-"""What a rank of `op=N` holds, computes and sends, from a model's facts alone: `operator.py` as the planner counts it.
+"""What a rank of `op=N` holds, computes and sends, from a model's facts alone: `split.py` for the planner.
 
-A parameter of two or more dims named `weight` stands for its operator. Between operators every rank has the activations
-whole, so only parameters and products are divided. Each operator of an attention module counts by itself.
+A parameter named `weight` with two or more dims represents its operator. Every rank has whole activations between
+operators, so only parameters and products are divided. Each operator of an attention module counts separately.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright.facts.model import ModelFacts, ParameterFacts
 from meshwright.strategies.division import Division, Sent, UnitShare
 
 SMALL = 0.01
-"""The smallest operators that hold less than this share of the parameters together stay whole."""
+"""The smallest operators stay whole if together they hold less than this share of the parameters."""
 
 Operators = dict[str, list[ParameterFacts]]
 """The parameters of each module that has any, by its name."""
@@ -35,9 +35,9 @@ class OperatorDivision(Division):
         shapes = [shape for name in unit.parameters if len(shape := self._shapes.get(name, ())) > 1]
         products = [kernel for kernel in unit.forward if _reads_one(kernel, shapes)]
         forward = [Sent(kind="all_gather", bytes=kernel.made.at(samples)) for kernel in products]
-        if shapes and not products:  # a table that is looked up: each rank finds its own entries
+        if shapes and not products:  # an embedding table: each rank finds its own entries
             forward = [Sent(kind="all_reduce", bytes=unit.output.at(samples))]
-        # Of what a kernel reads and writes, its input and output grow with the samples, and its weight does not.
+        # A kernel's input and output grow with the samples, its weight does not.
         inputs = [(kernel.bytes.each - kernel.made.each) * samples for kernel in products]
         return UnitShare(
             kernel_parts=lambda kernel: self._ranks if _reads_one(kernel, shapes) else 1,
@@ -53,13 +53,13 @@ def _find_operators(facts: ModelFacts) -> Operators:
     }
     for parameter in facts.parameters:
         for module in {name.rpartition(".")[0] for name in parameter.names}:
-            attention = module.removesuffix(".out_proj")  # which reads its out_proj's weight and never calls it
+            attention = module.removesuffix(".out_proj")  # attention reads this weight and never calls the module
             found[attention if attention in packed else module].append(parameter)
     return found
 
 
 def _keep_whole(operators: Operators, facts: ModelFacts, ranks: int) -> set[str]:
-    """Modules that are no operators, are too small or do not divide, and those that share a parameter with them."""
+    """Modules that are not operators, too small or not divisible, and modules that share a parameter with them."""
     whole = {module for module, own in operators.items() if not _divides(own, ranks)} | _find_small(operators)
     read = set(facts.read_elsewhere)
     whole |= {module for module, own in operators.items() if any(read.intersection(p.names) for p in own)}
@@ -73,7 +73,7 @@ def _divides(own: list[ParameterFacts], ranks: int) -> bool:
 
 
 def _is_cut(parameter: ParameterFacts, ranks: int) -> bool:
-    """A matrix by outputs or else by inputs, a convolution by its channels, a bias with its outputs."""
+    """Whether it divides: a matrix by outputs or inputs, a convolution by channels, a bias with its outputs."""
     if parameter.name.endswith("out_proj.bias"):
         return False
     sides = parameter.shape[:2] if len(parameter.shape) == 2 else parameter.shape[:1]
@@ -81,7 +81,7 @@ def _is_cut(parameter: ParameterFacts, ranks: int) -> bool:
 
 
 def _find_small(operators: Operators) -> set[str]:
-    """Operators too small to be worth a message; those of one size fare alike. Convolutions always are worth it."""
+    """Operators too small to be worth a message, by size. Convolutions are always worth it."""
     total = sum({p.name: p.count for own in operators.values() for p in own}.values())
     sizes = {module: sum(p.count for p in own) for module, own in operators.items()}
     held = Counter(sizes.values())
@@ -91,7 +91,7 @@ def _find_small(operators: Operators) -> set[str]:
 
 
 def _reads_one(kernel: Kernel, shapes: list[tuple[int, ...]]) -> bool:
-    """Whether a kernel is a product with one of these weights, or makes the gradient of one."""
+    """Whether a kernel is a product with one of these weights, or computes the gradient of one."""
     if kernel.kind == "convolution":
         return any(len(shape) > 2 for shape in shapes)
     if kernel.kind != "matmul" or not kernel.shape:

@@ -1,4 +1,4 @@
-"""How each operator is divided over ranks: along what, and how its forward pass is computed from parts."""
+"""The rules that divide operators over ranks: what they divide, and how they compute the forward pass from parts."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ from meshwright.torch_private.modules import (
 )
 
 Forward = Callable[..., Any]
-"""What a divided module computes: a function of (module, mesh) and what the module is called with. It reads parameters
-off the module, because only then are they what this call computes with: gathered, or cast."""
+"""The forward of a divided module: a function of (module, mesh) and the call's arguments. It must read parameters from
+the module at call time, when they are gathered and cast."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to divide an operator."""
-
     along: str
     size: int
     cuts: dict[str, tuple[int, int]]
-    """Dim and pieces by the parameter's name in the module. Parameters that are not named stay whole."""
+    """Dim and pieces by the parameter's name in the module. Parameters not listed stay whole."""
     forward: Forward
 
 
@@ -44,9 +42,9 @@ class OperatorKind:
     name: str
     classes: tuple[type[nn.Module], ...]
     ways: Callable[[Any], list[Way]]
-    """What could be divided in a module, best first."""
+    """The ways to divide a module, best first."""
     objection: Callable[[Any], str] = lambda module: ""
-    """Why it cannot be divided however its sizes are; empty if it can."""
+    """Why a module cannot be divided, regardless of its sizes; empty if it can."""
 
 
 def _with_bias(module: nn.Module, dim: int) -> dict[str, tuple[int, int]]:
@@ -138,7 +136,7 @@ def _transposed(module: Any, x: torch.Tensor, groups: int, output_size: list[int
 
 
 def _gather_channels(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
-    """In the memory format that it has."""
+    """Gather without changing the memory format."""
     last = x.movedim(dim, -1)
     if not x.is_contiguous() and last.is_contiguous():
         return gather(last, -1, mesh).movedim(-1, dim)
@@ -164,7 +162,7 @@ def _embed_over_entries(module: Any, mesh: DeviceMesh, input: torch.Tensor) -> t
     rows = module.num_embeddings // mesh.size()
     start = rows * mesh.get_local_rank()
     foreign = (input < start) | (input >= start + rows)
-    # An entry that the whole table lacks stays out of range here too, and fails on every rank as it does on one.
+    # An index outside the whole table stays out of range here, and fails as in one process.
     elsewhere = foreign & (input >= 0) & (input < module.num_embeddings)
     padding = None if module.padding_idx is None else module.padding_idx - start
     padding = padding if padding is not None and 0 <= padding < rows else None
@@ -186,7 +184,7 @@ def _attention_ways(module: nn.MultiheadAttention) -> list[Way]:
 def _attention_objection(module: nn.MultiheadAttention) -> str:
     if type(module.out_proj).forward is not nn.Linear.forward or "forward" in module.out_proj.__dict__:
         return "its out_proj's forward is not nn.Linear's"
-    return "it adds keys and values of its own" if module.bias_k is not None or module.add_zero_attn else ""
+    return "it appends its own keys and values" if module.bias_k is not None or module.add_zero_attn else ""
 
 
 def _attend(
@@ -201,9 +199,9 @@ def _attend(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`nn.MultiheadAttention.forward` for this rank's heads; their shares of the output are summed."""
+    """`nn.MultiheadAttention.forward` for this rank's heads; the ranks' outputs are summed."""
     if is_causal and attn_mask is None:
-        raise RuntimeError("is_causal is a hint that attn_mask is causal; give attn_mask, too.")
+        raise RuntimeError("is_causal is a hint that attn_mask is causal; pass attn_mask as well.")
     hint = is_causal and key_padding_mask is None and not need_weights
     q, k, v = _heads(module, mesh, query, key, value)
     mask = None if hint else _mask(module, mesh, attn_mask, key_padding_mask, q)
@@ -231,7 +229,7 @@ def _heads(module: Any, mesh: DeviceMesh, *inputs: torch.Tensor) -> Iterator[tor
     if projects_together(module):
         weights = module.in_proj_weight.chunk(3)
     biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-    # Self-attention gives the same tensor three times; copied in once, its gradient is sent once.
+    # Self-attention passes the same tensor three times; one copy sends its gradient once.
     copied = {id(x): copy_in(x, mesh) for x in inputs}
     for x, weight, bias in zip(inputs, weights, biases, strict=True):
         projected = F.linear(copied[id(x)], weight, bias).unflatten(-1, (-1, module.head_dim))
@@ -243,13 +241,9 @@ def _heads(module: Any, mesh: DeviceMesh, *inputs: torch.Tensor) -> Iterator[tor
 
 
 def _mask(
-    module: Any,
-    mesh: DeviceMesh,
-    attention: torch.Tensor | None,
-    padding: torch.Tensor | None,
-    q: torch.Tensor,
+    module: Any, mesh: DeviceMesh, attention: torch.Tensor | None, padding: torch.Tensor | None, q: torch.Tensor
 ) -> torch.Tensor | None:
-    """What is added to the scores of this rank's heads."""
+    """The mask to add to the scores of this rank's heads."""
     if attention is not None:
         attention = _additive(attention, q)
         if attention.dim() == 3:
@@ -262,7 +256,7 @@ def _mask(
 
 
 def _additive(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A boolean mask, in which True is hidden, as numbers to add."""
+    """Turn a boolean mask, in which True means hidden, into numbers to add."""
     if mask.dtype != torch.bool:
         return mask.to(like.dtype)
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
@@ -270,7 +264,7 @@ def _additive(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _own_draws(mesh: DeviceMesh, x: torch.Tensor, dropout: float) -> Iterator[None]:
-    """Inside, each rank draws for itself: its heads are not the others'. After it, all ranks go on drawing alike."""
+    """Region in which ranks draw different numbers, for their different heads. Afterwards they draw the same again."""
     if not dropout or isinstance(x, FakeTensor):
         yield
         return

@@ -1,10 +1,10 @@
-"""Operator-wise parallelism: each large operator by itself is divided over the ranks and combined right after.
+"""Operator-wise parallelism: each large operator is divided over the ranks separately and combined right after.
 
-It asks for no structure between operators, so it serves models in which no column and row pairs are found, CNNs for
-one. Between operators every rank of the axis holds the same activations, in plain tensors under plain autograd. The
-user's modules and names stay; each divided module gets a subclass of its own class, and parameters of the local size.
+It needs no structure between operators, so it works for models without column and row pairs, such as CNNs. Between
+operators every rank of the axis holds the same activations, in plain tensors under plain autograd. The user's modules
+and names stay; each divided module gets a subclass of its class, and parameters of the local size.
 
-| operator | divided over | what is sent forward; backward |
+| operator | divided over | sent in forward; in backward |
 | --- | --- | --- |
 | linear | outputs | outputs gathered; input's gradient summed |
 | linear whose outputs do not divide | inputs | outputs summed; input's gradient gathered |
@@ -12,11 +12,11 @@ user's modules and names stay; each divided module gets a subclass of its own cl
 | embedding | entries, or features where entries do not divide | outputs summed, or gathered; nothing |
 | attention | heads | outputs summed; inputs' gradients summed |
 
-Cross-entropy sees gathered logits and stays whole: divided, it would send the logits' gradient, their size again, only
-for the gather to drop all but a part of it.
+Cross-entropy sees gathered logits and stays whole: if it were divided, the logits' whole gradient would be sent, only
+for the gather to drop most of it.
 
-What is large: convolutions always, because their work does not go with their parameters. The smallest of the other
-operators that hold less than 1 % of the parameters together stay whole: a message costs more than they do.
+Convolutions are always divided, because their work is not proportional to their parameters. The smallest of the other
+operators, which together hold less than 1 % of the parameters, stay whole: a message costs more than they do.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from meshwright.strategies.operator.rules import Forward, OperatorKind, Way, rec
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """One operator of a model and what becomes of it."""
+    """An operator of a model and how it is divided."""
 
     name: str
-    """Its module's."""
+    """The module's name."""
     kind: str
     along: str = ""
-    """What is divided: "outputs", "heads"; empty where nothing of it could be."""
+    """What is divided: "outputs", "heads"; empty if nothing can be."""
     size: int = 0
-    """How many of them the whole operator has."""
+    """The number of outputs, heads and so on in the whole operator."""
     parts: int = 1
     why: str = ""
-    """Why it stays whole; empty for one that is divided."""
+    """Why it stays whole; empty if it is divided."""
 
     def __str__(self) -> str:
         what = f"{self.name or 'the model'}: {self.kind}"
@@ -59,7 +59,7 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorPlan:
-    """Which operators are divided, and why the others are not; in the order of the model's modules."""
+    """All operators in the order of the model's modules, divided or with the reason why not."""
 
     ranks: int
     operators: tuple[Operator, ...]
@@ -77,10 +77,10 @@ class OperatorPlan:
 
 
 def plan_operators(model: nn.Module, ranks: int, read_elsewhere: frozenset[str] = frozenset()) -> OperatorPlan:
-    """Which of the model's operators to divide over `ranks`. Pure: looks at structure and sizes only.
+    """Decide which of the model's operators to divide over `ranks`, from structure and sizes only.
 
-    `read_elsewhere` names parameters that the model reads outside of their module's `forward`, as
-    `F.linear(x, self.token.weight)` does: who reads them there must find them whole.
+    `read_elsewhere` names parameters that the model reads outside their module's `forward`, as
+    `F.linear(x, self.token.weight)` does. They must stay whole.
     """
     found = _find(model, read_elsewhere)
     rows: dict[str, Operator] = {}
@@ -88,18 +88,18 @@ def plan_operators(model: nn.Module, ranks: int, read_elsewhere: frozenset[str] 
         rows |= _choose(group, ranks)
     plan = OperatorPlan(ranks=ranks, operators=tuple(rows[name] for name, one in found.items() if one.is_operator))
     if not plan.divided:
-        raise Refused(_nothing(plan, found))
+        raise Refused(_nothing_divides(plan, found))
     return plan
 
 
 def split_operators(model: nn.Module, plan: OperatorPlan, mesh: DeviceMesh) -> Cuts:
-    """Divide a model on the meta device as planned; says how each of its divided parameters is cut."""
+    """Divide a model on the meta device as planned, and return the cuts of its divided parameters."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     cuts: Cuts = {}
     narrowed: dict[int, nn.Parameter] = {}
-    # narrow() knows a parameter by its id, so all whole ones live until the last is replaced.
+    # narrow() identifies parameters by id, so all whole ones must live until the last is replaced.
     whole = list(model.parameters())
     classes: dict[tuple[type, Forward], type[nn.Module]] = {}
     for row in plan.divided:
@@ -121,7 +121,7 @@ def split_operators(model: nn.Module, plan: OperatorPlan, mesh: DeviceMesh) -> C
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """A module that holds parameters: an operator, or one that nothing divides but that may share with operators."""
+    """A module with parameters: an operator, or a module that may share parameters with operators."""
 
     name: str
     module: nn.Module
@@ -136,7 +136,7 @@ class _Found:
 
     @property
     def is_operator(self) -> bool:
-        """Worth a row in the plan: norms, which hold vectors, and what is behind a parametrization are not."""
+        """Whether it gets a row in the plan. Norms, which hold vectors, and parametrizations do not."""
         if isinstance(self.module, ParametrizationList):
             return False
         return recognise(self.module) is not None or any(p.dim() > 1 for p in self.parameters.values())
@@ -147,13 +147,12 @@ class _Found:
 
 
 def _find(model: nn.Module, read_elsewhere: frozenset[str]) -> dict[str, _Found]:
-    """Every module with parameters of its own that an operator could be, by name."""
     read = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in read_elsewhere}
     inner = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     found: dict[str, _Found] = {}
     for name, module in model.named_modules():
         # Attention reads its out_proj's weight and never calls it: the two are one operator.
-        if id(module) not in inner and (one := _look(name, module, read)):
+        if id(module) not in inner and (one := _inspect(name, module, read)):
             found[name] = one
     small = _small(list(found.values()), sum(p.numel() for p in model.parameters()))
     return {
@@ -165,12 +164,12 @@ def _find(model: nn.Module, read_elsewhere: frozenset[str]) -> dict[str, _Found]
 _TOO_SMALL = f"it is one of the smallest operators, which together hold less than {SMALL:.0%} of the parameters"
 
 
-def _look(name: str, module: nn.Module, read: set[int]) -> _Found | None:
+def _inspect(name: str, module: nn.Module, read: set[int]) -> _Found | None:
     kind = recognise(module)
     if kind is None:
         if not any(True for _ in module.parameters(recurse=False)):
             return None
-        return _Found(name, module, type(module).__name__, [], "no rule divides what it holds")
+        return _Found(name, module, type(module).__name__, [], "no rule divides such a module")
     objection = _objection(module, kind)
     one = _Found(name, module, kind.name, [] if objection else kind.ways(module), objection)
     return one if objection else replace(one, objection=_hidden_use(one, read))
@@ -195,7 +194,7 @@ def _hidden_use(one: _Found, read: set[int]) -> str:
 
 
 def _small(found: list[_Found], total: int) -> set[str]:
-    """Names of the operators too small to be worth a message; those of one size fare alike."""
+    """Names of the operators too small to be worth a message, by size."""
     held: Counter[int] = Counter()
     for one in found:
         held[one.elements] += one.elements
@@ -204,7 +203,7 @@ def _small(found: list[_Found], total: int) -> set[str]:
 
 
 def _tied(found: dict[str, _Found]) -> list[list[_Found]]:
-    """Operators in groups that share parameters; most are alone."""
+    """Group operators that share parameters; most groups have one member."""
     group_of: dict[int, list[_Found]] = {}
     for one in found.values():
         group = [one]
@@ -215,14 +214,14 @@ def _tied(found: dict[str, _Found]) -> list[list[_Found]]:
 
 
 def _choose(group: list[_Found], ranks: int) -> dict[str, Operator]:
-    """One way for each operator of a group, such that parameters they share are cut alike; or all of them whole."""
+    """Choose a way for each operator of a group such that shared parameters are cut the same; else all stay whole."""
     reasons = {one.name: one.objection or _misfit(one, ranks) for one in group}
     if not any(reasons.values()):
         fitting = [[way for way in one.ways if way.size % ranks == 0] for one in group]
         for ways in product(*fitting):
             if _alike(group, ways):
                 return {one.name: _row(one, way, parts=ranks) for one, way in zip(group, ways, strict=True)}
-    end = "which stays whole" if any(reasons.values()) else "which divides otherwise"
+    end = "which stays whole" if any(reasons.values()) else "which divides differently"
     for one in group:
         others = " and ".join(other.name or "the model" for other in group if other is not one)
         reasons[one.name] = reasons[one.name] or f"it shares a parameter with {others}, {end}"
@@ -249,7 +248,7 @@ def _alike(group: list[_Found], ways: tuple[Way, ...]) -> bool:
     return True
 
 
-def _nothing(plan: OperatorPlan, found: dict[str, _Found]) -> str:
+def _nothing_divides(plan: OperatorPlan, found: dict[str, _Found]) -> str:
     sizes = sorted({way.size for one in found.values() if not one.objection for way in one.ways})
     divide = [n for n in range(2, 65) if n != plan.ranks and any(size % n == 0 for size in sizes)]
     first = "; ".join(map(str, plan.operators[:4])) or "the model has none"
@@ -264,7 +263,7 @@ def _nothing(plan: OperatorPlan, found: dict[str, _Found]) -> str:
 def _swap_forward(
     module: nn.Module, forward: Forward, mesh: DeviceMesh, classes: dict[tuple[type, Forward], type[nn.Module]]
 ) -> None:
-    """Give a module a subclass of its own class; one for all alike, so that torch.compile compiles them once."""
+    """Give a module a subclass with the new forward. Equal modules share it, so that torch.compile compiles it once."""
     cls = type(module)
     if (cls, forward) not in classes:
 
@@ -278,7 +277,7 @@ def _swap_forward(
 
 
 def _close_fast_paths(model: nn.Module) -> None:
-    """PyTorch's encoders, when they only infer, hand their layers' weights to one kernel; it would find parts."""
+    """Switch off PyTorch's fused kernels for encoders in inference, which would read divided weights."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0

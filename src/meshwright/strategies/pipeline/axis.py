@@ -1,4 +1,4 @@
-"""`pp=N:schedule`: pipeline parallelism; micro-batches keep the stages busy."""
+"""`pp=N:schedule`: pipeline parallelism, in which micro-batches keep the stages busy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright.facts.model_axis import AxisTraits
 from meshwright.strategies.model_axis import StageAxis
 
 COMPARED = ("gpipe", "1f1b", "interleaved", "zb", "zbv")
-"""The schedules that `compare` runs unasked."""
+"""The schedules that `compare` runs by default."""
 
 
 class PipelineParallel(StageAxis):
@@ -37,7 +37,7 @@ class PipelineParallel(StageAxis):
         return range(2, len(facts.blocks) + 1)
 
     def compared(self, ranks: int) -> Iterator[str]:
-        """Every schedule where it takes all ranks."""
+        """Every schedule if the axis takes all ranks, else the default schedule."""
         for term in super().compared(ranks):
             schedules = COMPARED if term == f"pp={ranks}" else (self.traits.default_suffix,)
             yield from (f"{term}:{schedule}" for schedule in schedules)

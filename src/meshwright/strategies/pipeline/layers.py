@@ -1,4 +1,4 @@
-"""`layers=N`: layer-wise placement; consecutive layers on each rank or device, one micro-batch at a time."""
+"""`layers=N`: layer-wise placement of consecutive layers on each rank or device, one micro-batch at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every stage axis shares: how many stages and micro-batches there are, and what it cannot do."""
+"""Stages and micro-batches of a stage axis: how many there are, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 
 BUSY = 4
-"""Micro-batches per stage that are aimed at where the user names no size: a bubble of about a fifth or less."""
+"""Micro-batches per stage to aim for if the user names no size: a bubble of about a fifth or less."""
 
 
 def is_pipelined(strategy: Strategy) -> bool:
@@ -40,18 +40,18 @@ def count_micro_batches(strategy: Strategy, global_batch: int) -> int:
             f"{strategy.stage_axis} needs at least {least} micro-batches, but a data rank has {samples} samples of a "
             f"global batch of {global_batch}; use a global batch of {least * strategy.data_ranks} or more, or pp:gpipe."
         )
-    # One that divides is worth an idle rank or two, but not a pipeline that is never full.
+    # A count that divides the samples is worth a few idle ranks, but not a pipeline that is never full.
     dividing = [n for n in allowed if samples % n == 0 and n >= ranks]
     return max(dividing or allowed)
 
 
 def refuse_pipeline(strategy: Strategy, facts: ModelFacts, global_batch: int) -> str | None:
-    """Why this pipeline cannot be, beside where the model is cut."""
+    """Why this pipeline cannot run, wherever the model is cut."""
     count = count_micro_batches(strategy, global_batch)
     if facts.batch_norms and count > 1:
         return (
             f"BatchNorm ({facts.batch_norms[0]}) normalises over a micro-batch, and {strategy} cuts every batch into "
-            f"{count}, which is another training; use GroupNorm or LayerNorm in the model, "
+            f"{count}, which changes the training; use GroupNorm or LayerNorm in the model, "
             f"layers={strategy.stage_ranks}, or a data strategy."
         )
     if strategy.offload == "params":
@@ -67,8 +67,8 @@ def refuse_stages(strategy: Strategy, facts: ModelFacts, job: Job) -> str | None
     lowers = strategy.number_format.is_low and not strategy.autocast and data_strategy(strategy).lowers
     if schedules.FAMILIES[strategy.schedule].splits_backward and lowers:
         return (
-            f"{strategy.schedule} adds up weights' gradients of all micro-batches before {strategy.data} sees "
-            f"them, which would be in {strategy.precision}; use 1f1b or interleaved, ddp, or fp32."
+            f"{strategy.schedule} sums weight gradients of all micro-batches before {strategy.data} sees them, which "
+            f"would happen in {strategy.precision}; use 1f1b or interleaved, ddp, or fp32."
         )
     stages = cut_stages(facts, count_stages(strategy), job.stages)
     if strategy.engine == "deepspeed":

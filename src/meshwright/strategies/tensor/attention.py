@@ -1,4 +1,4 @@
-"""Attention over this rank's heads, and dropout of its own."""
+"""Rules for attention over this rank's heads, and for dropout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Heads are independent. Keys and values may have fewer heads, or be whole where their heads do not divide."""
+    """Each rank computes its heads. Keys and values may have fewer heads, or be whole if their heads do not divide."""
     heads, ranks = query.shape[HEADS] if query.dim() == 4 else 0, mesh.size()
     if heads == 0 or heads % ranks or not _over_heads(mesh, query, key, value):
         return NotImplemented
@@ -53,7 +53,7 @@ def attention(
 
 
 def _over_heads(mesh: DeviceMesh, *tensors: Tensor) -> bool:
-    """Whether one is divided over its heads: if they are divided otherwise, attention mixes what ranks hold."""
+    """Whether a tensor is divided over its heads. Along any other dim, attention would mix the ranks' parts."""
     return any(is_divided(x, mesh) and dim_of(x) == x.dim() + HEADS for x in tensors)
 
 
@@ -75,7 +75,7 @@ def _own_mask(mask: Tensor | None, heads: int, mesh: DeviceMesh) -> Tensor | Non
 def dropout(
     func: Rule, mesh: DeviceMesh, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **other: Any
 ) -> Any:
-    """Every rank draws masks of its own for its part."""
+    """Every rank draws a different mask for its part."""
     if other or inplace or not is_divided(x, mesh):
         return NotImplemented
     if not training or p == 0.0:
@@ -86,12 +86,12 @@ def dropout(
 
 @contextmanager
 def own_randomness(x: Tensor, mesh: DeviceMesh) -> Iterator[None]:
-    """Random numbers that differ between the ranks of the axis, and afterwards go on in step.
+    """Region in which the ranks of the axis draw different random numbers. Afterwards they draw the same again.
 
-    They follow from the CPU's generator, which is in step, so a block that is recomputed draws the same again.
+    The seed comes from the CPU's generator, which is the same on all ranks, so a recomputed block draws the same again.
     """
     if isinstance(local_tensor(x) if is_dtensor(x) else x, FakeTensor):
-        yield  # made-up tensors have no values to draw from
+        yield  # fake tensors have no values
         return
     seed = int(torch.randint(2**31, ()))
     own_seed = seed * mesh.size() + mesh.get_local_rank()

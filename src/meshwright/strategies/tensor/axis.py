@@ -1,4 +1,4 @@
-"""`tp=N`: tensor parallelism with sequence parallelism; pairs of linear layers are divided by columns and rows."""
+"""`tp=N`: tensor parallelism with sequence parallelism, dividing pairs of linear layers by columns and rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TensorParallel(InnerAxis):
 
     def refuse(self, term: AxisTerm, strategy: Strategy, facts: ModelFacts, global_batch: int) -> str | None:
         if facts.tensor_plan is None:
-            return f"tp={term.size} needs to see the model run on fake tensors, which it does not: {facts.unseen}"
+            return f"tp={term.size} needs a model that runs on fake tensors, but this one does not: {facts.unseen}"
         return facts.tensor_plan.refuse(term.size)
 
     def sizes(self, facts: ModelFacts, cluster: Cluster) -> Collection[int]:
@@ -60,13 +60,13 @@ class TensorParallel(InnerAxis):
         return {"tensor_plan": plan.as_mapping(), "tensor": rows}
 
     def apply(self, model: nn.Module, facts: ModelFacts, mesh: DeviceMesh, plan: Any) -> Cuts:
-        from meshwright.strategies.tensor.split import split_tensors  # only where it runs: it imports DTensor
+        from meshwright.strategies.tensor.split import split_tensors  # lazily, because it imports DTensor
 
         assert facts.tensor_plan is not None
         return split_tensors(model, facts.tensor_plan, mesh, facts.blocks)
 
     def region(self, mesh: DeviceMesh) -> AbstractContextManager[Any]:
-        from meshwright.strategies.tensor.split import tensor_region
+        from meshwright.strategies.tensor.mode import tensor_region
 
         return tensor_region(mesh)
 

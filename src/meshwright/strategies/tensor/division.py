@@ -1,4 +1,4 @@
-"""What a rank of `tp=N` holds, computes and sends: the tensor plan, as the planner counts it."""
+"""What a rank of `tp=N` holds, computes and sends: the tensor plan for the planner."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class TensorDivision(Division):
     def share(self, unit: UnitCosts, samples: int, stream: float) -> UnitShare:
         layers = self._summed_layers(unit)
         parts = self._ranks if layers or self._sequence else 1
-        # What leaves a head stays divided, so no layer sends more than what flows between blocks.
+        # A head's output stays divided, so no layer sends more than the activations between blocks.
         sent = self._messages(min(unit.output.at(samples), stream), layers) if layers else ()
-        # A divided layer's input is gathered, and plain autograd keeps it whole for the gradient of the weight.
+        # A divided layer's input is gathered, and autograd keeps it whole for the weight's gradient.
         regathered = layers * stream * (1 - 1 / parts)
         return UnitShare(parts=parts, regathered=regathered, forward=sent, backward=sent, intercepted=layers > 0)
 
     def _summed_layers(self, unit: UnitCosts) -> int:
-        """Layers whose outputs are sums over the ranks, so that they communicate there: rows, and vocabularies."""
+        """The number of layers whose outputs are summed over ranks: row layers and vocabularies."""
         modules = {name.rpartition(".")[0] for name in unit.parameters}
         return sum(self._roles.get(module, "column") != "column" for module in modules)
 
     def _messages(self, size: float, layers: int) -> tuple[Sent, ...]:
-        """Where the sequence is divided, each layer gathers before and scatters after, and the reverse in backward."""
+        """The collectives of a pass. With a divided sequence, each layer gathers its input and scatters its output."""
         kinds = ("all_gather", "reduce_scatter") if self.boundary_parts > 1 else ("all_reduce",)
         return tuple(Sent(kind=kind, bytes=size, times=layers) for kind in kinds)
 
     def without_sequence(self) -> TensorDivision:
-        """It sends sums of whole tensors. What a rank keeps stays an estimate with the sequence divided."""
+        """The same with sums of whole tensors. The memory stays that of a divided sequence, as an estimate."""
         found = copy(self)
         found.boundary_parts = 1
         return found

@@ -1,4 +1,4 @@
-"""Cross entropy of logits that are divided over the classes: no rank ever holds them all."""
+"""Rule for cross entropy of logits that are divided over the classes, without gathering them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """With whole targets that are class numbers. Weights and smoothing need all classes at once."""
+    """Handles whole targets that are class indices. Weights and smoothing would need all classes at once."""
     plain = weight is None and label_smoothing == 0.0 and size_average is None and reduce is None
     classes = 1 if input.dim() > 1 else 0
     numbers = isinstance(target, Tensor) and not target.is_floating_point() and not is_divided(target, mesh)
@@ -40,7 +40,7 @@ def cross_entropy(
 
 
 def _in_parts(mesh: DeviceMesh, input: Any, target: Tensor, ignore_index: int, reduction: str) -> Any:
-    """Logits that are divided over samples or positions: each of them by itself."""
+    """Cross entropy of logits that are divided over samples or positions."""
     dim = dim_of(input)
     own_target = part(target, dim - (dim > 1), mesh)
     losses = F.cross_entropy(local(input), own_target, ignore_index=ignore_index, reduction="none")
@@ -55,7 +55,7 @@ def _reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) 
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """-log softmax(logits)[target] with the classes in the last dim, each rank having its part of them."""
+    """-log softmax(logits)[target], with the classes in the last dim divided over ranks."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, mesh: DeviceMesh) -> Tensor:
@@ -78,6 +78,6 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, here, elsewhere, ignored = ctx.saved_tensors
-        # softmax - 1 at the target, for targets whose class this rank holds
+        # softmax, minus 1 at targets whose class this rank holds
         change = softmax.scatter_add(-1, here[..., None], (~elsewhere)[..., None].to(softmax.dtype).neg())
         return (change * gradient.masked_fill(ignored, 0)[..., None]).to(ctx.dtype), None, None, None

@@ -1,4 +1,4 @@
-"""Products with matrices of which each rank holds a part: linear layers, attention scores, embeddings."""
+"""Rules for products with divided matrices: linear layers, attention scores, embeddings."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.strategies.collectives import add_up
 from meshwright.strategies.tensor.layout import (
-    add_up,
+    add_up_in_stream,
     dim_of,
     divided,
     is_divided,
     local,
     part,
     pieces_of,
-    settle,
     shared,
     whole,
 )
@@ -29,22 +29,23 @@ from meshwright.torch_private.tensors import version_of
 
 
 def linear(func: Rule, mesh: DeviceMesh, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """By where the weight is divided: its outputs (a column layer), its inputs (a row layer), or not at all."""
+    """The weight is divided over outputs (a column layer), over inputs (a row layer), or not at all."""
     if is_divided(weight, mesh) and dim_of(weight) == 0:
         own_bias = _bias_part(bias, weight, mesh)
         return divided(F.linear(shared_input(x, mesh), local(weight), own_bias), -1, mesh, pieces_of(weight))
     if is_divided(weight, mesh) or (is_divided(x, mesh) and dim_of(x) == x.dim() - 1):
         if x.shape[-1] % mesh.size():
             return NotImplemented
-        return _plus(settle(F.linear(part(x, -1, mesh), part(weight, 1, mesh)), mesh), bias, mesh)
+        return _plus(add_up_in_stream(F.linear(part(x, -1, mesh), part(weight, 1, mesh)), mesh), bias, mesh)
     if not is_divided(x, mesh):
         return NotImplemented
-    return divided(F.linear(local(x), shared(weight, mesh), _shared_or_none(bias, mesh)), dim_of(x), mesh)
+    own_bias = None if bias is None else shared(bias, mesh)
+    return divided(F.linear(local(x), shared(weight, mesh), own_bias), dim_of(x), mesh)
 
 
 @dataclass
 class _Input:
-    """What the latest column layer read, and the copy that was made of it."""
+    """The input of the latest column layer, and its shared copy."""
 
     source: weakref.ref[Tensor]
     state: tuple[Any, ...]
@@ -55,7 +56,7 @@ _latest: ContextVar[_Input | None] = ContextVar("latest_input", default=None)
 
 
 def shared_input(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Query, key and value read the same input: one copy serves all, so that their shares are summed once."""
+    """`shared`, with one copy for consecutive reads (query, key, value), so that their gradients are summed once."""
     state = (mesh, torch.is_grad_enabled(), version_of(x) if not x.is_inference() else 0)
     latest = _latest.get()
     if latest is None or latest.source() is not x or latest.state != state:
@@ -65,12 +66,12 @@ def shared_input(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def forget_input() -> None:
-    """At the end of a region, lest it keep an activation alive."""
+    """Forget the latest input at the end of a region, so that it does not keep an activation alive."""
     _latest.set(None)
 
 
 def add_product(func: Rule, mesh: DeviceMesh, bias: Tensor, x: Tensor, weight: Tensor, **other: Any) -> Any:
-    """`addmm`, as in a linear layer whose weight is transposed."""
+    """`addmm`, as in a linear layer with a transposed weight."""
     if other or not is_divided(weight, mesh) or bias.dim() != 1 or x.dim() != 2:
         return NotImplemented
     if dim_of(weight) == 1:
@@ -81,7 +82,7 @@ def add_product(func: Rule, mesh: DeviceMesh, bias: Tensor, x: Tensor, weight: T
 
 
 def _bias_part(bias: Tensor | None, weight: Tensor, mesh: DeviceMesh) -> Tensor | None:
-    """The bias of this rank's outputs, in the order in which the weight has them."""
+    """The bias of this rank's outputs, in the weight's order."""
     if bias is None:
         return None
     if is_divided(bias, mesh) and is_divided(weight, mesh) and pieces_of(bias) == pieces_of(weight):
@@ -90,12 +91,8 @@ def _bias_part(bias: Tensor | None, weight: Tensor, mesh: DeviceMesh) -> Tensor 
     return torch.cat([part(piece, 0, mesh) for piece in pieces])
 
 
-def _shared_or_none(bias: Tensor | None, mesh: DeviceMesh) -> Tensor | None:
-    return None if bias is None else shared(bias, mesh)
-
-
 def _plus(total: Tensor, bias: Tensor | None, mesh: DeviceMesh) -> Tensor:
-    """The bias is added once, after the shares are."""
+    """Add the bias once, after the shares are summed."""
     if bias is None:
         return total
     if is_divided(total, mesh):
@@ -104,16 +101,17 @@ def _plus(total: Tensor, bias: Tensor | None, mesh: DeviceMesh) -> Tensor:
 
 
 def matmul(func: Rule, mesh: DeviceMesh, a: Tensor, b: Tensor) -> Any:
-    """Rows, columns and batches of a product are independent; along the contracted dim shares are added up."""
+    """Rows, columns and batches of a product are independent; shares along the contracted dim are summed."""
     if a.dim() < 2 or b.dim() < 2:
         return NotImplemented
     left, right = _place(a, mesh), _place(b, mesh)
     if max(left, right) > 2:
         return _matmul_in_batches(mesh, a, b, left if left > 2 else right)
     if left == 1 or right == 2:
-        shares = part(a, -1, mesh) @ part(b, -2, mesh) if a.shape[-1] % mesh.size() == 0 else None
-        return NotImplemented if shares is None else settle(shares, mesh)
-    if right == 1:  # before the other: a weight's columns stay where they are
+        if a.shape[-1] % mesh.size():
+            return NotImplemented
+        return add_up_in_stream(part(a, -1, mesh) @ part(b, -2, mesh), mesh)
+    if right == 1:  # checked first, so that a weight's columns stay divided
         return divided(shared_input(a, mesh) @ local(b), -1, mesh, pieces_of(b))  # type: ignore[arg-type]
     return divided(local(a) @ shared(b, mesh), -2, mesh)  # type: ignore[arg-type]
 
@@ -128,7 +126,7 @@ def _matmul_in_batches(mesh: DeviceMesh, a: Tensor, b: Tensor, place: int) -> An
 
 
 def _place(x: Tensor, mesh: DeviceMesh) -> int:
-    """The divided dim counted from the right; 0 for none."""
+    """The divided dim counted from the right; 0 if the tensor is whole."""
     return x.dim() - dim_of(x) if is_divided(x, mesh) else 0
 
 
@@ -143,7 +141,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """Each rank looks up the rows that it holds; for the others it adds zero."""
+    """Each rank looks up the rows that it holds, and adds zero for the others."""
     plain = is_divided(weight, mesh) and dim_of(weight) == 0 and not is_divided(index, mesh)
     if not plain or max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented
@@ -154,4 +152,4 @@ def embedding(
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0] - first  # its row gets no gradient
     own_padding = padding if 0 <= padding < len(rows) else None
     found = F.embedding(here.masked_fill(elsewhere, 0), rows, own_padding)
-    return settle(found.masked_fill(elsewhere[..., None], 0), mesh)
+    return add_up_in_stream(found.masked_fill(elsewhere[..., None], 0), mesh)

@@ -1,8 +1,8 @@
-"""Changes in place of divided tensors, and views of them.
+"""In-place changes of divided tensors, and views of them.
 
-On one process a view shares memory with what it views. Here a view may be a gathered copy, and autograd does not see
-inside of the tensor that carries a part. So an operator in place gets new memory, and whoever then reads an older view
-of the changed tensor is stopped with a sentence instead of computing with the old value.
+In one process a view shares memory with its base. Here a view may be a gathered copy, and autograd does not see inside
+the DTensor that carries a part. So an in-place operator writes to new memory, and a later read of an older view raises
+instead of returning the old value.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _MEMORY, _SEEN, _OUTDATED = "_meshwright_memory", "_meshwright_seen", "_meshwrig
 
 @dataclass
 class _Copy:
-    """A view on one process, but a copy here, because it was gathered."""
+    """A gathered copy that would be a view in one process."""
 
     tensor: weakref.ref[torch.Tensor]
     alias: torch.Tensor
-    """Has the same version, also when the tensor itself is gone."""
+    """Shares the tensor's version, also after the tensor is freed."""
     version: int
 
 
 @dataclass
 class _Memory:
-    """What a divided tensor and all views of it have in common."""
+    """State that a divided tensor shares with all its views."""
 
     changes: int = 0
     is_parameter: bool = False
@@ -41,13 +41,13 @@ class _Memory:
 
 
 def as_parameter(x: DTensor) -> DTensor:
-    """A layer's own parameter, which nobody may change meanwhile."""
+    """Mark a tensor as a layer's parameter, which the model must not change in place."""
     _memory(x).is_parameter = True
     return x
 
 
 def note_views(x: DTensor, views: list[Any]) -> None:
-    """These are views of `x` to the model's author: a change of one is a change of `x`."""
+    """Record `views` of `x`: in one process, changing one changes `x`."""
     memory = _memory(x)
     for view in views:
         if isinstance(view, DTensor):
@@ -57,9 +57,9 @@ def note_views(x: DTensor, views: list[Any]) -> None:
 
 
 def change(x: DTensor, value: DTensor) -> None:
-    """Put a value of the same layout in a divided tensor's place, as an operator in place does.
+    """Change a divided tensor in place to a value of the same layout.
 
-    Into new memory: autograd keeps what operators before it need, and does not see changes of a tensor inside another.
+    The value goes to new memory, because autograd keeps the old part for earlier operators and cannot see it change.
     """
     memory = _memory(x)
     if memory.is_parameter:
@@ -77,7 +77,7 @@ def change(x: DTensor, value: DTensor) -> None:
 
 
 def refuse_other_shape(x: DTensor, value: torch.Tensor) -> None:
-    """`unsqueeze_` and the like: the carrier's shape is fixed."""
+    """Refuse `unsqueeze_` and the like: a DTensor's shape is fixed."""
     if value.shape != x.shape:
         raise Refused(
             f"The model changes the shape of a tensor in place, from {tuple(x.shape)} to {tuple(value.shape)}, which "
@@ -86,7 +86,7 @@ def refuse_other_shape(x: DTensor, value: torch.Tensor) -> None:
 
 
 def check_unchanged(x: DTensor) -> None:
-    """A change through a view reaches neither a copy nor autograd's record of this tensor: better to stop."""
+    """Raise if the tensor was changed through a view, which neither copies nor autograd can see."""
     memory = x.__dict__.get(_MEMORY)
     if memory is None:
         return
@@ -95,7 +95,7 @@ def check_unchanged(x: DTensor) -> None:
 
 
 def check_current(x: torch.Tensor) -> None:
-    """The same for a gathered copy, after the tensor that it should be a view of was changed."""
+    """Raise if the tensor is a gathered copy of a tensor that has changed since."""
     if getattr(x, _OUTDATED, False):
         raise _refused(x)
 

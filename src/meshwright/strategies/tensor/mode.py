@@ -1,7 +1,7 @@
-"""Inside a region, torch functions run on divided tensors as they would on whole ones.
+"""The mode in which torch functions accept divided tensors and give the results of whole ones.
 
-A function that has a rule runs on this rank's parts. Any other runs on whole tensors, which are gathered first: right,
-but not divided. Which ones that were is kept, so that it can be told.
+A function with a rule runs on this rank's parts. Any other function runs on gathered tensors, which is correct but not
+divided. `gathered` counts those.
 """
 
 from __future__ import annotations
@@ -22,17 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
 from meshwright.strategies.backward import backward_pass
-from meshwright.strategies.in_place import IN_PLACE_OPERATORS, asked_in_place, changes_its_input, not_in_place
+from meshwright.strategies.in_place import IN_PLACE_OPERATORS, changes_its_input, has_inplace, not_in_place
 from meshwright.strategies.tensor import rules
 from meshwright.strategies.tensor.attention import attention, dropout
-from meshwright.strategies.tensor.layout import (
-    dim_of,
-    divided,
-    is_divided,
-    part,
-    pieces_of,
-    whole,
-)
+from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, part, pieces_of, whole
 from meshwright.strategies.tensor.loss import cross_entropy
 from meshwright.strategies.tensor.matrix import add_product, embedding, forget_input, linear, matmul
 from meshwright.strategies.tensor.memory import change, check_current, note_views, refuse_other_shape
@@ -82,7 +75,7 @@ _RULES: dict[Any, Rule] = {func: rule for rule, names in _TABLE for func in func
 _PROPERTIES = (("T", rules.move_dims), ("mT", rules.move_dims), ("data", rules.convert))
 _RULES |= {getattr(Tensor, name).__get__: rule for name, rule in _PROPERTIES}
 
-# A fused tensor lies in its pieces' order: all but these see it whole.
+# A fused tensor is in its pieces' order: all functions but these get it whole.
 _RULES_OF_PIECES: dict[Any, Rule] = {
     **dict.fromkeys(functions("split chunk split_with_sizes"), rules.split_pieces),
     **dict.fromkeys(functions("view reshape unflatten"), rules.reshape_pieces),
@@ -91,14 +84,12 @@ _RULES_OF_PIECES: dict[Any, Rule] = {
     torch.addmm: add_product,
 }
 
-# Asked of the carrier itself, which knows the whole's shape. Printing is here because one rank may print alone.
-_ASKED = functions(
+# These run on the DTensor itself, which knows the whole shape. Printing is here because one rank may print alone.
+_ON_DTENSOR = functions(
     "size dim ndimension numel nelement element_size stride is_contiguous is_floating_point is_complex is_signed "
     "get_device storage_offset requires_grad_ retain_grad register_hook __len__ __hash__ __repr__ __str__ __format__ "
     "has_names is_same_size __dir__ is_inference _is_view is_tensor is_set_to"
 )
-
-
 _VIEWS = functions(
     "view reshape flatten unflatten view_as reshape_as transpose permute swapaxes swapdims movedim squeeze unsqueeze "
     "expand expand_as split chunk split_with_sizes unbind select narrow __getitem__ diagonal unfold detach"
@@ -106,26 +97,24 @@ _VIEWS = functions(
 
 
 class DividedFunctions(TorchFunctionMode):
-    """The region's mode; one for each axis."""
-
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.mesh = mesh
         self.gathered: Counter[str] = Counter()
-        """How often each function without a rule for its arguments ran on whole tensors."""
+        """The number of runs of each function on whole tensors, because no rule handled its arguments."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (Tensor.backward, torch.autograd.backward):
             return self._differentiate(func, args, kwargs)
-        if func is torch.autograd.grad:  # gradients lie as what they are of does
+        if func is torch.autograd.grad:  # gradients are divided like the tensors they belong to
             return func(*args, **kwargs)
         tensors = list(_tensors(args, kwargs))
         for tensor in tensors:
             check_current(tensor)
         if not any(is_divided(tensor, self.mesh) for tensor in tensors):
             return func(*args, **kwargs)
-        if func in _ASKED or (_is_property(func) and func not in _RULES):
+        if func in _ON_DTENSOR or (_is_property(func) and func not in _RULES):
             return func(*args, **kwargs)
         if changes_its_input(func, args, kwargs):
             return self._change(func, args, kwargs)
@@ -135,20 +124,20 @@ class DividedFunctions(TorchFunctionMode):
         return result
 
     def _differentiate(self, func: Any, args: Any, kwargs: Any) -> None:
-        """A mode is off while it handles a function, but what is recomputed in a backward pass needs it again."""
-        pass_ = backward_pass(func, args, kwargs)
-        if pass_ is None:
+        """Run backward with the mode on, for recomputed blocks. A mode is off while it handles a function."""
+        run = backward_pass(func, args, kwargs)
+        if run is None:
             func(*args, **kwargs)
             return
         with self:
-            pass_()
+            run()
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         fused = any(is_divided(leaf, self.mesh) and pieces_of(leaf) > 1 for leaf in _tensors(args, kwargs))
         result = self._by_rule((_RULES_OF_PIECES if fused else _RULES).get(func), func, args, kwargs)
         if result is not NotImplemented:
             return result
-        if fused:  # whole, it may have a rule again
+        if fused:  # a rule may handle the gathered tensor
             args, kwargs = self._whole((args, kwargs), only_fused=True)
             return self.__torch_function__(func, (), args, kwargs)
         return self._on_whole(func, args, kwargs)
@@ -166,8 +155,8 @@ class DividedFunctions(TorchFunctionMode):
         except (torch.OutOfMemoryError, dist.DistError, CheckpointError):
             raise
         except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):
-            # Arguments that the rule does not know. If they are wrong, the function itself says so. Every rank has
-            # parts of the same shape, so all of them come here.
+            # The rule does not handle these arguments. If they are wrong, the function itself will say so. All ranks
+            # get here, because their parts have the same shape.
             return NotImplemented
 
     def _whole(self, tree: Any, only_fused: bool = False) -> Any:
@@ -179,7 +168,7 @@ class DividedFunctions(TorchFunctionMode):
         return tree_map(gather, tree)
 
     def _change(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute the new value aside and copy it into the tensor that is to change."""
+        """Compute the new value and copy it into the tensor to change."""
         target = kwargs.get("out", args[0] if args else None)
         if not is_divided(target, self.mesh):
             return self._on_whole(func, args, kwargs)
@@ -192,7 +181,7 @@ class DividedFunctions(TorchFunctionMode):
     def _new_value(self, func: Any, target: DTensor, args: Any, kwargs: Any) -> Any:
         if "out" in kwargs:
             return self._run(func, args, {key: value for key, value in kwargs.items() if key != "out"})
-        if asked_in_place(func, args, kwargs):
+        if has_inplace(func, args, kwargs):
             return self._run(func, *not_in_place(func, args, kwargs))
         if (out_of_place := _out_of_place(func)) is not None:
             return self._run(out_of_place, args, kwargs)
@@ -215,23 +204,22 @@ def _is_property(func: Any) -> bool:
 
 @cache
 def _out_of_place(func: Any) -> Any:
-    """The function that computes the same without changing its input."""
+    """The out-of-place version of an in-place function."""
     name = func.__name__
     plain = IN_PLACE_OPERATORS.get(name) or name.removesuffix("_")
     return getattr(Tensor, plain, None) if plain != name else None
 
 
 def mode_of(mesh: DeviceMesh) -> DividedFunctions:
-    """The one of this mesh. Kept on it: a table would outlive the processes' group."""
+    """The mode of a mesh, stored on the mesh because a global table would outlive the process group."""
     mode: DividedFunctions = mesh.__dict__.setdefault("_meshwright_mode", DividedFunctions(mesh))
     return mode
 
 
 @contextmanager
 def tensor_region(mesh: DeviceMesh) -> Iterator[None]:
-    """In which functions understand divided tensors. Regions may lie in each other, and threads enter on their own."""
-    modes = function_modes()
-    if any(isinstance(mode, DividedFunctions) and mode.mesh == mesh for mode in modes):
+    """Region in which functions accept divided tensors. Regions may nest, and each thread enters separately."""
+    if any(isinstance(mode, DividedFunctions) and mode.mesh == mesh for mode in function_modes()):
         yield
         return
     try:

@@ -1,8 +1,8 @@
-"""How torch functions run on this rank's parts.
+"""Rules that run torch functions on this rank's parts.
 
-A rule takes a function's name and arguments, at least one of them divided, and gives what the function would give on
-the whole tensors; or `NotImplemented`, and then the function runs on whole tensors. Rules compute on local tensors
-only, so autograd differentiates what was computed, and no operator needs a rule for its backward.
+A rule takes a function and its arguments, at least one of them divided, and returns what the function would return for
+whole tensors; or `NotImplemented`, and then the function runs on whole tensors. Rules compute with local tensors only,
+so autograd differentiates them, and no operator needs a rule for its backward.
 """
 
 from __future__ import annotations
@@ -17,17 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.strategies.tensor.layout import (
-    add_up,
-    dim_of,
-    divided,
-    is_divided,
-    local,
-    part,
-    pieces_of,
-    shared,
-    whole,
-)
+from meshwright.strategies.collectives import add_up
+from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, local, part, pieces_of, shared, whole
 from meshwright.torch_private.trees import tree_leaves, tree_map
 
 Rule = Callable[..., Any]
@@ -35,7 +26,7 @@ Rule = Callable[..., Any]
 
 
 def elementwise(func: Rule, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
-    """Every element of the result comes of the elements in its place, with broadcasting."""
+    """Functions whose result at a position depends only on the inputs at that position, with broadcasting."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     first = next(leaf for leaf in tensors if is_divided(leaf, mesh))
     shape = torch.broadcast_shapes(*(leaf.shape for leaf in tensors))
@@ -45,15 +36,15 @@ def elementwise(func: Rule, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        has_it = leaf.dim() >= place and leaf.shape[-place] == size
-        return part(leaf, leaf.dim() - place, mesh) if has_it else shared(leaf, mesh)
+        has_dim = leaf.dim() >= place and leaf.shape[-place] == size
+        return part(leaf, leaf.dim() - place, mesh) if has_dim else shared(leaf, mesh)
 
     local_args, local_kwargs = tree_map(own, (args, kwargs))
     return divided(func(*local_args, **local_kwargs), len(shape) - place, mesh)
 
 
 def convert(func: Rule, mesh: DeviceMesh, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Changes the dtype or the memory of one tensor, whose elements and shape stay."""
+    """Functions that change the dtype or memory of a tensor, but not its elements or shape."""
     if not is_divided(x, mesh):
         return NotImplemented
     args, kwargs = tree_map(lambda leaf: local(leaf) if is_divided(leaf, mesh) else leaf, (args, kwargs))
@@ -65,13 +56,13 @@ def convert(func: Rule, mesh: DeviceMesh, x: Tensor, *args: Any, **kwargs: Any) 
 
 
 def make_new(func: Rule, mesh: DeviceMesh, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Makes a new whole tensor and takes dtype and device only from one that is there."""
+    """Functions that make a new whole tensor with the dtype and device of another."""
     args, kwargs = tree_map(lambda leaf: whole(leaf, mesh) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
     return func(local(x) if is_divided(x, mesh) else x, *args, **kwargs)
 
 
 def move_dims(func: Rule, mesh: DeviceMesh, x: DTensor, *args: Any, **kwargs: Any) -> Any:
-    """Dims change places, or dims of size 1 come and go; none is cut or merged."""
+    """Functions that reorder dims, or add and remove dims of size 1, without splitting or merging any."""
     expected = func(torch.empty(x.shape, device="meta"), *args, **kwargs).shape
     result = func(local(x), *args, **kwargs)
     found = [dim for dim, size in enumerate(result.shape) if expected[dim : dim + 1] != (size,)]
@@ -79,9 +70,9 @@ def move_dims(func: Rule, mesh: DeviceMesh, x: DTensor, *args: Any, **kwargs: An
 
 
 def reshape(func: Rule, mesh: DeviceMesh, x: DTensor, *args: Any, **kwargs: Any) -> Any:
-    """The same elements in the same order under another shape."""
+    """Functions that keep the elements in order under another shape."""
     if any(isinstance(leaf, torch.dtype) for leaf in tree_leaves((args, kwargs))):
-        return NotImplemented  # view(dtype) reads bits anew
+        return NotImplemented  # view(dtype) reinterprets bits
     args, kwargs = tree_map(lambda leaf: whole_meta(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
     shape = func(whole_meta(x), *args, **kwargs).shape
     dim = _divided_dim(x, shape, mesh)
@@ -89,15 +80,14 @@ def reshape(func: Rule, mesh: DeviceMesh, x: DTensor, *args: Any, **kwargs: Any)
 
 
 def whole_meta(x: Tensor) -> Tensor:
-    """A tensor of the whole's shape, without memory."""
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
 def _divided_dim(x: DTensor, shape: Sequence[int], mesh: DeviceMesh) -> int | None:
-    """The dim along which a tensor is divided under another shape.
+    """The dim along which a tensor is divided after a reshape; None if there is none.
 
-    Along dim d a tensor is prod(shape[:d]) runs of elements, of which each rank has an even part. Under another shape
-    that is a division along the dim with as many runs before it, if its size divides.
+    A tensor divided along dim d is prod(shape[:d]) runs of elements, and each rank has an even part of every run. After
+    a reshape, the divided dim is the one with the same number of runs before it, if its size divides.
     """
     runs = prod(x.shape[: dim_of(x)])
     for dim, size in enumerate(shape):
@@ -136,14 +126,14 @@ def repeat_interleave(func: Rule, mesh: DeviceMesh, x: Tensor, repeats: Any, dim
 
 
 def split(func: Rule, mesh: DeviceMesh, x: DTensor, *args: Any, **kwargs: Any) -> Any:
-    """Also `chunk` and `split_with_sizes`, whose arguments have other names."""
+    """`split`, `chunk` and `split_with_sizes`, whose first arguments have different names."""
     if _split_dim(x, args, kwargs) == dim_of(x):
         return NotImplemented
     return tuple(divided(own, dim_of(x), mesh) for own in func(local(x), *args, **kwargs))
 
 
 def split_pieces(func: Rule, mesh: DeviceMesh, x: DTensor, *args: Any, **kwargs: Any) -> Any:
-    """A fused tensor comes apart without sending anything, if it is split into just its pieces."""
+    """Splitting a fused tensor into its pieces, which sends nothing."""
     dim, pieces = _split_dim(x, args, kwargs), pieces_of(x)
     expected = [own.shape[dim] for own in func(whole_meta(x), *args, **kwargs)]
     if dim != dim_of(x) or expected != [x.shape[dim] // pieces] * pieces:
@@ -157,7 +147,7 @@ def _split_dim(x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
 
 
 def reshape_pieces(func: Rule, mesh: DeviceMesh, x: DTensor, *args: Any, **kwargs: Any) -> Any:
-    """A fused tensor whose pieces get a dim of their own is divided along the next one."""
+    """Giving the pieces of a fused tensor a separate dim; the result is divided along the next dim."""
     shape = func(whole_meta(x), *args, **kwargs).shape
     lead, pieces = tuple(x.shape[:-1]), pieces_of(x)
     fits = dim_of(x) == x.dim() - 1 and tuple(shape[: x.dim()]) == (*lead, pieces) and len(shape) > x.dim()
@@ -187,22 +177,21 @@ def narrow(func: Rule, mesh: DeviceMesh, x: DTensor, dim: int, start: int, lengt
 
 
 def get_item(func: Rule, mesh: DeviceMesh, x: Tensor, index: Any) -> Any:
-    """Numbers, slices, None and an ellipsis, as long as they leave the divided dim whole."""
+    """Indexing with numbers, slices, None and an ellipsis that leaves the divided dim whole."""
     items = list(index) if isinstance(index, tuple) else [index]
     simple = all(item is None or item is Ellipsis or type(item) in (int, slice) for item in items)
     if not is_divided(x, mesh) or not simple:
         return NotImplemented
-    items = _without_ellipsis(items, x.dim())
-    before = _position(items, dim_of(x))
-    if not _is_all(items[before], x.shape[dim_of(x)]):
+    items, size = _without_ellipsis(items, x.dim()), x.shape[dim_of(x)]
+    place = [number for number, item in enumerate(items) if item is not None][dim_of(x)]  # None adds a new dim
+    if not isinstance(items[place], slice) or items[place].indices(size) != (0, size, 1):
         return NotImplemented
-    items[before] = slice(None)
-    result_dim = sum(type(item) is not int for item in items[:before])
-    return divided(local(x)[tuple(items)], result_dim, mesh)
+    items[place] = slice(None)
+    return divided(local(x)[tuple(items)], sum(type(item) is not int for item in items[:place]), mesh)
 
 
 def _without_ellipsis(items: list[Any], dims: int) -> list[Any]:
-    """One item for every dim."""
+    """Replace an ellipsis, so that every dim has an item."""
     missing = [slice(None)] * (dims - sum(item is not None and item is not Ellipsis for item in items))
     if not any(item is Ellipsis for item in items):
         return items + missing
@@ -210,17 +199,8 @@ def _without_ellipsis(items: list[Any], dims: int) -> list[Any]:
     return items[:place] + missing + items[place + 1 :]
 
 
-def _is_all(item: Any, size: int) -> bool:
-    return isinstance(item, slice) and item.indices(size) == (0, size, 1)
-
-
-def _position(items: list[Any], dim: int) -> int:
-    """Where the item for a dim stands; None stands for a new dim."""
-    return [number for number, item in enumerate(items) if item is not None][dim]
-
-
 def concatenate(func: Rule, mesh: DeviceMesh, tensors: Sequence[Tensor], dim: int = 0, **other: Any) -> Any:
-    # An empty cache of attention begins with a tensor of no elements, which torch passes over.
+    # torch skips empty tensors, with which an attention cache begins.
     tensors = [tensor for tensor in tensors if tuple(tensor.shape) != (0,)]
     first = next(tensor for tensor in tensors if is_divided(tensor, mesh))
     own = dim_of(first)
@@ -240,7 +220,7 @@ def stack(func: Rule, mesh: DeviceMesh, tensors: Sequence[Tensor], dim: int = 0,
 
 
 def along_a_dim(func: Rule, mesh: DeviceMesh, x: DTensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Softmax and the like: each row along a dim by itself."""
+    """Softmax and similar functions of each row along a dim."""
     if dim is None or dim % x.dim() == dim_of(x):
         return NotImplemented
     return divided(func(local(x), dim, *args, **kwargs), dim_of(x), mesh)
@@ -264,7 +244,7 @@ MEANS = (torch.mean, Tensor.mean)
 def layer_norm(
     func: Rule, mesh: DeviceMesh, x: Tensor, normalized_shape: Sequence[int], *args: Any, **kwargs: Any
 ) -> Any:
-    """Also RMSNorm. Weights are whole, and each rank has a share of their gradient."""
+    """LayerNorm and RMSNorm. Weights are whole, and each rank computes a share of their gradient."""
     if not is_divided(x, mesh) or dim_of(x) >= x.dim() - len(normalized_shape):
         return NotImplemented
     args, kwargs = tree_map(lambda leaf: shared(leaf, mesh) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
@@ -279,7 +259,7 @@ def _flat(values: Iterable[Any]) -> Iterable[int]:
             yield value
 
 
-def functions(names: str, *places: Any) -> set[Any]:
-    """The functions of these names in torch, torch.Tensor and torch.nn.functional, or in other places."""
-    found = (getattr(place, name, None) for name in names.split() for place in places or (torch, Tensor, F))
+def functions(names: str) -> set[Any]:
+    """The functions of these names in torch, torch.Tensor and torch.nn.functional."""
+    found = (getattr(place, name, None) for name in names.split() for place in (torch, Tensor, F))
     return {func for func in found if callable(func)}

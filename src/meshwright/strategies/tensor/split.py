@@ -1,9 +1,8 @@
 """Tensor parallelism: each rank holds a part of every linear layer, and computes with that part.
 
-Parameters stay plain tensors of the local size, so data strategies and optimizers take them as they are. When a layer
-is called, its parameters become parts of whole ones (`tensor_layout`), and the author's own `forward` runs on them by
-rules that give what it would give on whole tensors (`tensor_mode`). So whatever the model does in between, it computes
-the same; a function without a rule costs a gather, never a wrong number.
+Parameters are plain tensors of the local size, so data strategies and optimizers handle them like any others. During a
+layer's call its parameters become divided tensors (`layout.py`), and the author's `forward` runs on them by rules that
+give the results of whole tensors (`mode.py`). A function without a rule costs a gather, but is never wrong.
 """
 
 from __future__ import annotations
@@ -25,26 +24,17 @@ from meshwright.strategies.tensor.memory import as_parameter
 from meshwright.strategies.tensor.mode import mode_of, tensor_region
 from meshwright.torch_private.trees import tree_map
 
-__all__ = [
-    "as_sequence_shard",
-    "from_sequence_shard",
-    "gathered_functions",
-    "split_tensors",
-    "tensor_region",
-    "to_plain",
-]
-
 
 def split_tensors(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, blocks: Sequence[str]) -> Cuts:
-    """Divide a model on the meta device over the ranks of a one-dimensional mesh. Modules it lacks are passed over."""
+    """Divide a model on the meta device over a one-dimensional mesh. Modules that a stage lacks are skipped."""
     modules = dict(model.named_modules(remove_duplicate=False))
     rows = [row for row in plan.for_ranks(mesh.size()).divided if row.module in modules]
     cut_of = {id(p): cut for row in rows for p, cut in _cuts_of(modules[row.module], row, mesh)}
     cuts = _narrow_all(model, cut_of)
     for row in rows:
-        wrap_forward(
-            modules[row.module], partial(_with_parts, cuts=_own(cuts, row.module), mesh=mesh, sums=_sums(row, plan))
-        )
+        along = plan.sequence and row.role in ("row", "vocabulary")  # their results are sums over ranks
+        run = partial(_with_parts, cuts=_own(cuts, row.module), mesh=mesh, sums_along_sequence=along)
+        wrap_forward(modules[row.module], run)
     for name in (*blocks, ""):
         if name in modules:
             wrap_forward(modules[name], partial(_in_region, mesh=mesh))
@@ -62,8 +52,8 @@ def _cuts_of(module: nn.Module, row: TensorRow, mesh: DeviceMesh) -> Iterator[tu
 
 
 def _narrow_all(model: nn.Module, cut_of: dict[int, Cut]) -> Cuts:
-    """Wherever a parameter that is cut stands, also under its other names."""
-    named = model.named_parameters(remove_duplicate=False)  # one module may have several names, too
+    """Replace every parameter that is cut, also under its other names."""
+    named = model.named_parameters(remove_duplicate=False)  # modules may have several names as well
     cuts = {name: cut_of[id(parameter)] for name, parameter in named if id(parameter) in cut_of}
     narrowed: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -79,46 +69,48 @@ def _own(cuts: Cuts, module: str) -> Cuts:
     return {name: cut for name, cut in own.items() if "." not in name}
 
 
-def _sums(row: TensorRow, plan: TensorPlan) -> bool:
-    """Whether its result, a sum over ranks, goes on divided along the sequence."""
-    return plan.sequence and row.role in ("row", "vocabulary")
-
-
 def _in_region(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, *, mesh: DeviceMesh) -> Any:
     with tensor_region(mesh):
         return forward(*args, **kwargs)
 
 
 def _with_parts(
-    module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, *, cuts: Cuts, mesh: DeviceMesh, sums: bool
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    *,
+    cuts: Cuts,
+    mesh: DeviceMesh,
+    sums_along_sequence: bool,
 ) -> Any:
-    """Run a layer whose parameters are parts. Swapped for the call: data strategies must find the plain ones."""
+    """Run a layer with divided parameters, swapped in for the call because data strategies need the plain ones."""
     originals = {name: p for name in cuts if (p := module._parameters.get(name)) is not None}
     for name, parameter in originals.items():
         cut = cuts[name]
         module._parameters[name] = as_parameter(divided(parameter, cut.dim, mesh, cut.pieces))  # type: ignore[assignment]
     try:
-        with tensor_region(mesh), along_sequence(sums):
+        with tensor_region(mesh), along_sequence(sums_along_sequence):
             return forward(*args, **kwargs)
     finally:
         module._parameters.update(originals)
 
 
 def to_plain(tree: Any, mesh: DeviceMesh) -> Any:
-    """Divided tensors whole, on every rank; differentiable."""
+    """Gather the divided tensors of a tree on every rank, differentiably."""
     return tree_map(lambda leaf: whole(leaf, mesh) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def gathered_functions(mesh: DeviceMesh) -> dict[str, int]:
-    """How often functions ran on gathered tensors so far, by name."""
+    """The number of runs of each function on gathered tensors so far."""
     return dict(mode_of(mesh).gathered)
 
 
 def as_sequence_shard(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's part of a block's output along its sequence, as a plain tensor that a pipeline can send."""
+    """This rank's part of a block's output along the sequence, as a plain tensor that a pipeline can send."""
     return part(x, SEQUENCE, mesh)
 
 
 def from_sequence_shard(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A block's input again, from the part of it that was received."""
+    """A block's divided input, from the part that was received."""
     return divided(local, SEQUENCE, mesh)

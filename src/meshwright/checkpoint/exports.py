@@ -43,15 +43,16 @@ def export(
     with reading(path):
         folder = find_checkpoint(path)
         manifest = read_manifest(folder)
-    content = kind.lay(manifest)
+    content = kind.choose(manifest)
     content = replace(content, items=[_as_dtype(item, cast) for item in content.items])
     with reading(out):
         refuse_taken(out)
     _refuse_inside(out, folder)
     with reading(folder):
         raise_damage(folder, inspect(folder, manifest, progress))
-    alone = {content.alone: content.items}
-    shards = alone if content.alone else _name_shards(kind.format, pack(content.items, limit))
+    packed = [content.items] if content.alone else pack(content.items, limit)
+    names = [content.alone] if content.alone else kind.format.file_names(len(packed))
+    shards = dict(zip(names, packed, strict=True))
     sizes = _write(out, shards, kind.format, content, WholeTensors(folder, manifest), progress)
     return {
         **{"path": str(folder), "to": to, "out": str(out), "dtype": dtype},
@@ -80,8 +81,8 @@ def all_names(manifest: Manifest, *, shared: bool) -> Content:
     """Every name of the model's `state_dict`, tied ones too, so that `load_state_dict` accepts it."""
     items: list[Item] = []
     for key, names in _named(manifest):
-        together = [names] if shared else [(name,) for name in names]
-        items += [_item(manifest, key, some) for some in together]
+        groups = [names] if shared else [(name,) for name in names]
+        items += [_item(manifest, key, group) for group in groups]
     return Content(items=items)
 
 
@@ -141,7 +142,7 @@ class _Kind:
     """One choice of `--to`."""
 
     format: Format
-    lay: Callable[[Manifest], Content]
+    choose: Callable[[Manifest], Content]
 
 
 _KINDS = {
@@ -193,17 +194,8 @@ def _as_dtype(item: Item, dtype: torch.dtype | None) -> Item:
     return item if dtype is None or not item.dtype.is_floating_point else replace(item, dtype=dtype)
 
 
-def _name_shards(form: Format, shards: list[list[Item]]) -> dict[str, list[Item]]:
-    return dict(zip(form.file_names(len(shards)), shards, strict=True))
-
-
 def _write(
-    out: Path,
-    shards: dict[str, list[Item]],
-    form: Format,
-    content: Content,
-    tensors: WholeTensors,
-    progress: Progress,
+    out: Path, shards: dict[str, list[Item]], form: Format, content: Content, tensors: WholeTensors, progress: Progress
 ) -> list[tuple[str, int]]:
     """Write all files; return their names and sizes."""
     total = sum(item.bytes for items in shards.values() for item in items)
@@ -213,9 +205,8 @@ def _write(
         if len(shards) > 1:
             write_durably(temporary / form.index, index_of(shards))
         if content.config is not None:
-            write_durably(
-                temporary / content.config_file, _config(content.config, shards, of_adapter=bool(content.alone))
-            )
+            text = _config(content.config, shards, of_adapter=bool(content.alone))
+            write_durably(temporary / content.config_file, text)
         return [(path.name, path.stat().st_size) for path in sorted(temporary.iterdir())]
 
 
@@ -231,9 +222,8 @@ def _read(tensors: WholeTensors, item: Item) -> torch.Tensor:
 
 def _config(config: Mapping[str, Any], shards: dict[str, list[Item]], *, of_adapter: bool) -> str:
     """The config with the dtype that was written: transformers loads the weights in that dtype."""
-    if of_adapter:
-        return json.dumps(config, indent=2, sort_keys=True) + "\n"
-    dtypes = [item.dtype for items in shards.values() for item in items if item.dtype.is_floating_point]
-    kept = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
-    found = {"dtype": str(dtypes[0]).removeprefix("torch.")} if dtypes else {}
-    return json.dumps(kept | found, indent=2, sort_keys=True) + "\n"
+    if not of_adapter:
+        dtypes = [item.dtype for items in shards.values() for item in items if item.dtype.is_floating_point]
+        config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+        config |= {"dtype": str(dtypes[0]).removeprefix("torch.")} if dtypes else {}
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"

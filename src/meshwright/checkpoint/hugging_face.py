@@ -23,9 +23,9 @@ def hugging_face_of(model: nn.Module, names: Collection[str]) -> dict[str, Any] 
         return None
     prefix, module = found
     config: Any = module.config
-    told = {"prefix": prefix, "config": {**config.to_diff_dict(), "architectures": _kinds(module)[:1]}}
+    described = {"prefix": prefix, "config": {**config.to_diff_dict(), "architectures": _kinds(module)[:1]}}
     adapted = next((one for one in model.named_modules() if "PeftModel" in _kinds(one[1], "peft.")), None)
-    return told if adapted is None else told | {"adapter": _adapter(adapted[0], adapted[1], names)}
+    return described if adapted is None else described | {"adapter": _adapter(adapted[0], adapted[1], names)}
 
 
 def _adapter(prefix: str, module: Any, names: Collection[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ ROW, ABOVE, BELOW = 44, 30, 30
 """Pixels of a rank's row, of the buttons above, and of the axis."""
 GAP = 0.04
 """Share of the width that marks an omitted part."""
-WORTH = 0.4
+LEAST_OMITTED = 0.4
 """The smallest share of a step that is worth omitting."""
 WORK_WIDTH, SEND_WIDTH, SEND_BELOW = 0.66, 0.12, 0.41
 """Shares of a rank's row; sends are drawn below its middle."""
@@ -36,7 +36,7 @@ class Window:
 def windows(timeline: Timeline, drawn: int) -> tuple[Window, ...]:
     """The whole step, or its start and end if it has many more pieces than `drawn`."""
     share = drawn / max(1, len(timeline.pieces)) / 2
-    if 2 * share >= 1 - WORTH:
+    if 2 * share >= 1 - LEAST_OMITTED:
         return (Window(start=0.0, end=timeline.total or 1.0, domain=(0.0, 1.0)),)
     total, width = timeline.total, (1 - GAP) / 2
     return (
@@ -78,7 +78,7 @@ def _idle(timeline: Timeline, rank: int) -> str:
 def _trace(timeline: Timeline, kind: str, place: int, window: Window) -> Values:
     """All pieces of one kind in one window. Micro-batches alternate in shade."""
     pieces = [piece for piece in timeline.pieces if piece.kind == kind and window.shows(piece)]
-    is_sent, colour = kind == SEND, WORK[kind]
+    is_send, colour = kind == SEND, WORK[kind]
     return {
         "type": "bar",
         "orientation": "h",
@@ -86,13 +86,13 @@ def _trace(timeline: Timeline, kind: str, place: int, window: Window) -> Values:
         "xaxis": _axis_name(place),
         "base": [1e3 * piece.start for piece in pieces],
         "x": [1e3 * piece.seconds for piece in pieces],
-        "y": [piece.rank + (SEND_BELOW if is_sent else 0.0) for piece in pieces],
-        "width": SEND_WIDTH if is_sent else WORK_WIDTH,
+        "y": [piece.rank + (SEND_BELOW if is_send else 0.0) for piece in pieces],
+        "width": SEND_WIDTH if is_send else WORK_WIDTH,
         "marker": {
             "color": variable(colour),
             "opacity": [0.7 if (piece.micro_batch or 0) % 2 else 1.0 for piece in pieces],
         },
-        "text": ["" if is_sent or piece.micro_batch is None else str(piece.micro_batch) for piece in pieces],
+        "text": ["" if is_send or piece.micro_batch is None else str(piece.micro_batch) for piece in pieces],
         "textposition": "inside",
         "insidetextanchor": "middle",
         "textangle": 0,
@@ -154,5 +154,4 @@ def _dots(rank: int) -> Values:
 
 def _keys(kinds: list[str], count: int) -> Iterator[Key]:
     for number, kind in enumerate(kinds):
-        traces = tuple(range(number * count, (number + 1) * count))
-        yield Key(label=kind, colour=WORK[kind], traces=traces)
+        yield Key(label=kind, colour=WORK[kind], traces=tuple(range(number * count, (number + 1) * count)))

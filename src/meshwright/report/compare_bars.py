@@ -66,5 +66,5 @@ def _lane(row: Row, quantity: Quantity, total: str) -> Lane:
     if forecast and forecast.get(quantity.key):
         bars[FORECAST] = quantity.bar(forecast[quantity.key], forecast[total])
     off = (forecast or {}).get("error", {}).get(quantity.key)
-    aside = bars[MEASURED].total + ("" if off is None else f", forecast {off:+.0%}")
-    return Lane(strategy=row["strategy"], aside=aside, bars=bars)
+    error = "" if off is None else f", forecast {off:+.0%}"
+    return Lane(strategy=row["strategy"], total=f"{bars[MEASURED].total}{error}", bars=bars)

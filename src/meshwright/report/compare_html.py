@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.compare.rank import CHECKED
 from meshwright.facts.timeline import Timeline
 from meshwright.report.charts_bars import bar_plot
-from meshwright.report.compare import against, equality, show, speed_unit
+from meshwright.report.compare import equality, show, speed_unit, with_error
 from meshwright.report.compare_bars import memory_chart, time_chart
 from meshwright.report.compare_curves import curves_plot, loss_curves
 from meshwright.report.compare_mesh import draw_meshes
@@ -120,8 +120,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         show(row["comm_exposed"], ".1%"),
         show(row["bubble"], ".1%"),
         equality(row),
-        against(forecast.get("step_ms"), row["step_ms"]),
-        against(forecast.get("peak_mib"), row["peak_mib"]),
+        with_error(forecast.get("step_ms"), row["step_ms"]),
+        with_error(forecast.get("peak_mib"), row["peak_mib"]),
     )
 
 

@@ -59,8 +59,7 @@ def simulate(
     """Simulate a schedule; a whole backward pass costs the sum of its two parts, and a pair the sum of its two actions.
 
     `send` is the time a result travels between ranks, which compute meanwhile. Idle steps in the rows are ignored: a
-    rank
-    starts each action as soon as it can.
+    rank starts each action as soon as it can.
     """
     check_complete(schedule)
     _check_seconds("send", send)

@@ -36,7 +36,7 @@ class Family:
     gap_divisor: int = 1
     """In each step a rank waits for the other ranks' work on one micro-batch, divided by this."""
     in_flight: Callable[[int, int, int], int] | None = None
-    """Micro-batches whose activations a rank keeps, from rank, ranks and micro-batches; None: count them in a schedule."""
+    """Micro-batches whose activations a rank keeps, from rank, ranks and micro-batches; None: it must be counted."""
     searched: bool = False
     """Whether the planner considers it by default. `gpipe` holds more than `1f1b` and is no faster; `zb` is between
     `1f1b` and `zbv`."""

@@ -48,8 +48,6 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class DeepSpeedFolder:
-    """The content of a folder."""
-
     tensors: dict[str, torch.Tensor]
     """Parameters (fp32 masters if there are any) and buffers."""
     training: TrainingState
@@ -162,8 +160,8 @@ def _read_stage_1_or_2(model: Mapping[str, Any], states: list[dict[str, Any]]) -
     names = [list(group) for group in shapes]
     masters = {name: torch.cat(pieces[name]).view(tuple(shape)) for group in shapes for name, shape in group.items()}
     tensors = _parameters(model["module"]) | masters | _tied(model, masters)
-    scale = _loss_scale(states[0])
-    training = _training(model, stage=_stage(states[0]), groups=groups, names=names, slots=slots, loss_scale=scale)
+    stage, scale = _stage(states[0]), _loss_scale(states[0])
+    training = _training(model, stage=stage, groups=groups, names=names, slots=slots, loss_scale=scale)
     return DeepSpeedFolder(tensors, training)
 
 

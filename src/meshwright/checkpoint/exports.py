@@ -38,12 +38,12 @@ def export(
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """Write the model's weights into the new folder `out`, after checking everything."""
-    kind, limit = _choose("--to", to, _KINDS), _size(shard_size)
+    (form, content_of), limit = _choose("--to", to, _TARGETS), _size(shard_size)
     cast = None if dtype is None else _choose("--dtype", dtype, dict(sorted(DTYPES.items())))
     with reading(path):
         folder = find_checkpoint(path)
         manifest = read_manifest(folder)
-    content = kind.choose(manifest)
+    content = content_of(manifest)
     content = replace(content, items=[_as_dtype(item, cast) for item in content.items])
     with reading(out):
         refuse_taken(out)
@@ -51,9 +51,9 @@ def export(
     with reading(folder):
         raise_damage(folder, inspect(folder, manifest, progress))
     packed = [content.items] if content.alone else pack(content.items, limit)
-    names = [content.alone] if content.alone else kind.format.file_names(len(packed))
+    names = [content.alone] if content.alone else form.file_names(len(packed))
     shards = dict(zip(names, packed, strict=True))
-    sizes = _write(out, shards, kind.format, content, WholeTensors(folder, manifest), progress)
+    sizes = _write(out, shards, form, content, WholeTensors(folder, manifest), progress)
     return {
         **{"path": str(folder), "to": to, "out": str(out), "dtype": dtype},
         "tensors": sum(len(item.names) for item in content.items),
@@ -137,26 +137,18 @@ def _refuse_other_names(config: Mapping[str, Any], names: list[str]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """One choice of `--to`."""
-
-    format: Format
-    choose: Callable[[Manifest], Content]
-
-
-_KINDS = {
-    "safetensors": _Kind(SAFETENSORS, lambda manifest: all_names(manifest, shared=SAFETENSORS.shares)),
-    "torch": _Kind(TORCH, lambda manifest: all_names(manifest, shared=TORCH.shares)),
-    "hf": _Kind(SAFETENSORS, of_hugging_face),
+_TARGETS: dict[str, tuple[Format, Callable[[Manifest], Content]]] = {
+    "safetensors": (SAFETENSORS, lambda manifest: all_names(manifest, shared=SAFETENSORS.shares)),
+    "torch": (TORCH, lambda manifest: all_names(manifest, shared=TORCH.shares)),
+    "hf": (SAFETENSORS, of_hugging_face),
 }
 
 
 def _choose(option: str, word: str, choices: Mapping[str, Any]) -> Any:
     if word in choices:
         return choices[word]
-    close = get_close_matches(word, choices, n=1)
-    advice = f"; did you mean {close[0]!r}?" if close else "."
+    near = get_close_matches(word, choices, n=1)
+    advice = f"; did you mean {near[0]!r}?" if near else "."
     raise BadInput(f"{option} must be one of {', '.join(choices)}, not {word!r}{advice}")
 
 

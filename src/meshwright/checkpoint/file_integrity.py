@@ -50,7 +50,8 @@ def find_wrong_files(folder: Path, manifest: Manifest) -> Iterator[Damage]:
     present = {path.name for path in folder.iterdir()}
     expected = {*manifest.files, MANIFEST, DIGESTS}
     for name in sorted(expected - present):
-        yield Damage(name, "is missing, and with it", _tensors_in(name, manifest))
+        tensors = _once(tensor for tensor, _, _ in manifest.chunks_in(name))
+        yield Damage(name, "is missing, and with it", tensors)
     for name in sorted(present - expected):
         yield Damage(name, "does not belong to it")
     for name in sorted(expected & present):
@@ -94,7 +95,3 @@ def _sha256(file: FileIO, length: int, buffer: bytearray) -> str:
 
 def _once(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
-
-
-def _tensors_in(name: str, manifest: Manifest) -> tuple[str, ...]:
-    return _once(tensor for tensor, _, _ in manifest.chunks_in(name))

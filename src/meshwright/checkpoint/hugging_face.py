@@ -40,15 +40,12 @@ def _adapter(prefix: str, module: Any, names: Collection[str]) -> dict[str, Any]
         module, state_dict=stand_ins, adapter_name=adapters[0], save_embedding_layers=False
     )
     config = {**module.peft_config[adapters[0]].to_dict(), "inference_mode": True}
+    text = json.dumps(config, default=lambda value: sorted(value) if isinstance(value, set | frozenset) else str(value))
     return {
         "adapters": adapters,
-        "config": json.loads(json.dumps(config, default=_as_json)),
+        "config": json.loads(text),
         "names": {theirs: ours[id(tensor)] for theirs, tensor in saved.items() if id(tensor) in ours},
     }
-
-
-def _as_json(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set | frozenset) else str(value)
 
 
 def differing_names(config: Mapping[str, Any], written: Collection[str]) -> tuple[list[str], list[str]]:

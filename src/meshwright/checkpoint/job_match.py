@@ -13,7 +13,6 @@ from meshwright.checkpoint.dcp_planner import State
 from meshwright.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
 from meshwright.checkpoint.parts import add_parts
 from meshwright.errors import WrongCheckpoint
-from meshwright.facts.model import ModelFacts
 
 
 def match_run(trainer: Trainer, manifest: Manifest, own: State) -> State:
@@ -29,11 +28,6 @@ def match_run(trainer: Trainer, manifest: Manifest, own: State) -> State:
     for name, held in own.items():
         add_parts(state, sources[name], held)
     return state
-
-
-def job_shapes(facts: ModelFacts, buffers: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes that a checkpoint must hold for a model."""
-    return {MODEL + p.name: p.shape for p in facts.parameters} | {MODEL + n: shape for n, shape in buffers.items()}
 
 
 def match_names(

@@ -114,7 +114,7 @@ class _Slots:
     ) -> None:
         """`whole` is the unsharded parameter's shape, which the checkpoint uses."""
         slot = key.rpartition("/")[2]
-        # For a parameter without dims, only the name tells a counter from a moment, as in torch.optim.
+        # For a parameter without dims, only the name distinguishes a counter from a moment, as in torch.optim.
         if entry.shape == whole and (entry.shape or (slot != "step" and ":" not in slot)):
             dtype = parameter.dtype if entry.torch_dtype.is_floating_point else entry.torch_dtype
             there = self._there.get(parameter, {}).get(slot)

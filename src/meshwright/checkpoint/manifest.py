@@ -208,8 +208,6 @@ def _entry(entry: dict[str, Any]) -> Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class _Group:
-    """One parameter group of the optimizer."""
-
     names: tuple[str, ...]
     values: Mapping[str, Any]
 
@@ -240,8 +238,7 @@ def _check_values(run_state: RunState) -> None:
 
 
 def _check_rate(rate: Any) -> None:
-    is_number = isinstance(rate, int | float) or (torch.is_tensor(rate) and rate.numel() == 1)
-    if rate is not None and not is_number:
+    if not (rate is None or isinstance(rate, int | float) or (torch.is_tensor(rate) and rate.numel() == 1)):
         raise ValueError(f"a learning rate is {shown(rate)}")
 
 
@@ -257,9 +254,8 @@ def _read(path: Path) -> str:
     except Unreadable as error:
         if error.missing and path.name != DIGESTS and not any(path.parent.glob("*.safetensors")):
             raise CheckpointError(f"{path.parent} is not a checkpoint: it has no {path.name}.") from None
-        raise DamagedCheckpoint(
-            f"{path} is missing." if error.missing else f"{path} is damaged: {error.why}."
-        ) from None
+        problem = "missing" if error.missing else f"damaged: {error.why}"
+        raise DamagedCheckpoint(f"{path} is {problem}.") from None
 
 
 def _damaged(folder: Path, what: str) -> DamagedCheckpoint:

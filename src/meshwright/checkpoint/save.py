@@ -60,7 +60,6 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until no save is in progress."""
         running, self._running = self._running, None
         if running is not None:
             running.result()

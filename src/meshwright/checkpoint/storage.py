@@ -78,13 +78,10 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
-        results: list[WriteResult] = []
-        if plan.items:
-            name = f"rank-{self._rank:05d}.safetensors"
-            # Large elements first: this aligns every tensor to its element size.
-            items = sorted(plan.items, key=lambda item: -_data(item).properties.dtype.itemsize)
-            results = list(_write_file(self.folder / name, items, planner))
-        future.set_result(results)
+        path = self.folder / f"rank-{self._rank:05d}.safetensors"
+        # Large elements first: this aligns every tensor to its element size.
+        items = sorted(plan.items, key=lambda item: -_data(item).properties.dtype.itemsize)
+        future.set_result(list(_write_file(path, items, planner)) if items else [])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -194,7 +191,6 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def flush(file: IO[Any]) -> None:
-    """Flush a file to disk."""
     file.flush()
     os.fsync(file.fileno())
 

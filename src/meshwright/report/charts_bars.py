@@ -36,7 +36,6 @@ class _Rows:
 
 
 def bar_plot(chart: Chart) -> Plot:
-    """The figure of a chart."""
     rows = _Rows(kinds=tuple(chart.colours))
     data, legends = list(_traces(chart, rows)), tuple(_legends(chart))
     return Plot(words=chart.words, data=data, layout=_layout(chart, rows), legends=legends)

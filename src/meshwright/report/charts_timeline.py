@@ -79,19 +79,17 @@ def _trace(timeline: Timeline, kind: str, place: int, window: Window) -> Values:
     """All pieces of one kind in one window. Micro-batches alternate in shade."""
     pieces = [piece for piece in timeline.pieces if piece.kind == kind and window.shows(piece)]
     is_send, colour = kind == SEND, WORK[kind]
+    opacities = [0.7 if (piece.micro_batch or 0) % 2 else 1.0 for piece in pieces]
     return {
         "type": "bar",
         "orientation": "h",
         "name": kind,
-        "xaxis": _axis_name(place),
+        "xaxis": f"x{place + 1}" if place else "x",
         "base": [1e3 * piece.start for piece in pieces],
         "x": [1e3 * piece.seconds for piece in pieces],
         "y": [piece.rank + (SEND_BELOW if is_send else 0.0) for piece in pieces],
         "width": SEND_WIDTH if is_send else WORK_WIDTH,
-        "marker": {
-            "color": variable(colour),
-            "opacity": [0.7 if (piece.micro_batch or 0) % 2 else 1.0 for piece in pieces],
-        },
+        "marker": {"color": variable(colour), "opacity": opacities},
         "text": ["" if is_send or piece.micro_batch is None else str(piece.micro_batch) for piece in pieces],
         "textposition": "inside",
         "insidetextanchor": "middle",
@@ -112,22 +110,12 @@ def piece_lines(piece: Piece) -> list[str]:
     return [f"{subject}{about}", *target, f"{1e3 * piece.seconds:,.3f} ms", when, *parts]
 
 
-def _axis_name(place: int) -> str:
-    return f"x{place + 1}" if place else "x"
-
-
 def _layout(timeline: Timeline, shown: tuple[Window, ...]) -> Values:
-    ranks = range(timeline.ranks)
-    axes = {
-        f"xaxis{place + 1 if place else ''}": axis(
-            "ms",
-            domain=list(window.domain),
-            range=[1e3 * window.start, 1e3 * window.end],
-            minallowed=1e3 * window.start,
-            maxallowed=1e3 * window.end,
-        )
-        for place, window in enumerate(shown)
-    }
+    ranks, axes = range(timeline.ranks), {}
+    for place, window in enumerate(shown):
+        start, end = 1e3 * window.start, 1e3 * window.end
+        name = f"xaxis{place + 1 if place else ''}"
+        axes[name] = axis("ms", domain=list(window.domain), range=[start, end], minallowed=start, maxallowed=end)
     return shared_layout(
         timeline.ranks * ROW + ABOVE + BELOW,
         barmode="overlay",

@@ -13,7 +13,6 @@ from meshwright.units import show_bytes, show_count
 
 
 def show_page(document: dict[str, Any]) -> Group:
-    """What a checkpoint holds."""
     parts: list[RenderableType] = [_overview(document), _files(document["files"])]
     if document["optimizer"] is not None:
         parts.insert(1, _groups(document["optimizer"]))
@@ -29,13 +28,11 @@ def check_page(document: dict[str, Any]) -> Text:
 
 
 def export_page(document: dict[str, Any]) -> Group:
-    """What was exported."""
     count = f"{document['tensors']} tensors, {show_bytes(document['bytes'])}"
     return Group(_files(document["files"], f"{document['out']}: {count}"), *_left_out(document))
 
 
 def import_page(document: dict[str, Any]) -> Group:
-    """What was imported."""
     off, on = document["prefix"]["off"], document["prefix"]["on"]
     lines = [
         f"{document['path']}: {document['tensors']} tensors, {show_count(document['parameters'])} parameters, "

@@ -24,7 +24,6 @@ class Curve:
 
     @property
     def cells(self) -> list[str]:
-        """The exact figures."""
         return ["none" if loss is None else f"{loss:.6f}" for loss in self.losses]
 
 

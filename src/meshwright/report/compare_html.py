@@ -31,7 +31,6 @@ def write_page(document: Row, path: Path) -> None:
 
 
 def page(document: Row) -> str:
-    """The page as text."""
     rows = [row for row in document["results"] if row["status"] == "ok"]
     curves = loss_curves([*rows, *(one for one in document["references"] if one["status"] == "ok")], checked=CHECKED)
     charts = (time_chart(rows), memory_chart(rows)) if rows else ()
@@ -106,7 +105,6 @@ def _columns(document: Row) -> tuple[str, ...]:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    """The cells of a row of the table."""
     forecast = row["forecast"] or {}
     spread = "-" if row["step_ms"] is None else f"{row['step_ms_low']:,.1f} to {row['step_ms_high']:,.1f}"
     return (

@@ -19,7 +19,6 @@ def render_page(name: str, *, has_charts: bool, **shown: Any) -> str:
 
 
 def template(name: str) -> Template:
-    """A template in this folder."""
     return environment("report").get_template(name)
 
 

@@ -13,7 +13,6 @@ from meshwright.units import show_bytes
 
 
 def layout_page(document: dict[str, Any]) -> Group:
-    """Everything in the document of `layout`."""
     mesh = " x ".join(f"{name} {size}" for name, size in document["mesh"].items()) or "one process"
     parts: list[RenderableType] = [Text(f"{document['strategy']} on {document['ranks']} ranks: {mesh}", style="bold")]
     if "tensor" in document:

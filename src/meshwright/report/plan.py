@@ -18,7 +18,6 @@ REASONS = 6
 
 
 def plan_page(document: dict[str, Any]) -> RenderableType:
-    """What `plan` prints."""
     plans = document["plans"]
     parts: list[RenderableType] = []
     if plans:

@@ -13,7 +13,6 @@ from meshwright.units import show_bytes, show_seconds
 
 
 def probe_page(document: dict[str, Any]) -> Group:
-    """Everything in the document of `probe`."""
     ranks = f"{document['ranks']} rank{'s' * (document['ranks'] > 1)}"
     title = f"{document['machine']}, {ranks}, torch {document['torch']}: {document['seconds']:.0f} s"
     parts: list[RenderableType] = [Text(title, style="bold"), _device(document), _matmuls(document["matmul"])]

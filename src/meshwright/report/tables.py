@@ -31,7 +31,6 @@ def make_list(title: str | Text, *, justify: Literal["left", "right"] = "right")
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
-    """The summary of a training run."""
     ranks = f"{summary['ranks']} {summary['device']} rank{'s' * (summary['ranks'] > 1)}"
     table = make_list(f"{summary['strategy']} on {ranks}")
     resumed = f" (resumed at {summary['resumed_at']})" if summary["resumed_at"] else ""

@@ -32,8 +32,6 @@ class Spent:
 
 @dataclass(frozen=True)
 class Row:
-    """One rank of the pipeline."""
-
     rank: int
     spent: tuple[Spent, ...]
 
@@ -49,7 +47,6 @@ class Drawing:
 
 
 def draw(timeline: Timeline, *, drawn: int = DRAWN) -> Drawing:
-    """Draw a timeline, and make its tables."""
     return Drawing(
         strategy=timeline.strategy,
         note=_note(timeline, left_out(timeline, drawn)),

@@ -41,7 +41,6 @@ def process_name(process: int, name: str) -> Event:
 
 
 def track_names(process: int, track: int, name: str) -> Iterator[Event]:
-    """A track's name and position."""
     for about, arguments in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": track})):
         yield {"ph": "M", "pid": process, "tid": _number(process, track), "name": about, "args": arguments}
 

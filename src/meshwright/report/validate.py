@@ -13,7 +13,6 @@ from meshwright.report.tables import make_table
 
 
 def validate_page(document: dict[str, Any], outcomes: Sequence[ScoredRun], worst: int) -> RenderableType:
-    """The output of `validate`."""
     table = make_table(f"{document['rows']} measured runs", ("",), ("rows", "mean error", "median error", "bias"))
     for name in ("memory", "time"):
         found = document[name]

@@ -1,4 +1,4 @@
-"""Draw the decision guide: what the planner chooses by model size and device memory, compared with the usual rules of thumb.
+"""Draw the decision guide: the planner's choices by model size and device memory, compared with rules of thumb.
 
 python docs/decision_guide.py                        # writes docs/decision-guide.md, in some minutes
 python docs/decision_guide.py --models gpt2 --print  # some of it, on the terminal
@@ -35,8 +35,8 @@ three of four cases. For your own model, run `meshwright plan JOB --on CLUSTER`.
 
 Eight devices of one node; AdamW; a step of {tokens:,} tokens, in samples of 1,024 tokens (GPT-2) or 2,048. bf16 with
 fp32 masters, and fp16 on V100, which has no bf16. All data, tensor and pipeline axes, recomputing and offloading of the
-optimizer are searched; nothing is compiled. Of the plans within {tie} of the fastest, the simplest is chosen. The memory
-available to tensors is {rooms}.
+optimizer are searched; nothing is compiled. Of the plans within {tie} of the fastest, the simplest is chosen. The
+memory available to tensors is {rooms}.
 
 ## The first choice
 

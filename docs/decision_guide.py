@@ -1,4 +1,4 @@
-"""Draw the decision guide: what the planner chooses by model size and device memory, beside the usual rules of thumb.
+"""Draw the decision guide: the planner's choices by model size and device memory, compared with rules of thumb.
 
 python docs/decision_guide.py                        # writes docs/decision-guide.md, in some minutes
 python docs/decision_guide.py --models gpt2 --print  # some of it, on the terminal
@@ -30,21 +30,21 @@ COMMAND = "python docs/decision_guide.py"
 INTRODUCTION = """# Which strategy? A guide by model and memory
 
 What the planner would choose, and where it disagrees with the usual rules of thumb. Written by `{command}` from
-forecasts, not from runs: closed forms, which published runs are within 10 % of in memory and within 20 % of in time,
-three times in four. For your own model ask `meshwright plan JOB --on CLUSTER`.
+forecasts, not from runs: closed forms, which are within 10 % of published runs in memory and within 20 % in time, in
+three of four cases. For your own model, run `meshwright plan JOB --on CLUSTER`.
 
 Eight devices of one node; AdamW; a step of {tokens:,} tokens, in samples of 1,024 tokens (GPT-2) or 2,048. bf16 with
 fp32 masters, and fp16 on V100, which has no bf16. All data, tensor and pipeline axes, recomputing and offloading of the
-optimizer are searched; nothing is compiled. Of plans within {tie} of the fastest the plainest is taken. Tensors can
-have {rooms}.
+optimizer are searched; nothing is compiled. Of the plans within {tie} of the fastest, the simplest is chosen. The
+memory available to tensors is {rooms}.
 
 ## The first choice
 
-Axes and policies; time of a step and reserved memory of a device; how the next plainer way fares: how much longer its
-step is, or what it needs at least."""
+Each cell has the axes and policies, the time of a step and the reserved memory of a device, and a comparison with the
+next simpler strategy: how much longer its step takes, or how much memory it needs at least."""
 FILE = Path(__file__).parent / "decision-guide.md"
 TOKENS = 2**19
-"""Of one step, whatever the model."""
+"""Tokens of one step, for every model."""
 MODELS = {
     "gpt2": 1024,
     "gpt2-large": 1024,
@@ -212,7 +212,7 @@ def held_against(first: Plan, found: SearchResult, name: str, takes: Callable[[S
     longer = best.forecast.step / first.forecast.step - 1
     if longer > TIE:
         return f"{name}: {percent(longer)} slower"
-    return f"{name}: as fast, with less room" if best.forecast.peak > first.forecast.peak else f"{name}: as fast"
+    return f"{name}: as fast, with less memory left" if best.forecast.peak > first.forecast.peak else f"{name}: as fast"
 
 
 def fastest(found: SearchResult, takes: Callable[[Strategy], bool]) -> Plan | None:
@@ -243,7 +243,7 @@ def comparison(plan: Plan, first: Plan) -> str:
     saved = gib(first.forecast.peak - plan.forecast.peak)
     memory = f"holds {abs(saved):.1f} GiB {'less' if saved > 0 else 'more'}"
     if longer <= TIE:
-        return f"is as fast, as far as we know, and {memory}"
+        return f"is equally fast within the error bar and {memory}"
     change = plan.forecast - first.forecast
     cause, seconds = max(change.time.items(), key=lambda part: part[1])
     return f"takes {percent(longer)} longer ({show_seconds(seconds)} more of {CAUSES.get(cause, cause)}) and {memory}"
@@ -264,7 +264,7 @@ def introduction() -> str:
 
 
 def paragraph(text: str, indent: str = "") -> str:
-    """Lines as long as those of other pages; what stands in backticks stays together."""
+    """Wrap like other pages; code in backticks is not split."""
     joined = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), " ".join(text.split()))
     filled = textwrap.fill(joined, 120, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
     return filled.replace("\0", " ")
@@ -299,7 +299,7 @@ def show_cell(cell: Cell) -> str:
 
 
 def rules(cells: list[Cell]) -> str:
-    parts = ["## Beside the rules of thumb"]
+    parts = ["## Compared with the rules of thumb"]
     for rule in RULES:
         concerned = [cell for cell in cells if cell.subject.rule is rule and cell.device.memory >= rule.memory]
         if concerned:

@@ -116,8 +116,8 @@ def test_something_in_the_way(run: Run, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").touch()
     (tmp_path / "file").write_text("mine")
-    for name in ("taken", "file"):
-        with pytest.raises(OutputError, match=f"{name} already exists and is not empty"):
+    for name, problem in {"taken": "already exists and is not empty", "file": "is a file"}.items():
+        with pytest.raises(OutputError, match=f"{name} {problem}"):
             run.save(tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken"]
     (tmp_path / "empty").mkdir()

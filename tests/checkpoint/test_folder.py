@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.folder import RunFolder, find_checkpoint, list_checkpoints, read_latest, refuse_existing
+from meshwright.checkpoint.atomic_folder import refuse_taken
+from meshwright.checkpoint.folder import RunFolder, find_checkpoint, list_checkpoints, read_latest
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.errors import CheckpointError, OutputError
 
@@ -205,15 +206,15 @@ def test_other_files_are_left_alone(folder: Path) -> None:
 
 
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
-    refuse_existing(tmp_path / "new")
+    refuse_taken(tmp_path / "new")
     (tmp_path / "empty").mkdir()
-    refuse_existing(tmp_path / "empty")
+    refuse_taken(tmp_path / "empty")
     (tmp_path / "full" / "inner").mkdir(parents=True)
     with pytest.raises(OutputError, match="full already exists and is not empty"):
-        refuse_existing(tmp_path / "full")
+        refuse_taken(tmp_path / "full")
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OutputError, match="file"):
-        refuse_existing(tmp_path / "file")
+        refuse_taken(tmp_path / "file")

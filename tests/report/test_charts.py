@@ -37,7 +37,7 @@ PIECES = (
 def bars(name: str) -> Plot:
     quantity = Quantity(key="memory", unit="GiB", colours=colours.MEMORY, total="{:.1f} GiB".format, exact=str)
     both = quantity.bar({"parameters": 1.0, name: 2.0}, 3.0), quantity.bar({"parameters": 4.0}, 4.0)
-    lane = Lane(strategy=name, aside="3.0 GiB", bars=dict(zip(("measured", "forecast"), both, strict=True)))
+    lane = Lane(strategy=name, total="3.0 GiB", bars=dict(zip(("measured", "forecast"), both, strict=True)))
     kinds = {kind: quantity.colours_of([bar]) for kind, bar in lane.bars.items()}
     return bar_plot(Chart(title="Memory", note="", unit="GiB", lanes=(lane, lane), colours=kinds, limit=3.5))
 

@@ -58,8 +58,8 @@ def reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from None
 
 
-def _remove(path: Path, above: list[Path]) -> None:
+def _remove(path: Path, parents: list[Path]) -> None:
     shutil.rmtree(path, ignore_errors=True)
-    for folder in above:
+    for folder in parents:
         with suppress(OSError):  # another process may have put something there
             folder.rmdir()

@@ -45,7 +45,7 @@ class PartsSavePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([_item(name, laid, part) for name, laid in self._state.items() for part in _distinct(laid)])
+        return SavePlan([_item(name, held, part) for name, held in self._state.items() for part in _distinct(held)])
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         offsets = tuple(write_item.index.offset or ())
@@ -62,10 +62,10 @@ class PartsLoadPlanner(LoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
-        for name, laid in self._state.items():
+        for name, held in self._state.items():
             saved = self._metadata.state_dict_metadata[name]
             assert isinstance(saved, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, saved, [_chunk(part) for part in laid.parts])
+            items += create_read_items_for_chunk_list(name, saved, [_chunk(part) for part in held.parts])
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -91,19 +91,19 @@ def share_out(plans: list[SavePlan]) -> list[SavePlan]:
     return PartsSavePlanner().create_global_plan(plans)[0]
 
 
-def _distinct(laid: HeldParts) -> list[Part]:
-    return list({part.offsets: part for part in reversed(laid.parts)}.values())
+def _distinct(held: HeldParts) -> list[Part]:
+    return list({part.offsets: part for part in reversed(held.parts)}.values())
 
 
 def _chunk(part: Part) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(part.offsets), part.tensor.shape)
 
 
-def _item(name: str, laid: HeldParts, part: Part) -> WriteItem:
+def _item(name: str, held: HeldParts, part: Part) -> WriteItem:
     return WriteItem(
         index=MetadataIndex(name, torch.Size(part.offsets)),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=_chunk(part), properties=TensorProperties(dtype=laid.dtype), size=torch.Size(laid.shape)
+            chunk=_chunk(part), properties=TensorProperties(dtype=held.dtype), size=torch.Size(held.shape)
         ),
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.parts import HeldParts, held_parts
+from meshwright.checkpoint.parts import HeldParts, add_parts, chunk, held_parts
 from meshwright.describe.dtypes import LOW
 from meshwright.errors import CheckpointError, one_line
 from meshwright.reading import read_text, refuse_special
@@ -48,8 +48,6 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class DeepSpeedFolder:
-    """The content of a folder."""
-
     tensors: dict[str, torch.Tensor]
     """Parameters (fp32 masters if there are any) and buffers."""
     training: TrainingState
@@ -77,8 +75,10 @@ def open_deepspeed(folder: Path) -> DeepSpeedFolder:
     _refuse_incomplete(folder, model[0], len(states))
     try:
         if not states:
-            return _whole(model[0])
-        return _of_stage_3(model, states) if "fp32_flat_groups" in states[0] else _of_stage_1_or_2(model[0], states)
+            return _read_stage_0(model[0])
+        if "fp32_flat_groups" in states[0]:
+            return _read_stage_3(model, states)
+        return _read_stage_1_or_2(model[0], states)
     except (KeyError, IndexError, AttributeError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"{folder} does not have the layout of DeepSpeed 0.19: {one_line(error)}") from None
 
@@ -95,17 +95,17 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path
 class _StandIn:
     """Inert stand-in for an object of DeepSpeed's; it only keeps its constructor arguments."""
 
-    def __init__(self, *made_of: Any) -> None:
-        self.made_of = made_of
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
 
 
 def _load(path: Path) -> dict[str, Any]:
     refuse_special(path)
     try:
-        strange = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        if foreign := [name for name in strange if not name.startswith("deepspeed.")]:
+        classes = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        if foreign := [name for name in classes if not name.startswith("deepspeed.")]:
             raise CheckpointError(f"{path} holds a {foreign[0]}, but only tensors, numbers and text can be read.")
-        with torch.serialization.safe_globals([(_StandIn, name) for name in strange]):
+        with torch.serialization.safe_globals([(_StandIn, name) for name in classes]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (CheckpointError, OSError):
         raise
@@ -124,7 +124,7 @@ def _refuse_incomplete(folder: Path, model: Mapping[str, Any], files: int) -> No
         raise CheckpointError(f"{folder} has no optimizer states, where ZeRO keeps the weights.")
 
 
-def _whole(model: Mapping[str, Any]) -> DeepSpeedFolder:
+def _read_stage_0(model: Mapping[str, Any]) -> DeepSpeedFolder:
     """Stage 0: everything is unsharded in one file, and the optimizer numbers its parameters."""
     found = model.get("optimizer") or {}
     document = found.get("optimizer_state_dict", found)
@@ -138,7 +138,7 @@ def _whole(model: Mapping[str, Any]) -> DeepSpeedFolder:
     return DeepSpeedFolder(_parameters(model["module"]), training)
 
 
-def _of_stage_1_or_2(model: Mapping[str, Any], states: list[dict[str, Any]]) -> DeepSpeedFolder:
+def _read_stage_1_or_2(model: Mapping[str, Any], states: list[dict[str, Any]]) -> DeepSpeedFolder:
     """Stages 1 and 2: each group is flattened and split evenly over the ranks; addresses locate each parameter."""
     if any(padding for group in states[0].get("param_alignment_paddings") or () for padding in group):
         raise CheckpointError("The folder was written with parameter_alignment, whose padding cannot be read.")
@@ -148,40 +148,39 @@ def _of_stage_1_or_2(model: Mapping[str, Any], states: list[dict[str, Any]]) -> 
     for number, group in enumerate(shapes):
         done = dict.fromkeys(group, 0)
         for state in states:
-            kept = state["base_optimizer_state"]["state"].get(number, {})
+            flat = state["single_partition_of_fp32_groups"][number]
             for name, address in state["param_slice_mappings"][number].items():
-                start, length = address.start, address.numel
+                own = slice(address.start, address.start + address.numel)
                 stretch = Stretch(shape=tuple(group[name]), start=done[name])
-                flat = state["single_partition_of_fp32_groups"][number]
-                pieces.setdefault(name, []).append(flat.narrow(0, start, length))
-                _add(slots.setdefault(name, {}), kept, flat.numel(), slice(start, start + length), stretch)
-                done[name] += length
+                pieces.setdefault(name, []).append(flat.narrow(0, address.start, address.numel))
+                optimizer = state["base_optimizer_state"]["state"].get(number, {})
+                _add(slots.setdefault(name, {}), optimizer, flat.numel(), own, stretch)
+                done[name] += address.numel
     groups = [_values(group) for group in states[0]["base_optimizer_state"]["param_groups"]]
     names = [list(group) for group in shapes]
     masters = {name: torch.cat(pieces[name]).view(tuple(shape)) for group in shapes for name, shape in group.items()}
     tensors = _parameters(model["module"]) | masters | _tied(model, masters)
-    scale = _loss_scale(states[0])
-    training = _training(model, stage=_stage(states[0]), groups=groups, names=names, slots=slots, loss_scale=scale)
+    stage, scale = _stage(states[0]), _loss_scale(states[0])
+    training = _training(model, stage=stage, groups=groups, names=names, slots=slots, loss_scale=scale)
     return DeepSpeedFolder(tensors, training)
 
 
-def _of_stage_3(models: list[dict[str, Any]], states: list[dict[str, Any]]) -> DeepSpeedFolder:
+def _read_stage_3(models: list[dict[str, Any]], states: list[dict[str, Any]]) -> DeepSpeedFolder:
     """Stage 3: every parameter is split evenly, and the pieces follow each other in each rank's flat groups."""
-    ranks, model = len(states), models[0]
+    model = models[0]
     shapes = [dict(group) for group in model["param_shapes"]]
     slots: dict[str, dict[str, HeldParts]] = {}
     masters = {}
-    flats = [_Flats(state["fp32_flat_groups"], state["optimizer_state_dict"]["state"]) for state in states]
+    flats = [_FlatReader(state["fp32_flat_groups"], state["optimizer_state_dict"]["state"]) for state in states]
     for name, shape in ((name, tuple(shape)) for group in shapes for name, shape in group.items()):
-        room, pieces = -(-prod(shape) // ranks), []
+        size, pieces = -(-prod(shape) // len(states)), []
         for rank, flat in enumerate(flats):
-            start = min(rank * room, prod(shape))
-            length = min(room, prod(shape) - start)
-            number, at = flat.take(room)
-            pieces.append(flat.groups[number].narrow(0, at, length))
-            kept, whole = flat.states.get(number, {}), flat.groups[number].numel()
-            own = slots.setdefault(name, {})
-            _add(own, kept, whole, slice(at, at + length), Stretch(shape=shape, start=start))
+            start, length = chunk(prod(shape), len(states), rank)
+            number, at = flat.take(size)
+            group, state = flat.groups[number], flat.states.get(number, {})
+            pieces.append(group.narrow(0, at, length))
+            own, stretch = slice(at, at + length), Stretch(shape=shape, start=start)
+            _add(slots.setdefault(name, {}), state, group.numel(), own, stretch)
         masters[name] = torch.cat(pieces).view(shape)
     frozen = {
         name: torch.cat([part["frozen_param_fragments"][name] for part in models])[: prod(shape)].view(tuple(shape))
@@ -195,30 +194,27 @@ def _of_stage_3(models: list[dict[str, Any]], states: list[dict[str, Any]]) -> D
     return DeepSpeedFolder(tensors | _tied(model, tensors), training)
 
 
-class _Flats:
+class _FlatReader:
     """Reads one rank's flat groups from front to back."""
 
     def __init__(self, groups: list[torch.Tensor], states: dict[int, dict[str, Any]]) -> None:
         self.groups, self.states = groups, states
         self._number = self._at = 0
 
-    def take(self, room: int) -> tuple[int, int]:
-        """The group and offset of the next `room` elements."""
-        if self._at + room > self.groups[self._number].numel():
+    def take(self, size: int) -> tuple[int, int]:
+        """The group and offset of the next `size` elements."""
+        if self._at + size > self.groups[self._number].numel():
             self._number, self._at = self._number + 1, 0
-        self._at += room
-        return self._number, self._at - room
+        self._at += size
+        return self._number, self._at - size
 
 
-def _add(slots: dict[str, HeldParts], kept: Mapping[str, Any], whole: int, own: slice, stretch: Stretch) -> None:
+def _add(slots: dict[str, HeldParts], state: Mapping[str, Any], whole: int, own: slice, stretch: Stretch) -> None:
     """Add a rank's piece of all optimizer state; a scalar counter is taken once."""
-    for key, value in kept.items():
-        if not torch.is_tensor(value):
-            continue
-        if value.dim() == 1 and value.numel() >= whole:
-            laid = held_parts(value[own], stretch)
-            slots[key] = slots[key] + laid if key in slots else laid
-        else:
+    for key, value in state.items():
+        if torch.is_tensor(value) and value.dim() == 1 and value.numel() >= whole:
+            add_parts(slots, key, held_parts(value[own], stretch))
+        elif torch.is_tensor(value):
             slots.setdefault(key, held_parts(value))
 
 
@@ -239,7 +235,7 @@ def _values(group: Mapping[str, Any]) -> dict[str, Any]:
 def _stage(state: Mapping[str, Any]) -> int:
     """The ZeRO stage; DeepSpeed's bf16 optimizer does not record it, and is stage 1."""
     found = state.get("zero_stage")
-    return int(found.made_of[0]) if isinstance(found, _StandIn) and found.made_of else 1
+    return int(found.arguments[0]) if isinstance(found, _StandIn) and found.arguments else 1
 
 
 def _loss_scale(state: Mapping[str, Any]) -> dict[str, float] | None:

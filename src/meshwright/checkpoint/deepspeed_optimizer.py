@@ -21,9 +21,9 @@ from meshwright.facts.data_axis import word_of_stage
 from meshwright.facts.named_parameters import NamedParameters
 from meshwright.facts.strategy import Strategy
 
-TELLING = frozenset({"betas", "momentum", "alpha", "rho"})
+FAMILY_KEYS = frozenset({"betas", "momentum", "alpha", "rho"})
 """Hyperparameters that tell one family of optimizers from another."""
-OTHERWISE = "omit --job to import only the weights"
+ADVICE = "omit --job to import only the weights"
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,22 @@ class ImportedTraining:
 
 def import_training(training: TrainingState, match: Match, expected: ExpectedState) -> ImportedTraining:
     """The optimizer's state under the job's names; an error if the job has another optimizer or schedule."""
-    model = expected.model
-    parameters = NamedParameters((n, p) for n, p in model.named_parameters() if p.requires_grad)
+    parameters = NamedParameters((n, p) for n, p in expected.model.named_parameters() if p.requires_grad)
     optimizer = expected.job.optimizer(parameters)
     names = {id(parameter): name for name, parameter in parameters.named()}
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     _refuse_other_optimizer(training, optimizer)
-    first = expected.tied
-    to_job = {name: first.get(match.prefix.apply(name), match.prefix.apply(name)) for name in training.slots}
-    state: State = {}
-    masters: dict[str, torch.Tensor] = {}
+    to_job = {}
+    for name in training.slots:
+        renamed = match.prefix.apply(name)
+        to_job[name] = expected.tied.get(renamed, renamed)
     if training.names is None:
         state, masters = _by_order(training, groups, {n: tuple(p.shape) for n, p in parameters.named()})
     else:
+        state, masters = {}, {}
         _refuse_other_groups(groups, [[to_job.get(name, name) for name in group] for group in training.names])
         for name, slots in training.slots.items():
-            state |= {f"{OPTIMIZER}{to_job[name]}/{key}": laid for key, laid in slots.items()}
+            state |= {f"{OPTIMIZER}{to_job[name]}/{key}": held for key, held in slots.items()}
     return ImportedTraining(state, _run_state(training, optimizer, groups, expected), masters)
 
 
@@ -65,16 +65,16 @@ def _by_order(
     names = [name for group in groups for name in group]
     if len(names) != len(training.unnamed):
         raise WrongCheckpoint(
-            f"The folder's optimizer has {len(training.unnamed)} parameters, the job's {len(names)}; {OTHERWISE}."
+            f"The folder's optimizer has {len(training.unnamed)} parameters, the job's {len(names)}; {ADVICE}."
         )
     state: State = {}
     masters: dict[str, torch.Tensor] = {}
-    for name, (master, kept) in zip(names, training.unnamed, strict=True):
-        for key, value in kept.items():
+    for name, (master, slots) in zip(names, training.unnamed, strict=True):
+        for key, value in slots.items():
             if torch.is_tensor(value) and value.dim() and tuple(value.shape) != shapes[name]:
                 raise WrongCheckpoint(
                     f"The folder's optimizer has {key} of shape {tuple(value.shape)} where the job has {name} of shape "
-                    f"{shapes[name]}, so their orders differ; {OTHERWISE}."
+                    f"{shapes[name]}, so their orders differ; {ADVICE}."
                 )
             if torch.is_tensor(value):
                 state[f"{OPTIMIZER}{name}/{key}"] = held_parts(value)
@@ -84,25 +84,25 @@ def _by_order(
 
 
 def _refuse_other_optimizer(training: TrainingState, optimizer: Optimizer) -> None:
-    own = TELLING & optimizer.param_groups[0].keys()
-    found = TELLING & training.groups[0].keys()
+    own = FAMILY_KEYS & optimizer.param_groups[0].keys()
+    found = FAMILY_KEYS & training.groups[0].keys()
     if own != found:
         raise WrongCheckpoint(
             f"The folder's optimizer has {' and '.join(sorted(found)) or 'no momentum'}, but the job's is "
-            f"{type(optimizer).__name__}; {OTHERWISE}."
+            f"{type(optimizer).__name__}; {ADVICE}."
         )
     if len(training.groups) != len(optimizer.param_groups):
         raise WrongCheckpoint(
             f"The folder's optimizer has {len(training.groups)} parameter groups, the job's "
-            f"{len(optimizer.param_groups)}; {OTHERWISE}."
+            f"{len(optimizer.param_groups)}; {ADVICE}."
         )
 
 
 def _refuse_other_groups(own: list[list[str]], found: list[list[str]]) -> None:
     for number, (mine, theirs) in enumerate(zip(own, found, strict=True)):
-        if strange := sorted(set(theirs) - set(mine)):
+        if extra := sorted(set(theirs) - set(mine)):
             raise WrongCheckpoint(
-                f"Group {number} of the folder's optimizer has {strange[0]}, which the job's does not; {OTHERWISE}."
+                f"Group {number} of the folder's optimizer has {extra[0]}, which the job's does not; {ADVICE}."
             )
 
 
@@ -140,6 +140,6 @@ def _schedule(training: TrainingState, optimizer: Optimizer, expected: ExpectedS
         raise WrongCheckpoint(
             f"The folder's schedule keeps {', '.join(sorted(found)) or 'nothing'}, but the job's "
             f"{type(schedule).__name__ if schedule else 'schedule'} keeps {', '.join(sorted(own)) or 'nothing'}; "
-            f"{OTHERWISE}."
+            f"{ADVICE}."
         )
     return {"class": type(schedule).__name__, "state": encode(found, "The schedule")}

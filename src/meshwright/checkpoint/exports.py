@@ -38,21 +38,22 @@ def export(
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """Write the model's weights into the new folder `out`, after checking everything."""
-    kind, limit = _choose("--to", to, _KINDS), _size(shard_size)
+    (form, content_of), limit = _choose("--to", to, _TARGETS), _size(shard_size)
     cast = None if dtype is None else _choose("--dtype", dtype, dict(sorted(DTYPES.items())))
     with reading(path):
         folder = find_checkpoint(path)
         manifest = read_manifest(folder)
-    content = kind.lay(manifest)
+    content = content_of(manifest)
     content = replace(content, items=[_as_dtype(item, cast) for item in content.items])
     with reading(out):
         refuse_taken(out)
     _refuse_inside(out, folder)
     with reading(folder):
         raise_damage(folder, inspect(folder, manifest, progress))
-    alone = {content.alone: content.items}
-    shards = alone if content.alone else _name_shards(kind.format, pack(content.items, limit))
-    sizes = _write(out, shards, kind.format, content, WholeTensors(folder, manifest), progress)
+    packed = [content.items] if content.alone else pack(content.items, limit)
+    names = [content.alone] if content.alone else form.file_names(len(packed))
+    shards = dict(zip(names, packed, strict=True))
+    sizes = _write(out, shards, form, content, WholeTensors(folder, manifest), progress)
     return {
         **{"path": str(folder), "to": to, "out": str(out), "dtype": dtype},
         "tensors": sum(len(item.names) for item in content.items),
@@ -80,8 +81,8 @@ def all_names(manifest: Manifest, *, shared: bool) -> Content:
     """Every name of the model's `state_dict`, tied ones too, so that `load_state_dict` accepts it."""
     items: list[Item] = []
     for key, names in _named(manifest):
-        together = [names] if shared else [(name,) for name in names]
-        items += [_item(manifest, key, some) for some in together]
+        groups = [names] if shared else [(name,) for name in names]
+        items += [_item(manifest, key, group) for group in groups]
     return Content(items=items)
 
 
@@ -136,26 +137,18 @@ def _refuse_other_names(config: Mapping[str, Any], names: list[str]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """One choice of `--to`."""
-
-    format: Format
-    lay: Callable[[Manifest], Content]
-
-
-_KINDS = {
-    "safetensors": _Kind(SAFETENSORS, lambda manifest: all_names(manifest, shared=SAFETENSORS.shares)),
-    "torch": _Kind(TORCH, lambda manifest: all_names(manifest, shared=TORCH.shares)),
-    "hf": _Kind(SAFETENSORS, of_hugging_face),
+_TARGETS: dict[str, tuple[Format, Callable[[Manifest], Content]]] = {
+    "safetensors": (SAFETENSORS, lambda manifest: all_names(manifest, shared=SAFETENSORS.shares)),
+    "torch": (TORCH, lambda manifest: all_names(manifest, shared=TORCH.shares)),
+    "hf": (SAFETENSORS, of_hugging_face),
 }
 
 
 def _choose(option: str, word: str, choices: Mapping[str, Any]) -> Any:
     if word in choices:
         return choices[word]
-    close = get_close_matches(word, choices, n=1)
-    advice = f"; did you mean {close[0]!r}?" if close else "."
+    near = get_close_matches(word, choices, n=1)
+    advice = f"; did you mean {near[0]!r}?" if near else "."
     raise BadInput(f"{option} must be one of {', '.join(choices)}, not {word!r}{advice}")
 
 
@@ -193,17 +186,8 @@ def _as_dtype(item: Item, dtype: torch.dtype | None) -> Item:
     return item if dtype is None or not item.dtype.is_floating_point else replace(item, dtype=dtype)
 
 
-def _name_shards(form: Format, shards: list[list[Item]]) -> dict[str, list[Item]]:
-    return dict(zip(form.file_names(len(shards)), shards, strict=True))
-
-
 def _write(
-    out: Path,
-    shards: dict[str, list[Item]],
-    form: Format,
-    content: Content,
-    tensors: WholeTensors,
-    progress: Progress,
+    out: Path, shards: dict[str, list[Item]], form: Format, content: Content, tensors: WholeTensors, progress: Progress
 ) -> list[tuple[str, int]]:
     """Write all files; return their names and sizes."""
     total = sum(item.bytes for items in shards.values() for item in items)
@@ -213,9 +197,8 @@ def _write(
         if len(shards) > 1:
             write_durably(temporary / form.index, index_of(shards))
         if content.config is not None:
-            write_durably(
-                temporary / content.config_file, _config(content.config, shards, of_adapter=bool(content.alone))
-            )
+            text = _config(content.config, shards, of_adapter=bool(content.alone))
+            write_durably(temporary / content.config_file, text)
         return [(path.name, path.stat().st_size) for path in sorted(temporary.iterdir())]
 
 
@@ -231,9 +214,8 @@ def _read(tensors: WholeTensors, item: Item) -> torch.Tensor:
 
 def _config(config: Mapping[str, Any], shards: dict[str, list[Item]], *, of_adapter: bool) -> str:
     """The config with the dtype that was written: transformers loads the weights in that dtype."""
-    if of_adapter:
-        return json.dumps(config, indent=2, sort_keys=True) + "\n"
-    dtypes = [item.dtype for items in shards.values() for item in items if item.dtype.is_floating_point]
-    kept = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
-    found = {"dtype": str(dtypes[0]).removeprefix("torch.")} if dtypes else {}
-    return json.dumps(kept | found, indent=2, sort_keys=True) + "\n"
+    if not of_adapter:
+        dtypes = [item.dtype for items in shards.values() for item in items if item.dtype.is_floating_point]
+        config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+        config |= {"dtype": str(dtypes[0]).removeprefix("torch.")} if dtypes else {}
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
 from meshwright.checkpoint.manifest import DIGESTS, MANIFEST, Manifest, digest_of_file
+from meshwright.checkpoint.progress import Advance
 from meshwright.checkpoint.storage import BLOCK
 from meshwright.errors import DamagedCheckpoint
 
@@ -29,16 +30,12 @@ class Damage:
 
 
 def find_damage(
-    folder: Path,
-    manifest: Manifest,
-    files: Iterable[str] | None = None,
-    *,
-    saw: Callable[[int], None] = lambda size: None,
+    folder: Path, manifest: Manifest, files: Iterable[str] | None = None, advance: Advance = lambda size: None
 ) -> list[Damage]:
-    """Every problem; with `files`, only those are read, but all must exist. `saw` gets the number of bytes read."""
-    found = list(find_strangers(folder, manifest))
+    """Every problem; with `files`, only those are read, but all must exist."""
+    found = list(find_wrong_files(folder, manifest))
     for name in manifest.files if files is None else files:
-        found += damage_in(folder, name, manifest, saw=saw)
+        found += damage_in(folder, name, manifest, advance)
     return found
 
 
@@ -48,40 +45,41 @@ def raise_damage(folder: Path, damage: list[Damage]) -> None:
         raise DamagedCheckpoint(f"The checkpoint {folder} is damaged: {damage[0]}{more}.")
 
 
-def find_strangers(folder: Path, manifest: Manifest) -> Iterator[Damage]:
+def find_wrong_files(folder: Path, manifest: Manifest) -> Iterator[Damage]:
     """Files that are missing, unknown, or not regular files."""
-    there = {path.name for path in folder.iterdir()}
+    present = {path.name for path in folder.iterdir()}
     expected = {*manifest.files, MANIFEST, DIGESTS}
-    for name in sorted(expected - there):
-        yield Damage(name, "is missing, and with it", _tensors_in(name, manifest))
-    for name in sorted(there - expected):
+    for name in sorted(expected - present):
+        tensors = _once(tensor for tensor, _, _ in manifest.chunks_in(name))
+        yield Damage(name, "is missing, and with it", tensors)
+    for name in sorted(present - expected):
         yield Damage(name, "does not belong to it")
-    for name in sorted(expected & there):
+    for name in sorted(expected & present):
         if not (folder / name).is_file() or (folder / name).is_symlink():
             yield Damage(name, "is not a regular file")
 
 
-def damage_in(folder: Path, name: str, manifest: Manifest, *, saw: Callable[[int], None]) -> Iterator[Damage]:
+def damage_in(folder: Path, name: str, manifest: Manifest, advance: Advance) -> Iterator[Damage]:
     """Problems with a file that exists."""
     if not (folder / name).is_file():
         return
     expected, chunks = manifest.files[name], manifest.chunks_in(name)
     size = (folder / name).stat().st_size
     if size != expected.bytes:
-        hurt = [tensor for tensor, entry, chunk in chunks if chunk.at + entry.bytes_of(chunk) > size]
-        yield Damage(name, f"has {size} bytes instead of {expected.bytes}", _once(hurt))
+        damaged = [tensor for tensor, entry, chunk in chunks if chunk.at + entry.bytes_of(chunk) > size]
+        yield Damage(name, f"has {size} bytes instead of {expected.bytes}", _once(damaged))
         return
     buffer = bytearray(BLOCK)
     # Read instead of mapped: an unreadable disk sector then raises an error instead of killing the process.
     with (folder / name).open("rb", buffering=0) as file:
         header = _sha256(file, chunks[0][2].at if chunks else size, buffer)
-        hurt = []
+        damaged = []
         for tensor, entry, chunk in chunks:
             if _sha256(file, entry.bytes_of(chunk), buffer) != chunk.sha256:
-                hurt.append(tensor)
-            saw(entry.bytes_of(chunk))
-    if hurt:
-        yield Damage(name, "is not what was written", _once(hurt))
+                damaged.append(tensor)
+            advance(entry.bytes_of(chunk))
+    if damaged:
+        yield Damage(name, "is not what was written", _once(damaged))
     if digest_of_file(header, (chunk.sha256 for _, _, chunk in chunks)) != expected.sha256:
         yield Damage(name, "is not what was written (its header)")
 
@@ -97,7 +95,3 @@ def _sha256(file: FileIO, length: int, buffer: bytearray) -> str:
 
 def _once(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
-
-
-def _tensors_in(name: str, manifest: Manifest) -> tuple[str, ...]:
-    return _once(tensor for tensor, _, _ in manifest.chunks_in(name))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.storage import write_durably
-from meshwright.errors import CheckpointError, OutputError, Unreadable
+from meshwright.errors import CheckpointError, Unreadable
 from meshwright.reading import read_text
 
 CHECKPOINTS, LATEST = "checkpoints", "latest"
@@ -25,8 +25,7 @@ def find_checkpoint(path: Path) -> Path:
     if (path / MANIFEST).is_file() or (_STEP.fullmatch(path.name) and path.is_dir()):
         return path
     for folder in (path / CHECKPOINTS, path):
-        latest = read_latest(folder)
-        if latest is not None:
+        if latest := read_latest(folder):
             return latest
         if checkpoints := list_checkpoints(folder):
             return checkpoints[-1]
@@ -58,12 +57,12 @@ class RunFolder:
     """The `checkpoints` folder of one run. Only one process, the coordinator, changes it."""
 
     def __init__(self, folder: Path, *, keep: int = 0, keep_every: int = 0) -> None:
-        """Keep the newest `write_preset` (0: all), and also those whose step is a multiple of `keep_every`."""
+        """Keep the newest `keep` (0: all), and also those whose step is a multiple of `keep_every`."""
         self.folder, self._keep, self._keep_every = folder, keep, keep_every
 
     def temporary(self, step: int) -> Path:
         """Where the checkpoint of a step is written before it is published."""
-        return self.folder / f".{self._name(step)}.part"
+        return self.folder / f".step-{step:08d}.part"
 
     def clear(self) -> None:
         """Remove incomplete checkpoints of a killed run."""
@@ -112,10 +111,6 @@ class RunFolder:
         path.rename(away)
         shutil.rmtree(away, ignore_errors=True)
 
-    @staticmethod
-    def _name(step: int) -> str:
-        return f"step-{step:08d}"
-
 
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries to disk."""
@@ -124,8 +119,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def refuse_existing(target: Path) -> None:
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise OutputError(f"{target} already exists and is not empty; choose another path for the checkpoint.")

@@ -33,7 +33,7 @@ _ALONE = (SAFETENSORS.alone, "pytorch_model.bin", TORCH.alone)
 
 @dataclass(frozen=True)
 class ForeignWeights:
-    """Foreign weights."""
+    """Tensors of a foreign file or folder, by name."""
 
     path: Path
     tensors: Mapping[str, torch.Tensor]
@@ -111,8 +111,7 @@ def _unpickle(path: Path) -> Any:
     except (OSError, CheckpointError):
         raise
     except Exception as error:
-        foreign = re.search(r"GLOBAL (\S+)", str(error))
-        if foreign is not None:
+        if foreign := re.search(r"GLOBAL (\S+)", str(error)):
             raise CheckpointError(
                 f"{path} holds a {foreign[1]}, but only tensors can be read; save only the model's state_dict."
             ) from None

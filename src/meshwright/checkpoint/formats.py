@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO
 
 import torch
 
 from meshwright.checkpoint.progress import Advance
-from meshwright.checkpoint.storage import BLOCK, header_of, tensor_bytes
+from meshwright.checkpoint.storage import BLOCK, flush, header_of, tensor_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +54,10 @@ def write_safetensors(path: Path, items: list[Item], read: Read, advance: Advanc
     with path.open("wb") as file:
         file.write(header_of([(item.names[0], item.dtype, item.shape) for item in ordered]))
         for item in ordered:
-            _write_tensor(file, read(item), advance)
-        _flush(file)
+            content = tensor_bytes(read(item))
+            for start in range(0, len(content), BLOCK):
+                advance(file.write(content[start : start + BLOCK]))
+        flush(file)
 
 
 def write_torch(path: Path, items: list[Item], read: Read, advance: Advance) -> None:
@@ -67,7 +67,7 @@ def write_torch(path: Path, items: list[Item], read: Read, advance: Advance) -> 
         tensors.update(dict.fromkeys(item.names, read(item)))
     with path.open("wb") as file:
         torch.save(tensors, file)
-        _flush(file)
+        flush(file)
     advance(sum(item.bytes for item in items))
 
 
@@ -105,14 +105,3 @@ def index_of(shards: dict[str, list[Item]]) -> str:
     where = {name: file for file, items in shards.items() for item in items for name in item.names}
     size = sum(item.bytes for items in shards.values() for item in items)
     return json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2, sort_keys=True) + "\n"
-
-
-def _write_tensor(file: IO[bytes], tensor: torch.Tensor, advance: Advance) -> None:
-    content = tensor_bytes(tensor)
-    for start in range(0, len(content), BLOCK):
-        advance(file.write(content[start : start + BLOCK]))
-
-
-def _flush(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())

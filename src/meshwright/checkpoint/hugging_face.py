@@ -23,9 +23,9 @@ def hugging_face_of(model: nn.Module, names: Collection[str]) -> dict[str, Any] 
         return None
     prefix, module = found
     config: Any = module.config
-    told = {"prefix": prefix, "config": {**config.to_diff_dict(), "architectures": _kinds(module)[:1]}}
+    described = {"prefix": prefix, "config": {**config.to_diff_dict(), "architectures": _kinds(module)[:1]}}
     adapted = next((one for one in model.named_modules() if "PeftModel" in _kinds(one[1], "peft.")), None)
-    return told if adapted is None else told | {"adapter": _adapter(adapted[0], adapted[1], names)}
+    return described if adapted is None else described | {"adapter": _adapter(adapted[0], adapted[1], names)}
 
 
 def _adapter(prefix: str, module: Any, names: Collection[str]) -> dict[str, Any]:
@@ -40,15 +40,12 @@ def _adapter(prefix: str, module: Any, names: Collection[str]) -> dict[str, Any]
         module, state_dict=stand_ins, adapter_name=adapters[0], save_embedding_layers=False
     )
     config = {**module.peft_config[adapters[0]].to_dict(), "inference_mode": True}
+    text = json.dumps(config, default=lambda value: sorted(value) if isinstance(value, set | frozenset) else str(value))
     return {
         "adapters": adapters,
-        "config": json.loads(json.dumps(config, default=_as_json)),
+        "config": json.loads(text),
         "names": {theirs: ours[id(tensor)] for theirs, tensor in saved.items() if id(tensor) in ours},
     }
-
-
-def _as_json(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set | frozenset) else str(value)
 
 
 def differing_names(config: Mapping[str, Any], written: Collection[str]) -> tuple[list[str], list[str]]:

@@ -39,12 +39,12 @@ def import_weights(path: Path, run: Path, *, job: str | None = None, progress: P
     if source.training is not None and expected is not None and source.training.groups:
         imported = import_training(source.training, match, expected)
     tensors = match.tensors | (imported.masters if imported else {})
-    _refuse_strange(path, tensors)
+    _refuse_unknown_dtypes(path, tensors)
     run_state = RunState(
         **(imported.run_state if imported else {"step": 0, "samples": 0, "strategy": "single", "ranks": 1}),
         seed=0,
         tied={} if expected is None else expected.tied,
-        hugging_face=_of_folder(source) if expected is None else hugging_face_of(expected.model, expected.names),
+        hugging_face=_hugging_face(source) if expected is None else hugging_face_of(expected.model, expected.names),
     )
     state: State = {MODEL + name: held_parts(tensor) for name, tensor in tensors.items()}
     target = _write(run, state | (imported.state if imported else {}), run_state, progress)
@@ -59,7 +59,7 @@ def import_weights(path: Path, run: Path, *, job: str | None = None, progress: P
     }
 
 
-class _TellingPlanner(PartsSavePlanner):
+class _ProgressPlanner(PartsSavePlanner):
     """Reports progress as tensors are requested for writing."""
 
     def __init__(self, state: State, advance: Advance) -> None:
@@ -76,11 +76,11 @@ class _TellingPlanner(PartsSavePlanner):
 
 def _write(run: Path, state: State, run_state: RunState, progress: Progress) -> Path:
     """Write with the same writer as a run; tensors are copied from file to file, one after another."""
-    total = sum(prod(laid.shape) * laid.dtype.itemsize for laid in state.values())
+    total = sum(prod(held.shape) * held.dtype.itemsize for held in state.values())
     folder = RunFolder(run / CHECKPOINTS)
     temporary = folder.temporary(run_state.step)
     with new_folder(temporary, wanted=run), progress(f"writing {run.name}", total) as advance:
-        planner = _TellingPlanner(state, advance)
+        planner = _ProgressPlanner(state, advance)
         plans, metadata = planner.create_global_plan([planner.create_local_plan()])
         writer = Writer(temporary, 0, run_state, folder.publish)
         writer.finish(metadata, [writer.write_data(plans[0], planner).wait()])
@@ -94,11 +94,11 @@ def _refuse_used(run: Path) -> None:
         raise OutputError(f"{run} already has checkpoints; give the folder of a new run.")
 
 
-def _refuse_strange(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def _refuse_unknown_dtypes(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
             raise CheckpointError(f"{path} has {name} in {tensor.dtype}, which a checkpoint cannot store.")
 
 
-def _of_folder(source: ForeignWeights) -> dict[str, Any] | None:
+def _hugging_face(source: ForeignWeights) -> dict[str, Any] | None:
     return None if source.config is None else {"prefix": "", "config": dict(source.config)}

@@ -9,7 +9,7 @@ from itertools import product
 from math import prod
 from pathlib import Path
 
-from meshwright.checkpoint.file_integrity import Damage, damage_in, find_strangers
+from meshwright.checkpoint.file_integrity import Damage, damage_in, find_wrong_files
 from meshwright.checkpoint.manifest import MANIFEST, Chunk, Entry, Manifest
 from meshwright.checkpoint.progress import Progress, silent
 
@@ -19,9 +19,9 @@ READERS = 4  # files hashed at a time: one thread cannot keep up with a fast dis
 
 def inspect(folder: Path, manifest: Manifest, progress: Progress = silent) -> list[Damage]:
     """Everything that is wrong with a checkpoint."""
-    found = [*find_gaps(manifest), *find_strangers(folder, manifest)]
+    found = [*find_gaps(manifest), *find_wrong_files(folder, manifest)]
     with progress(f"checking {folder.name}", manifest.bytes) as advance, ThreadPoolExecutor(READERS) as pool:
-        for damage in pool.map(lambda name: list(damage_in(folder, name, manifest, saw=advance)), manifest.files):
+        for damage in pool.map(lambda name: list(damage_in(folder, name, manifest, advance)), manifest.files):
             found += damage
     return list(dict.fromkeys(found))
 
@@ -37,12 +37,12 @@ def find_gaps(manifest: Manifest) -> Iterator[Damage]:
 
 def _within(entry: Entry, chunk: Chunk, manifest: Manifest) -> bool:
     """Whether the box is inside the tensor, and its bytes inside the file."""
-    sides = len(chunk.offsets) == len(chunk.sizes) == len(entry.shape)
-    boxed = sides and all(
+    same_dims = len(chunk.offsets) == len(chunk.sizes) == len(entry.shape)
+    inside = same_dims and all(
         min(offset, size) >= 0 and offset + size <= whole
         for offset, size, whole in zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)
     )
-    return boxed and 0 <= chunk.at <= manifest.files[chunk.file].bytes - entry.bytes_of(chunk)
+    return inside and 0 <= chunk.at <= manifest.files[chunk.file].bytes - entry.bytes_of(chunk)
 
 
 def _is_covered(entry: Entry) -> bool:
@@ -51,12 +51,11 @@ def _is_covered(entry: Entry) -> bool:
     A box's indicator function is given by its corners with alternating signs, so the boxes add up to the tensor if and
     only if their signed corners do. That is linear in the number of boxes; comparing them pairwise is quadratic.
     """
-    boxes = [chunk for chunk in entry.chunks if prod(chunk.sizes)]
     if not prod(entry.shape):
         return True
-    split = [
-        dim for dim, whole in enumerate(entry.shape) if any(chunk.sizes[dim] != whole for chunk in boxes)
-    ]  # all boxes span the other dims
+    boxes = [chunk for chunk in entry.chunks if prod(chunk.sizes)]
+    # All boxes span the other dims.
+    split = [dim for dim, whole in enumerate(entry.shape) if any(chunk.sizes[dim] != whole for chunk in boxes)]
     if len(boxes) << len(split) > MOST_CORNERS:
         return False
     signs: Counter[tuple[int, ...]] = Counter()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -12,37 +11,23 @@ from torch.distributed.tensor import DTensor
 from meshwright.assemble.step import Trainer
 from meshwright.checkpoint.dcp_planner import State
 from meshwright.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
+from meshwright.checkpoint.parts import add_parts
 from meshwright.errors import WrongCheckpoint
-from meshwright.facts.model import ModelFacts
 
 
-@dataclass(frozen=True)
-class JobMatch:
-    """Where each tensor of the checkpoint goes."""
-
-    state: State
-    """This rank's parameters and buffers, under the checkpoint's names."""
-
-
-def fit_to(trainer: Trainer, manifest: Manifest, own: State) -> JobMatch:
-    """Match a checkpoint to a run; `own` is what this rank holds of parameters and buffers."""
+def match_run(trainer: Trainer, manifest: Manifest, own: State) -> State:
+    """Check that a checkpoint fits a run; return `own`, this rank's parameters and buffers, under its names."""
     shapes = {MODEL + p.name: p.shape for p in trainer.facts.parameters}
-    shapes.update({name: laid.shape for name, laid in own.items() if name not in shapes})
+    shapes |= {name: held.shape for name, held in own.items() if name not in shapes}
     aliases = {MODEL + alias: MODEL + p.name for p in trainer.facts.parameters for alias in p.names[1:]}
     sources = match_names(shapes, manifest, aliases)
     if manifest.run_state.optimizer is not None:
         _match_optimizer(trainer, manifest)
         _match_schedule(trainer, manifest)
     state: State = {}
-    for name, laid in own.items():
-        source = sources[name]
-        state[source] = state[source] + laid if source in state else laid
-    return JobMatch(state)
-
-
-def job_shapes(facts: ModelFacts, buffers: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes that a checkpoint must hold for a model."""
-    return {MODEL + p.name: p.shape for p in facts.parameters} | {MODEL + n: shape for n, shape in buffers.items()}
+    for name, held in own.items():
+        add_parts(state, sources[name], held)
+    return state
 
 
 def match_names(
@@ -58,11 +43,10 @@ def match_names(
         shown = name.removeprefix(MODEL)
         if source not in manifest.tensors:
             raise WrongCheckpoint(f"The checkpoint lacks {shown}, which the job's model has; {_advice(manifest)}")
-        found = manifest.tensors[source].shape
-        if found != tuple(shapes[name]):
+        found, expected = manifest.tensors[source].shape, tuple(shapes[name])
+        if found != expected:
             raise WrongCheckpoint(
-                f"{shown} has shape {found} in the checkpoint and {tuple(shapes[name])} in the job's model; "
-                f"{_advice(manifest)}"
+                f"{shown} has shape {found} in the checkpoint and {expected} in the job's model; {_advice(manifest)}"
             )
     extra = [name for name in manifest.tensors if name.startswith(MODEL) and name not in set(sources.values())]
     if extra:
@@ -90,14 +74,13 @@ def _match_optimizer(trainer: Trainer, manifest: Manifest) -> None:
     names = {id(parameter): name for name, parameter in trainer.optimized.named()}
     for number, group in enumerate(groups):
         group_of([names[id(p)] for p in group["params"] if id(p) in names], number, saved["groups"])
-    _refuse_odd_state(trainer, manifest)
+    _refuse_unshardable_state(trainer, manifest)
 
 
 def _match_schedule(trainer: Trainer, manifest: Manifest) -> None:
     saved = manifest.run_state.schedule
-    found, own = saved["class"] if saved else "no schedule", "no schedule"
-    if trainer.schedule is not None:
-        own = type(trainer.schedule).__name__
+    found = saved["class"] if saved else "no schedule"
+    own = type(trainer.schedule).__name__ if trainer.schedule is not None else "no schedule"
     if own != found:
         raise WrongCheckpoint(
             f"The checkpoint has {found}, but the job has {own}; to start another schedule with these "
@@ -113,7 +96,7 @@ def group_of(own: list[str], number: int, saved: list[dict[str, Any]]) -> int:
     return found.pop() if found else number
 
 
-def _refuse_odd_state(trainer: Trainer, manifest: Manifest) -> None:
+def _refuse_unshardable_state(trainer: Trainer, manifest: Manifest) -> None:
     """Refuse optimizer state that has another shape than its sharded parameter: it cannot be sharded the same way."""
     shapes = {p.name: p.shape for p in trainer.facts.parameters}
     divided = {

@@ -7,6 +7,8 @@ from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from meshwright.reading import shown
+
 T = TypeVar("T")
 Check = Callable[[Any], bool]
 
@@ -14,11 +16,11 @@ Check = Callable[[Any], bool]
 def read_dataclass(kind: type[T], values: Any) -> T:
     """Make a `kind` from a JSON object; ValueError or TypeError names the wrong field."""
     if type(values) is not dict:
-        raise ValueError(f"{_shown(values)} is not a {kind.__name__.lower()}")
+        raise ValueError(f"{shown(values)} is not a {kind.__name__.lower()}")
     made = kind(**{name: tuple(value) if type(value) is list else value for name, value in values.items()})
     for name, fits in _checks(kind):  # type: ignore[arg-type]  # a class is hashable
         if not fits(getattr(made, name)):
-            raise ValueError(f"{name} is {_shown(values.get(name))}")
+            raise ValueError(f"{name} is {shown(values.get(name))}")
     return made
 
 
@@ -43,8 +45,3 @@ def _check(hint: Any) -> Check:
     if hint is float:
         return lambda value: type(value) in (int, float)
     return lambda value: isinstance(value, hint)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -50,9 +50,5 @@ def decode(value: Any) -> Any:
     items = [decode(item) for item in value[kind]]
     if kind == "tuple":
         return tuple(items)
-    pairs = {_key(key): item for key, item in items}
+    pairs = {tuple(key) if isinstance(key, list) else key: item for key, item in items}
     return Counter(pairs) if kind == "counter" else pairs
-
-
-def _key(key: Any) -> Any:
-    return tuple(key) if isinstance(key, list) else key

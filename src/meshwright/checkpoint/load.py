@@ -18,17 +18,17 @@ from meshwright.assemble.world import World
 from meshwright.checkpoint.dcp_planner import PartsLoadPlanner, State
 from meshwright.checkpoint.file_integrity import Damage, find_damage, raise_damage
 from meshwright.checkpoint.integrity import find_gaps
-from meshwright.checkpoint.job_match import JobMatch, fit_to, group_of
+from meshwright.checkpoint.job_match import group_of, match_run
 from meshwright.checkpoint.json_state import decode
 from meshwright.checkpoint.manifest import OPTIMIZER, RNG, Entry, Manifest, RunState, read_manifest
-from meshwright.checkpoint.parts import held_parts
+from meshwright.checkpoint.parts import add_parts, held_parts
 from meshwright.checkpoint.state import model_state, set_rng
 from meshwright.checkpoint.storage import MappedFiles, Reader
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.strategies.cuts import Cut, Stretch
 
 # Settings of how an optimizer computes, not what: these come from the current job.
-_OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 
 T = TypeVar("T")
 
@@ -37,24 +37,23 @@ def load(trainer: Trainer, folder: Path) -> RunState:
     """Load a checkpoint into a run. All ranks call it. Nothing changes if it does not fit or is damaged."""
     world = trainer.world
     manifest = agreed(world, lambda: read_manifest(folder))
-    fit = agreed(world, lambda: fit_to(trainer, manifest, model_state(trainer)))
+    model = agreed(world, lambda: match_run(trainer, manifest, model_state(trainer)))
     agreed(world, lambda: raise_damage(folder, _damage_of_own_share(folder, manifest, world)))
-    _take(trainer, manifest, fit, MappedFiles(folder))
+    _load_state(trainer, manifest, model, Reader(manifest, MappedFiles(folder)))
     return manifest.run_state
 
 
-def agreed(world: World, look: Callable[[], T]) -> T:
-    """The result of `look`; if it raises on any rank, all ranks raise the first rank's error."""
+def agreed(world: World, read: Callable[[], T]) -> T:
+    """The result of `read`; if it raises on any rank, all ranks raise the first rank's error."""
     found: list[T] = []
-    said: tuple[str, str] | None = None
+    problem: tuple[str, str] | None = None
     try:
-        found.append(look())
+        found.append(read())
     except MeshwrightError as error:
-        said = type(error).__name__, str(error)
+        problem = type(error).__name__, str(error)
     except OSError as error:
-        said = CheckpointError.__name__, f"{error.filename or 'The checkpoint'} cannot be read: {error.strerror}."
-    problems = [problem for problem in world.gather(said) if problem is not None]
-    if problems:
+        problem = CheckpointError.__name__, f"{error.filename or 'The checkpoint'} cannot be read: {error.strerror}."
+    if problems := [one for one in world.gather(problem) if one is not None]:
         raise getattr(errors, problems[0][0])(problems[0][1])
     return found[0]
 
@@ -65,13 +64,12 @@ def _damage_of_own_share(folder: Path, manifest: Manifest, world: World) -> list
     return gaps + find_damage(folder, manifest, sorted(manifest.files)[world.rank :: world.ranks])
 
 
-def _take(trainer: Trainer, manifest: Manifest, fit: JobMatch, mapped: MappedFiles) -> None:
+def _load_state(trainer: Trainer, manifest: Manifest, model: State, reader: Reader) -> None:
     run_state = manifest.run_state
     optimizer_state = _Slots(trainer, manifest)
     generators = _generators(trainer, manifest)
-    rng: State = {key: held_parts(tensor) for key, tensor in generators.items()}
-    state = {**fit.state, **optimizer_state.state, **rng}
-    agreed(trainer.world, lambda: _read(state, Reader(manifest, mapped)))
+    state = model | optimizer_state.state | {key: held_parts(tensor) for key, tensor in generators.items()}
+    agreed(trainer.world, lambda: _read(state, reader))
     trainer.engine.loaded()
     if trainer.host is not None:
         trainer.host.take_parameters()
@@ -112,26 +110,20 @@ class _Slots:
                 self._add(key, manifest.tensors[key], parameter, cut, shape)
 
     def _add(
-        self,
-        key: str,
-        entry: Entry,
-        parameter: nn.Parameter,
-        cut: Cut | Stretch | None,
-        whole: tuple[int, ...],
+        self, key: str, entry: Entry, parameter: nn.Parameter, cut: Cut | Stretch | None, whole: tuple[int, ...]
     ) -> None:
         """`whole` is the unsharded parameter's shape, which the checkpoint uses."""
         slot = key.rpartition("/")[2]
-        # For a parameter without dims, only the name tells a counter from a moment, as in torch.optim.
+        # For a parameter without dims, only the name distinguishes a counter from a moment, as in torch.optim.
         if entry.shape == whole and (entry.shape or (slot != "step" and ":" not in slot)):
             dtype = parameter.dtype if entry.torch_dtype.is_floating_point else entry.torch_dtype
             there = self._there.get(parameter, {}).get(slot)
             fits = torch.is_tensor(there) and there.shape == parameter.shape and there.dtype == dtype
             value = there if fits else torch.empty_like(parameter.detach(), dtype=dtype)
-            laid = held_parts(value, cut)
+            add_parts(self.state, key, held_parts(value, cut))
         else:
             value = torch.empty(entry.shape, dtype=entry.torch_dtype)
-            laid = held_parts(value)
-        self.state[key] = self.state[key] + laid if key in self.state else laid
+            add_parts(self.state, key, held_parts(value))
         self._values.setdefault(id(parameter), {})[slot] = value
 
     def of(self, parameter: nn.Parameter) -> dict[str, Any]:
@@ -151,7 +143,7 @@ def _load_optimizer(trainer: Trainer, saved: list[dict[str, Any]], slots: _Slots
     for number, (group, packed) in enumerate(zip(optimizer.param_groups, document["param_groups"], strict=True)):
         own = [names[id(p)] for p in group["params"] if id(p) in names]
         values = decode(saved[group_of(own, number, saved)]["values"])
-        packed.update({k: v for k, v in values.items() if k in packed and k not in _OF_THE_MACHINE and k != "params"})
+        packed.update({k: v for k, v in values.items() if k in packed and k not in _IMPLEMENTATION and k != "params"})
     parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     document["state"] = {i: state for i, p in enumerate(parameters) if (state := slots.of(p))}
     optimizer.load_state_dict(document)

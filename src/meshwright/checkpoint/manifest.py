@@ -190,11 +190,11 @@ def _from_document(document: dict[str, Any]) -> Manifest:
     for digest in (*(file.sha256 for file in files.values()), *(chunk.sha256 for chunk in chunks)):
         if not _DIGEST.fullmatch(digest):
             raise ValueError(f"{digest!r} is not a SHA-256 digest")
-    strays = [chunk.file for chunk in chunks if chunk.file not in files]
-    if strays:
-        raise ValueError(f"{strays[0]!r} is not among its files")
+    unknown = [chunk.file for chunk in chunks if chunk.file not in files]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is not among its files")
     run_state = read_dataclass(RunState, document)
-    _refuse_odd(run_state)
+    _check_values(run_state)
     return Manifest(run_state=run_state, tensors=tensors, files=files)
 
 
@@ -208,8 +208,6 @@ def _entry(entry: dict[str, Any]) -> Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class _Group:
-    """One parameter group of the optimizer."""
-
     names: tuple[str, ...]
     values: Mapping[str, Any]
 
@@ -224,28 +222,27 @@ class _HuggingFace:
     """For a peft model: its adapters, and the config and names of the adapter if there is just one."""
 
 
-def _refuse_odd(run_state: RunState) -> None:
+def _check_values(run_state: RunState) -> None:
     """Check what the field types cannot express."""
     if run_state.step < 0 or run_state.samples < 0 or run_state.ranks < 1:
         raise ValueError(f"it has step {run_state.step}, {run_state.samples} samples and {run_state.ranks} ranks")
     if run_state.optimizer is not None:
         groups = [read_dataclass(_Group, group) for group in run_state.optimizer["groups"]]
-        _refuse_unkept(run_state.optimizer["class"], *(group.values for group in groups))
+        _check_encoded(run_state.optimizer["class"], *(group.values for group in groups))
         for group in groups:
-            _refuse_odd_rate(decode(group.values).get("lr"))
+            _check_rate(decode(group.values).get("lr"))
     if run_state.hugging_face is not None:
         read_dataclass(_HuggingFace, run_state.hugging_face)
     if run_state.schedule is not None:
-        _refuse_unkept(run_state.schedule["class"], run_state.schedule["state"])
+        _check_encoded(run_state.schedule["class"], run_state.schedule["state"])
 
 
-def _refuse_odd_rate(rate: Any) -> None:
-    is_number = isinstance(rate, int | float) or (torch.is_tensor(rate) and rate.numel() == 1)
-    if rate is not None and not is_number:
+def _check_rate(rate: Any) -> None:
+    if not (rate is None or isinstance(rate, int | float) or (torch.is_tensor(rate) and rate.numel() == 1)):
         raise ValueError(f"a learning rate is {shown(rate)}")
 
 
-def _refuse_unkept(name: Any, *states: Any) -> None:
+def _check_encoded(name: Any, *states: Any) -> None:
     """Refuse anything but a class name and states that `encode` made."""
     if not isinstance(name, str) or not all(isinstance(decode(state), dict) for state in states):
         raise ValueError(f"the state of {name!r} is malformed")
@@ -257,9 +254,8 @@ def _read(path: Path) -> str:
     except Unreadable as error:
         if error.missing and path.name != DIGESTS and not any(path.parent.glob("*.safetensors")):
             raise CheckpointError(f"{path.parent} is not a checkpoint: it has no {path.name}.") from None
-        raise DamagedCheckpoint(
-            f"{path} is missing." if error.missing else f"{path} is damaged: {error.why}."
-        ) from None
+        problem = "missing" if error.missing else f"damaged: {error.why}"
+        raise DamagedCheckpoint(f"{path} is {problem}.") from None
 
 
 def _damaged(folder: Path, what: str) -> DamagedCheckpoint:

@@ -13,7 +13,7 @@ from meshwright.checkpoint.expected_state import ExpectedState, expected_by
 from meshwright.checkpoint.file_integrity import Damage, raise_damage
 from meshwright.checkpoint.folder import find_checkpoint
 from meshwright.checkpoint.integrity import inspect
-from meshwright.checkpoint.job_match import job_shapes, match_names
+from meshwright.checkpoint.job_match import match_names
 from meshwright.checkpoint.json_state import decode
 from meshwright.checkpoint.manifest import DIGESTS, MANIFEST, MODEL, OPTIMIZER, RNG, Manifest, RunState, read_manifest
 from meshwright.checkpoint.progress import Progress, silent
@@ -22,8 +22,6 @@ from meshwright.errors import DamagedCheckpoint, WrongCheckpoint
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of a check."""
-
     path: Path
     damage: tuple[Damage, ...]
     fits: bool | None = None
@@ -32,8 +30,8 @@ class CheckResult:
 
     def to_json(self) -> dict[str, Any]:
         damage = [asdict(one) for one in self.damage]
-        found = {"path": str(self.path), "sound": not self.damage, "damage": damage}
-        return found | {"fits": self.fits, "misfit": self.misfit or None}
+        intact = {"path": str(self.path), "sound": not self.damage, "damage": damage}
+        return intact | {"fits": self.fits, "misfit": self.misfit or None}
 
     def raise_problem(self) -> None:
         """Raise DamagedCheckpoint or WrongCheckpoint if there is a problem."""
@@ -46,7 +44,7 @@ def check(path: Path, job: str | None = None, progress: Progress = silent) -> Ch
     """Read every byte of a checkpoint; with a job, compare names and shapes, too."""
     expected = expected_by(job) if job is not None else None
     with reading(path):
-        if _lost_its_manifest(path):
+        if (path / DIGESTS).is_file() and not (path / MANIFEST).exists():
             return CheckResult(path, (Damage(MANIFEST, "is missing"),))
         folder = find_checkpoint(path)
         try:
@@ -82,19 +80,16 @@ def show(path: Path, *, tensors: bool = False) -> dict[str, Any]:
 _KINDS = {"model": MODEL, "optimizer": OPTIMIZER, "rng": RNG}
 
 
-def _lost_its_manifest(path: Path) -> bool:
-    return (path / DIGESTS).is_file() and not (path / MANIFEST).exists()
-
-
-def _damage_of_manifest(folder: Path, said: str) -> Damage:
+def _damage_of_manifest(folder: Path, message: str) -> Damage:
     """Split the message about a refused manifest into file and problem."""
-    file = DIGESTS if said.startswith(str(folder / DIGESTS)) else MANIFEST
-    return Damage(file, said.removeprefix(f"{folder / file} ").removesuffix("."))
+    file = DIGESTS if message.startswith(str(folder / DIGESTS)) else MANIFEST
+    return Damage(file, message.removeprefix(f"{folder / file} ").removesuffix("."))
 
 
 def _misfit(expected: ExpectedState, manifest: Manifest) -> str:
+    shapes = {p.name: p.shape for p in expected.facts.parameters} | expected.buffers
     try:
-        match_names(job_shapes(expected.facts, expected.buffers), manifest)
+        match_names({MODEL + name: shape for name, shape in shapes.items()}, manifest)
     except WrongCheckpoint as error:
         return str(error)
     return ""
@@ -131,8 +126,7 @@ def _number(value: Any) -> float | None:
 def _hugging_face(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if found is None:
         return None
-    config = found["config"]
-    named = config.get("architectures")
+    config, named = found["config"], found["config"].get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else None
     return {"architecture": architecture, "model_type": config.get("model_type"), "prefix": found["prefix"]}
 

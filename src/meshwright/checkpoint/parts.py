@@ -42,17 +42,22 @@ class HeldParts:
 def held_parts(tensor: torch.Tensor, cut: Cut | Stretch | None = None) -> HeldParts:
     """The boxes of a rank's tensor: a DTensor on the data axis, whose parameter `cut` may also divide."""
     if isinstance(cut, Stretch):
-        return HeldParts(cut.shape, tensor.dtype, tuple(_along(tensor.detach(), cut)))
+        return HeldParts(cut.shape, tensor.dtype, tuple(_stretch_parts(tensor.detach(), cut)))
     local, offsets = _own_box(tensor)
     shape = tuple(tensor.shape)
     if cut is None:
         return HeldParts(shape, tensor.dtype, _without_empty((Part(offsets, local),), shape))
-    parts = tuple(_in_the_whole(local, offsets, cut, shape))
+    parts = tuple(_parts_of_whole(local, offsets, cut, shape))
     whole = tuple(size * cut.ranks if dim == cut.dim else size for dim, size in enumerate(shape))
     return HeldParts(whole, tensor.dtype, _without_empty(parts, whole))
 
 
-def _along(flat: torch.Tensor, stretch: Stretch) -> Iterator[Part]:
+def add_parts(state: dict[str, HeldParts], key: str, held: HeldParts) -> None:
+    """Add parts of a tensor to a state, which may already hold others."""
+    state[key] = state[key] + held if key in state else held
+
+
+def _stretch_parts(flat: torch.Tensor, stretch: Stretch) -> Iterator[Part]:
     """Boxes of the tensor that cover consecutive elements."""
     at = 0
     for offsets, sizes in stretch.boxes(flat.numel()):
@@ -87,7 +92,7 @@ def chunk(length: int, count: int, at: int) -> tuple[int, int]:
     return start, min(size, length - start)
 
 
-def _in_the_whole(local: torch.Tensor, offsets: tuple[int, ...], cut: Cut, shape: tuple[int, ...]) -> Iterator[Part]:
+def _parts_of_whole(local: torch.Tensor, offsets: tuple[int, ...], cut: Cut, shape: tuple[int, ...]) -> Iterator[Part]:
     """Map a box of this rank's shard on a model axis to boxes of the whole parameter."""
     dim, ranks, at = cut.dim, cut.ranks, cut.mesh.get_local_rank()
     own = shape[dim] // cut.pieces  # size of a piece on each rank: shards are even
@@ -95,9 +100,8 @@ def _in_the_whole(local: torch.Tensor, offsets: tuple[int, ...], cut: Cut, shape
     for piece in range(cut.pieces):
         start, stop = max(first, piece * own), min(last, (piece + 1) * own)
         if start < stop:
-            behind = piece * own * ranks + at * own + (start - piece * own)
-            where = (*offsets[:dim], behind, *offsets[dim + 1 :])
-            yield Part(where, local.narrow(dim, start - first, stop - start))
+            begin = piece * own * ranks + at * own + (start - piece * own)
+            yield Part((*offsets[:dim], begin, *offsets[dim + 1 :]), local.narrow(dim, start - first, stop - start))
 
 
 def _without_empty(parts: tuple[Part, ...], shape: tuple[int, ...]) -> tuple[Part, ...]:

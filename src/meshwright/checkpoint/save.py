@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from meshwright.assemble.axes import host_group
 from meshwright.assemble.step import Trainer
+from meshwright.checkpoint.atomic_folder import refuse_taken
 from meshwright.checkpoint.dcp_planner import PartsSavePlanner, State, share_out
-from meshwright.checkpoint.folder import RunFolder, refuse_existing, sync_folder
+from meshwright.checkpoint.folder import RunFolder, sync_folder
 from meshwright.checkpoint.manifest import RunState
 from meshwright.checkpoint.parts import HeldParts, Part
 from meshwright.checkpoint.state import Snapshot, group_names, snapshot
@@ -40,7 +41,7 @@ class Saver:
         self._group = host_group(trainer.world)
         self._groups = group_names(trainer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="meshwright-save")
-        self._under_way: Future[None] | None = None
+        self._running: Future[None] | None = None
         self._offered: list[object] = []
         self._share: frozenset[Box] = frozenset()
         self._copies: dict[Box, torch.Tensor] = {}
@@ -54,19 +55,18 @@ class Saver:
         self.wait()
         taken = self._take(samples)
         state = self._copied(taken.state) if background else taken.state
-        self._under_way = self._thread.submit(self._write, state, taken.run_state, temporary, publish)
+        self._running = self._thread.submit(self._write, state, taken.run_state, temporary, publish)
         if not background:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until no save is in progress."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
 
     @property
     def busy(self) -> bool:
-        return self._under_way is not None and not self._under_way.done()
+        return self._running is not None and not self._running.done()
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
@@ -84,7 +84,7 @@ class Saver:
         plan = planner.create_local_plan()
         offered: list[object] = [(item.index, item.tensor_data) for item in plan.items]
         answers = self._gather((problem, offered != self._offered))
-        if problems := [said for said, _ in answers if said]:
+        if problems := [problem for problem, _ in answers if problem]:
             raise CheckpointError(problems[0])
         assert taken is not None
         if any(changed for _, changed in answers):
@@ -117,8 +117,8 @@ class Saver:
     def _copied(self, state: State) -> State:
         """Copy the state to memory that training does not touch."""
         copied = {
-            name: HeldParts(laid.shape, laid.dtype, tuple(self._copy(name, part) for part in laid.parts))
-            for name, laid in state.items()
+            name: HeldParts(held.shape, held.dtype, tuple(self._copy(name, part) for part in held.parts))
+            for name, held in state.items()
         }
         if self._trainer.world.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
@@ -138,7 +138,7 @@ class Saver:
         except CheckpointException as failure:
             if world.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise OutputError(_said(failure)) from None
+            raise OutputError(_reason(failure)) from None
 
 
 def save_at(saver: Saver, samples: int, target: Path) -> None:
@@ -147,7 +147,7 @@ def save_at(saver: Saver, samples: int, target: Path) -> None:
     temporary = target.with_name(f".{target.name}.part")
 
     def publish(folder: Path) -> None:
-        refuse_existing(target)
+        refuse_taken(target)
         sync_folder(folder)
         folder.replace(target)
         sync_folder(target.parent)
@@ -162,14 +162,14 @@ def save_in(saver: Saver, samples: int, step: int, folder: RunFolder, *, backgro
 
 def _only(state: State, share: frozenset[Box]) -> State:
     found = {}
-    for name, laid in state.items():
-        distinct = {part.offsets: part for part in laid.parts if (name, part.offsets) in share}
+    for name, held in state.items():
+        distinct = {part.offsets: part for part in held.parts if (name, part.offsets) in share}
         if distinct:
-            found[name] = HeldParts(laid.shape, laid.dtype, tuple(distinct.values()))
+            found[name] = HeldParts(held.shape, held.dtype, tuple(distinct.values()))
     return found
 
 
-def _said(failure: CheckpointException) -> str:
+def _reason(failure: CheckpointException) -> str:
     """The first failed rank's reason in one sentence."""
     rank, (error, _) = min(failure.failures.items())
     if isinstance(error, MeshwrightError):

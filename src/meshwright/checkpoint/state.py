@@ -18,7 +18,7 @@ from meshwright.checkpoint.dcp_planner import State
 from meshwright.checkpoint.hugging_face import hugging_face_of
 from meshwright.checkpoint.json_state import encode
 from meshwright.checkpoint.manifest import MODEL, OPTIMIZER, RNG, RunState
-from meshwright.checkpoint.parts import held_parts
+from meshwright.checkpoint.parts import add_parts, held_parts
 from meshwright.errors import CheckpointError
 from meshwright.strategies.cuts import Cut, Stretch
 
@@ -46,7 +46,7 @@ def model_state(trainer: Trainer, *, current_only: bool = False) -> State:
     state: State = {}
     for held in trainer.engine.held():
         if first.get(held.name, held.name) == held.name and (held.current or not current_only):
-            _add(state, MODEL + held.name, held_parts(held.tensor, held.cut))
+            add_parts(state, MODEL + held.name, held_parts(held.tensor, held.cut))
     return state
 
 
@@ -80,17 +80,12 @@ def set_rng(kind: str, tensor: torch.Tensor, device: torch.device) -> None:
         np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), int(position), int(has_gauss), gauss))
 
 
-def _add(state: State, key: str, laid: Any) -> None:
-    state[key] = state[key] + laid if key in state else laid
-
-
 def _optimizer_state(trainer: Trainer) -> State:
     state: State = {}
-    remembered = trainer.remembered.state
     for name, parameter in trainer.optimized.named():
-        for key, value in remembered.get(parameter, {}).items():
+        for key, value in trainer.remembered.state.get(parameter, {}).items():
             for suffix, tensor, cut in _boxed(name, key, value, parameter, trainer.engine.cut_of(name)):
-                _add(state, f"{OPTIMIZER}{name}/{key}{suffix}", held_parts(tensor, cut))
+                add_parts(state, f"{OPTIMIZER}{name}/{key}{suffix}", held_parts(tensor, cut))
     return state
 
 
@@ -106,7 +101,7 @@ def _boxed(
         raise CheckpointError(f"The optimizer's {key} of {name} is a {type(value).__name__}, not a tensor.")
     elif value.shape == parameter.shape:
         yield "", value, cut
-    elif _stands_alone(value, parameter, cut):
+    elif _needs_no_cut(value, parameter, cut):
         yield "", value, None
     else:
         raise CheckpointError(
@@ -115,7 +110,7 @@ def _boxed(
         )
 
 
-def _stands_alone(value: torch.Tensor, parameter: nn.Parameter, cut: Cut | Stretch | None) -> bool:
+def _needs_no_cut(value: torch.Tensor, parameter: nn.Parameter, cut: Cut | Stretch | None) -> bool:
     """Whether state of another shape than its parameter's is unsharded, or is a DTensor that knows its sharding."""
     if value.numel() == 1 and not isinstance(value, DTensor):
         return True

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import StorageReader, StorageWriter
@@ -60,7 +60,7 @@ class Writer(StorageWriter):
 
     def __init__(self, folder: Path, rank: int, run_state: RunState, publish: Callable[[Path], None]) -> None:
         """`publish` and `run_state` matter on the coordinator only."""
-        self.folder, self._rank, self._little, self._publish = folder, rank, run_state, publish
+        self.folder, self._rank, self._run_state, self._publish = folder, rank, run_state, publish
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -78,18 +78,14 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
-        results: list[WriteResult] = []
-        if plan.items:
-            name = f"rank-{self._rank:05d}.safetensors"
-            # Large elements first: this aligns every tensor to its element size.
-            items = sorted(plan.items, key=lambda item: -_data(item).properties.dtype.itemsize)
-            results = list(_write_file(self.folder / name, items, planner))
-        future.set_result(results)
+        path = self.folder / f"rank-{self._rank:05d}.safetensors"
+        # Large elements first: this aligns every tensor to its element size.
+        items = sorted(plan.items, key=lambda item: -_data(item).properties.dtype.itemsize)
+        future.set_result(list(_write_file(path, items, planner)) if items else [])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        manifest = _manifest(self._little, metadata, [result for rank in results for result in rank])
-        text = manifest.text()
+        text = _manifest(self._run_state, metadata, [result for rank in results for result in rank]).text()
         write_durably(self.folder / MANIFEST, text)
         write_durably(self.folder / DIGESTS, digest_line(text))
         self._publish(self.folder)
@@ -156,10 +152,8 @@ class MappedFiles:
         """The chunk as a read-only tensor."""
         if prod(chunk.sizes) == 0:
             return torch.empty(chunk.sizes, dtype=entry.torch_dtype)
-        flat = torch.frombuffer(
-            self._map(chunk.file), dtype=entry.torch_dtype, count=prod(chunk.sizes), offset=chunk.at
-        )
-        return flat.view(chunk.sizes)
+        file, dtype = self._map(chunk.file), entry.torch_dtype
+        return torch.frombuffer(file, dtype=dtype, count=prod(chunk.sizes), offset=chunk.at).view(chunk.sizes)
 
     def _map(self, name: str) -> mmap.mmap:
         if name not in self._maps:
@@ -193,8 +187,12 @@ def write_durably(path: Path, text: str) -> None:
     """Write text and flush it to disk, or raise an error."""
     with path.open("w") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+        flush(file)
+
+
+def flush(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -224,7 +222,8 @@ def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> Ite
     contents = (tensor_bytes(planner.resolve_data(item)) for item in items)  # type: ignore[arg-type]  # no bytes
     written = write_file(path, header_of(entries), contents)
     for item, at, digest in zip(items, written.places, written.digests, strict=True):
-        chunk = Chunk(offsets=_offsets(item), sizes=_sizes(item), file=path.name, at=at, sha256=digest)
+        offsets = tuple(_data(item).chunk.offsets)
+        chunk = Chunk(offsets=offsets, sizes=_sizes(item), file=path.name, at=at, sha256=digest)
         size = prod(chunk.sizes) * _data(item).properties.dtype.itemsize
         yield WriteResult(index=item.index, size_in_bytes=size, storage_data=chunk)
     whole = FinishedFile(path.name, written.file)
@@ -253,8 +252,8 @@ def write_file(path: Path, header: bytes, contents: Iterable[memoryview]) -> Wri
                 digests[-3].result()
         os.fsync(file.fileno())
         found = [digest.result() for digest in digests]
-    whole = digest_of_file(_sha256(memoryview(header)), found)
-    return WrittenFile(File(bytes=at, sha256=whole), places, found)
+    digest = digest_of_file(_sha256(memoryview(header)), found)
+    return WrittenFile(File(bytes=at, sha256=digest), places, found)
 
 
 def _sha256(content: memoryview) -> str:
@@ -287,10 +286,6 @@ def _data(item: WriteItem) -> Any:
     return item.tensor_data
 
 
-def _offsets(item: WriteItem) -> tuple[int, ...]:
-    return tuple(_data(item).chunk.offsets)
-
-
 def _sizes(item: WriteItem) -> tuple[int, ...]:
     return tuple(_data(item).chunk.sizes)
 
@@ -299,4 +294,4 @@ def _key(item: WriteItem) -> str:
     """The name in the file: the tensor's name, with its offsets if it is only a part."""
     if _sizes(item) == tuple(_data(item).size):
         return item.index.fqn
-    return f"{item.index.fqn}@{','.join(str(offset) for offset in _offsets(item))}"
+    return f"{item.index.fqn}@{','.join(str(offset) for offset in _data(item).chunk.offsets)}"

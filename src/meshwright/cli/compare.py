@@ -50,7 +50,7 @@ def compare(
     from meshwright.report.compare_trace import write_trace
     from meshwright.runtime.request import CompareRequest
 
-    asked = CompareRequest(
+    request = CompareRequest(
         job=job,
         ranks=ranks,
         strategies=tuple([*(strategies or []), *(more or [])]),
@@ -63,7 +63,7 @@ def compare(
     check_folders(csv, html, trace)
     if html is not None:
         check_plotly(f"--html {str(html)!r}")
-    comparison = compare_command(asked, on=on)
+    comparison = compare_command(request, on=on)
     document = comparison.document
     if csv is not None:
         write_csv(document, csv)

@@ -36,7 +36,7 @@ def main_with_exit_codes(app: typer.Typer) -> int:
     except SystemExit as done:  # how typer exits, also for a wrong option
         return done.code if isinstance(done.code, int) else 1
     except MeshwrightError as error:
-        return _tell(error)
+        return _report(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -54,7 +54,7 @@ def print_result(document: Any, page: RenderableType, *, as_json: bool) -> None:
         Console().print(page)
 
 
-def _tell(error: MeshwrightError) -> int:
+def _report(error: MeshwrightError) -> int:
     if isinstance(error, RankFailed) and error.traceback:
         print(f"--- rank {error.rank} ---\n{error.traceback.rstrip()}\n---", file=sys.stderr)
     if "--debug" in sys.argv:

@@ -94,7 +94,6 @@ def plan(
 
 
 def _write(context: PlanContext, ranking: Ranking, *, html: Path | None, timeline: Path | None) -> None:
-    """Write the requested files."""
     from meshwright.api.timeline import first_timeline
     from meshwright.errors import Refused
     from meshwright.report.plan_html import write_page

@@ -30,8 +30,8 @@ def serve(
     """
     from meshwright.serve import server
 
-    def told(address: str) -> None:
+    def print_address(address: str) -> None:
         document = {"url": address, "job": job, "folder": str(folder)}
         print(json.dumps(document) if as_json else f"Open {address} in a browser; press Ctrl-C to stop.", flush=True)
 
-    server.serve(job=job, folder=folder, host=host, port=port, told=told)
+    server.serve(job=job, folder=folder, host=host, port=port, on_ready=print_address)

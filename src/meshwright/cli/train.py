@@ -134,7 +134,7 @@ def _profile(steps: str | None, ranks: str, out: Path | None) -> ProfileOptions 
 
 
 def _chosen(request: TrainRequest) -> Strategy:
-    """The strategy that was asked for; for `auto`, the planner's choice, which is printed."""
+    """The requested strategy; for `auto`, the planner's choice, which is printed."""
     if not request.strategy.auto:
         return request.strategy
     from meshwright.api.setup import resolve_auto

@@ -40,9 +40,9 @@ def verify(
         from meshwright.report.tables import verdict_table
         from meshwright.runtime.request import VerifyRequest
 
-    asked = (*(strategies or ()), *(more or ()))
+    named = (*(strategies or ()), *(more or ()))
     document = verify_command(
-        VerifyRequest(job=job, strategies=asked, ranks=ranks, steps=steps, seed=seed, device=device, timeout=timeout)
+        VerifyRequest(job=job, strategies=named, ranks=ranks, steps=steps, seed=seed, device=device, timeout=timeout)
     )
     if document is None:
         return

@@ -37,8 +37,8 @@ class Lane:
     """One strategy with its bars, the thick one first."""
 
     strategy: str
-    aside: str
-    """Text to the right of its name: the total."""
+    total: str
+    """Shown to the right of its name."""
     bars: Mapping[str, Bar]
     """By kind: measured and forecast, or a single one with an empty name."""
 
@@ -64,8 +64,8 @@ class Chart:
     @property
     def words(self) -> str:
         """Description of the chart for screen readers."""
-        told = "; ".join(f"{lane.strategy} {lane.aside}" for lane in self.lanes)
-        return f"{self.title}, a bar for each of {len(self.lanes)} strategies: {told}"
+        totals = "; ".join(f"{lane.strategy} {lane.total}" for lane in self.lanes)
+        return f"{self.title}, a bar for each of {len(self.lanes)} strategies: {totals}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,20 +81,18 @@ class Quantity:
 
     def bar(self, amounts: Mapping[str, float], total: float) -> Bar:
         """A bar of the amounts by cause; causes without an amount are left out."""
-        return Bar(
-            total=self.total(total),
-            parts=tuple(
-                BarPart(
-                    cause=cause,
-                    colour=self.colours.get(cause, UNKNOWN),
-                    size=amount,
-                    amount=self.exact(amount),
-                    share=f"{amount / total:.1%}" if total else "",
-                )
-                for cause, amount in amounts.items()
-                if amount > 0
-            ),
+        parts = (
+            BarPart(
+                cause=cause,
+                colour=self.colours.get(cause, UNKNOWN),
+                size=amount,
+                amount=self.exact(amount),
+                share=f"{amount / total:.1%}" if total else "",
+            )
+            for cause, amount in amounts.items()
+            if amount > 0
         )
+        return Bar(total=self.total(total), parts=tuple(parts))
 
     def colours_of(self, bars: Sequence[Bar]) -> dict[str, str]:
         """Colours of the causes that occur in some bars: known causes first, in display order."""

@@ -36,7 +36,7 @@ const charts = (() => {
   // The layout for a width: wrap names above bars, and keep axis labels apart.
   function fitted(layout, width) {
     const names = (layout.annotations || []).filter((one) => one.name === "strategy");
-    const most = Math.max(12, width / CHARACTER - layout.meta?.aside - 1);
+    const most = Math.max(12, width / CHARACTER - layout.meta?.total - 1);
     let lines = 1;
     for (const name of names) {
       const found = folded(name.text, most);

@@ -79,10 +79,10 @@ class Plot:
         return Markup(text.translate(_IN_SCRIPT))
 
 
-def check_plotly(asked: str) -> None:
+def check_plotly(option: str) -> None:
     """Raise if plotly is missing, before anything is planned or run."""
     if find_spec("plotly") is None:
-        raise BadInput(f"{asked} needs the package plotly, which is not installed: {INSTALL}.")
+        raise BadInput(f"{option} needs the package plotly, which is not installed: {INSTALL}.")
 
 
 def scripts() -> tuple[Markup, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
 from meshwright.report.bars import BarPart, Chart, Lane
 from meshwright.report.charts import MONOSPACE, Key, Plot, Values, axis, folded, plain, shared_layout
@@ -35,20 +36,15 @@ class _Rows:
 
 
 def bar_plot(chart: Chart) -> Plot:
-    """The figure of a chart."""
     rows = _Rows(kinds=tuple(chart.colours))
-    return Plot(
-        words=chart.words,
-        data=list(_traces(chart, rows)),
-        layout=_layout(chart, rows),
-        legends=tuple(_legends(chart)),
-    )
+    data, legends = list(_traces(chart, rows)), tuple(_legends(chart))
+    return Plot(words=chart.words, data=data, layout=_layout(chart, rows), legends=legends)
 
 
 def _traces(chart: Chart, rows: _Rows) -> Iterator[Values]:
     """One trace per kind and cause, in the order of `Chart.columns`."""
     for kind, cause in chart.columns:
-        held = [
+        found = [
             (number, lane, part)
             for number, lane in enumerate(chart.lanes)
             if kind in lane.bars
@@ -59,16 +55,13 @@ def _traces(chart: Chart, rows: _Rows) -> Iterator[Values]:
             "type": "bar",
             "orientation": "h",
             "name": plain(f"{kind}: {cause}" if kind else cause),
-            "x": [part.size for _, _, part in held],
-            "y": [rows.middle(number, kind) for number, _, _ in held],
+            "x": [part.size for _, _, part in found],
+            "y": [rows.middle(number, kind) for number, _, _ in found],
             "width": THICKNESS[rows.kinds.index(kind)],
-            "marker": {
-                "color": variable(chart.colours[kind][cause]),
-                "line": {"color": variable("page"), "width": 1},
-            },
+            "marker": {"color": variable(chart.colours[kind][cause]), "line": {"color": variable("page"), "width": 1}},
             "opacity": 0.75 if rows.kinds.index(kind) else 1.0,
             "hoverinfo": "text",
-            "hovertext": [_tip(lane, kind, part) for _, lane, part in held],
+            "hovertext": [_tip(lane, kind, part) for _, lane, part in found],
         }
 
 
@@ -88,7 +81,7 @@ def _layout(chart: Chart, rows: _Rows) -> Values:
         yaxis={"visible": False, "fixedrange": True, "range": [height, 0]},
         annotations=list(_names(chart, rows)),
         shapes=[] if chart.limit is None else [_limit(chart.limit, rows, lane) for lane in range(len(chart.lanes))],
-        meta={"lanes": len(chart.lanes), "aside": max((len(lane.aside) for lane in chart.lanes), default=0)},
+        meta={"lanes": len(chart.lanes), "total": max((len(lane.total) for lane in chart.lanes), default=0)},
     )
 
 
@@ -110,7 +103,7 @@ def _names(chart: Chart, rows: _Rows) -> Iterator[Values]:
             **{"name": "strategy", "text": plain(lane.strategy), "x": 0, "xanchor": "left", "align": "left"},
             "font": {**font, "family": MONOSPACE},
         }
-        yield {**place, "name": "aside", "text": plain(lane.aside), "x": 1, "xanchor": "right", "font": font}
+        yield {**place, "name": "total", "text": plain(lane.total), "x": 1, "xanchor": "right", "font": font}
 
 
 def _limit(at: float, rows: _Rows, lane: int) -> Values:
@@ -121,11 +114,7 @@ def _limit(at: float, rows: _Rows, lane: int) -> Values:
 
 
 def _legends(chart: Chart) -> Iterator[tuple[str, tuple[Key, ...]]]:
-    number = 0
+    numbers = count()
     for kind, causes in chart.colours.items():
-        keys = []
-        for cause, colour in causes.items():
-            keys.append(Key(label=cause, colour=colour, traces=(number,)))
-            number += 1
-        if keys:
-            yield kind, tuple(keys)
+        if keys := tuple(Key(label=cause, colour=causes[cause], traces=(next(numbers),)) for cause in causes):
+            yield kind, keys

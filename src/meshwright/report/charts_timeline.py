@@ -14,7 +14,7 @@ ROW, ABOVE, BELOW = 44, 30, 30
 """Pixels of a rank's row, of the buttons above, and of the axis."""
 GAP = 0.04
 """Share of the width that marks an omitted part."""
-WORTH = 0.4
+LEAST_OMITTED = 0.4
 """The smallest share of a step that is worth omitting."""
 WORK_WIDTH, SEND_WIDTH, SEND_BELOW = 0.66, 0.12, 0.41
 """Shares of a rank's row; sends are drawn below its middle."""
@@ -36,7 +36,7 @@ class Window:
 def windows(timeline: Timeline, drawn: int) -> tuple[Window, ...]:
     """The whole step, or its start and end if it has many more pieces than `drawn`."""
     share = drawn / max(1, len(timeline.pieces)) / 2
-    if 2 * share >= 1 - WORTH:
+    if 2 * share >= 1 - LEAST_OMITTED:
         return (Window(start=0.0, end=timeline.total or 1.0, domain=(0.0, 1.0)),)
     total, width = timeline.total, (1 - GAP) / 2
     return (
@@ -78,21 +78,19 @@ def _idle(timeline: Timeline, rank: int) -> str:
 def _trace(timeline: Timeline, kind: str, place: int, window: Window) -> Values:
     """All pieces of one kind in one window. Micro-batches alternate in shade."""
     pieces = [piece for piece in timeline.pieces if piece.kind == kind and window.shows(piece)]
-    is_sent, colour = kind == SEND, WORK[kind]
+    is_send, colour = kind == SEND, WORK[kind]
+    opacities = [0.7 if (piece.micro_batch or 0) % 2 else 1.0 for piece in pieces]
     return {
         "type": "bar",
         "orientation": "h",
         "name": kind,
-        "xaxis": _axis_name(place),
+        "xaxis": f"x{place + 1}" if place else "x",
         "base": [1e3 * piece.start for piece in pieces],
         "x": [1e3 * piece.seconds for piece in pieces],
-        "y": [piece.rank + (SEND_BELOW if is_sent else 0.0) for piece in pieces],
-        "width": SEND_WIDTH if is_sent else WORK_WIDTH,
-        "marker": {
-            "color": variable(colour),
-            "opacity": [0.7 if (piece.micro_batch or 0) % 2 else 1.0 for piece in pieces],
-        },
-        "text": ["" if is_sent or piece.micro_batch is None else str(piece.micro_batch) for piece in pieces],
+        "y": [piece.rank + (SEND_BELOW if is_send else 0.0) for piece in pieces],
+        "width": SEND_WIDTH if is_send else WORK_WIDTH,
+        "marker": {"color": variable(colour), "opacity": opacities},
+        "text": ["" if is_send or piece.micro_batch is None else str(piece.micro_batch) for piece in pieces],
         "textposition": "inside",
         "insidetextanchor": "middle",
         "textangle": 0,
@@ -112,22 +110,12 @@ def piece_lines(piece: Piece) -> list[str]:
     return [f"{subject}{about}", *target, f"{1e3 * piece.seconds:,.3f} ms", when, *parts]
 
 
-def _axis_name(place: int) -> str:
-    return f"x{place + 1}" if place else "x"
-
-
 def _layout(timeline: Timeline, shown: tuple[Window, ...]) -> Values:
-    ranks = range(timeline.ranks)
-    axes = {
-        f"xaxis{place + 1 if place else ''}": axis(
-            "ms",
-            domain=list(window.domain),
-            range=[1e3 * window.start, 1e3 * window.end],
-            minallowed=1e3 * window.start,
-            maxallowed=1e3 * window.end,
-        )
-        for place, window in enumerate(shown)
-    }
+    ranks, axes = range(timeline.ranks), {}
+    for place, window in enumerate(shown):
+        start, end = 1e3 * window.start, 1e3 * window.end
+        name = f"xaxis{place + 1 if place else ''}"
+        axes[name] = axis("ms", domain=list(window.domain), range=[start, end], minallowed=start, maxallowed=end)
     return shared_layout(
         timeline.ranks * ROW + ABOVE + BELOW,
         barmode="overlay",
@@ -154,5 +142,4 @@ def _dots(rank: int) -> Values:
 
 def _keys(kinds: list[str], count: int) -> Iterator[Key]:
     for number, kind in enumerate(kinds):
-        traces = tuple(range(number * count, (number + 1) * count))
-        yield Key(label=kind, colour=WORK[kind], traces=traces)
+        yield Key(label=kind, colour=WORK[kind], traces=tuple(range(number * count, (number + 1) * count)))

@@ -8,11 +8,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.report.tables import make_list, make_table
 from meshwright.units import show_bytes, show_count
 
 
 def show_page(document: dict[str, Any]) -> Group:
-    """What a checkpoint holds."""
     parts: list[RenderableType] = [_overview(document), _files(document["files"])]
     if document["optimizer"] is not None:
         parts.insert(1, _groups(document["optimizer"]))
@@ -28,13 +28,11 @@ def check_page(document: dict[str, Any]) -> Text:
 
 
 def export_page(document: dict[str, Any]) -> Group:
-    """What was exported."""
     count = f"{document['tensors']} tensors, {show_bytes(document['bytes'])}"
     return Group(_files(document["files"], f"{document['out']}: {count}"), *_left_out(document))
 
 
 def import_page(document: dict[str, Any]) -> Group:
-    """What was imported."""
     off, on = document["prefix"]["off"], document["prefix"]["on"]
     lines = [
         f"{document['path']}: {document['tensors']} tensors, {show_count(document['parameters'])} parameters, "
@@ -48,9 +46,7 @@ def import_page(document: dict[str, Any]) -> Group:
 
 
 def _overview(document: dict[str, Any]) -> Table:
-    table = Table(title=Text(document["path"]), title_justify="left", show_header=False)
-    table.add_column("", style="bold")
-    table.add_column("")
+    table = make_list(Text(document["path"]), justify="left")
     ranks = f"{document['ranks']} rank{'s' * (document['ranks'] > 1)}"
     made = document["made"]
     table.add_row("step", f"{document['step']:,} ({document['samples']:,} samples), seed {document['seed']}")
@@ -79,9 +75,7 @@ def _hugging_face(found: dict[str, Any]) -> str:
 
 
 def _groups(optimizer: dict[str, Any]) -> Table:
-    table = Table(title=optimizer["class"], title_justify="left")
-    for column in ("group", "parameters", "lr"):
-        table.add_column(column, justify="right")
+    table = make_table(optimizer["class"], (), ("group", "parameters", "lr"))
     for number, group in enumerate(optimizer["groups"]):
         rate = "-" if group["lr"] is None else f"{group['lr']:.3g}"
         table.add_row(str(number), str(group["parameters"]), rate)
@@ -89,9 +83,7 @@ def _groups(optimizer: dict[str, Any]) -> Table:
 
 
 def _files(files: list[dict[str, Any]], title: str = "files") -> Table:
-    table = Table(title=Text(title), title_justify="left")
-    table.add_column("file")
-    table.add_column("size", justify="right")
+    table = make_table(Text(title), ("file",), ("size",))
     for file in files:
         table.add_row(Text(file["name"]), show_bytes(file["bytes"]))
     return table

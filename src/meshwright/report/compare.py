@@ -63,12 +63,11 @@ class ComparisonTables:
         self._document = document
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        words = "{job} on {ranks} {device} ranks, batch {global_batch}".format_map(self._document)
-        yield Text(words, style="italic")
-        whole = comparison_table(self._document)
-        wanted = Measurement.get(console, options.update(max_width=ANY_WIDTH), whole).maximum
-        if wanted <= options.max_width:
-            yield whole
+        title = "{job} on {ranks} {device} ranks, batch {global_batch}".format_map(self._document)
+        yield Text(title, style="italic")
+        table = comparison_table(self._document)
+        if Measurement.get(console, options.update(max_width=ANY_WIDTH), table).maximum <= options.max_width:
+            yield table
         else:
             yield from (comparison_table(self._document, columns) for columns in NARROW)
         yield Text(
@@ -85,9 +84,9 @@ def comparison_table(document: Row, columns: Sequence[str] = COLUMNS) -> Table:
         head = f"{speed_unit(document)}/s" if column == "/s" else column
         table.add_column(head, justify="left" if column in LEFT else "right")
     for row in document["results"]:
-        told: dict[str, RenderableType] = dict(zip(COLUMNS, cells(row), strict=True))
-        told["strategy"] = Terms(row["strategy"])
-        table.add_row(*(told[column] for column in columns))
+        shown: dict[str, RenderableType] = dict(zip(COLUMNS, cells(row), strict=True))
+        shown["strategy"] = Terms(row["strategy"])
+        table.add_row(*(shown[column] for column in columns))
     return table
 
 
@@ -107,8 +106,8 @@ def cells(row: Row) -> tuple[str, ...]:
         show(row["comm_exposed"], ".0%"),
         show(row["bubble"], ".0%"),
         equality(row),
-        against(forecast.get("step_ms"), row["step_ms"]),
-        against(forecast.get("peak_mib"), row["peak_mib"]),
+        with_error(forecast.get("step_ms"), row["step_ms"]),
+        with_error(forecast.get("peak_mib"), row["peak_mib"]),
     )
 
 
@@ -122,7 +121,7 @@ def equality(row: Row) -> str:
     return "equal" if row["loss_equal"] else "DIFFERS"
 
 
-def against(forecast: float | None, measured: float | None) -> str:
+def with_error(forecast: float | None, measured: float | None) -> str:
     """The forecast, and its relative error."""
     if forecast is None:
         return "-"

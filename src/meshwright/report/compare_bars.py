@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshwright.report import colours
-from meshwright.report.bars import Bar, Chart, Lane, Quantity
+from meshwright.report.bars import Chart, Lane, Quantity
 from meshwright.units import MIB, show_bytes, show_seconds
 
 Row = dict[str, Any]
@@ -52,12 +52,11 @@ def _chart(title: str, note: str, quantity: Quantity, rows: Sequence[Row], total
         note=note,
         unit=quantity.unit,
         lanes=lanes,
-        colours={kind: quantity.colours_of(_bars(lanes, kind)) for kind in (MEASURED, FORECAST)},
+        colours={
+            kind: quantity.colours_of([lane.bars[kind] for lane in lanes if kind in lane.bars])
+            for kind in (MEASURED, FORECAST)
+        },
     )
-
-
-def _bars(lanes: Sequence[Lane], kind: str) -> list[Bar]:
-    return [lane.bars[kind] for lane in lanes if kind in lane.bars]
 
 
 def _lane(row: Row, quantity: Quantity, total: str) -> Lane:
@@ -66,5 +65,5 @@ def _lane(row: Row, quantity: Quantity, total: str) -> Lane:
     if forecast and forecast.get(quantity.key):
         bars[FORECAST] = quantity.bar(forecast[quantity.key], forecast[total])
     off = (forecast or {}).get("error", {}).get(quantity.key)
-    aside = bars[MEASURED].total + ("" if off is None else f", forecast {off:+.0%}")
-    return Lane(strategy=row["strategy"], aside=aside, bars=bars)
+    error = "" if off is None else f", forecast {off:+.0%}"
+    return Lane(strategy=row["strategy"], total=f"{bars[MEASURED].total}{error}", bars=bars)

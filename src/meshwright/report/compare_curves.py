@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, product
 from typing import Any
 
 from meshwright.report.charts import ZOOMABLE, Key, Plot, Values, axis, folded, plain, shared_layout
@@ -23,7 +24,6 @@ class Curve:
 
     @property
     def cells(self) -> list[str]:
-        """The exact figures."""
         return ["none" if loss is None else f"{loss:.6f}" for loss in self.losses]
 
 
@@ -50,19 +50,12 @@ def loss_curves(rows: Sequence[dict[str, Any]], *, checked: int) -> Curves | Non
     longest = max((len(losses) for _, losses in held), default=0)
     if longest < 2 or all(loss is None for _, losses in held for loss in losses):
         return None
-    return Curves(
-        curves=tuple(_curve(number, strategy, losses) for number, (strategy, losses) in enumerate(held)),
-        checked=checked if checked < longest else None,
-    )
-
-
-def _curve(number: int, strategy: str, losses: tuple[float | None, ...]) -> Curve:
-    return Curve(
-        strategy=strategy,
-        colour=CURVES[number % len(CURVES)],
-        dash=DASHES[number // len(CURVES) % len(DASHES)],
-        losses=losses,
-    )
+    styles = cycle(product(DASHES, CURVES))
+    curves = [
+        Curve(strategy=strategy, colour=colour, dash=dash, losses=losses)
+        for (strategy, losses), (dash, colour) in zip(held, styles, strict=False)
+    ]
+    return Curves(curves=tuple(curves), checked=checked if checked < longest else None)
 
 
 def curves_plot(curves: Curves) -> Plot:

@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.compare.rank import CHECKED
 from meshwright.facts.timeline import Timeline
 from meshwright.report.charts_bars import bar_plot
-from meshwright.report.compare import against, equality, show, speed_unit
+from meshwright.report.compare import equality, show, speed_unit, with_error
 from meshwright.report.compare_bars import memory_chart, time_chart
 from meshwright.report.compare_curves import curves_plot, loss_curves
 from meshwright.report.compare_mesh import draw_meshes
@@ -31,7 +31,6 @@ def write_page(document: Row, path: Path) -> None:
 
 
 def page(document: Row) -> str:
-    """The page as text."""
     rows = [row for row in document["results"] if row["status"] == "ok"]
     curves = loss_curves([*rows, *(one for one in document["references"] if one["status"] == "ok")], checked=CHECKED)
     charts = (time_chart(rows), memory_chart(rows)) if rows else ()
@@ -106,7 +105,6 @@ def _columns(document: Row) -> tuple[str, ...]:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    """The cells of a row of the table."""
     forecast = row["forecast"] or {}
     spread = "-" if row["step_ms"] is None else f"{row['step_ms_low']:,.1f} to {row['step_ms_high']:,.1f}"
     return (
@@ -120,8 +118,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         show(row["comm_exposed"], ".1%"),
         show(row["bubble"], ".1%"),
         equality(row),
-        against(forecast.get("step_ms"), row["step_ms"]),
-        against(forecast.get("peak_mib"), row["peak_mib"]),
+        with_error(forecast.get("step_ms"), row["step_ms"]),
+        with_error(forecast.get("peak_mib"), row["peak_mib"]),
     )
 
 

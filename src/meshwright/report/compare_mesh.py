@@ -10,8 +10,6 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class RankCell:
-    """One rank of a mesh."""
-
     rank: int
     column: int
     row: int

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
 
 from meshwright.errors import OutputError, one_line
 from meshwright.report.charts import policy, scripts
@@ -14,19 +14,19 @@ from meshwright.report.charts import policy, scripts
 
 def render_page(name: str, *, has_charts: bool, **shown: Any) -> str:
     """Render a whole page; with charts it includes the scripts that draw them, and its policy allows those."""
-    carried = scripts() if has_charts else ()
-    return template(name).render(shown, scripts=carried, policy=policy(carried))
+    included = scripts() if has_charts else ()
+    return template(name).render(shown, scripts=included, policy=policy(included))
 
 
 def template(name: str) -> Template:
-    """A template in this folder."""
-    return _environment().get_template(name)
+    return environment("report").get_template(name)
 
 
 @cache
-def _environment() -> Environment:
+def environment(*folders: str) -> Environment:
+    """The templates of some of the package's folders; they escape all input."""
     return Environment(
-        loader=PackageLoader("meshwright", "report"),
+        loader=ChoiceLoader([PackageLoader("meshwright", folder) for folder in folders]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -8,11 +8,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.report.tables import make_table
 from meshwright.units import show_bytes
 
 
 def layout_page(document: dict[str, Any]) -> Group:
-    """Everything in the document of `layout`."""
     mesh = " x ".join(f"{name} {size}" for name, size in document["mesh"].items()) or "one process"
     parts: list[RenderableType] = [Text(f"{document['strategy']} on {document['ranks']} ranks: {mesh}", style="bold")]
     if "tensor" in document:
@@ -27,20 +27,14 @@ def layout_page(document: dict[str, Any]) -> Group:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column)
+    table = make_table(title, columns)
     for row in rows:
         table.add_row(*(str(row[column]) for column in columns))
     return table
 
 
 def _stages(stages: list[dict[str, Any]]) -> Table:
-    table = Table(title="stages", title_justify="left")
-    for column in ("stage", "rank", "from", "to"):
-        table.add_column(column)
-    for column in ("parameters", "computation", "receives"):
-        table.add_column(column, justify="right")
+    table = make_table("stages", ("stage", "rank", "from", "to"), ("parameters", "computation", "receives"))
     for row in stages:
         received = ", ".join("x".join(map(str, tensor["shape"])) for tensor in row["receives"])
         table.add_row(

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.report.plan_foreign import in_order, place_of, verdict
+from meshwright.report.tables import make_list, make_table
 from meshwright.report.terms import Terms
 
 REASONS = 6
@@ -17,7 +18,6 @@ REASONS = 6
 
 
 def plan_page(document: dict[str, Any]) -> RenderableType:
-    """What `plan` prints."""
     plans = document["plans"]
     parts: list[RenderableType] = []
     if plans:
@@ -30,11 +30,9 @@ def plan_page(document: dict[str, Any]) -> RenderableType:
 
 
 def _table(document: dict[str, Any]) -> Table:
-    table = Table(title=f"{document['job']} on {document['cluster']}", title_justify="left")
     by_tokens = all(plan["tokens_per_s_per_device"] for plan in document["plans"])
-    table.add_column("strategy")
-    for column in ("step", "tokens/s/device" if by_tokens else "samples/s", "peak GiB", "reserved GiB", "mfu"):
-        table.add_column(column, justify="right")
+    numbers = ("step", "tokens/s/device" if by_tokens else "samples/s", "peak GiB", "reserved GiB", "mfu")
+    table = make_table(f"{document['job']} on {document['cluster']}", ("strategy",), numbers)
     table.add_column("time by cause")
     theirs = place_of(document)
     for place, plan in in_order(document):
@@ -82,9 +80,7 @@ def _against(against: dict[str, Any]) -> Text:
 
 
 def _memory(plan: dict[str, Any]) -> Table:
-    table = Table(title=f"memory of {plan['strategy']}", title_justify="left", show_header=False)
-    table.add_column("", style="bold")
-    table.add_column("", justify="right")
+    table = make_list(f"memory of {plan['strategy']}")
     for cause, size in plan["memory"].items():
         if size >= 0.005:
             table.add_row(cause, f"{size:.2f} GiB")

@@ -9,7 +9,7 @@ from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import Cluster
 from meshwright.planner.account import usable
 from meshwright.report import colours
-from meshwright.report.bars import Bar, Chart, Lane, Quantity
+from meshwright.report.bars import Chart, Lane, Quantity
 from meshwright.units import gib, show_seconds
 
 MEMORY = Quantity(
@@ -53,20 +53,15 @@ def memory_room(cluster: str) -> float | None:
 
 
 def _chart(title: str, note: str, quantity: Quantity, plans: list[dict[str, Any]], limit: float | None = None) -> Chart:
-    bars = [_bar(plan, quantity) for plan in plans]
+    bars = [quantity.bar(plan[quantity.key], float(sum(plan[quantity.key].values()))) for plan in plans]
     return Chart(
         title=title,
         note=note,
         unit=quantity.unit,
         lanes=tuple(
-            Lane(strategy=plan["strategy"], aside=bar.total, bars={"": bar})
+            Lane(strategy=plan["strategy"], total=bar.total, bars={"": bar})
             for plan, bar in zip(plans, bars, strict=True)
         ),
         colours={"": quantity.colours_of(bars)},
         limit=limit,
     )
-
-
-def _bar(plan: dict[str, Any], quantity: Quantity) -> Bar:
-    amounts = plan[quantity.key]
-    return quantity.bar(amounts, float(sum(amounts.values())))

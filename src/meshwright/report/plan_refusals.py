@@ -41,12 +41,7 @@ def _pattern(reason: str) -> str:
 
 
 def _kind(pattern: str, found: list[tuple[str, str]]) -> RefusalKind:
-    same = len({reason for _, reason in found}) == 1
-    title = found[0][1] if same else pattern
-    nearest = sorted(found, key=lambda entry: _need(entry[1]))
+    reasons = {reason for _, reason in found}
+    title = pattern if len(reasons) > 1 else reasons.pop()
+    nearest = sorted(found, key=lambda entry: float(need[1]) if (need := _NEED.match(entry[1])) else 0.0)
     return RefusalKind(title=title[:1].upper() + title[1:], count=len(found), shown=tuple(nearest[:SHOWN]))
-
-
-def _need(reason: str) -> float:
-    found = _NEED.match(reason)
-    return float(found[1]) if found else 0.0

@@ -8,11 +8,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.report.tables import make_list, make_table
 from meshwright.units import show_bytes, show_seconds
 
 
 def probe_page(document: dict[str, Any]) -> Group:
-    """Everything in the document of `probe`."""
     ranks = f"{document['ranks']} rank{'s' * (document['ranks'] > 1)}"
     title = f"{document['machine']}, {ranks}, torch {document['torch']}: {document['seconds']:.0f} s"
     parts: list[RenderableType] = [Text(title, style="bold"), _device(document), _matmuls(document["matmul"])]
@@ -22,9 +22,7 @@ def probe_page(document: dict[str, Any]) -> Group:
 
 
 def _device(document: dict[str, Any]) -> Table:
-    table = Table(title="device", title_justify="left", show_header=False)
-    table.add_column("", style="bold")
-    table.add_column("", justify="right")
+    table = make_list("device")
     table.add_row("memory bandwidth", _speed(document["bandwidth"]))
     table.add_row("kernel launch", show_seconds(document["launch"]))
     for key, value in (document["host"] or {}).items():
@@ -34,10 +32,7 @@ def _device(document: dict[str, Any]) -> Table:
 
 
 def _matmuls(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="matrix products", title_justify="left")
-    for column in ("dtype", "m x n x k"):
-        table.add_column(column)
-    table.add_column("TFLOP/s", justify="right")
+    table = make_table("matrix products", ("dtype", "m x n x k"), ("TFLOP/s",))
     for row in rows:
         table.add_row(row["dtype"], " x ".join(map(str, row["shape"])), f"{row['flops'] / 1e12:.3g}")
     return table
@@ -45,12 +40,9 @@ def _matmuls(rows: list[dict[str, Any]]) -> Table:
 
 def _collectives(rows: list[dict[str, Any]]) -> Table:
     """One row per kind and layout, one column per size: time and bus bandwidth."""
-    table = Table(title="collectives: time, and bus bandwidth of a ring", title_justify="left")
     sizes = sorted({row["bytes"] for row in rows})
-    for column in ("collective", "ranks"):
-        table.add_column(column)
-    for size in sizes:
-        table.add_column(show_bytes(size), justify="right")
+    title = "collectives: time, and bus bandwidth of a ring"
+    table = make_table(title, ("collective", "ranks"), [show_bytes(size) for size in sizes])
     cells = {(row["layout"], row["kind"], row["bytes"]): row for row in rows}
     for layout, kind in dict.fromkeys((row["layout"], row["kind"]) for row in rows):
         found = [cells.get((layout, kind, size)) for size in sizes]
@@ -60,15 +52,12 @@ def _collectives(rows: list[dict[str, Any]]) -> Table:
 
 
 def _links(links: dict[str, dict[str, float]]) -> Table:
-    table = Table(title="links, fitted to ring collectives", title_justify="left")
-    table.add_column("link")
-    for column in ("bandwidth", "latency", "median error"):
-        table.add_column(column, justify="right")
+    table = make_table("links, fitted to ring collectives", ("link",), ("bandwidth", "latency", "median error"))
     for name, link in links.items():
         place = {"within": "within a node", "between": "between nodes"}[name]
         table.add_row(place, _speed(link["bandwidth"]), show_seconds(link["latency"]), f"{link['error']:.0%}")
     return table
 
 
-def _speed(bytes_a_second: float) -> str:
-    return f"{bytes_a_second / 1e9:.3g} GB/s"
+def _speed(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"

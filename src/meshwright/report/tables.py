@@ -1,9 +1,9 @@
-"""Tables for the terminal. Only formats what was computed before."""
+"""Tables for the terminal, and those of `train` and `verify`. Only formats what was computed before."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Group
 from rich.table import Table
@@ -12,16 +12,29 @@ from rich.text import Text
 from meshwright.units import show_bytes
 
 
-def summary_table(summary: dict[str, Any]) -> Table:
-    """The summary of a training run."""
-    ranks = f"{summary['ranks']} {summary['device']} rank{'s' * (summary['ranks'] > 1)}"
-    table = Table(title=f"{summary['strategy']} on {ranks}", title_justify="left", show_header=False)
+def make_table(title: str | Text, left: Sequence[str], right: Sequence[str] = ()) -> Table:
+    """A table with left-justified columns, followed by right-justified ones."""
+    table = Table(title=title, title_justify="left")
+    for column in left:
+        table.add_column(column)
+    for column in right:
+        table.add_column(column, justify="right")
+    return table
+
+
+def make_list(title: str | Text, *, justify: Literal["left", "right"] = "right") -> Table:
+    """A table of names and values without a header."""
+    table = Table(title=title, title_justify="left", show_header=False)
     table.add_column("", style="bold")
-    table.add_column("", justify="right")
-    steps = str(summary["steps"])
-    if summary["resumed_at"]:
-        steps += f" (resumed at {summary['resumed_at']})"
-    table.add_row("steps", steps)
+    table.add_column("", justify=justify)
+    return table
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    ranks = f"{summary['ranks']} {summary['device']} rank{'s' * (summary['ranks'] > 1)}"
+    table = make_list(f"{summary['strategy']} on {ranks}")
+    resumed = f" (resumed at {summary['resumed_at']})" if summary["resumed_at"] else ""
+    table.add_row("steps", f"{summary['steps']}{resumed}")
     if summary["stopped"]:
         table.add_row("stopped by", summary["stopped"])
     if summary["out"]:
@@ -41,11 +54,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 def verdict_table(results: Sequence[dict[str, Any]]) -> Group:
     """Each strategy's largest differences from plain PyTorch, and below it the first differences."""
-    table = Table(title="compared with plain PyTorch in one process", title_justify="left")
     numbers = {"loss": "loss_max_rel", "grad norm": "grad_norm_max_rel", "gradients": "grad_max_rel"}
     numbers["parameters"] = "param_max_abs"
-    for column in ("strategy", "equal", "in", *numbers):
-        table.add_column(column, justify="right" if column in numbers else "left")
+    table = make_table("compared with plain PyTorch in one process", ("strategy", "equal", "in"), tuple(numbers))
     for result in results:
         word = "NO" if result["status"] == "differs" else result["status"]
         equal = "[green]yes[/]" if result["equal"] else f"[red]{word}[/]"

@@ -30,10 +30,8 @@ class Spent:
         return self.kind, f"{self.count:,} times", each, f"{1e3 * self.seconds:,.2f} ms", f"{self.share:.1%}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
-    """One rank of the pipeline."""
-
     rank: int
     spent: tuple[Spent, ...]
 
@@ -49,22 +47,19 @@ class Drawing:
 
 
 def draw(timeline: Timeline, *, drawn: int = DRAWN) -> Drawing:
-    """Draw a timeline, and make its tables."""
     return Drawing(
         strategy=timeline.strategy,
         note=_note(timeline, left_out(timeline, drawn)),
-        rows=tuple(
-            Row(rank=rank, spent=tuple(_spent(timeline.of(rank), timeline.total))) for rank in range(timeline.ranks)
-        ),
+        rows=tuple(Row(rank, tuple(_spent(timeline.of(rank), timeline.total))) for rank in range(timeline.ranks)),
         plot=timeline_plot(timeline, drawn),
     )
 
 
 def _note(timeline: Timeline, missing: float) -> str:
-    said = "Simulated with the stages' forecast times" if timeline.origin == "forecast" else "As measured"
+    origin = "Simulated with the stages' forecast times" if timeline.origin == "forecast" else "As measured"
     gap = f" The middle, {show_seconds(missing)} of the same, is left out." if missing else ""
     return (
-        f"{said}: {timeline.micro_batches} micro-batches on {timeline.ranks} ranks under {timeline.schedule}, "
+        f"{origin}: {timeline.micro_batches} micro-batches on {timeline.ranks} ranks under {timeline.schedule}, "
         f"{show_seconds(timeline.total)} per step, {timeline.idle:.1%} of it idle.{gap}"
     )
 

@@ -28,7 +28,6 @@ def check_ending(path: Path) -> None:
 
 
 def write_timeline(timeline: Timeline, path: Path) -> None:
-    """Write the file of a timeline."""
     check_ending(path)
     text = timeline_page(timeline) if path.suffix == ".html" else json.dumps(trace_document(timeline))
     write_file(text, path, what="timeline")

@@ -19,11 +19,8 @@ _TRACKS = 10_000
 
 def trace_document(timeline: Timeline) -> dict[str, Any]:
     """One JSON object: viewers read `traceEvents`, programs read `timeline`."""
-    return {
-        "traceEvents": list(timeline_events(timeline)),
-        "displayTimeUnit": "ms",
-        "timeline": timeline.to_json(),
-    }
+    events = list(timeline_events(timeline))
+    return {"traceEvents": events, "displayTimeUnit": "ms", "timeline": timeline.to_json()}
 
 
 def timeline_events(timeline: Timeline, process: int = 1) -> Iterator[Event]:
@@ -44,7 +41,6 @@ def process_name(process: int, name: str) -> Event:
 
 
 def track_names(process: int, track: int, name: str) -> Iterator[Event]:
-    """A track's name and position."""
     for about, arguments in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": track})):
         yield {"ph": "M", "pid": process, "tid": _number(process, track), "name": about, "args": arguments}
 
@@ -64,11 +60,10 @@ def _rows(pieces: Iterable[Piece]) -> list[list[Piece]]:
     """Distribute pieces over as few rows as possible so that none overlap."""
     rows: list[list[Piece]] = []
     for piece in sorted(pieces, key=lambda piece: piece.start):
-        free = next((row for row in rows if row[-1].end <= piece.start), None)
-        if free is None:
-            rows.append([piece])
-        else:
+        if free := next((row for row in rows if row[-1].end <= piece.start), None):
             free.append(piece)
+        else:
+            rows.append([piece])
     return rows
 
 
@@ -76,5 +71,5 @@ def _event(process: int, track: int, piece: Piece) -> Event:
     about = {"stage": piece.stage, "micro_batch": piece.micro_batch, "to rank": piece.to}
     parts = {f"{cause} ms": 1e3 * seconds for cause, seconds in piece.parts.items()}
     name = piece.kind if piece.micro_batch is None else f"{piece.kind} {piece.micro_batch}"
-    told = {key: value for key, value in about.items() if value is not None} | parts
-    return {**span(process, track, name, piece.kind, piece.start, piece.end), "args": told}
+    known = {key: value for key, value in about.items() if value is not None}
+    return {**span(process, track, name, piece.kind, piece.start, piece.end), "args": known | parts}

@@ -6,17 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from meshwright.planner.scores import ScoredRun
+from meshwright.report.tables import make_table
 
 
 def validate_page(document: dict[str, Any], outcomes: Sequence[ScoredRun], worst: int) -> RenderableType:
-    """The output of `validate`."""
-    table = Table(title=f"{document['rows']} measured runs", title_justify="left")
-    for column in ("", "rows", "mean error", "median error", "bias"):
-        table.add_column(column, justify="left" if not column else "right")
+    table = make_table(f"{document['rows']} measured runs", ("",), ("rows", "mean error", "median error", "bias"))
     for name in ("memory", "time"):
         found = document[name]
         shares = [_share(found[key]) for key in ("mape", "median_abs", "median_signed")]
@@ -41,9 +38,7 @@ def _unexplained(outcomes: Sequence[ScoredRun]) -> Text:
 
 
 def _worst(outcomes: Sequence[ScoredRun], count: int) -> RenderableType:
-    table = Table(title="largest errors", title_justify="left")
-    for column in ("row", "memory", "time"):
-        table.add_column(column, justify="left" if column == "row" else "right")
+    table = make_table("largest errors", ("row",), ("memory", "time"))
     known = [o for o in outcomes if o.memory_error is not None or o.time_error is not None]
     known.sort(key=lambda o: -max(abs(o.memory_error or 0), abs(o.time_error or 0)))
     for outcome in known[:count]:

@@ -18,28 +18,24 @@ def check_complete(schedule: Schedule) -> None:
 
     The order of W after I is not checked here; the simulation does that.
     """
-    found = Counter(part for rank in range(schedule.ranks) for a in schedule.actions_of(rank) for part in a.parts)
-    wanted = set(_wanted(schedule))
-    strange = [part for part in found if part not in wanted]
+    actions = [(rank, action) for rank in range(schedule.ranks) for action in schedule.actions_of(rank)]
+    found = Counter(part for _, action in actions for part in action.parts)
+    expected = dict.fromkeys(_expected(schedule))
+    unknown = [part for part in found if part not in expected]
     repeated = [part for part, times in found.items() if times > 1]
-    missing = [part for part in _wanted(schedule) if part not in found]
-    misplaced = [
-        action
-        for rank in range(schedule.ranks)
-        for action in schedule.actions_of(rank)
-        if schedule.rank_of(action.stage) != rank
-    ]
-    for actions, complaint in (
-        (strange, f"has actions outside its {schedule.stages} stages and {schedule.micro_batches} micro-batches"),
+    missing = [part for part in expected if part not in found]
+    misplaced = [action for rank, action in actions if schedule.rank_of(action.stage) != rank]
+    for wrong, complaint in (
+        (unknown, f"has actions outside its {schedule.stages} stages and {schedule.micro_batches} micro-batches"),
         (misplaced, "has actions on a rank that does not hold their stage"),
         (repeated, "does work twice (a B is an I and a W)"),
         (missing, "misses work (a B is an I and a W)"),
     ):
-        if actions:
-            raise ScheduleError(f"{schedule.name} {complaint}: {_list(actions)}.")
+        if wrong:
+            raise ScheduleError(f"{schedule.name} {complaint}: {_list(wrong)}.")
 
 
-def _wanted(schedule: Schedule) -> Iterator[Action]:
+def _expected(schedule: Schedule) -> Iterator[Action]:
     for stage in range(schedule.stages):
         for micro_batch in range(schedule.micro_batches):
             yield from (Action(stage, kind, micro_batch) for kind in _PARTS)

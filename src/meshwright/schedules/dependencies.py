@@ -19,7 +19,7 @@ class SlotTimes:
     stages: int
     duration: Callable[[Slot], float]
     travel: Callable[[int, int], float]
-    """Seconds from one stage to another; both are the same if a stage needs its own result."""
+    """Seconds from one stage to another; called with the same stage twice if a stage needs its own result."""
 
 
 def needs(action: Action, stages: int) -> Iterator[Action]:
@@ -45,18 +45,18 @@ def start_times(orders: Orders, flow: SlotTimes) -> list[list[float]]:
     starts: list[list[float]] = [[] for _ in orders]
     free = [0.0] * len(orders)
     while waiting := [rank for rank, order in enumerate(orders) if len(starts[rank]) < len(order)]:
-        moved = False
+        advanced = False
         for rank in waiting:
             slot = orders[rank][len(starts[rank])]
             arrival = _arrival(slot, ends, flow)
             if arrival is None:
                 continue
-            moved = True
+            advanced = True
             start = max(free[rank], arrival)
             free[rank] = start + flow.duration(slot)
             starts[rank].append(start)
             ends.update({part: free[rank] for action in slot for part in action.parts})
-        if not moved:
+        if not advanced:
             raise ScheduleError(_deadlock(orders, {rank: len(starts[rank]) for rank in waiting}, ends, flow.stages))
     return starts
 

@@ -32,16 +32,16 @@ class Family:
     one_at_a_time: bool = False
     """Whether a micro-batch leaves the pipeline before the next one enters."""
     splits_backward: bool = False
-    """Whether the weights' part of a backward pass is put off."""
+    """Whether weight gradients are delayed."""
     gap_divisor: int = 1
-    """In a step a rank waits for the other ranks' work on one micro-batch, divided by this."""
+    """In each step a rank waits for the other ranks' work on one micro-batch, divided by this."""
     in_flight: Callable[[int, int, int], int] | None = None
-    """Micro-batches that a rank keeps activations of, from rank, ranks and micro-batches; None: the schedule tells."""
+    """Micro-batches whose activations a rank keeps, from rank, ranks and micro-batches; None: it must be counted."""
     searched: bool = False
-    """Whether the planner considers it unasked. `gpipe` holds more than `1f1b` and is no faster, and `zb` is between
+    """Whether the planner considers it by default. `gpipe` holds more than `1f1b` and is no faster; `zb` is between
     `1f1b` and `zbv`."""
     complexity: int = 2
-    """Of two equally fast plans the one with less complexity is recommended."""
+    """Of two equally fast plans, the one with the lower complexity is recommended."""
 
 
 def _even_rounds(ranks: int, micro_batches: int) -> bool:
@@ -72,7 +72,7 @@ FAMILIES: dict[str, Family] = {
         gap_divisor=2,
         searched=True,
     ),
-    # The weights' part of backward, about a third of the work, fills the gaps.
+    # Weight gradients, about a third of the work, fill the gaps.
     "zb": Family(
         order=looped.zero_bubble,
         torch_class="ScheduleInterleavedZeroBubble",

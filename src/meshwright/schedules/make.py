@@ -33,12 +33,8 @@ def lay_out(orders: Sequence[Sequence[Slot]], stages: int) -> tuple[tuple[Slot, 
     flow = SlotTimes(stages=stages, duration=lambda slot: 1.0, travel=lambda source, target: 0.0)
     steps = [[int(start) for start in starts] for starts in start_times(orders, flow)]
     length = 1 + max(row[-1] for row in steps)
-    return tuple(_spread(order, row, length) for order, row in zip(orders, steps, strict=True))
-
-
-def _spread(order: Sequence[Slot], steps: Sequence[int], length: int) -> tuple[Slot, ...]:
-    placed = dict(zip(steps, order, strict=True))
-    return tuple(placed.get(step, ()) for step in range(length))
+    slots = [dict(zip(row, order, strict=True)) for row, order in zip(steps, orders, strict=True)]
+    return tuple(tuple(by_step.get(step, ()) for step in range(length)) for by_step in slots)
 
 
 def _stages_per_rank(name: str, family: Family, virtual: int | None) -> int:

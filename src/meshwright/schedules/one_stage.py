@@ -19,10 +19,8 @@ def layers(rank: int, shape: ScheduleShape) -> tuple[Slot, ...]:
 def gpipe(rank: int, shape: ScheduleShape) -> tuple[Slot, ...]:
     """All forward passes, then all backward passes (Huang et al. 2019, arXiv:1811.06965)."""
     row = RankOrder()
-    for _ in range(shape.micro_batches):
-        row.forward(rank)
-    for _ in range(shape.micro_batches):
-        row.backward(rank)
+    row.forward(rank, times=shape.micro_batches)
+    row.backward(rank, times=shape.micro_batches)
     return row.slots
 
 
@@ -31,11 +29,9 @@ def one_f_one_b(rank: int, shape: ScheduleShape) -> tuple[Slot, ...]:
     row = RankOrder()
     # The first micro-batch returns to this rank after this many forward passes.
     warm_up = min(shape.micro_batches, shape.ranks - rank)
-    for _ in range(warm_up):
-        row.forward(rank)
+    row.forward(rank, times=warm_up)
     for _ in range(shape.micro_batches - warm_up):
         row.backward(rank)
         row.forward(rank)
-    for _ in range(warm_up):
-        row.backward(rank)
+    row.backward(rank, times=warm_up)
     return row.slots

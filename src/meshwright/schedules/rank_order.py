@@ -14,17 +14,17 @@ class RankOrder:
         self._slots: list[Slot] = []
         self._forwards: Counter[int] = Counter()
         self._backwards: Counter[int] = Counter()
-        self._weightless: list[Action] = []
+        self._pending: list[Action] = []  # input gradients whose weight gradients are still to be added
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         return tuple(self._slots)
 
-    def forward(self, stage: int) -> None:
-        self._slots.append((self._next_forward(stage),))
+    def forward(self, stage: int, times: int = 1) -> None:
+        self._slots += [(self._next_forward(stage),) for _ in range(times)]
 
-    def backward(self, stage: int) -> None:
-        self._slots.append((self._next_backward(stage, Kind.BACKWARD),))
+    def backward(self, stage: int, times: int = 1) -> None:
+        self._slots += [(self._next_backward(stage, Kind.BACKWARD),) for _ in range(times)]
 
     def overlap(self, *, forward: int, backward: int) -> None:
         """Add a forward pass of one stage and a backward pass of another that may run at the same time."""
@@ -32,15 +32,15 @@ class RankOrder:
 
     def backward_input(self, stage: int) -> None:
         action = self._next_backward(stage, Kind.BACKWARD_INPUT)
-        self._weightless.append(action)
+        self._pending.append(action)
         self._slots.append((action,))
 
-    def backward_weight(self, stage: int | None = None) -> None:
-        """Add the oldest pending weight gradient, of one stage or of any; do nothing if none is pending."""
-        pending = (action for action in self._weightless if stage in (None, action.stage))
-        if oldest := next(pending, None):
-            self._weightless.remove(oldest)
-            self._slots.append((Action(oldest.stage, Kind.BACKWARD_WEIGHT, oldest.micro_batch),))
+    def backward_weight(self, stage: int | None = None, times: int = 1) -> None:
+        """Add the oldest pending weight gradients, of one stage or of any; fewer if fewer are pending."""
+        pending = [action for action in self._pending if stage in (None, action.stage)]
+        for action in pending[:times]:
+            self._pending.remove(action)
+            self._slots.append((Action(action.stage, Kind.BACKWARD_WEIGHT, action.micro_batch),))
 
     def _next_forward(self, stage: int) -> Action:
         self._forwards[stage] += 1

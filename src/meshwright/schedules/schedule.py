@@ -19,8 +19,7 @@ from meshwright.schedules.errors import ScheduleError
 
 Placement = Literal["loop", "v"]
 
-_IDLE = "."
-_PAIR = ";"
+_IDLE, _PAIR = ".", ";"
 _HEADER = re.compile(
     r"(?P<name>\S+) ranks=(?P<ranks>\d+) virtual=(?P<virtual>\d+) micro_batches=(?P<micro_batches>\d+)"
     r" placement=(?P<placement>\w+)",
@@ -95,7 +94,6 @@ class Schedule(ScheduleShape):
         return "\n".join([f"{self.name} {sizes} placement={self.placement}", *_grid(self.rows)])
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage."""
         turn, place = divmod(stage, self.ranks)
         return self.ranks - 1 - place if self.placement == "v" and turn % 2 else place
 
@@ -109,7 +107,7 @@ class Schedule(ScheduleShape):
 
 
 def _grid(rows: tuple[tuple[Slot, ...], ...]) -> Iterator[str]:
-    cells = [[_show_slot(slot) for slot in row] for row in rows]
+    cells = [[_PAIR.join(map(str, slot)) or _IDLE for slot in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     margin = len(f"rank {len(rows) - 1}")
     for rank, row in enumerate(cells):
@@ -117,16 +115,8 @@ def _grid(rows: tuple[tuple[Slot, ...], ...]) -> Iterator[str]:
         yield f"{f'rank {rank}':{margin}}  {line}".rstrip()
 
 
-def _show_slot(slot: Slot) -> str:
-    return _PAIR.join(map(str, slot)) or _IDLE
-
-
 def _read_row(rank: int, line: str) -> tuple[Slot, ...]:
     words = line.split()
     if words[:2] != ["rank", str(rank)]:
         raise ScheduleError(f"The next row must start with 'rank {rank}', but it is {line.strip()!r}.")
-    return tuple(_read_slot(cell) for cell in words[2:])
-
-
-def _read_slot(cell: str) -> Slot:
-    return () if cell == _IDLE else tuple(Action.parse(text) for text in cell.split(_PAIR))
+    return tuple(() if cell == _IDLE else tuple(map(Action.parse, cell.split(_PAIR))) for cell in words[2:])

@@ -15,6 +15,8 @@ from meshwright.schedules.schedule import Schedule
 
 Cost = float | Sequence[float]
 """Seconds: one number for all stages, or one for each stage."""
+_Costs = dict[Kind, tuple[float, ...]]
+"""Seconds by kind and stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,46 +61,32 @@ def simulate(
     """Simulate a schedule; a whole backward pass costs the sum of its two parts, and a pair the sum of its two actions.
 
     `send` is the time a result travels between ranks, which compute meanwhile. Idle steps in the rows are ignored: a
-    rank
-    starts each action as soon as it can.
+    rank starts each action as soon as it can.
     """
     check_complete(schedule)
     _check_seconds("send", send)
-    costs = _Costs(
-        forward=_by_stage("forward", forward, schedule.stages),
-        backward_input=_by_stage("backward_input", backward_input, schedule.stages),
-        backward_weight=_by_stage("backward_weight", backward_weight, schedule.stages),
-    )
+    costs = {
+        Kind.FORWARD: _by_stage("forward", forward, schedule.stages),
+        Kind.BACKWARD_INPUT: _by_stage("backward_input", backward_input, schedule.stages),
+        Kind.BACKWARD_WEIGHT: _by_stage("backward_weight", backward_weight, schedule.stages),
+    }
     spans = _play(schedule, costs, send)
     return Simulation(
         spans=spans,
         total=max(row[-1].end for row in spans),
-        busy=tuple(sum(costs.seconds(span.action) for span in row) for row in spans),
+        busy=tuple(sum(_seconds(span.action, costs) for span in row) for row in spans),
         until_input=count_in_flight(schedule, until=Kind.BACKWARD_INPUT),
         until_weight=count_in_flight(schedule, until=Kind.BACKWARD_WEIGHT),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Costs:
-    """Seconds by stage."""
-
-    forward: tuple[float, ...]
-    backward_input: tuple[float, ...]
-    backward_weight: tuple[float, ...]
-
-    def seconds(self, action: Action) -> float:
-        by_kind = {
-            Kind.FORWARD: self.forward,
-            Kind.BACKWARD_INPUT: self.backward_input,
-            Kind.BACKWARD_WEIGHT: self.backward_weight,
-        }
-        return sum(by_kind[part.kind][part.stage] for part in action.parts)
+def _seconds(action: Action, costs: _Costs) -> float:
+    return sum(costs[part.kind][part.stage] for part in action.parts)
 
 
 def _play(schedule: Schedule, costs: _Costs, send: float) -> tuple[tuple[TimedAction, ...], ...]:
     def duration(slot: Slot) -> float:
-        return sum(costs.seconds(action) for action in slot)
+        return sum(_seconds(action, costs) for action in slot)
 
     def travel(source: int, target: int) -> float:
         return 0.0 if schedule.rank_of(source) == schedule.rank_of(target) else send
@@ -113,7 +101,7 @@ def _play(schedule: Schedule, costs: _Costs, send: float) -> tuple[tuple[TimedAc
 
 def _spans(rank: int, slot: Slot, start: float, costs: _Costs) -> Iterator[TimedAction]:
     for action in slot:
-        end = start + costs.seconds(action)
+        end = start + _seconds(action, costs)
         yield TimedAction(rank=rank, action=action, start=start, end=end)
         start = end
 

@@ -18,8 +18,7 @@ def zero_bubble_v(rank: int, shape: ScheduleShape) -> tuple[Slot, ...]:
     # Generate the order of a full pipeline, and drop the surplus micro-batches at the end.
     full = max(shape.micro_batches, 2 * shape.ranks - 1)
     row = RankOrder()
-    for _ in range(2 * after - 1):
-        row.forward(down)
+    row.forward(down, times=2 * after - 1)
     for _ in range(rank):
         row.forward(up)
         row.forward(down)
@@ -39,9 +38,8 @@ def zero_bubble_v(rank: int, shape: ScheduleShape) -> tuple[Slot, ...]:
     for _ in range(after):
         row.backward_input(down)
         row.backward_weight(down)
-    for stage in (up, down):
-        for _ in range(rank):
-            row.backward_weight(stage)
+    row.backward_weight(up, times=rank)
+    row.backward_weight(down, times=rank)
     return tuple(slot for slot in row.slots if slot[0].micro_batch < shape.micro_batches)
 
 
@@ -59,8 +57,7 @@ def dual_pipe_v(rank: int, shape: ScheduleShape) -> tuple[Slot, ...]:
 
 def _fill(row: RankOrder, rank: int, shape: ScheduleShape) -> None:
     down, up, after = rank, shape.stages - 1 - rank, shape.ranks - 1 - rank
-    for _ in range(2 * after):
-        row.forward(down)
+    row.forward(down, times=2 * after)
     for _ in range(rank + 1):
         row.forward(down)
         row.forward(up)
@@ -96,8 +93,7 @@ def _drain(row: RankOrder, rank: int, shape: ScheduleShape) -> None:
     for _ in range(after):
         row.backward_weight()
         row.backward_input(down)
-    for _ in range(rank + 1):
-        row.backward_weight()
+    row.backward_weight(times=rank + 1)
 
 
 def _split_backward(row: RankOrder, stage: int) -> None:

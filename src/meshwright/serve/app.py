@@ -23,14 +23,14 @@ from meshwright.report.charts import plotly_script
 from meshwright.serve.errors import Busy, Forbidden, LongHead, NotJson, RequestError, TooLarge, TooSlow, status_of
 from meshwright.serve.models import Models
 from meshwright.serve.page import Page, plotly_path
-from meshwright.serve.planner_queue import Answer, PlannerQueue, error_body
+from meshwright.serve.planner_queue import PlannerQueue, error_body
 from meshwright.serve.request import read_json, read_request
 
 LARGEST = 16 << 10
 """Largest request body in bytes; the page's own have a few hundred."""
 HEAD = 16 << 10
 """Largest request head in bytes."""
-PATIENCE = 10.0
+BODY_S = 10.0
 """Seconds until a request body must have arrived."""
 JSON = "application/json"
 HEADERS = {
@@ -48,19 +48,19 @@ FOREVER = "private, max-age=31536000, immutable"
 
 def make_app(models: Models, *, hosts: Sequence[str], queue: PlannerQueue | None = None) -> ASGIApp:
     """The application for visitors who address it by one of `hosts`, each a name with its port."""
-    asked = queue or PlannerQueue()
+    plans = queue or PlannerQueue()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        await asked.open()
+        await plans.open()
         yield
-        await asked.close()
+        await plans.close()
 
     app = Starlette(
         routes=[
-            Route("/", partial(_show, Page(models)), methods=["GET"]),
-            Route(plotly_path(), _draw, methods=["GET"]),
-            Route("/api/plan", partial(_plan, models, asked), methods=["POST"]),
+            Route("/", partial(_page, Page(models)), methods=["GET"]),
+            Route(plotly_path(), _plotly, methods=["GET"]),
+            Route("/api/plan", partial(_plan, models, plans), methods=["POST"]),
         ],
         exception_handlers={HTTPException: _http_error, MeshwrightError: _error, Exception: _unexpected},
         lifespan=lifespan,
@@ -98,22 +98,21 @@ class Guard:
             raise Forbidden("This server answers only its own page, but the request came from another site.")
 
 
-async def _show(page: Page, request: Request) -> Response:
+async def _page(page: Page, request: Request) -> Response:
     text = await asyncio.to_thread(page.render)
     return _answer(200, text.encode(), kind="text/html; charset=utf-8", policy=page.policy)
 
 
-async def _draw(request: Request) -> Response:
+async def _plotly(request: Request) -> Response:
     response = _answer(200, plotly_script().encode(), kind="text/javascript; charset=utf-8")
     response.headers["Cache-Control"] = FOREVER
     return response
 
 
 async def _plan(models: Models, queue: PlannerQueue, request: Request) -> Response:
-    found = read_json(await _body(request))
-    # Finding a model reads the disk.
-    wanted = await asyncio.to_thread(read_request, found, models)
-    answer: Answer = await queue.ask(wanted, request.is_disconnected)
+    document = read_json(await _body(request))
+    plan_request = await asyncio.to_thread(read_request, document, models)  # finding a model reads the disk
+    answer = await queue.ask(plan_request, request.is_disconnected)
     return _answer(answer.status, answer.body)
 
 
@@ -123,10 +122,10 @@ async def _body(request: Request) -> bytes:
     if kind != JSON:
         raise NotJson(f"The request's content type is {kind[:80]!r}; send {JSON}.")
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(BODY_S):
             return await _read(request)
     except TimeoutError as error:
-        raise TooSlow(f"The request's body did not arrive within {PATIENCE:.0f} s.") from error
+        raise TooSlow(f"The request's body did not arrive within {BODY_S:.0f} s.") from error
 
 
 async def _read(request: Request) -> bytes:
@@ -155,11 +154,11 @@ async def _error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    asked = f"{request.method[:20]} {request.url.path[:200]}"
+    called = f"{request.method[:20]} {request.url.path[:200]}"
     if error.status_code == 405:
-        message = f"{asked} is not allowed; use {error.headers['Allow']}." if error.headers else asked
+        message = f"{called} is not allowed; use {error.headers['Allow']}." if error.headers else called
     else:
-        message = f"{asked} does not exist; use GET / or POST /api/plan."
+        message = f"{called} does not exist; use GET / or POST /api/plan."
     response = _answer(error.status_code, error_body(message))
     response.headers.update({key: value for key, value in (error.headers or {}).items() if key == "Allow"})
     return response

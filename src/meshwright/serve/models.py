@@ -20,9 +20,8 @@ JOB = "job"
 PRESET, HF = "preset:", "hf:"
 LARGEST = 1 << 20
 """Largest config in bytes; real ones have a few thousand."""
-LISTED = 100
-LOOKED_AT = 5000
-DEPTH = 4
+LISTED, MOST_ENTRIES, DEPTH = 100, 5000, 4
+"""Limits of the search for configs: results, files and folders seen, and levels of folders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +73,8 @@ class Models:
 
     def configs(self) -> list[str]:
         """Paths of Hugging Face configs inside the folder, up to a limit."""
-        found = sorted(path for path in _config_files(self.folder) if _is_own_config(self.folder / path))
-        return found[:LISTED]
+        found = (path for path in _config_files(self.folder) if not (self.folder / path).is_symlink())
+        return sorted(path for path in found if _read_config(self.folder / path) is not None)[:LISTED]
 
     def _preset(self, name: str) -> Model:
         if ":" in name.removeprefix(PRESET):
@@ -121,19 +120,15 @@ def _stamp(path: str | Path) -> int:
 
 def _config_files(folder: Path) -> Iterator[str]:
     """Files named config.json up to a depth, without following symbolic links."""
-    looked_at = 0
+    seen = 0
     for place, folders, files in os.walk(folder):
         inside = Path(place).relative_to(folder)
         folders[:] = sorted(name for name in folders if not name.startswith(".")) if len(inside.parts) < DEPTH else []
-        looked_at += len(files) + len(folders)
-        if looked_at > LOOKED_AT:
+        seen += len(files) + len(folders)
+        if seen > MOST_ENTRIES:
             return
         if "config.json" in files:
             yield str(inside / "config.json")
-
-
-def _is_own_config(path: Path) -> bool:
-    return not path.is_symlink() and _read_config(path) is not None
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:

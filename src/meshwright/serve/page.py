@@ -11,13 +11,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from meshwright.facts.catalogue import catalogue_names
 from meshwright.facts.links import BETWEEN_KINDS
 from meshwright.jobs.presets import PRESETS, Text
 from meshwright.report.charts import charts_script, plotly_script, policy
+from meshwright.report.html import environment
 from meshwright.serve.models import JOB, Models
 from meshwright.serve.request import DEFAULTS, LIMITS, WORDS
 
@@ -41,20 +41,24 @@ class Page:
 
     def render(self) -> str:
         """The page as text; configs are searched again each time."""
-        return _template().render(
-            job=self._models.job,
-            job_word=JOB,
-            presets={name: _defaults(preset) for name, preset in PRESETS.items()},
-            configs=self._models.configs(),
-            folder=self._models.folder,
-            devices=catalogue_names(),
-            links=BETWEEN_KINDS,
-            limits=LIMITS,
-            policies=[(name, title, WORDS[name], DEFAULTS[name]) for name, title in POLICIES.items()],
-            flags=FLAGS,
-            first=(FIRST_PRESET, FIRST_DEVICE),
-            scripts=(Markup(charts_script()), Markup(_script())),
-            plotly=plotly_path(),
+        return (
+            environment("serve", "report")
+            .get_template("page.html")
+            .render(
+                job=self._models.job,
+                job_word=JOB,
+                presets={name: _defaults(preset) for name, preset in PRESETS.items()},
+                configs=self._models.configs(),
+                folder=self._models.folder,
+                devices=catalogue_names(),
+                links=BETWEEN_KINDS,
+                limits=LIMITS,
+                policies=[(name, title, WORDS[name], DEFAULTS[name]) for name, title in POLICIES.items()],
+                flags=FLAGS,
+                first=(FIRST_PRESET, FIRST_DEVICE),
+                scripts=(Markup(charts_script()), Markup(_script())),
+                plotly=plotly_path(),
+            )
         )
 
 
@@ -72,15 +76,3 @@ def plotly_path() -> str:
 @cache
 def _script() -> str:
     return SCRIPT.read_text(encoding="utf-8")
-
-
-@cache
-def _template() -> Template:
-    environment = Environment(
-        loader=ChoiceLoader([PackageLoader("meshwright", "serve"), PackageLoader("meshwright", "report")]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html")

@@ -64,7 +64,6 @@ class PlannerQueue:
         self._process = await _start()
 
     async def close(self) -> None:
-        """Stop the process."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()

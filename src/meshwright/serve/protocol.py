@@ -61,7 +61,6 @@ class PatientProtocol(H11Protocol):
 
     @property
     def address(self) -> str:
-        """The client's IP address."""
         return self.client[0] if self.client else ""
 
     def _close_after(self, seconds: float) -> None:

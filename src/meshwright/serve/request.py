@@ -14,7 +14,7 @@ from meshwright.facts.cluster import Cluster
 from meshwright.facts.grammar import nearest
 from meshwright.facts.precision import BUILT
 from meshwright.planner.candidates import Allowed
-from meshwright.reading import parse_json
+from meshwright.reading import parse_json, shown
 from meshwright.serve.errors import RequestError
 from meshwright.serve.models import Models
 
@@ -32,10 +32,9 @@ DEFAULTS: Mapping[str, tuple[str, ...]] = {
 LIMITS: Mapping[str, int] = {"devices": 64, "nodes": 2048, "batch": 1 << 17, "seq": 1 << 20}
 """Largest accepted numbers; beyond them, one request would keep everyone else waiting."""
 MOST_DEVICES = 16_384
-FASTEST = 1_000_000.0
-"""Gbit/s."""
+FASTEST_GBPS = 1_000_000.0
 LONGEST = 512
-PLAIN = ("job", "source", "stamp", "batch", "compile", "tensor", "pipeline")
+JSON_FIELDS = ("job", "source", "stamp", "batch", "compile", "tensor", "pipeline")
 KEYS = ("model", "device", "devices", "nodes", "gbps", "link", "batch", "seq", *WORDS, "compile", "tensor", "pipeline")
 
 
@@ -87,9 +86,8 @@ class PlanRequest:
 
     def to_json(self) -> dict[str, Any]:
         """The request as sent to the planning process."""
-        policies = {name: list(words) for name, words in self.policies}
-        plain = {name: getattr(self, name) for name in PLAIN}
-        return {**plain, "cluster": str(self.cluster), "policies": policies}
+        fields = {name: getattr(self, name) for name in JSON_FIELDS}
+        return {**fields, "cluster": str(self.cluster), "policies": dict(self.policies)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PlanRequest:
@@ -126,7 +124,7 @@ def read_request(value: Mapping[str, Any], models: Models) -> PlanRequest:
         tensor=_flag(value, "tensor", default=True),
         pipeline=_flag(value, "pipeline", default=True),
     )
-    _ = request.allowed
+    _ = request.allowed  # raises if the policies do not go together
     return request
 
 
@@ -155,7 +153,7 @@ def _check_keys(value: Mapping[str, Any]) -> None:
 def _text(value: Mapping[str, Any], key: str) -> str:
     found = value.get(key)
     if not isinstance(found, str) or not 0 < len(found) <= LONGEST or not found.isprintable():
-        raise RequestError(f"{key!r} is {_shown(found)}, but must be text of 1 to {LONGEST} printable characters.")
+        raise RequestError(f"{key!r} is {shown(found, 80)}, but must be text of 1 to {LONGEST} printable characters.")
     return found
 
 
@@ -164,7 +162,7 @@ def _number(value: Mapping[str, Any], key: str) -> int | None:
     if found is None:
         return None
     if type(found) is not int or not 1 <= found <= LIMITS[key]:
-        raise RequestError(f"{key!r} is {_shown(found)}, but must be an integer from 1 to {LIMITS[key]:,}.")
+        raise RequestError(f"{key!r} is {shown(found, 80)}, but must be an integer from 1 to {LIMITS[key]:,}.")
     return found
 
 
@@ -172,15 +170,15 @@ def _speed(value: Mapping[str, Any]) -> float | None:
     found = value.get("gbps")
     if found is None:
         return None
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0.1 <= found <= FASTEST:
-        raise RequestError(f"'gbps' is {_shown(found)}, but must be a number from 0.1 to {FASTEST:,.0f}.")
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0.1 <= found <= FASTEST_GBPS:
+        raise RequestError(f"'gbps' is {shown(found, 80)}, but must be a number from 0.1 to {FASTEST_GBPS:,.0f}.")
     return float(found)
 
 
 def _flag(value: Mapping[str, Any], key: str, *, default: bool) -> bool:
     found = value.get(key, default)
     if not isinstance(found, bool):
-        raise RequestError(f"{key!r} is {_shown(found)}, but must be true or false.")
+        raise RequestError(f"{key!r} is {shown(found, 80)}, but must be true or false.")
     return found
 
 
@@ -188,13 +186,10 @@ def _choice(value: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """The chosen words, in the order of WORDS."""
     found = value.get(key, list(DEFAULTS[key]))
     if not isinstance(found, list) or not found or any(word not in WORDS[key] for word in found):
-        raise RequestError(f"{key!r} is {_shown(found)}, but must be a list of one or more of {', '.join(WORDS[key])}.")
+        raise RequestError(
+            f"{key!r} is {shown(found, 80)}, but must be a list of one or more of {', '.join(WORDS[key])}."
+        )
     return tuple(word for word in WORDS[key] if word in found)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _no_constant(name: str) -> Any:

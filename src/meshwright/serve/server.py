@@ -18,13 +18,13 @@ LOOPBACK = {"127.0.0.1": socket.AF_INET, "localhost": socket.AF_INET, "::1": soc
 CONNECTIONS = 256
 
 
-def serve(*, job: str = "", folder: Path, host: str, port: int, told: Callable[[str], None]) -> None:
-    """Serve the page until interrupted; `told` is called with its address once it can be opened."""
-    _check_stack()
+def serve(*, job: str = "", folder: Path, host: str, port: int, on_ready: Callable[[str], None]) -> None:
+    """Serve the page until interrupted; `on_ready` is called with its address once it can be opened."""
+    _check_packages()
     models = make_models(job=job, folder=folder)
     with open_socket(host, port) as listener:
         server = make_server(models, listener)
-        told(f"http://{names_of(listener)[2 if listener.family is socket.AF_INET6 else 0]}/")
+        on_ready(f"http://{names_of(listener)[2 if listener.family is socket.AF_INET6 else 0]}/")
         server.run(sockets=[listener])
 
 
@@ -85,7 +85,7 @@ def make_server(models: Models, listener: socket.socket) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-def _check_stack() -> None:
+def _check_packages() -> None:
     try:
         import plotly  # noqa: F401
         import starlette  # noqa: F401

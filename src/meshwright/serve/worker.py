@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import traceback
-from collections import OrderedDict
+from functools import lru_cache
 from typing import Any, TextIO
 
 from meshwright.api.described_presets import JobDescription, describe_job
@@ -24,66 +24,49 @@ from meshwright.serve.request import PlanRequest
 
 KEPT = 6
 """Models whose description is cached; the least recently used goes first."""
-PLAYED = 4000
+MOST_ACTIONS = 4000
 """The largest pipeline, in actions, that is drawn: more would slow down every change of a setting."""
 
 
-class DescriptionCache:
-    """Cache of model descriptions."""
-
-    def __init__(self) -> None:
-        self._models: OrderedDict[tuple[str, int], JobDescription] = OrderedDict()
-
-    def take(self, source: str, stamp: int) -> JobDescription:
-        """The description of a model whose file was written at `stamp`."""
-        key = source, stamp
-        if key not in self._models:
-            self._models[key] = describe_job(source)
-        self._models.move_to_end(key)
-        while len(self._models) > KEPT:
-            self._models.popitem(last=False)
-        return self._models[key]
+@lru_cache(KEPT)
+def described(source: str, stamp: int) -> JobDescription:
+    """The description of a model whose file was written at `stamp`: a changed file is described again."""
+    return describe_job(source)
 
 
-def answer(request: PlanRequest, cache: DescriptionCache) -> dict[str, Any]:
+def answer(request: PlanRequest) -> dict[str, Any]:
     """The page's answer: the plans as data, and the rendered HTML."""
-    known = cache.take(request.source, request.stamp)
+    known = described(request.source, request.stamp)
     # Each request gets its own planner, because a planner keeps notes; only the costs are shared.
     planner = Planner(known.job, known.facts, request.batch or known.job.global_batch, costs=known.costs)
     ranking = rank(planner, request.cluster, request.options, name=request.job)
-    timeline = first_timeline(planner.context(request.cluster), ranking.plans, largest=PLAYED)
+    timeline = first_timeline(planner.context(request.cluster), ranking.plans, largest=MOST_ACTIONS)
     document = ranking.to_json()
     return {
         "command": request.command,
         "job": request.job,
-        "cluster": document["cluster"],
-        "plans": document["plans"],
-        "advice": document["advice"],
-        "candidates": document["candidates"],
+        **{key: document[key] for key in ("cluster", "plans", "advice", "candidates")},
         "refused": len(document["refused"]),
         "batch": planner.global_batch,
         "html": body(document, timeline),
     }
 
 
-def answer_line(line: str, cache: DescriptionCache) -> dict[str, Any]:
+def answer_line(line: str) -> dict[str, Any]:
     """An answer or an error; after any exception the next line is still read."""
     try:
-        return {"answer": answer(PlanRequest.from_json(json.loads(line)), cache)}
+        return {"answer": answer(PlanRequest.from_json(json.loads(line)))}
     except MeshwrightError as error:
         return {"error": str(error), "status": status_of(error)}
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
-        return {
-            "error": f"Internal error while planning ({type(error).__name__}); see the server's output.",
-            "status": 500,
-        }
+        message = f"Internal error while planning ({type(error).__name__}); see the server's output."
+        return {"error": message, "status": 500}
 
 
 def work(lines: TextIO, out: TextIO) -> None:
-    cache = DescriptionCache()
     for line in lines:
-        out.write(json.dumps(answer_line(line, cache)) + "\n")
+        out.write(json.dumps(answer_line(line)) + "\n")
         out.flush()
 
 

@@ -70,12 +70,12 @@ _GPT = Shape(
 
 
 def _llama(layers: int, width: int, heads: int, kv_heads: int, feed_forward: int, **others: Any) -> Shape:
-    sizes = dict(layers=layers, width=width, heads=heads, kv_heads=kv_heads, feed_forward=feed_forward)
+    sizes: Any = dict(layers=layers, width=width, heads=heads, kv_heads=kv_heads, feed_forward=feed_forward)
     return replace(_LLAMA, **sizes, **others)
 
 
 def _gpt(layers: int, width: int, heads: int, length: int = 1024, **others: Any) -> Shape:
-    sizes = dict(layers=layers, width=width, heads=heads, kv_heads=heads, feed_forward=4 * width, length=length)
+    sizes: Any = dict(layers=layers, width=width, heads=heads, kv_heads=heads, feed_forward=4 * width, length=length)
     return replace(_GPT, **sizes, **others)
 
 

@@ -127,6 +127,8 @@ def test_axes_are_normalised() -> None:
     assert Strategy(axes=(AxisTerm("pp", 2),)).schedule == "1f1b"
     one_stage = Strategy(axes=(AxisTerm("pp", 1, "zb"), AxisTerm("tp", 2)))
     assert one_stage == Strategy(axes=(AxisTerm("tp", 2),)) and one_stage.schedule == ""
+    assert Strategy.parse("single,tp=1") == Strategy(data="single")
+    assert Strategy.parse("tp=2,op=1") == Strategy(axes=(AxisTerm("tp", 2),))
     strategy = Strategy.parse("pp=2:zb,tp=4")
     assert [term.word for term in strategy.axes] == ["tp", "pp"]
     assert (strategy.stage_ranks, strategy.inner_ranks, strategy.model_ranks) == (2, 4, 8)

@@ -36,14 +36,15 @@ def check(strategy: Strategy) -> None:
 
 def clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
     """Yield each pair of terms that exclude each other, and why."""
-    axes = [f"{axis.word}={axis.size}" for axis in strategy.axes]
+    terms = [term for term in strategy.axes if term.size > 1]
+    axes = [f"{term.word}={term.size}" for term in terms]
     if strategy.auto:
         named = [strategy.data, *axes] if strategy.data else axes
         yield from (("auto", axis, "auto lets the planner choose every axis") for axis in named)
     if strategy.data and strategy.traits.one_process:
         why = f"{strategy.data} keeps the whole model in one process; name ddp or fsdp, or no data axis"
         yield from ((strategy.data, axis, why) for axis in axes)
-    for first, second in combinations(strategy.axes, 2):
+    for first, second in combinations(terms, 2):
         if why := conflict(first.traits, second.traits):
             yield f"{first.word}={first.size}", f"{second.word}={second.size}", why
     if strategy.pure and not strategy.number_format.is_low:

@@ -126,7 +126,7 @@ def test_blocks_that_know_their_number_run_once(tmp_path: Path, monkeypatch: pyt
     [
         ({"model_type": "no-such-model"}, "is not a config that transformers"),
         ({"vocab_size": 3}, "is not a config that transformers"),
-        ({"model_type": "wav2vec2"}, "has no model for it that takes tokens or images to logits. Write a Python file"),
+        ({"model_type": "wav2vec2"}, "has no model for it that maps tokens or images to logits. Write a Python file"),
         ({**GPT2, "n_positions": 8}, "has 8 positions, but seq=16 was given; use fewer"),
     ],
 )

@@ -135,4 +135,4 @@ def test_a_job_checks_its_parts(parts: dict[str, object], message: str) -> None:
 def test_jobs_without_a_python_file() -> None:
     assert load_job("preset:gpt2:batch=3").global_batch == 3
     assert "There is no config nowhere.json" in refused("hf:nowhere.json")
-    assert "did you mean preset:gpt2?" in refused("preset:gtp2")
+    assert "Did you mean preset:gpt2?" in refused("preset:gtp2")

@@ -105,7 +105,7 @@ def test_what_nobody_reads_is_refused(document: dict[str, Any], named: str) -> N
     [
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16"),
         ({"zero_optimization": {"stage": 4}}, "stage is 4"),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "no term"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "no strategy term"),
         ({"zero_optimization": 2}, "is no section"),
     ],
 )

@@ -35,6 +35,13 @@ Rule = Callable[[Any, torch.dtype, tuple[Any, ...], dict[str, Any]], Any]
 """(function, compute dtype, args, kwargs) -> the function's result."""
 
 
+def _by_rule(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    rule = RULES.get(func)
+    if rule is None:
+        return func(*args, **kwargs) if kwargs else func(*args)
+    return rule(func, dtype, args, kwargs or {})
+
+
 class OperatorDtypes(TorchFunctionMode):
     """While active, torch functions compute in the dtype that the table gives them."""
 
@@ -43,10 +50,7 @@ class OperatorDtypes(TorchFunctionMode):
         self.dtype = dtype
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        rule = RULES.get(func)
-        if rule is None:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return rule(func, self.dtype, args, kwargs or {})
+        return _by_rule(func, self.dtype, args, kwargs)
 
 
 class Recomputing(OperatorDtypes):
@@ -57,7 +61,7 @@ class Recomputing(OperatorDtypes):
             with engine_wrapped(self._entered):
                 return func(*args, **(kwargs or {}))
         if torch.is_grad_enabled():
-            return super().__torch_function__(func, types, args, kwargs)
+            return _by_rule(func, self.dtype, args, kwargs)  # PyTorch 2.11 compiles no super() of a mode
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _entered(self, run: Callable[..., Any]) -> Callable[..., Any]:

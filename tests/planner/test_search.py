@@ -154,3 +154,9 @@ def test_auto_is_a_strategy_for_the_ranks_that_there_are() -> None:
     assert chosen.resolve(2) == chosen
     assert (chosen.recompute, chosen.precision) == ("full", "fp32")
     assert resolve_auto(tiny_jobs.transformer, "fsdp", ranks=2, device="cpu") == Strategy.parse("fsdp")
+
+
+def test_of_named_strategies_that_tie_the_simplest_leads() -> None:
+    options = PlanOptions(strategies=("dp", "ddp"), fast=True)
+    found = plan(tiny_jobs.transformer, Cluster.parse("2xA100-40GB"), options)
+    assert [str(one.strategy) for one in found.plans] == ["ddp=2", "dp=2"]

@@ -28,7 +28,7 @@ def rank(
     started, known = started or time.perf_counter(), len(planner.notes)
     found = planner.search(cluster, options)
     # Every strategy that the user named is listed or refused; of a search, only the best of each kind.
-    plans = found.plans if options.strategies else choose(planner.context(cluster), best_of_each_kind(found.plans))
+    plans = choose(planner.context(cluster), found.plans if options.strategies else best_of_each_kind(found.plans))
     unfit: list[Plan] = []
     if not options.fast:
         plans, unfit = planner.trace_first(cluster, plans, options.finalists)

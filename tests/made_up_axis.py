@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,6 +19,7 @@ from meshwright.facts.costs import UnitCosts
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import AxisTerm, AxisTraits
+from meshwright.facts.named_parameters import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies import InnerAxis
 from meshwright.strategies.collectives import copy_in, gather
@@ -64,13 +66,25 @@ class Wide(InnerAxis):
 
 
 class Twice(InnerAxis):
-    """Divides nothing: shows that an axis beside `tp` has a mesh of its own."""
+    """Each rank computes everything and a share of the gradient: beside `tp` it has its own mesh and its own sum."""
 
-    summary = "every rank does the same"
+    summary = "every rank does the same, and gradients are summed at the end"
     traits = AxisTraits(word="twice", mesh_name="twice", place=10)
 
     def apply(self, model: nn.Module, facts: ModelFacts, mesh: DeviceMesh, plan: Any) -> Cuts:
+        wrap_forward(model, partial(sharing_gradient, ranks=mesh.size()))
         return {}
+
+    def finish(self, parameters: NamedParameters, mesh: DeviceMesh) -> None:
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad, group=mesh.get_group())
+
+
+def sharing_gradient(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, *, ranks: int) -> Any:
+    output = forward(*args, **kwargs)
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient / ranks)
+    return output
 
 
 def gathered(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, *, mesh: DeviceMesh) -> Any:

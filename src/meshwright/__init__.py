@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meshwright import strategies as _registers_every_data_strategy  # noqa: F401
+from meshwright import strategies as _registers_strategies_and_axes  # noqa: F401
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.forecast import Forecast
 from meshwright.facts.job import Job

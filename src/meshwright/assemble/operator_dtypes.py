@@ -126,6 +126,11 @@ def into(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+def compilable_unflatten(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """`Tensor.unflatten` by its function: PyTorch 2.11 breaks the graph at the method's `super()` inside a mode."""
+    return torch.unflatten(*args, **kwargs)
+
+
 def _dtypes(args: Any, kwargs: Any) -> list[torch.dtype]:
     """Floating dtypes among the arguments, each once."""
     found: list[torch.dtype] = []
@@ -208,6 +213,7 @@ def functions(names: str) -> Iterator[Any]:
 
 
 RULES: dict[Any, Rule] = {func: rule for rule, names in _TABLE for func in functions(names)}
+RULES[Tensor.unflatten] = compilable_unflatten
 
 
 _MODES = {dtype: OperatorDtypes(dtype) for dtype in LOW}

@@ -9,6 +9,7 @@ STEPS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 FAST := $(wildcard tests/test_*.py) $(addprefix tests/, facts schedules strategies checkpoint launch runtime)
+TWO_FILES := $(BIN)/python -m pytest -n 2 --dist loadfile
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .PHONY: demo test thorough fast lint clean
@@ -17,10 +18,10 @@ demo: $(VENV)/.installed
 	$(BIN)/meshwright train examples/gpt.py --strategy fsdp --ranks 2 --steps $(STEPS)
 
 test: lint
-	$(BIN)/python -m pytest
+	$(TWO_FILES)
 
 thorough: lint
-	$(BIN)/python -m pytest -m "thorough or not thorough"
+	$(TWO_FILES) -m "thorough or not thorough"
 
 fast: lint
 	$(BIN)/python -m pytest -m "not slow and not thorough" $(FAST)

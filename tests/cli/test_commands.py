@@ -30,22 +30,18 @@ def meshwright(*words: str, folder: Path, launcher: tuple[str, ...] = ()) -> sub
     )
 
 
-def ranks_left() -> list[str]:
-    """Command lines of ranks that are still there."""
-    lines = [
-        path.read_bytes().replace(b"\0", b" ").decode()
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-        if _readable(path)
-    ]
-    return [line for line in lines if "meshwright.commands.worker" in line]
+def ranks_left(folder: Path) -> list[str]:
+    """Command lines of ranks that were started in the folder and are still there."""
+    commands = [_command_in(folder, process) for process in Path("/proc").glob("[0-9]*")]
+    return [command for command in commands if "meshwright.commands.worker" in command]
 
 
-def _readable(path: Path) -> bool:
+def _command_in(folder: Path, process: Path) -> str:
     try:
-        path.read_bytes()
-    except OSError:
-        return False
-    return True
+        command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return command if (process / "cwd").readlink() == folder else ""
+    except OSError:  # it has ended
+        return ""
 
 
 @pytest.fixture
@@ -187,4 +183,4 @@ job = Job(**parts, global_batch=8)
     if code == 1 and "raise" in what:
         first = done.stderr.index("--- rank 1 ---")
         assert "bad sample" in done.stderr[first:]
-    assert ranks_left() == []
+    assert ranks_left(folder) == []

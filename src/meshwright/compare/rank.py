@@ -18,7 +18,7 @@ import torch.distributed as dist
 from meshwright.assemble.check import check
 from meshwright.assemble.step import Trainer
 from meshwright.compare.memory import PeakMeter
-from meshwright.describe.dropout_off import without_dropout
+from meshwright.describe.dropout import without_dropout
 from meshwright.facts.forecast import Measurement
 from meshwright.jobs.load import load_job
 from meshwright.launch.attempt import own_task, report

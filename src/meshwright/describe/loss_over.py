@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from meshwright.describe.batch_layout import CannotCut, Layout, Rows, Shared, pairs_of, rebuilt
-from meshwright.describe.dropout_off import NoDropout, switch_dropout_off
+from meshwright.describe.dropout import NoDropout, switch_dropout_off
 from meshwright.describe.learnt_layout import learn_layout
 from meshwright.describe.observe import call_loss, call_model, make_batch
 from meshwright.describe.samples import Cutter, own_random_numbers

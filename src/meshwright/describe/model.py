@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.describe.blocks import find_blocks, own_parameters
 from meshwright.describe.calls import Flow
-from meshwright.describe.dropout_use import DropoutWatcher
+from meshwright.describe.dropout import DropoutWatcher
 from meshwright.describe.flow import Watcher
 from meshwright.describe.loss_over import find_loss_over
 from meshwright.describe.moved_state import StateWatch, Watches, find_moved, refuse_made

@@ -19,7 +19,7 @@ from torch import nn
 from meshwright.assemble.batch import MicroBatch, Share, Span, part
 from meshwright.assemble.batchnorm import take_over_synchronised
 from meshwright.assemble.passes import Dropout
-from meshwright.describe.dropout_off import NoDropout, switch_dropout_off
+from meshwright.describe.dropout import NoDropout, switch_dropout_off
 from meshwright.describe.observe import call_loss, call_model
 from meshwright.describe.samples import Cutter
 from meshwright.describe.structure import to_device

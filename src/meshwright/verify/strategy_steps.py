@@ -13,7 +13,7 @@ import torch
 
 from meshwright.assemble.step import StepResult, Trainer
 from meshwright.assemble.world import World
-from meshwright.describe.dropout_off import NoDropout, switch_dropout_off
+from meshwright.describe.dropout import NoDropout, switch_dropout_off
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy

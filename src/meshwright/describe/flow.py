@@ -17,21 +17,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshwright.describe.calls import (
-    CONSTANTS,
-    GLUE,
-    NUMBERS,
-    Call,
-    ConstantLeaf,
-    Flow,
-    InputLeaf,
-    Inside,
-    Leaf,
-    Source,
-    StrangeLeaf,
-    TensorLeaf,
-    Value,
-)
+from meshwright.describe.calls import CONSTANTS, GLUE, NUMBERS, Call, Flow, Inside, Source, TensorLeaf, Value, leaf_of
 from meshwright.describe.flops import count_flops
 from meshwright.recording.operation import changed_by
 from meshwright.recording.wrap_forward import removing
@@ -207,7 +193,7 @@ class Watcher(TorchDispatchMode):
             inputs = tree_leaves((args, kwargs))
             leaves, tree = tree_flatten(output)
             places = {id(leaf): place for place, leaf in enumerate(inputs) if not isinstance(leaf, CONSTANTS)}
-            described = tuple(_describe(leaf, places, looked=done.looked) for leaf in leaves)
+            described = tuple(leaf_of(leaf, places, looked=done.looked) for leaf in leaves)
             made: dict[int, set[Source]] = {}  # a tensor that is returned twice may be read from either place
             for number, (leaf, kind) in enumerate(zip(leaves, described, strict=True)):
                 if isinstance(kind, TensorLeaf):
@@ -228,7 +214,7 @@ class Watcher(TorchDispatchMode):
                     name=name,
                     needs=frozenset(done.needs),
                     reads=frozenset(done.reads),
-                    leaves=(*described, *(_tensor_leaf(inputs[place]) for place in wrote)),
+                    leaves=(*described, *(TensorLeaf.of(inputs[place]) for place in wrote)),
                     tree=tree,
                     flops=done.flops,
                     wrote=wrote,
@@ -253,20 +239,6 @@ class Watcher(TorchDispatchMode):
         before = frozenset() if covers else call.before.get(place, frozenset())
         self._written[place] = before | {value}
         self._sources[leaf] = frozenset({value})
-
-
-def _describe(leaf: Any, places: dict[int, int], *, looked: bool) -> Leaf:
-    if isinstance(leaf, NUMBERS) and looked:
-        return StrangeLeaf("number that may depend on the data")
-    if isinstance(leaf, CONSTANTS):
-        return ConstantLeaf(leaf)
-    if id(leaf) in places:
-        return InputLeaf(places[id(leaf)])
-    return _tensor_leaf(leaf) if isinstance(leaf, torch.Tensor) else StrangeLeaf(type(leaf).__name__)
-
-
-def _tensor_leaf(tensor: torch.Tensor) -> TensorLeaf:
-    return TensorLeaf(tuple(tensor.shape), tensor.dtype)
 
 
 _UNTAGGED = (PACK_PADDED_SEQUENCE.default, PAD_PACKED_SEQUENCE.default)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from meshwright.describe.blocks import find_blocks, own_parameters
+from meshwright.describe.blocks import find_blocks, find_units, own_parameters
 from meshwright.describe.calls import Flow
 from meshwright.describe.dropout import DropoutWatcher
 from meshwright.describe.flow import Watcher
@@ -17,10 +17,9 @@ from meshwright.describe.loss_over import find_loss_over
 from meshwright.describe.moved_state import StateWatch, Watches, find_moved, refuse_made
 from meshwright.describe.observe import Observed, observe, trace
 from meshwright.describe.optimizer import check_optimizer, couplings, optimizer_slots
-from meshwright.describe.outside_reads import OutsideReads
-from meshwright.describe.pass_cache import PassCache
+from meshwright.describe.parameter_reads import OutsideReads
+from meshwright.describe.pass_tensors import PassCache
 from meshwright.describe.repeats import find_repeats
-from meshwright.describe.stage_units import find_units
 from meshwright.describe.tensor_plan import find_tensor_plan
 from meshwright.describe.value_reads import find_value_reads
 from meshwright.errors import JobError
@@ -57,7 +56,7 @@ def describe(job: Job) -> ModelFacts:
     state = StateWatch(model)
     observed, unseen = observe(job, blueprint, Watches(outside, state), pass_cache=pass_cache)
     refuse_made(state.made)
-    if observed and job.blocks is None:
+    if observed and job.blocks is None:  # parameters are gathered when a block is called
         blocks = tuple(name for name in blocks if name in observed.called)
     # A model that cannot be run is assumed to read values in its blocks, as a mixture of experts does.
     in_blocks, around_blocks = observed is None, False

@@ -15,23 +15,25 @@ from torch.utils.data import default_collate
 
 from meshwright.describe.calls import Flow
 from meshwright.describe.flow import Watcher
-from meshwright.describe.ladder import climb, is_small, on_fake, on_real
 from meshwright.describe.parameter_reads import Reads
-from meshwright.describe.pass_cache import PassCache
+from meshwright.describe.pass_tensors import (
+    PassCache,
+    climb,
+    has_no_values,
+    is_small,
+    lend,
+    on_fake,
+    on_real,
+    stand_ins,
+)
 from meshwright.describe.repeats import PassObserver
-from meshwright.describe.stand_ins import has_no_values, lend, stand_ins
 from meshwright.describe.structure import tensors_of
 from meshwright.describe.template import watch_calls
 from meshwright.describe.watch_values import following, moved_buffers
 from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
 from meshwright.recording.blueprint import Blueprint
-from meshwright.torch_private.fake_tensors import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from meshwright.torch_private import fake_tensors
 
 SAMPLES = 2  # with one, BatchNorm would have no variance
 Result = TypeVar("Result")
@@ -207,11 +209,11 @@ def _depends_on_data(error: Exception) -> bool:
 
     return isinstance(
         error,
-        DataDependentOutputException
-        | DynamicOutputShapeException
+        fake_tensors.DataDependentOutputException
+        | fake_tensors.DynamicOutputShapeException
         | symbolic_shapes.GuardOnDataDependentSymNode
-        | UnsupportedFakeTensorException
-        | UnsupportedOperatorException,
+        | fake_tensors.UnsupportedFakeTensorException
+        | fake_tensors.UnsupportedOperatorException,
     )
 
 

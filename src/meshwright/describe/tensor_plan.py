@@ -21,7 +21,7 @@ from meshwright.describe.blocks import own_parameters
 from meshwright.describe.calls import Call, Flow, TensorLeaf, Value
 from meshwright.describe.flow import Watcher
 from meshwright.describe.observe import trace
-from meshwright.describe.pass_cache import PassCache
+from meshwright.describe.pass_tensors import PassCache
 from meshwright.describe.repeats import PassObserver
 from meshwright.errors import JobError
 from meshwright.facts.job import Job

@@ -35,8 +35,8 @@ from meshwright.torch_private.foreach import clipping_by_lists
 from meshwright.torch_private.trees import tree_leaves
 from meshwright.tracing.compiled import Compiler
 from meshwright.tracing.ddp_buckets import Buckets
-from meshwright.tracing.messages import Messages
 from meshwright.tracing.recorder import StepRecorder
+from meshwright.tracing.step_counts import Messages
 
 AXES = {"replicate": "replica", "pipeline": "stage"}
 """Mesh axes that have another name in messages."""

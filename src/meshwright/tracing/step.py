@@ -14,8 +14,13 @@ from meshwright.facts.trace import Trace
 from meshwright.strategies import Place, data_strategy
 from meshwright.strategies.pipeline.sizes import count_micro_batches, count_stages, is_pipelined
 from meshwright.strategies.pipeline.stages import cut_stages
-from meshwright.tracing.extrapolate import extrapolate
-from meshwright.tracing.fewer_blocks import BlockStack, blocks_of_stages, find_repeated_blocks, with_fewer_blocks
+from meshwright.tracing.extrapolate import (
+    BlockStack,
+    blocks_of_stages,
+    extrapolate,
+    find_repeated_blocks,
+    with_fewer_blocks,
+)
 from meshwright.tracing.record_step import Recorded, record_step
 
 SIZES, SIZES_OF_A_STAGE, SIZES_DIVIDED, SIZES_COMPILED = (4, 8), (3, 6), (3, 5), (2, 4)

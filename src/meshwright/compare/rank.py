@@ -27,7 +27,7 @@ from meshwright.runtime.place import place_of
 from meshwright.runtime.profile_step import StepProfile, coarsened, profile_step, synchronize
 from meshwright.runtime.request import CompareTask
 from meshwright.runtime.run import enter_world
-from meshwright.verify.seeded_batch import seeded_batch
+from meshwright.verify.plain_training import seeded_batch
 
 CHECKED, WARMUP = 2, 1
 SPANS = 300

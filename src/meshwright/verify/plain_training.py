@@ -1,18 +1,20 @@
 """Train in plain PyTorch: call the user's builder, and run an ordinary training loop.
 
 It uses nothing of Meshwright's recording, filling, casting or stepping, which are compared with it. Dropout is off.
-Random generators are seeded before each step by the documented rule for dropout, so that a model that draws random
-numbers can be compared at all.
+Batches are synthetic and the same in every process. Random generators are seeded before each step by the documented
+rule for dropout, so that a model that draws random numbers can be compared at all.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -20,15 +22,14 @@ from meshwright.assemble.batch import MicroBatch, Share, Span, part
 from meshwright.assemble.batchnorm import take_over_synchronised
 from meshwright.assemble.passes import Dropout
 from meshwright.describe.dropout import NoDropout, switch_dropout_off
-from meshwright.describe.observe import call_loss, call_model
-from meshwright.describe.samples import Cutter
+from meshwright.describe.observe import call_loss, call_model, make_batch
+from meshwright.describe.samples import Cutter, own_random_numbers
 from meshwright.describe.structure import to_device
 from meshwright.errors import JobError, MeshwrightError, one_line
 from meshwright.facts.job import Job
 from meshwright.facts.lr_schedule import advance
 from meshwright.facts.named_parameters import NamedParameters
 from meshwright.verify.evidence import Evidence, gradients_of, kept_of, outputs_of, state_of
-from meshwright.verify.seeded_batch import seed_generators, seeded_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,3 +185,16 @@ def move_weights(parameters: Iterable[nn.Parameter], seed: int, by: float) -> No
         if parameter.is_floating_point():
             noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2 - 1
             parameter.copy_(parameter.double() * (1 + by * noise.to(parameter.device)))
+
+
+def seeded_batch(job: Job, seed: int) -> Any:
+    """A global batch of synthetic samples, the same on every rank."""
+    with own_random_numbers(seed):
+        return make_batch(job, job.global_batch)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of PyTorch, Python and numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)

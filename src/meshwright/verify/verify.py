@@ -18,11 +18,8 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.place import place_of
 from meshwright.verify.references import LocalReferences, References, own_place
-from meshwright.verify.seeded_batch import seeded_batch
 from meshwright.verify.strategy_steps import Plant, run_steps
 from meshwright.verify.verdict import REFUSED, Verdict, judge, without_verdict
-
-__all__ = ["seeded_batch", "verify"]
 
 DROPOUT = (
     "dropout was off; in training this strategy may draw other masks than one process does: "

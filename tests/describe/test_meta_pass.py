@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from architecture_jobs import ARCHITECTURES
 from meshwright.describe import pass_tensors
 from meshwright.describe.as_on_cuda import as_on_cpu
-from meshwright.describe.meta_pass import NotOnMeta, meta_of, meta_pass
+from meshwright.describe.meta_pass import NotOnMeta, meta_pass
 from meshwright.describe.model import describe
 from meshwright.facts.job import Job
 from meshwright.jobs.load import load_job
+from meshwright.recording.report_as_cpu import meta_of
 from meshwright.tracing.costs import measure_costs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -19,12 +19,12 @@ from torch import nn
 
 from meshwright.describe.as_on_cuda import as_on_cpu
 from meshwright.describe.calls import Flow
-from meshwright.describe.meta_pass import meta_of, meta_pass
+from meshwright.describe.meta_pass import meta_pass
 from meshwright.describe.repeats import Repeats
 from meshwright.describe.structure import map_tensors
 from meshwright.recording.blueprint import Blueprint, as_it_was, set_attributes
 from meshwright.recording.operation import Slot
-from meshwright.recording.report_as_cpu import is_meta
+from meshwright.recording.report_as_cpu import is_meta, meta_of
 from meshwright.torch_private.fake_tensors import FAKE_TENSOR_LOG, FakeTensor, FakeTensorMode
 from meshwright.torch_private.modules import lend_tensors
 

@@ -131,9 +131,9 @@ def class_loss(logits: Tensor, batch: Batch) -> tuple[Tensor, int]:
     return F.cross_entropy(logits, y, reduction="sum"), len(y)
 
 
-def sample_images(n: int, side: int, classes: int, channels: int = 3) -> Batch:
+def sample_images(n: int, side: int, classes: int) -> Batch:
     """Random images and classes."""
-    return {"x": torch.randn(n, channels, side, side), "y": torch.randint(classes, (n,))}
+    return {"x": torch.randn(n, 3, side, side), "y": torch.randint(classes, (n,))}
 
 
 class Bottleneck(nn.Module):

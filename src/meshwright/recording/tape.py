@@ -29,7 +29,7 @@ from meshwright.recording.operation import (
     leaves_empty,
     only_draws,
 )
-from meshwright.recording.report_as_cpu import META, change_leaves, is_meta, leaves_in, tensors_in
+from meshwright.recording.report_as_cpu import META, change_leaves, is_meta, leaves_in, meta_of, tensors_in
 from meshwright.torch_private.modes import TorchDispatchMode, outside_of_modes
 from meshwright.torch_private.operators import schema_of
 from meshwright.torch_private.tensors import storage_id
@@ -198,7 +198,7 @@ class Tape(TorchDispatchMode):
         """The results of an operator without a meta kernel, as meta tensors."""
         result = self._result(func, args, kwargs)
         with outside_of_modes():
-            return change_leaves(_meta_like, tuple(result) if isinstance(result, tuple) else result)
+            return change_leaves(meta_of, tuple(result) if isinstance(result, tuple) else result)
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor:
         """The current value of a recorded tensor: for `linspace(...).item()`, or `any()` in a rejection loop."""
@@ -261,12 +261,6 @@ class Tape(TorchDispatchMode):
             finally:
                 for generator, state in before.items():
                     generator.set_state(state)
-
-
-def _meta_like(tensor: Any) -> Any:
-    if not isinstance(tensor, torch.Tensor):
-        return tensor
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def _makes_nothing(func: Any, args: Any) -> bool:

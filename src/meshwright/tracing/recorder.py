@@ -59,11 +59,10 @@ class StepRecorder(TorchDispatchMode):
         FSDP2 frees and allocates memory by resizing storages. DTensor runs operators on whole fake tensors to find
         shapes, which takes no memory.
         """
-        recorder = self
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             found = _resize(storage, size)
-            recorder._resized(storage)
+            self._resized(storage)
             return found
 
         with ExitStack() as stack:

@@ -9,7 +9,6 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.describe.dtypes import WORDS
@@ -104,7 +103,7 @@ class Messages:
         """Count a collective, and yield its tensors with the cause of their memory."""
         name = func.__name__.replace("_", "")
         kind = next((kind for kind in _KINDS if kind.replace("_", "") in name), None)
-        group = _group_of(args)
+        group = next((group for group in map(group_given_as, tree_leaves(args)) if group is not None), None)
         if kind is None or group is None or group.size() == 1:
             return
         axis = self.axes.get(group.group_name, "stage")  # other groups are of stages that share a parameter
@@ -116,8 +115,3 @@ class Messages:
             self.counts[Message(kind=kind, bytes=size, axis=axis, ranks=group.size(), phase=phase)] += 1
         for tensor in tensors_in(args):
             yield tensor, "gathered" if kind == "all_gather" and axis in SHARDED else "communication"
-
-
-def _group_of(args: Any) -> dist.ProcessGroup | None:
-    groups = map(group_given_as, tree_leaves(args))
-    return next((group for group in groups if group is not None), None)

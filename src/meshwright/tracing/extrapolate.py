@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from meshwright import schedules
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.tensor_plan import TensorPlan
 from meshwright.facts.trace import Message, Operation
-from meshwright.strategies.pipeline.sizes import count_stages, is_pipelined
+from meshwright.strategies.pipeline.sizes import count_micro_batches, count_stages, is_pipelined
 from meshwright.strategies.pipeline.stages import Stages, cut_stages
 from meshwright.tracing.record_step import Recorded
 
@@ -138,14 +139,24 @@ def with_fewer_blocks(
     if not is_pipelined(strategy):
         return _keep(job, facts, stack, list(range(blocks)), None) if blocks <= stack.blocks else None
     stages = cut_stages(facts, count_stages(strategy), job.stages)
-    by_stage = blocks_of_stages(facts, stack, stages)
+    by_stage = _blocks_of_stages(facts, stack, stages)
     if min(map(len, by_stage)) < blocks:
         return None
     kept = [index for own in by_stage for index in own[:blocks]]
     return _keep(job, facts, stack, kept, stages)
 
 
-def blocks_of_stages(facts: ModelFacts, stack: BlockStack, stages: Stages) -> list[list[int]]:
+def count_blocks(job: Job, facts: ModelFacts, strategy: Strategy, stack: BlockStack, ranks: int, rank: int) -> float:
+    """Blocks of the model; under a pipeline, the average over the rank's stages."""
+    if not is_pipelined(strategy):
+        return stack.blocks
+    by_stage = _blocks_of_stages(facts, stack, cut_stages(facts, count_stages(strategy), job.stages))
+    places, count = strategy.stage_ranks, count_micro_batches(strategy, job.global_batch)
+    own = schedules.make(strategy.schedule, places, count).stages_of(rank * places // ranks)
+    return sum(len(by_stage[stage]) for stage in own) / len(own)
+
+
+def _blocks_of_stages(facts: ModelFacts, stack: BlockStack, stages: Stages) -> list[list[int]]:
     """For each stage, the indices in the list of the blocks that it calls."""
     places = {f"{stack.name}.{index}": index for index in range(stack.blocks)}
     names = [[facts.calls[call].name for call in stages.calls_of(stage)] for stage in range(len(stages))]

@@ -10,7 +10,6 @@ from dataclasses import replace
 from torch import nn
 
 from meshwright.describe.blocks import find_blocks, find_units, own_parameters
-from meshwright.describe.calls import Flow
 from meshwright.describe.dropout import DropoutWatcher
 from meshwright.describe.flow import Watcher
 from meshwright.describe.loss_over import find_loss_over
@@ -65,11 +64,12 @@ def describe(job: Job) -> ModelFacts:
         observed = replace(observed, by_value=in_blocks or around_blocks)
     watcher = DropoutWatcher(find_units(model, blocks, observed.called) if observed else ())
     flow, _ = trace(job, blueprint, watcher, pass_cache=pass_cache) if observed else (None, "")
+    calls = flow.calls if flow else ()
     loss_over = find_loss_over(job, sum(parameter.numel() for parameter in model.parameters()))
     return ModelFacts(
         parameters=parameter_facts(model, observed),
         blocks=blocks,
-        calls=call_facts(flow) if flow else (),
+        calls=tuple(CallFacts(name=c.name, flops=c.flops, reads=tuple(sorted(c.reads))) for c in calls),
         optimizer_slots=optimizer_slots(job, model),
         couplings=couplings(job, model),
         batch_norms=batch_norm_names(model),
@@ -87,10 +87,6 @@ def describe(job: Job) -> ModelFacts:
         drops=watcher.drops,
         unseen=unseen,
     )
-
-
-def call_facts(flow: Flow) -> tuple[CallFacts, ...]:
-    return tuple(CallFacts(name=c.name, flops=c.flops, reads=tuple(sorted(c.reads))) for c in flow.calls)
 
 
 def read_elsewhere(job: Job, blueprint: Blueprint, pass_cache: PassCache | None = None) -> frozenset[str]:

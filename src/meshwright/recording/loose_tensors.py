@@ -140,7 +140,7 @@ def _contents(value: Any) -> Iterator[tuple[Step, Any]]:
     if isinstance(value, torch.Generator):
         return
     yield from ((Step("attribute", name), item) for name, item in list(getattr(value, "__dict__", {}).items()))
-    yield from _slots(value)
+    yield from ((Step("attribute", name), item) for name, item in slots_of(value))
 
 
 def _closed_over(function: FunctionType) -> Iterator[tuple[Step, Any]]:
@@ -151,12 +151,13 @@ def _closed_over(function: FunctionType) -> Iterator[tuple[Step, Any]]:
             continue
 
 
-def _slots(value: Any) -> Iterator[tuple[Step, Any]]:
+def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of the attributes that a class declares in `__slots__`."""
     for cls in type(value).__mro__:
         names = vars(cls).get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield Step("attribute", name), getattr(value, name)
+                yield name, getattr(value, name)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from meshwright.units import show_bytes
 __all__ = ["Blueprint", "adopt", "as_it_was", "build_plainly", "model_to_read", "record", "set_attributes"]
 
 Build = Callable[[], nn.Module]
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def record(build: Build, seed: int, *, values: bool = True) -> Blueprint:
@@ -126,9 +127,6 @@ def _one_at_a_time() -> Iterator[None]:
     with (Path(tempfile.gettempdir()) / f"meshwright-build-{getuser()}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _RecordedAsCpu(ReportAsCpu):

@@ -1,6 +1,6 @@
 """Train in plain PyTorch: call the user's builder, and run an ordinary training loop.
 
-It uses nothing of Meshwright's recording, filling, casting or stepping, which are compared with it. Dropout is off.
+It uses nothing of Meshwright's recording, filling, casting or stepping, which are compared with it.
 Batches are synthetic and the same in every process. Random generators are seeded before each step by the documented
 rule for dropout, so that a model that draws random numbers can be compared at all.
 """
@@ -54,7 +54,8 @@ class Recipe:
     seed: int
     device: torch.device
     micro_batch: int | None = None
-    """Samples in one forward pass, which matters under BatchNorm."""
+    """Samples in one forward pass, which matters under BatchNorm and for dropout's masks."""
+    dropout: bool = False
     arithmetic: Around = field(default=nullcontext)
     """Context of each step."""
     watch: Around = field(default=nullcontext)
@@ -84,12 +85,13 @@ def train_plainly(job: Job, recipe: Recipe) -> Evidence:
 
 
 def build_plainly(job: Job, recipe: Recipe) -> nn.Module:
-    """The model that the user's builder makes from the seed, ready to train without dropout."""
+    """The model that the user's builder makes from the seed, ready to train."""
     seed_generators(recipe.seed)
     model = job.model().to(recipe.device).train()
     if recipe.device.type == "cpu":
         take_over_synchronised(model)  # SyncBatchNorm refuses CPU tensors; in one process BatchNorm is the same
-    switch_dropout_off(model)
+    if not recipe.dropout:
+        switch_dropout_off(model)
     return model
 
 
@@ -106,7 +108,7 @@ def _train(job: Job, recipe: Recipe) -> Evidence:
             trace.kept.update(kept_of(model))
         batch = step_batch(job, recipe, step)
         optimizer.zero_grad()
-        with recipe.arithmetic(), NoDropout():
+        with recipe.arithmetic(), nullcontext() if recipe.dropout else NoDropout():
             trace.losses.append(forward_backward(job, model, batch, recipe, step, trace.outputs))
             _note_gradients(model, trace, step)
             trace.norms.append(_clip(model, job.max_norm))

@@ -46,15 +46,17 @@ def run_steps(
     steps: int,
     seed: int,
     double: bool = False,
+    dropout: bool = False,
     plant: Plant | None = None,
     disturbed: Perturbation | None = None,
 ) -> Evidence:
-    """Train a few steps on made-up batches, in float64 if `double`."""
+    """Train a few steps on made-up batches, in float64 if `double`, with the model's dropout if `dropout`."""
     job = in_double(job) if double else job
     trace = Evidence(losses=[], norms=[])
     watched = replace(job, loss=_noting_outputs(job, trace)) if world.ranks == 1 and not strategy.compile else job
     trainer = Trainer(watched, facts, strategy, world, seed=seed)
-    switch_dropout_off(trainer.engine.model)
+    if not dropout:
+        switch_dropout_off(trainer.engine.model)
     if plant is not None:
         plant(trainer)
     if trainer.loss_scale:
@@ -66,7 +68,7 @@ def run_steps(
     trace.copies.update(compare_copies(trainer))
     for index in range(steps):
         batch = seeded_batch(job, seed + index)
-        with double_arithmetic() if double else nullcontext():
+        with double_arithmetic() if double else nullcontext(), nullcontext() if dropout else NoDropout():
             turned = trainer.cutter.turned(batch) if disturbed and disturbed.backwards else batch
             result = _step(trainer, turned, trace, seed + index)
         trace.losses.append(result.loss)
@@ -82,11 +84,10 @@ def run_steps(
 def _step(trainer: Trainer, batch: Any, trace: Evidence, seed: int) -> StepResult:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
-    with NoDropout():
-        trainer.forward_backward(batch)
-        if trainer.steps == 0 and _shows_gradients(trainer):
-            trace.gradients = whole_gradients(trainer)
-        return trainer.update()
+    trainer.forward_backward(batch)
+    if trainer.steps == 0 and _shows_gradients(trainer):
+        trace.gradients = whole_gradients(trainer)
+    return trainer.update()
 
 
 def _shows_gradients(trainer: Trainer) -> bool:

@@ -47,7 +47,7 @@ from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_of
 from meshwright.strategies import DATA_STRATEGIES, data_strategy
 from meshwright.strategies.engine import ApplyContext
-from meshwright.verify.verify import seeded_batch
+from meshwright.verify.plain_training import seeded_batch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WORLD = 8

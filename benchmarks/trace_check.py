@@ -30,7 +30,7 @@ import meshwright as mw
 from meshwright.describe.model import describe
 from meshwright.errors import MeshwrightError
 from meshwright.tracing import trace_step
-from meshwright.tracing.workspaces import CUBLAS
+from meshwright.tracing.memory import CUBLAS
 
 DATA = Path(__file__).parents[1] / "docs" / "data"
 GIB = 1 << 30

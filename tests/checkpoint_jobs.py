@@ -22,7 +22,7 @@ from meshwright import Job
 from meshwright.describe.model import describe
 from meshwright.facts.model import ModelFacts
 from meshwright.jobs.load import load_job
-from meshwright.verify.verify import seeded_batch
+from meshwright.verify.plain_training import seeded_batch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EPS = 1e-4

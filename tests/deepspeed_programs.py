@@ -18,7 +18,7 @@ from meshwright.assemble.world import World
 from meshwright.runtime.run import setup
 from meshwright.strategies.deepspeed import package
 from meshwright.strategies.deepspeed.pieces import joined, pieces_of
-from meshwright.verify.verify import seeded_batch
+from meshwright.verify.plain_training import seeded_batch
 from rank_programs import trainer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -11,8 +11,9 @@ from meshwright.assemble.step import Trainer
 from meshwright.assemble.world import World
 from meshwright.errors import Refused
 from meshwright.runtime.run import setup
+from meshwright.verify.plain_training import seeded_batch
 from meshwright.verify.verdict import Verdict
-from meshwright.verify.verify import seeded_batch, verify
+from meshwright.verify.verify import verify
 from rank_programs import trainer
 from shared_facts import facts_of
 

@@ -22,8 +22,9 @@ from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_of
+from meshwright.verify.plain_training import seeded_batch
 from meshwright.verify.verdict import Verdict
-from meshwright.verify.verify import seeded_batch, verify
+from meshwright.verify.verify import verify
 from shared_facts import facts_of, references_of
 
 

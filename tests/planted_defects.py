@@ -300,10 +300,16 @@ def stage_not_updated(made: Trainer) -> None:
 
 STARTS = f"{BLOCK}: differs by"
 COPY = "rank 1 holds another copy than rank 0"
+def masks_of_another_seed(made: Trainer) -> None:
+    passes: Any = made.passes
+    passes._dropout = replace(passes._dropout, run_seed=passes._dropout.run_seed + made.world.rank)
+
+
 PLANTED: dict[str, Planted] = {
     "gradients scaled by ranks": Planted(scaled_up, "masked", "ddp", ("it is 2 times the right one",)),
     "gradients divided by ranks": Planted(scaled_down, "masked", "fsdp", ("it is 0.5 times the right one",)),
     "one gradient scaled": Planted(scaled_block, "transformer", "zero1", (BLOCK, "it is 2 times the right one")),
+    "masks of another seed": Planted(masks_of_another_seed, "transformer", "fsdp", ("gradient of token.weight",)),
     "a dropped micro-batch": Planted(dropped_micro_batch, "transformer", "ddp,mb=1", ("gradient of token.weight",)),
     "a sample seen twice": Planted(sample_seen_twice, "transformer", "zero2", ("gradient of token.weight",)),
     "another order of micro-batches": Planted(order_of_micro_batches, "convolutions", "ddp,mb=2", ("gradient of",)),

@@ -9,7 +9,7 @@ import tiny_jobs
 from checkpoint_programs import Setup
 from meshwright.assemble.world import World
 from meshwright.runtime.run import setup
-from meshwright.verify.verify import seeded_batch
+from meshwright.verify.plain_training import seeded_batch
 
 
 def resume_and_save(world: World, context: Setup, source: str, steps: int, target: str) -> None:

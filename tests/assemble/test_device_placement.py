@@ -12,7 +12,7 @@ from meshwright.errors import Refused
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.blueprint import record
 from meshwright.strategies.pipeline.stages import cut_stages
-from meshwright.verify.verify import seeded_batch
+from meshwright.verify.plain_training import seeded_batch
 from pipeline_jobs import tied
 
 CPU, META = torch.device("cpu"), torch.device("meta")

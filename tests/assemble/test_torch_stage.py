@@ -8,7 +8,7 @@ from meshwright.assemble.step import Trainer
 from meshwright.assemble.world import fake_world
 from meshwright.describe.model import describe
 from meshwright.facts.strategy import Strategy
-from meshwright.verify.verify import seeded_batch
+from meshwright.verify.plain_training import seeded_batch
 from pipeline_jobs import tied
 
 

@@ -19,7 +19,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.run import Run
 from meshwright.strategies import Place
-from meshwright.verify.seeded_batch import seeded_batch
+from meshwright.verify.plain_training import seeded_batch
 from minimal import make_job, make_trainer, mlp
 from rank_pool import RankPool
 from rank_programs import whole_batch_steps

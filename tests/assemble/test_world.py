@@ -14,7 +14,7 @@ from meshwright.describe.model import describe
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_for
-from meshwright.verify.verify import seeded_batch
+from meshwright.verify.plain_training import seeded_batch
 from promised_states import promised_states
 
 

@@ -111,13 +111,6 @@ def test_a_block_that_shares_a_parameter_with_its_neighbour_is_none() -> None:
     assert find_blocks(model) == ("blocks.0",)
 
 
-def test_what_is_not_called_is_no_block() -> None:
-    """MultiheadAttention reads the weight of its out_proj without calling it."""
-    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 4)})
-    assert "attention.out_proj" in find_blocks(model)
-    assert find_blocks(model, called={"attention", "head"}) == ("attention", "head")
-
-
 def test_hint() -> None:
     model = Blocks()
     assert find_blocks(model, hint=["enter", "blocks.1"]) == ("enter", "blocks.1")

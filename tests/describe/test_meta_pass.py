@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from architecture_jobs import ARCHITECTURES
-from meshwright.describe import ladder
+from meshwright.describe import pass_tensors
 from meshwright.describe.as_on_cuda import as_on_cpu
-from meshwright.describe.meta_pass import NotOnMeta, meta_of, meta_pass
+from meshwright.describe.meta_pass import NotOnMeta, meta_pass
 from meshwright.describe.model import describe
 from meshwright.facts.job import Job
 from meshwright.jobs.load import load_job
+from meshwright.recording.report_as_cpu import meta_of
 from meshwright.tracing.costs import measure_costs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -49,10 +50,10 @@ def no_fake_tensors(*args: Any, **kwargs: Any) -> Any:
 def test_meta_tensors_show_what_fake_tensors_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = JOBS[name]()
     with monkeypatch.context() as patch:
-        patch.setattr(ladder, "FakeTensorMode", no_fake_tensors)
+        patch.setattr(pass_tensors, "FakeTensorMode", no_fake_tensors)
         on_meta = describe(job)
         counted = measure_costs(job, on_meta, "bf16")
-    monkeypatch.setattr(ladder, "meta_pass", no_meta_pass)
+    monkeypatch.setattr(pass_tensors, "meta_pass", no_meta_pass)
     assert describe(job) == on_meta
     assert measure_costs(job, on_meta, "bf16") == counted
 
@@ -61,7 +62,7 @@ def test_meta_tensors_show_what_fake_tensors_show(name: str, monkeypatch: pytest
 def test_where_meta_tensors_fail_fake_tensors_are_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first looks at a mask, the second has convolutions with channels last."""
     facts = describe(ARCHITECTURES[name])
-    monkeypatch.setattr(ladder, "meta_pass", no_meta_pass)
+    monkeypatch.setattr(pass_tensors, "meta_pass", no_meta_pass)
     assert describe(ARCHITECTURES[name]) == facts
     assert not facts.unseen
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from meshwright.describe.blocks import find_blocks
 from meshwright.describe.model import describe
 from meshwright.errors import JobError
 from meshwright.facts.model import ModelFacts, ParameterFacts
@@ -105,6 +106,21 @@ def test_blocks_are_those_that_are_called() -> None:
 
     assert describe(make_job(model=Unused)).blocks == ("blocks.0", "blocks.1")
     assert describe(make_job(model=Blocks, blocks=["enter"])).blocks == ("enter",)
+
+
+def test_a_weight_that_is_read_without_a_call_is_no_block() -> None:
+    """MultiheadAttention reads the weight of its out_proj without calling it."""
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.head = nn.MultiheadAttention(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.attention(x, x, x)[0])
+
+    assert "attention.out_proj" in find_blocks(Attending())
+    assert describe(make_job(model=Attending)).blocks == ("attention", "head")
 
 
 def tokens_that_count(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 import pipeline_jobs
+from meshwright.describe.blocks import find_units
 from meshwright.describe.model import describe
-from meshwright.describe.stage_units import find_units
 from pipeline_jobs import Block
 
 

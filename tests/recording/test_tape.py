@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
+from meshwright.recording.blueprint import recording
 from meshwright.recording.operation import TapeOperation
-from meshwright.recording.run_builder import recording
 from meshwright.recording.tape import NotRecorded
 
 SEED = 11

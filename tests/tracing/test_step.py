@@ -17,8 +17,8 @@ from meshwright.errors import Refused
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
 from meshwright.tracing import recorder, trace_roles, trace_step
-from meshwright.tracing.fewer_blocks import find_repeated_blocks
-from meshwright.tracing.messages import Messages
+from meshwright.tracing.extrapolate import find_repeated_blocks
+from meshwright.tracing.step_counts import Messages
 
 WIDTH, LENGTH, VOCABULARY, SAMPLES, LAYERS = 64, 32, 512, 16, 2
 CUBLAS = 64 << 20

@@ -13,9 +13,8 @@ from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
 from meshwright.verify.evidence import Reference
 from meshwright.verify.float64 import double_arithmetic, in_double
-from meshwright.verify.plain_training import Recipe, train_plainly
+from meshwright.verify.plain_training import Recipe, seeded_batch, train_plainly
 from meshwright.verify.references import LocalReferences
-from meshwright.verify.seeded_batch import seeded_batch
 from meshwright.verify.verdict import Verdict
 
 CPU = torch.device("cpu")

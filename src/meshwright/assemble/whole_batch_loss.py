@@ -12,9 +12,9 @@ from meshwright.assemble.gathering import Gathering, UnreadTensor
 from meshwright.assemble.passes import Losses
 from meshwright.assemble.world import outside_of_modes
 from meshwright.describe.batch_layout import Layout, Listed, Rows, Shared, Unknown, pairs_of, rebuilt
+from meshwright.describe.loss_over import WholeLoss, inspect_whole_loss
 from meshwright.describe.samples import Cutter
 from meshwright.describe.structure import to_device
-from meshwright.describe.whole_loss import WholeLoss, inspect_whole_loss
 from meshwright.errors import JobError
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from meshwright.assemble.check import check
 from meshwright.assemble.step import Trainer
 from meshwright.compare.memory import PeakMeter
-from meshwright.describe.dropout_off import without_dropout
+from meshwright.describe.dropout import without_dropout
 from meshwright.facts.forecast import Measurement
 from meshwright.jobs.load import load_job
 from meshwright.launch.attempt import own_task, report
@@ -27,7 +27,7 @@ from meshwright.runtime.place import place_of
 from meshwright.runtime.profile_step import StepProfile, coarsened, profile_step, synchronize
 from meshwright.runtime.request import CompareTask
 from meshwright.runtime.run import enter_world
-from meshwright.verify.seeded_batch import seeded_batch
+from meshwright.verify.plain_training import seeded_batch
 
 CHECKED, WARMUP = 2, 1
 SPANS = 300

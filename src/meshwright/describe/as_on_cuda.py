@@ -31,17 +31,8 @@ from torch.nn.attention import SDPBackend
 
 from meshwright.describe.dtypes import HALF
 from meshwright.recording.dtensor import dtensor_type
+from meshwright.torch_private import operators
 from meshwright.torch_private.modes import TorchDispatchMode, outside_of_modes
-from meshwright.torch_private.operators import (
-    EFFICIENT_ATTENTION,
-    FLASH_ATTENTION,
-    FLASH_ATTENTION_ON_CPU,
-    FUSED_RMS_NORM,
-    MATH_ATTENTION,
-    choose_attention,
-    take_apart,
-    unregister,
-)
 
 aten = torch.ops.aten
 FLASH_WIDEST = 256
@@ -65,7 +56,7 @@ def as_on_cuda() -> Iterator[None]:
     finally:
         _active -= 1
         if library:
-            unregister(library)
+            operators.unregister(library)
 
 
 @contextmanager
@@ -76,7 +67,7 @@ def as_on_cpu() -> Iterator[None]:
         library.impl("scaled_dot_product_attention", _attention_on_cpu, "AutogradMeta")
         yield
     finally:
-        unregister(library)
+        operators.unregister(library)
 
 
 @contextmanager
@@ -106,7 +97,7 @@ def _attention(
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if _takes_efficient(query, key, value, attn_mask, enable_gqa):
         return _efficient(*arguments, scale)
-    return MATH_ATTENTION(*arguments, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
+    return operators.MATH_ATTENTION(*arguments, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
 
 
 def _attention_on_cpu(
@@ -124,10 +115,11 @@ def _attention_on_cpu(
     with outside_of_modes():
         q, k, v = map(_model_of, (query, key, value))
         mask = None if attn_mask is None else _model_of(attn_mask)
-        chosen = choose_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        chosen = operators.choose_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if chosen == SDPBackend.FLASH_ATTENTION.value:
-        return FLASH_ATTENTION_ON_CPU(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
-    return MATH_ATTENTION(*arguments, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
+        flash = operators.FLASH_ATTENTION_ON_CPU
+        return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
+    return operators.MATH_ATTENTION(*arguments, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
 
 
 def _model_of(tensor: Tensor) -> Tensor:
@@ -174,7 +166,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, is_causal: bool, sca
     if width % 8:
         q, k, v = (F.pad(x, (0, 8 - width % 8)) for x in (q, k, v))
         scale = scale if scale is not None else width**-0.5
-    found = FLASH_ATTENTION(q, k, v, dropout, is_causal, False, scale=scale)[0]
+    found = operators.FLASH_ATTENTION(q, k, v, dropout, is_causal, False, scale=scale)[0]
     return found[..., :width] if width % 8 else found  # type: ignore[no-any-return]
 
 
@@ -184,7 +176,7 @@ def _efficient(
     if mask is not None:
         mask = _as_bias(mask, q, k)
     keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return EFFICIENT_ATTENTION(q, k, v, mask, keeps, dropout, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    return operators.EFFICIENT_ATTENTION(q, k, v, mask, keeps, dropout, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -199,9 +191,9 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 def _rms_norm(input: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     if weight is not None and weight.dtype != input.dtype:
-        return take_apart(aten.rms_norm.default, input, shape, weight, eps)  # type: ignore[no-any-return]
+        return operators.take_apart(aten.rms_norm.default, input, shape, weight, eps)  # type: ignore[no-any-return]
     if _compiled:
-        return FUSED_RMS_NORM(input, list(shape), weight, eps)[0]  # type: ignore[no-any-return]
+        return operators.FUSED_RMS_NORM(input, list(shape), weight, eps)[0]  # type: ignore[no-any-return]
     return _FusedRmsNorm.apply(input, list(shape), weight)  # type: ignore[no-any-return]
 
 
@@ -226,7 +218,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     if train and 0 < p < 1 and input.numel():
         return aten.native_dropout(input, p, True)[0]  # type: ignore[no-any-return]
-    return take_apart(aten.dropout.default, input, p, train)  # type: ignore[no-any-return]
+    return operators.take_apart(aten.dropout.default, input, p, train)  # type: ignore[no-any-return]
 
 
 _COMPOSITES: dict[str, Callable[..., Tensor]] = {

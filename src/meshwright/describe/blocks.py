@@ -1,4 +1,4 @@
-"""Find a model's blocks: the repeated modules that are sharded, recomputed and compiled as units."""
+"""Find a model's blocks, which are sharded, recomputed and compiled as units, and the units of pipeline stages."""
 
 from __future__ import annotations
 
@@ -14,20 +14,16 @@ from meshwright.errors import JobError
 LARGE = 0.1
 
 
-def find_blocks(
-    model: nn.Module, *, hint: Sequence[str] | None = None, called: Collection[str] | None = None
-) -> tuple[str, ...]:
+def find_blocks(model: nn.Module, *, hint: Sequence[str] | None = None) -> tuple[str, ...]:
     """Names of the model's blocks, in the order of its modules.
 
-    `called` are the modules that a step calls; a block must be called, because that is when its parameters are
-    gathered. A module that shares a parameter with another (tied embeddings) is no block: it cannot be sharded alone.
+    A module that shares a parameter with another (tied embeddings) is no block: it cannot be sharded alone.
     """
     if hint is not None:
         return _checked(model, hint)
     candidates = _repeating(model) or _large_layers(model)
-    free = [name for name in candidates if called is None or name in called]
     owners = _owners(model)
-    return tuple(name for name in free if not _shares_outside(owners, model.get_submodule(name)))
+    return tuple(name for name in candidates if not _shares_outside(owners, model.get_submodule(name)))
 
 
 def _repeating(model: nn.Module) -> list[str]:
@@ -106,3 +102,32 @@ def _checked(model: nn.Module, hint: Sequence[str]) -> tuple[str, ...]:
     if shared := [name for name in hint if _shares_outside(owners, modules[name])]:
         raise JobError(f"Job(blocks=...) names {shared[0]!r}, which shares a parameter with a module outside of it.")
     return tuple(hint)
+
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+def find_units(model: nn.Module, blocks: Sequence[str], called: Collection[str]) -> tuple[str, ...]:
+    """Names of the blocks, and of the outermost called modules that have parameters and contain no block.
+
+    A module that contains blocks (the model itself) is no unit: its code is the glue between units.
+    """
+    found: list[str] = []
+
+    def visit(module: nn.Module, name: str) -> None:
+        if name in blocks:
+            found.append(name)
+        elif not any(True for _ in module.parameters()):
+            return
+        elif name and name in called and not isinstance(module, CONTAINERS) and not _holds(name, blocks):
+            found.append(name)
+        else:
+            for child_name, child in module.named_children():
+                visit(child, f"{name}.{child_name}" if name else child_name)
+
+    visit(model, "")
+    return tuple(found)
+
+
+def _holds(name: str, blocks: Sequence[str]) -> bool:
+    return any(block.startswith(f"{name}.") for block in blocks)

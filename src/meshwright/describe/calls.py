@@ -42,6 +42,10 @@ class TensorLeaf:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorLeaf:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
 
 @dataclass(frozen=True)
 class InputLeaf:
@@ -63,6 +67,17 @@ class StrangeLeaf:
 
 
 Leaf = TensorLeaf | InputLeaf | ConstantLeaf | StrangeLeaf
+
+
+def leaf_of(value: Any, places: dict[int, int], *, looked: bool) -> Leaf:
+    """Describe a returned value. `places` are those of the inputs by id; `looked` if the call read values."""
+    if isinstance(value, NUMBERS) and looked:
+        return StrangeLeaf("number that may depend on the data")
+    if isinstance(value, CONSTANTS):
+        return ConstantLeaf(value)
+    if id(value) in places:
+        return InputLeaf(places[id(value)])
+    return TensorLeaf.of(value) if isinstance(value, torch.Tensor) else StrangeLeaf(type(value).__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

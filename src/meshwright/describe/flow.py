@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,21 +18,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshwright.describe.calls import (
-    CONSTANTS,
-    GLUE,
-    NUMBERS,
-    Call,
-    ConstantLeaf,
-    Flow,
-    InputLeaf,
-    Inside,
-    Leaf,
-    Source,
-    StrangeLeaf,
-    TensorLeaf,
-    Value,
-)
+from meshwright.describe.calls import CONSTANTS, GLUE, NUMBERS, Call, Flow, Inside, Source, TensorLeaf, Value, leaf_of
 from meshwright.describe.flops import count_flops
 from meshwright.recording.operation import changed_by
 from meshwright.recording.wrap_forward import removing
@@ -100,8 +87,8 @@ class Watcher(TorchDispatchMode):
         hooks = []
         for name, module in model.named_modules():
             if name in self._names:
-                hooks.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
-                hooks.append(module.register_forward_hook(self._leave(name), with_kwargs=True))
+                hooks.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+                hooks.append(module.register_forward_hook(partial(self._leave, name), with_kwargs=True))
         with removing(hooks), self:
             yield self
 
@@ -191,51 +178,45 @@ class Watcher(TorchDispatchMode):
                 found |= self.sources(leaf)
         return found
 
-    def _enter(self, name: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._open is None:
-                needs = self._union((args, kwargs)) | self._looked
-                self._open = _Open(len(self.calls), name, needs, dict(self._written))
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._open is None:
+            needs = self._union((args, kwargs)) | self._looked
+            self._open = _Open(len(self.calls), name, needs, dict(self._written))
 
-        return enter
-
-    def _leave(self, name: str) -> Callable[..., None]:
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self._open is None or self._open.name != name:
-                return
-            done, self._open = self._open, None
-            inputs = tree_leaves((args, kwargs))
-            leaves, tree = tree_flatten(output)
-            places = {id(leaf): place for place, leaf in enumerate(inputs) if not isinstance(leaf, CONSTANTS)}
-            described = tuple(_describe(leaf, places, looked=done.looked) for leaf in leaves)
-            made: dict[int, set[Source]] = {}  # a tensor that is returned twice may be read from either place
-            for number, (leaf, kind) in enumerate(zip(leaves, described, strict=True)):
-                if isinstance(kind, TensorLeaf):
-                    self._written.pop(_storage(leaf), None)
-                    # A parameter that is returned unchanged may still be read from its module.
-                    made.setdefault(id(leaf), set(self._parameters.get(leaf, ()))).add(Value(done.index, number))
-                    self._sources[leaf] = frozenset(made[id(leaf)])
-            returned = [leaf for leaf, kind in zip(leaves, described, strict=True) if isinstance(kind, TensorLeaf)]
-            wrote = self._changed_inputs(done, inputs)
-            for number, place in enumerate(wrote, start=len(leaves)):
-                self._note_changed_input(done, inputs[place], Value(done.index, number))
-                returned.append(inputs[place])
-            self._returned.append([(_storage(leaf), self._writes(_storage(leaf))) for leaf in returned])
-            if not torch.is_grad_enabled():
-                self._without_grad += [(name, leaf) for leaf in returned]
-            self.calls.append(
-                Call(
-                    name=name,
-                    needs=frozenset(done.needs),
-                    reads=frozenset(done.reads),
-                    leaves=(*described, *(_tensor_leaf(inputs[place]) for place in wrote)),
-                    tree=tree,
-                    flops=done.flops,
-                    wrote=wrote,
-                )
+    def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._open is None or self._open.name != name:
+            return
+        done, self._open = self._open, None
+        inputs = tree_leaves((args, kwargs))
+        leaves, tree = tree_flatten(output)
+        places = {id(leaf): place for place, leaf in enumerate(inputs) if not isinstance(leaf, CONSTANTS)}
+        described = tuple(leaf_of(leaf, places, looked=done.looked) for leaf in leaves)
+        made: dict[int, set[Source]] = {}  # a tensor that is returned twice may be read from either place
+        for number, (leaf, kind) in enumerate(zip(leaves, described, strict=True)):
+            if isinstance(kind, TensorLeaf):
+                self._written.pop(_storage(leaf), None)
+                # A parameter that is returned unchanged may still be read from its module.
+                made.setdefault(id(leaf), set(self._parameters.get(leaf, ()))).add(Value(done.index, number))
+                self._sources[leaf] = frozenset(made[id(leaf)])
+        returned = [leaf for leaf, kind in zip(leaves, described, strict=True) if isinstance(kind, TensorLeaf)]
+        wrote = self._changed_inputs(done, inputs)
+        for number, place in enumerate(wrote, start=len(leaves)):
+            self._note_changed_input(done, inputs[place], Value(done.index, number))
+            returned.append(inputs[place])
+        self._returned.append([(_storage(leaf), self._writes(_storage(leaf))) for leaf in returned])
+        if not torch.is_grad_enabled():
+            self._without_grad += [(name, leaf) for leaf in returned]
+        self.calls.append(
+            Call(
+                name=name,
+                needs=frozenset(done.needs),
+                reads=frozenset(done.reads),
+                leaves=(*described, *(TensorLeaf.of(inputs[place]) for place in wrote)),
+                tree=tree,
+                flops=done.flops,
+                wrote=wrote,
             )
-
-        return leave
+        )
 
     def _changed_inputs(self, call: _Open, inputs: list[Any]) -> tuple[int, ...]:
         """Places of the inputs that a call wrote to, except parameters: every stage has its own copy of those."""
@@ -253,20 +234,6 @@ class Watcher(TorchDispatchMode):
         before = frozenset() if covers else call.before.get(place, frozenset())
         self._written[place] = before | {value}
         self._sources[leaf] = frozenset({value})
-
-
-def _describe(leaf: Any, places: dict[int, int], *, looked: bool) -> Leaf:
-    if isinstance(leaf, NUMBERS) and looked:
-        return StrangeLeaf("number that may depend on the data")
-    if isinstance(leaf, CONSTANTS):
-        return ConstantLeaf(leaf)
-    if id(leaf) in places:
-        return InputLeaf(places[id(leaf)])
-    return _tensor_leaf(leaf) if isinstance(leaf, torch.Tensor) else StrangeLeaf(type(leaf).__name__)
-
-
-def _tensor_leaf(tensor: torch.Tensor) -> TensorLeaf:
-    return TensorLeaf(tuple(tensor.shape), tensor.dtype)
 
 
 _UNTAGGED = (PACK_PADDED_SEQUENCE.default, PAD_PACKED_SEQUENCE.default)

@@ -1,9 +1,10 @@
 """Find out by experiment whether a job's loss is a sum over samples, so that a batch may be cut anywhere.
 
-A contrastive loss is not, nor is one with batch statistics: it needs the outputs of all samples together. A model whose
-outputs depend on which samples share a batch cannot be cut at all. Neither can one whose gradients do: with a hook that
-clips a gradient, or `Embedding(scale_grad_by_freq=True)`. BatchNorm and dropout are switched off here: BatchNorm is
-synchronised, and dropout has separate rules.
+A contrastive loss is not, nor is one with batch statistics: it needs the outputs of all samples together, so the layout
+of the outputs and what the loss reads of the batch are found, too. A model whose outputs depend on which samples share
+a batch cannot be cut at all. Neither can one whose gradients do: with a hook that clips a gradient, or
+`Embedding(scale_grad_by_freq=True)`. BatchNorm and dropout are switched off here: BatchNorm is synchronised, and
+dropout has separate rules.
 """
 
 from __future__ import annotations
@@ -15,17 +16,23 @@ import torch
 from torch import nn
 
 from meshwright.describe.batch_layout import CannotCut, Layout, Rows, Shared, pairs_of, rebuilt
-from meshwright.describe.dropout_off import NoDropout, switch_dropout_off
+from meshwright.describe.dropout import NoDropout, switch_dropout_off
 from meshwright.describe.learnt_layout import learn_layout
-from meshwright.describe.observe import call_loss, call_model, make_batch
-from meshwright.describe.samples import Cutter, own_random_numbers
-from meshwright.describe.structure import map_tensors
+from meshwright.describe.observe import call_loss, call_model, make_batch, see_output
+from meshwright.describe.samples import BatchSource, Cutter, own_random_numbers
+from meshwright.describe.structure import map_tensors, tensors_of
+from meshwright.errors import Refused
 from meshwright.facts.job import Job
+from meshwright.recording.blueprint import record
+from meshwright.recording.report_as_cpu import tensors_in
+from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.modules import BatchNorm
 
 SMALL = 1 << 23  # the largest model, in parameters, that is built and run for this
 WHOLE, RANGES = 5, ((0, 2), (2, 3))
 """The size of the batch, and the ranges (first, length) it is cut into."""
+SIZES = (2, 3, 5)
+"""Sizes of the batches that show the layout of the outputs."""
 NEAR = 1e-5
 """Relative tolerance for two sums of the same numbers in fp32."""
 NEAR_GRADIENTS = {torch.float64: (1e-4, 1e-6), torch.float32: (1e-2, 1e-4)}
@@ -178,3 +185,55 @@ def _freeze_statistics(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, BatchNorm):
             module.eval()
+
+
+@dataclass(frozen=True)
+class WholeLoss:
+    """What must be gathered from ranks and micro-batches."""
+
+    outputs: Layout
+    batch: Layout
+    reads: tuple[bool, ...]
+    """For each value of a batch, whether the loss reads it."""
+
+
+def inspect_whole_loss(job: Job, source: BatchSource) -> WholeLoss:
+    """Run model and loss on batches of a few sizes, without values if possible."""
+    blueprint = record(job.model, seed=0)
+    draws, reads = [], []
+
+    def look(output: Any, batch: Any) -> tuple[Any, list[bool]]:
+        return output, _reads(job, source.layout, output, batch)
+
+    for samples in SIZES:
+        seen = see_output(job, blueprint, source.draw(samples), look)
+        if seen is None:
+            raise Refused(
+                "The loss is over the whole batch, so the samples must be found in the model's output, but the model "
+                'does not run without its weights; use one rank without mb, or Job(loss_over="samples").'
+            )
+        draws.append((samples, seen[0]))
+        reads.append(seen[1])
+    return WholeLoss(
+        learn_layout(draws, "output"), source.layout, tuple(any(column) for column in zip(*reads, strict=True))
+    )
+
+
+def _reads(job: Job, layout: Layout, output: Any, batch: Any) -> list[bool]:
+    """For each value of the batch, whether the loss reads one of its tensors, or it has none."""
+    with _LossReads() as seen:
+        call_loss(job, output, batch)
+    held = [tensors_of(value) for _, value in pairs_of(layout, batch)]
+    return [not tensors or any(id(tensor) in seen.found for tensor in tensors) for tensors in held]
+
+
+class _LossReads(TorchDispatchMode):
+    """Remembers every tensor that is an argument of an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
+        return func(*args, **(kwargs or {}))

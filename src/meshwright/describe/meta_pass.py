@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.recording.report_as_cpu import META, ReportAsCpu, change_leaves, is_meta, tensors_in
+from meshwright.recording.report_as_cpu import META, ReportAsCpu, change_leaves, is_meta, meta_of, tensors_in
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.operators import schema_of
 
@@ -34,13 +34,6 @@ def meta_pass(model: nn.Module) -> Iterator[None]:
         raise NotOnMeta("Recurrent layers use other kernels on a CPU.")
     with _OnCpu(), _MetaPass():
         yield
-
-
-def meta_of(leaf: Any) -> Any:
-    """A meta tensor with the layout of a tensor; anything else unchanged."""
-    if not isinstance(leaf, torch.Tensor) or is_meta(leaf):
-        return leaf
-    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=META)
 
 
 class _OnCpu(ReportAsCpu):

@@ -9,18 +9,16 @@ from dataclasses import replace
 
 from torch import nn
 
-from meshwright.describe.blocks import find_blocks, own_parameters
-from meshwright.describe.calls import Flow
-from meshwright.describe.dropout_use import DropoutWatcher
+from meshwright.describe.blocks import find_blocks, find_units, own_parameters
+from meshwright.describe.dropout import DropoutWatcher
 from meshwright.describe.flow import Watcher
 from meshwright.describe.loss_over import find_loss_over
 from meshwright.describe.moved_state import StateWatch, Watches, find_moved, refuse_made
 from meshwright.describe.observe import Observed, observe, trace
 from meshwright.describe.optimizer import check_optimizer, couplings, optimizer_slots
-from meshwright.describe.outside_reads import OutsideReads
-from meshwright.describe.pass_cache import PassCache
+from meshwright.describe.parameter_reads import OutsideReads
+from meshwright.describe.pass_tensors import PassCache
 from meshwright.describe.repeats import find_repeats
-from meshwright.describe.stage_units import find_units
 from meshwright.describe.tensor_plan import find_tensor_plan
 from meshwright.describe.value_reads import find_value_reads
 from meshwright.errors import JobError
@@ -57,7 +55,7 @@ def describe(job: Job) -> ModelFacts:
     state = StateWatch(model)
     observed, unseen = observe(job, blueprint, Watches(outside, state), pass_cache=pass_cache)
     refuse_made(state.made)
-    if observed and job.blocks is None:
+    if observed and job.blocks is None:  # parameters are gathered when a block is called
         blocks = tuple(name for name in blocks if name in observed.called)
     # A model that cannot be run is assumed to read values in its blocks, as a mixture of experts does.
     in_blocks, around_blocks = observed is None, False
@@ -66,11 +64,12 @@ def describe(job: Job) -> ModelFacts:
         observed = replace(observed, by_value=in_blocks or around_blocks)
     watcher = DropoutWatcher(find_units(model, blocks, observed.called) if observed else ())
     flow, _ = trace(job, blueprint, watcher, pass_cache=pass_cache) if observed else (None, "")
+    calls = flow.calls if flow else ()
     loss_over = find_loss_over(job, sum(parameter.numel() for parameter in model.parameters()))
     return ModelFacts(
         parameters=parameter_facts(model, observed),
         blocks=blocks,
-        calls=call_facts(flow) if flow else (),
+        calls=tuple(CallFacts(name=c.name, flops=c.flops, reads=tuple(sorted(c.reads))) for c in calls),
         optimizer_slots=optimizer_slots(job, model),
         couplings=couplings(job, model),
         batch_norms=batch_norm_names(model),
@@ -88,10 +87,6 @@ def describe(job: Job) -> ModelFacts:
         drops=watcher.drops,
         unseen=unseen,
     )
-
-
-def call_facts(flow: Flow) -> tuple[CallFacts, ...]:
-    return tuple(CallFacts(name=c.name, flops=c.flops, reads=tuple(sorted(c.reads))) for c in flow.calls)
 
 
 def read_elsewhere(job: Job, blueprint: Blueprint, pass_cache: PassCache | None = None) -> frozenset[str]:

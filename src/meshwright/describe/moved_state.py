@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.describe.observe import SAMPLES, forward_on_real_tensors, forward_passes, make_batch
-from meshwright.describe.outside_reads import pass_on
+from meshwright.describe.parameter_reads import pass_on
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.model import MovedFacts

@@ -13,25 +13,19 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from meshwright.describe import pass_tensors
 from meshwright.describe.calls import Flow
 from meshwright.describe.flow import Watcher
-from meshwright.describe.ladder import climb, is_small, on_fake, on_real
 from meshwright.describe.parameter_reads import Reads
-from meshwright.describe.pass_cache import PassCache
+from meshwright.describe.pass_tensors import PassCache, has_no_values, lend, stand_ins
 from meshwright.describe.repeats import PassObserver
-from meshwright.describe.stand_ins import has_no_values, lend, stand_ins
 from meshwright.describe.structure import tensors_of
 from meshwright.describe.template import watch_calls
 from meshwright.describe.watch_values import following, moved_buffers
 from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
 from meshwright.recording.blueprint import Blueprint
-from meshwright.torch_private.fake_tensors import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from meshwright.torch_private import fake_tensors
 
 SAMPLES = 2  # with one, BatchNorm would have no variance
 Result = TypeVar("Result")
@@ -182,19 +176,19 @@ def _run(
     if pass_cache is not None:
         # If anything fails while blocks are skipped, the pass is repeated with all of them.
         with suppress(Exception):
-            return climb(model, batch, lambda data: run(data, pass_cache), *pass_cache.rungs), ""
+            return pass_tensors.climb(model, batch, lambda data: run(data, pass_cache), *pass_cache.rungs), ""
     try:
-        return climb(model, batch, lambda data: run(data, None), on_fake), ""
+        return pass_tensors.climb(model, batch, lambda data: run(data, None), pass_tensors.on_fake), ""
     except JobError:
         raise
     except Exception as error:
         # Also for a model that reads no values: some fake kernels refuse what the real ones accept.
-        if not is_small(model):
+        if not pass_tensors.is_small(model):
             if _depends_on_data(error):
                 return None, one_line(error).removesuffix(".")
             raise _misfit(error) from error
     try:
-        return climb(model, batch, lambda data: run(data, None), on_real), ""
+        return pass_tensors.climb(model, batch, lambda data: run(data, None), pass_tensors.on_real), ""
     except JobError:
         raise
     except Exception as error:
@@ -207,11 +201,11 @@ def _depends_on_data(error: Exception) -> bool:
 
     return isinstance(
         error,
-        DataDependentOutputException
-        | DynamicOutputShapeException
+        fake_tensors.DataDependentOutputException
+        | fake_tensors.DynamicOutputShapeException
         | symbolic_shapes.GuardOnDataDependentSymNode
-        | UnsupportedFakeTensorException
-        | UnsupportedOperatorException,
+        | fake_tensors.UnsupportedFakeTensorException
+        | fake_tensors.UnsupportedOperatorException,
     )
 
 

@@ -1,12 +1,13 @@
-"""Find parameters that a model reads, or whose shape it reads, outside the modules that own them.
+"""Find parameters that a model reads, or whose shape it reads, outside the modules or blocks that own them.
 
 An axis that divides a layer replaces the layer's forward. Other code that reads the layer's weight or its shape would
-find one rank's part, so such a parameter has to stay whole.
+find one rank's part, so such a parameter has to stay whole. FSDP gathers a block's parameters around the block's
+`forward`. A model that calls a part of a block directly, or uses a block's weight in a function, would find a shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from meshwright.describe.repeats import PassObserver
 from meshwright.recording.memory import names_of_parameters
 from meshwright.recording.wrap_forward import removing
+from meshwright.torch_private.modes import TorchDispatchMode, without_torch_function
+from meshwright.torch_private.operators import DEVICE_OF
 from meshwright.torch_private.trees import tree_leaves
 
 _PROPERTIES = (
@@ -85,3 +88,54 @@ class Reads(TorchFunctionMode, PassObserver):
         # If one of the author's hooks raised, the module was never entered.
         if id(module) in self._running:
             del self._running[len(self._running) - 1 - self._running[::-1].index(id(module)) :]
+
+
+def pass_on(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator inside a dispatch mode.
+
+    Fake tensors read their device by an operator, which a function mode would mistake for a call of the author's code.
+    """
+    if func is DEVICE_OF:
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+    return func(*args, **(kwargs or {}))
+
+
+class OutsideReads(TorchDispatchMode):
+    """Notes which parameters of blocks are read outside their blocks."""
+
+    def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
+        super().__init__()
+        self._model, self._blocks = model, blocks
+        self.found: dict[str, str] = {}
+        """By parameter, the block that owns it."""
+
+    def __enter__(self) -> OutsideReads:
+        self.found.clear()  # a failed pass may have come before
+        self._running: list[str] = []
+        self._owners: dict[int, tuple[str, str]] = {}
+        for name, parameter in self._model.named_parameters():
+            if (owner := next((b for b in self._blocks if name.startswith(f"{b}.")), None)) is not None:
+                self._owners[id(parameter)] = name, owner
+        self._hooks = []
+        for name in self._blocks:
+            block = self._model.get_submodule(name)
+            self._hooks += [
+                block.register_forward_pre_hook(lambda *_, name=name: self._running.append(name)),
+                block.register_forward_hook(lambda *_, name=name: self._running.remove(name), always_call=True),
+            ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and id(leaf) in self._owners:
+                name, block = self._owners[id(leaf)]
+                if block not in self._running:
+                    self.found[name] = block
+        return pass_on(func, args, kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
-import numpy
 import torch
 from torch.utils.data import default_collate
 
@@ -20,6 +18,7 @@ from meshwright.describe.observe import make_batch
 from meshwright.describe.structure import leaves_of, tensors_of
 from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
+from meshwright.recording.blueprint import seeded
 
 SIZES = (2, 3, 5, 3)
 """Sizes of the batches that are compared: three sizes, one of them twice to see what changes at the same size."""
@@ -28,16 +27,9 @@ SIZES = (2, 3, 5, 3)
 @contextmanager
 def own_random_numbers(seed: int) -> Iterator[None]:
     """Seed the random numbers of torch, numpy and Python, and restore their states afterwards."""
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            yield
-    finally:
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
+    with seeded(seed):
+        torch.manual_seed(seed)  # also the generators of GPUs, which are not restored
+        yield
 
 
 class Cutter:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.recording.loose_tensors import slots_of
 from meshwright.torch_private.trees import tree_flatten, tree_unflatten
 
 
@@ -130,16 +131,8 @@ def _held(leaf: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(leaf, _NO_DATA) or id(leaf) in seen:
         return
     seen.add(id(leaf))
-    for value in [*getattr(leaf, "__dict__", {}).values(), *_slots(leaf)]:
+    for value in [*getattr(leaf, "__dict__", {}).values(), *dict(slots_of(leaf)).values()]:
         yield from _tensors(value, seen)
-
-
-def _slots(leaf: Any) -> Iterator[Any]:
-    for kind in type(leaf).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(leaf, name):
-                yield getattr(leaf, name)
 
 
 def to_device(node: Any, device: torch.device) -> Any:

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.describe.block_equality import NotComparable, state_of
+from meshwright.describe.block_equality import NotComparable, layer_indices, state_of
 from meshwright.describe.calls import CONSTANTS, NUMBERS, Call, Source
 from meshwright.describe.flow import Watcher
-from meshwright.describe.layer_index import layer_indices
 from meshwright.recording.wrap_forward import removing
 from meshwright.torch_private.autograd import BackwardCFunction
 from meshwright.torch_private.modes import TorchDispatchMode, without_torch_function

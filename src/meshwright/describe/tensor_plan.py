@@ -21,7 +21,7 @@ from meshwright.describe.blocks import own_parameters
 from meshwright.describe.calls import Call, Flow, TensorLeaf, Value
 from meshwright.describe.flow import Watcher
 from meshwright.describe.observe import trace
-from meshwright.describe.pass_cache import PassCache
+from meshwright.describe.pass_tensors import PassCache
 from meshwright.describe.repeats import PassObserver
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
@@ -31,16 +31,11 @@ from meshwright.torch_private.operators import RESHAPE_ALIAS, UNSAFE_VIEW
 
 # Hugging Face's words for the roles. Its other words (experts, packed layers) are ignored.
 _WORDS = {
-    "colwise": "column",
-    "colwise_rep": "column",
-    "colwise_gather_output": "column",
-    "rowwise": "row",
-    "rowwise_rep": "row",
-    "rowwise_split_input": "row",
-    "embedding_rowwise": "vocabulary",
-    "replicate": "whole",
-    "replicated": "whole",
     **{role: role for role in ROLES},
+    **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output"), "column"),
+    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input"), "row"),
+    **dict.fromkeys(("replicate", "replicated"), "whole"),
+    "embedding_rowwise": "vocabulary",
 }
 
 NEVER_CALLED = "never called by itself"

@@ -7,8 +7,9 @@ the number comes from the batch, or is not always the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,8 +78,8 @@ class _ValueReads(TorchDispatchMode):
     def watching(self) -> Iterator[None]:
         hooks = []
         for block in map(self._model.get_submodule, self._blocks):
-            hooks.append(block.register_forward_pre_hook(self._count(1)))
-            hooks.append(block.register_forward_hook(self._count(-1), always_call=True))
+            hooks.append(block.register_forward_pre_hook(partial(self._count, 1)))
+            hooks.append(block.register_forward_hook(partial(self._count, -1), always_call=True))
         with removing(hooks), _WholeReads(self), self:
             yield
 
@@ -106,11 +107,8 @@ class _ValueReads(TorchDispatchMode):
             if torch.is_tensor(leaf):
                 self._of_batch[leaf] = True
 
-    def _count(self, step: int) -> Callable[..., None]:
-        def count(*_: Any) -> None:
-            self._running += step
-
-        return count
+    def _count(self, step: int, *_: Any) -> None:
+        self._running += step
 
 
 class _WholeReads(TorchFunctionMode):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,11 @@ from meshwright.facts.named_parameters import NamedParameters
 Norm = Literal["rms", "layer"]
 Positions = Literal["rotary", "learned"]
 Batch = dict[str, Tensor]
+Loss = Callable[[Tensor, Batch], tuple[Tensor, int]]
 
 _SIZES = ("layers", "width", "heads", "kv_heads", "feed_forward", "vocabulary", "length")
+GPT: dict[str, Any] = {"gated": False, "norm": "layer", "positions": "learned", "biases": True}
+"""How the blocks of GPT-2 and of encoders differ from a Llama's."""
 _ROTARY_BASE = 10000.0
 _STD = 0.02
 
@@ -211,13 +214,20 @@ def token_loss(logits: Tensor, batch: Batch) -> tuple[Tensor, int]:
     return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum"), y.numel()
 
 
-def decoder_job(
-    shape: Shape,
-    *,
-    global_batch: int,
-    length: int | None = None,
-    optimizer: Callable[[NamedParameters], Optimizer] = adamw,
-) -> Job:
+def adamw_job(model: Callable[[], nn.Module], loss: Loss, sample: Callable[[int], Batch], global_batch: int) -> Job:
+    """The job of training a model from a batch's x to its y with AdamW."""
+    return Job(
+        model=model,
+        inputs=lambda batch: (batch["x"],),
+        loss=loss,
+        optimizer=adamw,
+        max_norm=1.0,
+        sample=sample,
+        global_batch=global_batch,
+    )
+
+
+def decoder_job(shape: Shape, *, global_batch: int, length: int | None = None) -> Job:
     """The job of training a decoder on made-up tokens, with `length` tokens per sample (default: all positions)."""
     tokens = shape.length if length is None else length
     if not 1 <= tokens <= shape.length:
@@ -227,12 +237,4 @@ def decoder_job(
         text = torch.randint(shape.vocabulary, (n, tokens + 1))
         return {"x": text[:, :-1], "y": text[:, 1:]}
 
-    return Job(
-        model=lambda: Decoder(shape),
-        inputs=lambda batch: (batch["x"],),
-        loss=token_loss,
-        optimizer=optimizer,
-        max_norm=1.0,
-        sample=sample,
-        global_batch=global_batch,
-    )
+    return adamw_job(lambda: Decoder(shape), token_loss, sample, global_batch)

@@ -1,18 +1,26 @@
-"""Plain encoders of any shape: BERT over tokens, and ViT over image patches."""
+"""Plain encoders of any shape: BERT over tokens, and ViT and ResNet over images."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
-from meshwright.jobs.decoder import Attention, Batch, Block, Embedding, FeedForward, Linear, Shape, adamw, token_loss
+from meshwright.jobs import decoder
+from meshwright.jobs.decoder import GPT, Batch, Linear, Shape, adamw_job, token_loss
 
 _KINDS_OF_SENTENCE = 2
+_SIDE, _CLASSES = 224, 1000
+_WIDER = 4
+"""The ratio of a bottleneck's output width to its inner width."""
 _MASKED = 0.15
 """The share of tokens that are masked."""
 
@@ -22,9 +30,9 @@ class PostNormBlock(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.attention = Attention(shape, causal=False)
+        self.attention = decoder.Attention(shape, causal=False)
         self.attention_norm = nn.LayerNorm(shape.width)
-        self.feed_forward = FeedForward(shape)
+        self.feed_forward = decoder.FeedForward(shape)
         self.feed_forward_norm = nn.LayerNorm(shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,9 +45,9 @@ class Bert(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.token = Embedding(shape.vocabulary, shape.width)
-        self.position = Embedding(shape.length, shape.width)
-        self.sentence = Embedding(_KINDS_OF_SENTENCE, shape.width)
+        self.token = decoder.Embedding(shape.vocabulary, shape.width)
+        self.position = decoder.Embedding(shape.length, shape.width)
+        self.sentence = decoder.Embedding(_KINDS_OF_SENTENCE, shape.width)
         self.norm = nn.LayerNorm(shape.width)
         self.blocks = nn.ModuleList(PostNormBlock(shape) for _ in range(shape.layers))
         self.transform = Linear(shape.width, shape.width)
@@ -66,15 +74,7 @@ def bert_job(shape: Shape, *, global_batch: int, length: int | None = None) -> J
         y = torch.randint(1, shape.vocabulary, (n, tokens))
         return {"x": y.masked_fill(torch.rand(n, tokens) < _MASKED, 0), "y": y}
 
-    return Job(
-        model=lambda: Bert(shape),
-        inputs=lambda batch: (batch["x"],),
-        loss=token_loss,
-        optimizer=adamw,
-        max_norm=1.0,
-        sample=sample,
-        global_batch=global_batch,
-    )
+    return adamw_job(lambda: Bert(shape), token_loss, sample, global_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,19 +93,9 @@ class ImageShape:
     @property
     def sequence(self) -> Shape:
         """The shape of the encoder, which runs over the patches and one class token."""
-        return Shape(
-            layers=self.layers,
-            width=self.width,
-            heads=self.heads,
-            kv_heads=self.heads,
-            feed_forward=self.feed_forward,
-            vocabulary=self.classes,
-            length=(self.side // self.patch) ** 2 + 1,
-            gated=False,
-            norm="layer",
-            positions="learned",
-            biases=True,
-        )
+        sizes: Any = {"layers": self.layers, "width": self.width, "heads": self.heads, "kv_heads": self.heads}
+        length = (self.side // self.patch) ** 2 + 1
+        return Shape(**sizes, feed_forward=self.feed_forward, vocabulary=self.classes, length=length, **GPT)
 
 
 class ViT(nn.Module):
@@ -117,7 +107,7 @@ class ViT(nn.Module):
         self.patch = nn.Conv2d(3, shape.width, shape.patch, stride=shape.patch)
         self.gather = nn.Parameter(torch.zeros(1, 1, shape.width))
         self.position = nn.Parameter(torch.empty(1, inner.length, shape.width).normal_(std=0.02))
-        self.blocks = nn.ModuleList(Block(inner, causal=False) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(decoder.Block(inner, causal=False) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = Linear(shape.width, shape.classes)
 
@@ -131,15 +121,8 @@ class ViT(nn.Module):
 
 
 def vit_job(shape: ImageShape, *, global_batch: int) -> Job:
-    return Job(
-        model=lambda: ViT(shape),
-        inputs=lambda batch: (batch["x"],),
-        loss=class_loss,
-        optimizer=adamw,
-        max_norm=1.0,
-        sample=lambda n: sample_images(n, shape.side, shape.classes),
-        global_batch=global_batch,
-    )
+    sample = partial(sample_images, side=shape.side, classes=shape.classes)
+    return adamw_job(lambda: ViT(shape), class_loss, sample, global_batch)
 
 
 def class_loss(logits: Tensor, batch: Batch) -> tuple[Tensor, int]:
@@ -148,6 +131,59 @@ def class_loss(logits: Tensor, batch: Batch) -> tuple[Tensor, int]:
     return F.cross_entropy(logits, y, reduction="sum"), len(y)
 
 
-def sample_images(n: int, side: int, classes: int, channels: int = 3) -> Batch:
+def sample_images(n: int, side: int, classes: int) -> Batch:
     """Random images and classes."""
-    return {"x": torch.randn(n, channels, side, side), "y": torch.randint(classes, (n,))}
+    return {"x": torch.randn(n, 3, side, side), "y": torch.randint(classes, (n,))}
+
+
+class Bottleneck(nn.Module):
+    """A residual block of convolutions: 1x1 to a smaller width, 3x3, and 1x1 to a larger one."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        after = _WIDER * width
+        self.narrow, self.narrow_norm = nn.Conv2d(before, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.look = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.look_norm = nn.BatchNorm2d(width)
+        self.widen, self.widen_norm = nn.Conv2d(width, after, 1, bias=False), nn.BatchNorm2d(after)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or before != after:
+            self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.narrow_norm(self.narrow(x)))
+        y = F.relu(self.look_norm(self.look(y)))
+        return F.relu(self.widen_norm(self.widen(y)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """A convolutional network from images to class logits; `depths` are the numbers of blocks at each of four sizes."""
+
+    def __init__(self, depths: Sequence[int]) -> None:
+        super().__init__()
+        self.stem, self.stem_norm = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), nn.BatchNorm2d(64)
+        blocks, before = [], 64
+        for size, depth in enumerate(depths):
+            for place in range(depth):
+                blocks.append(Bottleneck(before, 64 << size, 2 if size and place == 0 else 1))
+                before = _WIDER * (64 << size)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(before, _CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.stem_norm(self.stem(images))), 3, 2, padding=1)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+        return logits
+
+
+def resnet_job(depths: Sequence[int], *, global_batch: int) -> Job:
+    return Job(
+        model=lambda: ResNet(depths),
+        inputs=lambda batch: (batch["x"],),
+        loss=class_loss,
+        optimizer=lambda params: SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-4),
+        sample=lambda n: sample_images(n, _SIDE, _CLASSES),
+        global_batch=global_batch,
+    )

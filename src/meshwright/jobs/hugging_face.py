@@ -32,7 +32,7 @@ _SIDE = 224
 Batch = dict[str, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Task:
     """A training task: the models for it, their samples and their loss."""
 
@@ -164,23 +164,11 @@ def _every_sample(output: Any, batch: Batch) -> tuple[Tensor, int]:
     return F.cross_entropy(output.logits, batch["answers"], reduction="sum"), len(batch["answers"])
 
 
-TRANSLATION = Task(
-    mapping="MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", source="input_ids", sample=_sample_pairs, loss=_every_place
-)
+TRANSLATION = Task("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "input_ids", _sample_pairs, _every_place)
 TASKS = (
-    Task(mapping="MODEL_FOR_CAUSAL_LM_MAPPING", source="input_ids", sample=_sample_text, loss=_every_place),
+    Task("MODEL_FOR_CAUSAL_LM_MAPPING", "input_ids", _sample_text, _every_place),
     TRANSLATION,
-    Task(mapping="MODEL_FOR_MASKED_LM_MAPPING", source="input_ids", sample=_sample_masked, loss=_every_place),
-    Task(
-        mapping="MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
-        source="pixel_values",
-        sample=_sample_images,
-        loss=_every_sample,
-    ),
-    Task(
-        mapping="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
-        source="input_ids",
-        sample=_sample_classes,
-        loss=_every_sample,
-    ),
+    Task("MODEL_FOR_MASKED_LM_MAPPING", "input_ids", _sample_masked, _every_place),
+    Task("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "pixel_values", _sample_images, _every_sample),
+    Task("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "input_ids", _sample_classes, _every_sample),
 )

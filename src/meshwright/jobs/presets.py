@@ -15,10 +15,9 @@ from typing import Any
 from meshwright.errors import JobError
 from meshwright.facts.grammar import nearest
 from meshwright.facts.job import Job
-from meshwright.jobs.decoder import Shape, decoder_job
-from meshwright.jobs.encoder import ImageShape, bert_job, vit_job
+from meshwright.jobs.decoder import GPT, Shape, decoder_job
+from meshwright.jobs.encoder import ImageShape, bert_job, resnet_job, vit_job
 from meshwright.jobs.options import Options, split_options
-from meshwright.jobs.resnet import resnet_job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +52,6 @@ class Images:
 
 _LLAMA = Shape(layers=32, width=4096, heads=32, kv_heads=32, feed_forward=11008, vocabulary=32000, length=4096)
 """Llama 2 7B; the others differ from it in a few sizes."""
-_GPT = Shape(
-    layers=12,
-    width=768,
-    heads=12,
-    kv_heads=12,
-    feed_forward=3072,
-    vocabulary=50257,
-    length=1024,
-    gated=False,
-    tied=True,
-    norm="layer",
-    positions="learned",
-    biases=True,
-)
 
 
 def _llama(layers: int, width: int, heads: int, kv_heads: int, feed_forward: int, **others: Any) -> Shape:
@@ -74,9 +59,9 @@ def _llama(layers: int, width: int, heads: int, kv_heads: int, feed_forward: int
     return replace(_LLAMA, **sizes, **others)
 
 
-def _gpt(layers: int, width: int, heads: int, length: int = 1024, **others: Any) -> Shape:
+def _gpt(layers: int, width: int, heads: int, length: int = 1024, vocabulary: int = 50257) -> Shape:
     sizes: Any = dict(layers=layers, width=width, heads=heads, kv_heads=heads, feed_forward=4 * width, length=length)
-    return replace(_GPT, **sizes, **others)
+    return Shape(**sizes, vocabulary=vocabulary, tied=True, **GPT)
 
 
 _LLAMA3: dict[str, Any] = {"vocabulary": 128256, "length": 8192}

@@ -14,12 +14,10 @@ from torch import nn
 
 from meshwright.errors import JobError, Refused
 from meshwright.recording import memory
-from meshwright.recording.aliases import View, keep_aliases, refresh_aliases
 from meshwright.recording.constants import sample
-from meshwright.recording.copy_part import copy_part
 from meshwright.recording.dtensor import is_dtensor
-from meshwright.recording.loose_tensors import TensorPlace, loose_tensors
-from meshwright.recording.memory import TensorTraits, has_memory, named_tensors
+from meshwright.recording.loose_tensors import TensorPlace, View, keep_aliases, loose_tensors, refresh_aliases
+from meshwright.recording.memory import TensorTraits, copy_part, has_memory, named_tensors
 from meshwright.recording.operation import Slot
 from meshwright.recording.tape import Tape
 from meshwright.torch_private.modes import without_tensor_classes

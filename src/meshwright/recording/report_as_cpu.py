@@ -32,6 +32,13 @@ class ReportAsCpu(TorchFunctionMode):
         return True
 
 
+def meta_of(leaf: Any) -> Any:
+    """A meta tensor with the layout of a tensor; anything else unchanged."""
+    if not isinstance(leaf, torch.Tensor) or is_meta(leaf):
+        return leaf
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=META)
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors among an operator's arguments or results."""
     return leaves_in(torch.Tensor, tree)

@@ -18,18 +18,10 @@ from typing import Any
 
 import torch
 
+from meshwright.recording import operation
 from meshwright.recording.constants import Constants
-from meshwright.recording.operation import (
-    SetState,
-    Slot,
-    TapeOperation,
-    changed_by,
-    gives_numbers,
-    has_own_layout,
-    leaves_empty,
-    only_draws,
-)
-from meshwright.recording.report_as_cpu import META, change_leaves, is_meta, leaves_in, tensors_in
+from meshwright.recording.operation import SetState, Slot, TapeOperation
+from meshwright.recording.report_as_cpu import META, change_leaves, is_meta, leaves_in, meta_of, tensors_in
 from meshwright.torch_private.modes import TorchDispatchMode, outside_of_modes
 from meshwright.torch_private.operators import schema_of
 from meshwright.torch_private.tensors import storage_id
@@ -67,9 +59,9 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         if tensors and not any(recorded):
             return self._on_others(func, args, kwargs, tensors)
-        if gives_numbers(func):
+        if operation.gives_numbers(func):
             return self._result(func, *change_leaves(self._to_slot, change_leaves(self._to_meta, (args, kwargs))))
-        changed = changed_by(func, args, kwargs)
+        changed = operation.changed_by(func, args, kwargs)
         if any(is_meta(tensor) and not self.has(tensor) for tensor in tensors):
             if changed and all(is_meta(tensor) and not self.has(tensor) for tensor in changed):
                 return func(*change_leaves(self._to_meta, args), **change_leaves(self._to_meta, kwargs))
@@ -83,7 +75,7 @@ class Tape(TorchDispatchMode):
         if all(map(is_meta, tensors)):
             is_new = kwargs.get("device", META) != META and _makes_alike(func)
             return self._record(func, args, kwargs) if is_new else func(*args, **kwargs)
-        changed = changed_by(func, args, kwargs)
+        changed = operation.changed_by(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             if changed:
                 self.refuse(f"{func} changes a tensor made from data in place")
@@ -137,9 +129,9 @@ class Tape(TorchDispatchMode):
         last = {slot.storage: index for index, op in enumerate(self.operations) for slot in op.slots}
         live = dict(self.constants.storages)
         with self._from_the_seed(), torch.no_grad():
-            for index, operation in enumerate(self.operations):
-                operation.play(live)
-                for key in {slot.storage for slot in operation.slots if last[slot.storage] == index}:
+            for index, entry in enumerate(self.operations):
+                entry.play(live)
+                for key in {slot.storage for slot in entry.slots if last[slot.storage] == index}:
                     hand_over(key, live.pop(key))
             for key in list(live):
                 hand_over(key, live.pop(key))
@@ -153,10 +145,10 @@ class Tape(TorchDispatchMode):
             kwargs["device"], slotted_kwargs["device"] = META, torch.device("cpu")
         certain = torch.Tag.nondeterministic_seeded not in func.tags and not schema_of(func).is_mutable
         try:
-            if certain and has_own_layout(func):
+            if certain and operation.has_own_layout(func):
                 result = self._shapes(func, slotted_args, slotted_kwargs)
             else:
-                result = args[0] if only_draws(func) else func(*args, **kwargs)
+                result = args[0] if operation.only_draws(func) else func(*args, **kwargs)
         except NotImplementedError:
             if not certain:
                 self.refuse(f"{func} has no kernel for tensors without values")
@@ -164,19 +156,19 @@ class Tape(TorchDispatchMode):
         outputs = tuple(self.slot(tensor) for tensor in tensors_in(result))
         generators = (value for value in kwargs.values() if isinstance(value, torch.Generator))
         self._generators |= {g: g.get_state() for g in generators if g not in self._generators}
-        operation = TapeOperation(func, slotted_args, slotted_kwargs, outputs)
-        self.operations.append(operation)
-        self._note_written(operation)
+        entry = TapeOperation(func, slotted_args, slotted_kwargs, outputs)
+        self.operations.append(entry)
+        self._note_written(entry)
         return result
 
-    def _note_written(self, operation: TapeOperation) -> None:
-        sources = leaves_in(Slot, (operation.args, operation.kwargs))
-        if leaves_empty(operation.function, [self.is_written(slot) for slot in sources]):
+    def _note_written(self, entry: TapeOperation) -> None:
+        sources = leaves_in(Slot, (entry.args, entry.kwargs))
+        if operation.leaves_empty(entry.function, [self.is_written(slot) for slot in sources]):
             return
         taken = {slot.storage for slot in sources}
-        changed = changed_by(operation.function, operation.args, operation.kwargs, Slot)
+        changed = operation.changed_by(entry.function, entry.args, entry.kwargs, Slot)
         self._written |= {slot.storage for slot in changed}
-        self._written |= {slot.storage for slot in operation.outputs if slot.storage not in taken}
+        self._written |= {slot.storage for slot in entry.outputs if slot.storage not in taken}
 
     def _to_slot(self, leaf: Any) -> Any:
         return self.slot(leaf) if isinstance(leaf, torch.Tensor) and self.has(leaf) else leaf
@@ -198,7 +190,7 @@ class Tape(TorchDispatchMode):
         """The results of an operator without a meta kernel, as meta tensors."""
         result = self._result(func, args, kwargs)
         with outside_of_modes():
-            return change_leaves(_meta_like, tuple(result) if isinstance(result, tuple) else result)
+            return change_leaves(meta_of, tuple(result) if isinstance(result, tuple) else result)
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor:
         """The current value of a recorded tensor: for `linspace(...).item()`, or `any()` in a rejection loop."""
@@ -261,12 +253,6 @@ class Tape(TorchDispatchMode):
             finally:
                 for generator, state in before.items():
                     generator.set_state(state)
-
-
-def _meta_like(tensor: Any) -> Any:
-    if not isinstance(tensor, torch.Tensor):
-        return tensor
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def _makes_nothing(func: Any, args: Any) -> bool:

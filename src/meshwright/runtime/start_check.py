@@ -20,11 +20,10 @@ from meshwright.describe.observe import SAMPLES, call_model, make_batch
 from meshwright.describe.structure import map_tensors, tensors_of
 from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
-from meshwright.recording.blueprint import build_plainly, record
+from meshwright.recording.blueprint import build_plainly, record, seeded
 from meshwright.recording.constants import sample
 from meshwright.recording.loose_tensors import loose_tensors
 from meshwright.recording.memory import has_memory, named_tensors
-from meshwright.recording.run_builder import seeded
 
 SMALL = 1 << 26
 """The builder is run again up to this many parameters."""

@@ -117,15 +117,12 @@ class Compiled:
         made = self._find(list(state), tree, others, given)
         if made is None:
             return self._function(*args, **kwargs)
-        with self._at_loss(args) if made.is_loss else nullcontext():
+        recorder = self._compiler.recorder
+        if made.is_loss:
+            recorder.at("loss")
+        with recorder.loss_of(args[0]) if made.is_loss else nullcontext():
             found = iter(made.call(given))
         return tree_unflatten([next(found) if leaf is _TENSOR else leaf for leaf in made.outputs], made.tree)
-
-    @contextmanager
-    def _at_loss(self, args: Any) -> Iterator[None]:
-        self._compiler.recorder.at("loss")
-        with self._compiler.recorder.loss_of(args[0]):
-            yield
 
     def _state(self) -> dict[str, Tensor]:
         if self._module is None:

@@ -19,9 +19,8 @@ from meshwright.assemble.recompute import recompute_blocks
 from meshwright.describe.as_on_cuda import as_on_cuda
 from meshwright.describe.block_equality import arrival_of, size_of
 from meshwright.describe.dtypes import DTYPES
-from meshwright.describe.ladder import Rung, climb, is_small, on_fake, on_meta, on_real
 from meshwright.describe.observe import call_model, make_batch
-from meshwright.describe.stand_ins import lend, stand_in, stand_ins
+from meshwright.describe.pass_tensors import Rung, climb, is_small, lend, on_fake, on_meta, on_real, stand_in, stand_ins
 from meshwright.describe.structure import tensors_of
 from meshwright.describe.template import MadeTensor
 from meshwright.errors import JobError, one_line

@@ -1,8 +1,9 @@
-"""Extrapolate from two shorter models to a longer one.
+"""Extrapolate a step of a long model, say of eighty layers, from models with four and eight of its repeated blocks.
 
-At every moment of a step, memory and work are affine in the number of blocks. A peak is not: it may be at another
-moment in a longer model. So every moment is extrapolated separately, and the peak is found among the results. The
-memory of middle blocks is between that of the first and the last ones. What the allocator reserves beyond the peak
+Blocks of one list that have the same parameters and costs are alike. Every stage of a pipeline keeps the same number of
+blocks. At every moment of a step, memory and work are affine in the number of blocks. A peak is not: it may be at
+another moment in a longer model. So every moment is extrapolated separately, and the peak is found among the results.
+The memory of middle blocks is between that of the first and the last ones. What the allocator reserves beyond the peak
 comes in segments and is not affine, so the larger of the two amounts is used.
 """
 
@@ -10,10 +11,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
+from torch import nn
+
+from meshwright import schedules
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.facts.tensor_plan import TensorPlan
 from meshwright.facts.trace import Message, Operation
+from meshwright.strategies.pipeline.sizes import count_micro_batches, count_stages, is_pipelined
+from meshwright.strategies.pipeline.stages import Stages, cut_stages
 from meshwright.tracing.record_step import Recorded
 
 
@@ -76,3 +87,145 @@ def _items(
         values: Any = {name: _affine(small[name], large[name], times) / count for name in sums}
         grown[replace(key, **values)] += count
     return grown
+
+
+@dataclass(frozen=True)
+class BlockStack:
+    """A list of blocks that are alike."""
+
+    name: str
+    """The name of the list in the model."""
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """A job and its facts without some of the blocks."""
+
+    job: Job
+    facts: ModelFacts
+
+
+def find_repeated_blocks(facts: ModelFacts) -> BlockStack | None:
+    """The list of blocks that a model repeats; None if blocks differ or are not in one list."""
+    lists = {name.rpartition(".")[0] for name in facts.blocks}
+    if len(lists) != 1 or facts.unseen:
+        return None
+    name = lists.pop()
+    expected = [f"{name}.{index}" for index in range(len(facts.blocks))]
+    if list(facts.blocks) != expected or len({_content_of(facts, block) for block in expected}) != 1:
+        return None
+    return BlockStack(name, len(expected))
+
+
+def _content_of(facts: ModelFacts, block: str) -> tuple[object, ...]:
+    """What must be equal for two blocks to be alike."""
+    start = f"{block}."
+    parameters = [
+        (tuple(n.removeprefix(start) for n in p.names), p.shape, p.itemsize, p.trainable, p.used)
+        for p in facts.parameters
+        if p.name.startswith(start)
+    ]
+    calls = [
+        (call.flops, sum(name.startswith(start) for name in call.reads)) for call in facts.calls if call.name == block
+    ]
+    return tuple(parameters), tuple(calls)
+
+
+def with_fewer_blocks(
+    job: Job, facts: ModelFacts, strategy: Strategy, stack: BlockStack, blocks: int
+) -> Shortened | None:
+    """`job` with this number of blocks, or this number on each pipeline stage; None if there are fewer."""
+    if not is_pipelined(strategy):
+        return _keep(job, facts, stack, list(range(blocks)), None) if blocks <= stack.blocks else None
+    stages = cut_stages(facts, count_stages(strategy), job.stages)
+    by_stage = _blocks_of_stages(facts, stack, stages)
+    if min(map(len, by_stage)) < blocks:
+        return None
+    kept = [index for own in by_stage for index in own[:blocks]]
+    return _keep(job, facts, stack, kept, stages)
+
+
+def count_blocks(job: Job, facts: ModelFacts, strategy: Strategy, stack: BlockStack, ranks: int, rank: int) -> float:
+    """Blocks of the model; under a pipeline, the average over the rank's stages."""
+    if not is_pipelined(strategy):
+        return stack.blocks
+    by_stage = _blocks_of_stages(facts, stack, cut_stages(facts, count_stages(strategy), job.stages))
+    places, count = strategy.stage_ranks, count_micro_batches(strategy, job.global_batch)
+    own = schedules.make(strategy.schedule, places, count).stages_of(rank * places // ranks)
+    return sum(len(by_stage[stage]) for stage in own) / len(own)
+
+
+def _blocks_of_stages(facts: ModelFacts, stack: BlockStack, stages: Stages) -> list[list[int]]:
+    """For each stage, the indices in the list of the blocks that it calls."""
+    places = {f"{stack.name}.{index}": index for index in range(stack.blocks)}
+    names = [[facts.calls[call].name for call in stages.calls_of(stage)] for stage in range(len(stages))]
+    return [[places[name] for name in own if name in places] for own in names]
+
+
+def _keep(job: Job, facts: ModelFacts, stack: BlockStack, kept: list[int], stages: Stages | None) -> Shortened:
+    rename = _renaming(stack, kept)
+    hint = None
+    if stages is not None:
+        hint = [str(rename(facts.calls[start].name)) for start in stages.starts]
+        hint = hint[len(hint) - len(job.stages) :] if job.stages is not None else hint[1:]
+    shorter = replace(job, model=partial(_build, job.model, stack.name, kept), stages=hint)
+    return Shortened(shorter, _rename_facts(facts, rename))
+
+
+def _build(build: Callable[[], nn.Module], name: str, kept: list[int]) -> nn.Module:
+    model = build()
+    blocks = model.get_submodule(name)
+    assert isinstance(blocks, nn.ModuleList | nn.Sequential)
+    chosen = [blocks[index] for index in kept]
+    while len(blocks):
+        del blocks[-1]
+    blocks.extend(chosen)
+    return model
+
+
+def _renaming(stack: BlockStack, kept: list[int]) -> Callable[[str], str | None]:
+    """From a name in the whole model to the name in the shorter one; None for removed blocks."""
+    start = f"{stack.name}." if stack.name else ""
+    places = {str(old): str(new) for new, old in enumerate(kept)}
+
+    def rename(name: str) -> str | None:
+        if not name.startswith(start):
+            return name
+        index, dot, rest = name.removeprefix(start).partition(".")
+        if not index.isdigit():
+            return name
+        return f"{start}{places[index]}{dot}{rest}" if index in places else None
+
+    return rename
+
+
+def _rename_facts(facts: ModelFacts, rename: Callable[[str], str | None]) -> ModelFacts:
+    def renamed(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(new for name in names if (new := rename(name)) is not None)
+
+    return replace(
+        facts,
+        parameters=tuple(replace(p, names=renamed(p.names)) for p in facts.parameters if renamed(p.names)),
+        blocks=renamed(facts.blocks),
+        calls=tuple(
+            replace(call, name=new, reads=renamed(call.reads))
+            for call in facts.calls
+            if (new := rename(call.name)) is not None
+        ),
+        batch_norms=renamed(facts.batch_norms),
+        read_elsewhere=renamed(facts.read_elsewhere),
+        read_outside=renamed(facts.read_outside),
+        tensor_plan=_rename_plan(facts.tensor_plan, rename),
+    )
+
+
+def _rename_plan(plan: TensorPlan | None, rename: Callable[[str], str | None]) -> TensorPlan | None:
+    if plan is None:
+        return None
+    rows = [
+        replace(row, module=new, feeds=(rename(row.feeds) or "") if row.feeds else "")
+        for row in plan.rows
+        if (new := rename(row.module)) is not None
+    ]
+    return replace(plan, rows=tuple(rows))

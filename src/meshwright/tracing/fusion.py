@@ -13,22 +13,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
+from meshwright.tracing import nodes
 from meshwright.tracing.layouts import Buffer, buffer_of, find_padding
-from meshwright.tracing.nodes import (
-    REDUCTIONS,
-    Key,
-    base_of,
-    computes,
-    domain_of,
-    is_getitem,
-    is_scatter,
-    is_separate,
-    is_view,
-    made_by,
-    matrices_of,
-    name_of,
-    values_of,
-)
+from meshwright.tracing.nodes import Key
 
 READS_IF_SHARED = 4
 """A value with several readers is written if it is made of more values than this."""
@@ -101,7 +88,7 @@ class _Fusion:
     def program(self) -> Program:
         for node in self._nodes:
             self._find_root(node)
-        for node in filter(computes, self._nodes):
+        for node in filter(nodes.computes, self._nodes):
             self._lower(node)
         outputs = tuple(self._output(leaf) for leaf in self._nodes[-1].args[0])
         kept = {output[0] for output in outputs if output is not None}
@@ -118,23 +105,23 @@ class _Fusion:
 
     def _find_root(self, node: fx.Node) -> None:
         self._roots[node] = (node, 0)
-        if is_view(node):
+        if nodes.is_view(node):
             self._roots[node] = self._roots[node.all_input_nodes[0]]
-        elif is_getitem(node):
+        elif nodes.is_getitem(node):
             source, index = node.all_input_nodes[0], node.args[1]
             assert isinstance(index, int)
-            self._roots[node] = self._roots[source] if is_view(source) else (source, index)
-        if node.op == "output" or computes(node):
+            self._roots[node] = self._roots[source] if nodes.is_view(source) else (source, index)
+        if node.op == "output" or nodes.computes(node):
             for key in {self._roots[source]: None for source in node.all_input_nodes}:
                 self._readers.setdefault(key, []).append(node)
 
     def _lower(self, node: fx.Node) -> None:
         reads, operators = self._made_of(node)
-        made = made_by(node)
-        if is_separate(node):
+        made = nodes.made_by(node)
+        if nodes.is_separate(node):
             self._launch(CompiledKernel(node=node), made, self._padded(node, reads))
         elif self._is_written(node, len(reads), operators):
-            self._launch(self._find_kernel(*domain_of(node), reads), made, reads)
+            self._launch(self._find_kernel(*nodes.domain_of(node), reads), made, reads)
         else:
             self._inlined[node] = reads, operators
 
@@ -143,7 +130,7 @@ class _Fusion:
         reads: Keys = {}
         operators = 1
         for key in (self._roots[source] for source in node.all_input_nodes):
-            if key not in values_of(key[0]):
+            if key not in nodes.values_of(key[0]):
                 continue  # a number, or the state of a generator
             inner, count = self._inlined.get(key[0], ({key: None}, 0))
             reads |= inner
@@ -151,20 +138,20 @@ class _Fusion:
         return reads, operators
 
     def _is_written(self, node: fx.Node, reads: int, operators: int) -> bool:
-        readers = [reader for key in values_of(node) for reader in self._readers.get(key, ())]
-        if name_of(node) in REDUCTIONS or any(self._wants_written(reader, node) for reader in readers):
+        readers = [reader for key in nodes.values_of(node) for reader in self._readers.get(key, ())]
+        if nodes.name_of(node) in nodes.REDUCTIONS or any(self._wants_written(reader, node) for reader in readers):
             return True
         return operators > OPERATORS or reads > (READS_IF_SHARED if len(readers) > 1 else READS)
 
     def _wants_written(self, reader: fx.Node, node: fx.Node) -> bool:
-        if is_scatter(reader):
-            base = base_of(reader)
+        if nodes.is_scatter(reader):
+            base = nodes.base_of(reader)
             return base is not None and self._roots[base][0] is node
-        return reader.op == "output" or is_separate(reader)
+        return reader.op == "output" or nodes.is_separate(reader)
 
     def _padded(self, node: fx.Node, reads: Keys) -> Keys:
         """The values that a matrix product reads: copies of its matrices if it is padded."""
-        matrices = matrices_of(node)
+        matrices = nodes.matrices_of(node)
         padding = find_padding(*(m.meta["val"] for m in matrices)) if matrices is not None else None
         if matrices is None or padding is None:
             return reads
@@ -230,13 +217,13 @@ class _Fusion:
             return False
         if kernel.node is None:
             return True
-        base = base_of(kernel.node)
-        return is_scatter(kernel.node) and base is not None and self._roots[base] == key
+        base = nodes.base_of(kernel.node)
+        return nodes.is_scatter(kernel.node) and base is not None and self._roots[base] == key
 
     def _buffer(self, key: Key, inside: bool = True) -> Buffer:
         """The buffer of a value. The compiler may choose the strides of values inside the graph."""
         if key not in self._buffers:
-            value = values_of(key[0])[key]
+            value = nodes.values_of(key[0])[key]
             self._buffers[key] = buffer_of(value, aligned=inside and key[0].op != "placeholder")
         return self._buffers[key]
 

@@ -1,11 +1,16 @@
-"""A ledger of all allocations and releases, with their causes and peaks."""
+"""A ledger of all allocations and releases, with their causes and peaks, and workspaces that operators do not show."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
+from meshwright.describe.flops import operator_kind
 from meshwright.tracing.allocator import Allocator, SegmentChunk
+
+CUBLAS = 32 << 20
+"""Bytes of PyTorch's workspace for each cuBLAS handle on Hopper (the default; 8.1 MiB on older GPUs)."""
 
 
 @dataclass(eq=False)
@@ -71,3 +76,17 @@ class Ledger:
             if index >= since and held > most.get(event.moment, -1):
                 most[event.moment], ends[event.moment] = held, index
         return ends
+
+
+class Workspaces:
+    """The cuBLAS workspaces: one handle per thread, and forward and backward run on two threads."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._allocated: set[bool] = set()
+
+    def note(self, func: Any, phase: str) -> None:
+        thread = phase == "backward"
+        if operator_kind(func) == "matmul" and thread not in self._allocated:
+            self._allocated.add(thread)
+            self._ledger.allocate(CUBLAS, "temporary")

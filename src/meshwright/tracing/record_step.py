@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,8 +35,8 @@ from meshwright.torch_private.foreach import clipping_by_lists
 from meshwright.torch_private.trees import tree_leaves
 from meshwright.tracing.compiled import Compiler
 from meshwright.tracing.ddp_buckets import Buckets
-from meshwright.tracing.messages import Messages
 from meshwright.tracing.recorder import StepRecorder
+from meshwright.tracing.step_counts import Messages
 
 AXES = {"replicate": "replica", "pipeline": "stage"}
 """Mesh axes that have another name in messages."""
@@ -132,7 +132,7 @@ def _name_moments(model: nn.Module, facts: ModelFacts, recorder: StepRecorder) -
     for index, block in enumerate(own):
         name = f"block {index}" if index < 2 else f"block {index - len(own)}"
         block.register_forward_pre_hook(lambda *_, name=name: recorder.at(f"{recorder.step_phase} of {name}"))
-        block.register_forward_hook(_leaving(recorder, name))
+        block.register_forward_hook(partial(_leave, recorder, name))
 
 
 def _moment_of(blocks: tuple[str, ...], parameter: str) -> str:
@@ -143,17 +143,14 @@ def _moment_of(blocks: tuple[str, ...], parameter: str) -> str:
     return f"block {index}" if index < 1 else f"block {index - len(blocks)}"
 
 
-def _leaving(recorder: StepRecorder, name: str) -> Callable[..., None]:
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        recorder.at(f"{recorder.step_phase} after {name}")
-        if recorder.step_phase != "forward":
+def _leave(recorder: StepRecorder, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    recorder.at(f"{recorder.step_phase} after {name}")
+    if recorder.step_phase != "forward":
+        return
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(lambda gradient: recorder.at(f"backward of {name}"))
             return
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda gradient: recorder.at(f"backward of {name}"))
-                return
-
-    return leave
 
 
 def _part(job: Job, sample: Any, trainer: Trainer) -> Batch:

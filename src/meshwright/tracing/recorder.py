@@ -21,10 +21,8 @@ from meshwright.torch_private.modes import TorchDispatchMode, without_torch_func
 from meshwright.torch_private.operators import DEVICE_OF
 from meshwright.torch_private.tensors import storage_id
 from meshwright.torch_private.trees import tree_leaves, tree_map_only
-from meshwright.tracing.memory import Allocation, Ledger
-from meshwright.tracing.messages import Messages, is_collective
-from meshwright.tracing.operations import Operations
-from meshwright.tracing.workspaces import Workspaces
+from meshwright.tracing.memory import Allocation, Ledger, Workspaces
+from meshwright.tracing.step_counts import Messages, Operations, is_collective
 
 aten = torch.ops.aten
 _VIEWS = {
@@ -61,11 +59,10 @@ class StepRecorder(TorchDispatchMode):
         FSDP2 frees and allocates memory by resizing storages. DTensor runs operators on whole fake tensors to find
         shapes, which takes no memory.
         """
-        recorder = self
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             found = _resize(storage, size)
-            recorder._resized(storage)
+            self._resized(storage)
             return found
 
         with ExitStack() as stack:
@@ -118,7 +115,7 @@ class StepRecorder(TorchDispatchMode):
         self._ran(func, args, kwargs, found, tensors_in((args, kwargs)), tensors_in(found))
 
     def _ran(self, func: Any, args: Any, kwargs: Any, found: Any, given: list[Tensor], made: list[Tensor]) -> None:
-        self._workspaces.note(func, args, made, self.step_phase)
+        self._workspaces.note(func, self.step_phase)
         self.operations.note(func, args, kwargs, found, given, made, self.step_phase)
 
     @property

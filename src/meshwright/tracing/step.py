@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright import schedules
 from meshwright.assemble.check import check
 from meshwright.errors import MeshwrightError, Refused, one_line
 from meshwright.facts.job import Job
@@ -12,10 +11,8 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
 from meshwright.strategies import Place, data_strategy
-from meshwright.strategies.pipeline.sizes import count_micro_batches, count_stages, is_pipelined
-from meshwright.strategies.pipeline.stages import cut_stages
-from meshwright.tracing.extrapolate import extrapolate
-from meshwright.tracing.fewer_blocks import BlockStack, blocks_of_stages, find_repeated_blocks, with_fewer_blocks
+from meshwright.strategies.pipeline.sizes import is_pipelined
+from meshwright.tracing.extrapolate import count_blocks, extrapolate, find_repeated_blocks, with_fewer_blocks
 from meshwright.tracing.record_step import Recorded, record_step
 
 SIZES, SIZES_OF_A_STAGE, SIZES_DIVIDED, SIZES_COMPILED = (4, 8), (3, 6), (3, 5), (2, 4)
@@ -81,7 +78,7 @@ def _from_shorter(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, r
     """The record of the whole model, extrapolated if tracing the two shorter models takes less time; else None."""
     stack = find_repeated_blocks(facts)
     small, large = _sizes(strategy)
-    if stack is None or (blocks := _blocks_of(job, facts, strategy, stack, ranks, rank)) <= small + large + 1:
+    if stack is None or (blocks := count_blocks(job, facts, strategy, stack, ranks, rank)) <= small + large + 1:
         return None
     shorter = [with_fewer_blocks(job, facts, strategy, stack, size) for size in (small, large)]
     records = [record_step(s.job, s.facts, strategy, ranks, rank) for s in shorter if s is not None]
@@ -94,16 +91,6 @@ def _sizes(strategy: Strategy) -> tuple[int, int]:
     if strategy.compile and not data_strategy(strategy).overlaps:
         return SIZES_COMPILED
     return SIZES_DIVIDED if strategy.splits_activations else SIZES
-
-
-def _blocks_of(job: Job, facts: ModelFacts, strategy: Strategy, stack: BlockStack, ranks: int, rank: int) -> float:
-    """Blocks of the model; under a pipeline, the average over the rank's stages."""
-    if not is_pipelined(strategy):
-        return stack.blocks
-    by_stage = blocks_of_stages(facts, stack, cut_stages(facts, count_stages(strategy), job.stages))
-    places, count = strategy.stage_ranks, count_micro_batches(strategy, job.global_batch)
-    own = schedules.make(strategy.schedule, places, count).stages_of(rank * places // ranks)
-    return sum(len(by_stage[stage]) for stage in own) / len(own)
 
 
 def _unseen(strategy: Strategy, recorded: Recorded) -> str:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from meshwright.assemble.batch import Share, part
-from meshwright.describe.dropout_off import NoDropout
+from meshwright.describe.dropout import NoDropout
 from meshwright.describe.observe import call_loss, call_model
 from meshwright.describe.samples import Cutter
 from meshwright.facts.job import Job

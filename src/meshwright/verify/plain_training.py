@@ -1,34 +1,35 @@
 """Train in plain PyTorch: call the user's builder, and run an ordinary training loop.
 
-It uses nothing of Meshwright's recording, filling, casting or stepping, which are compared with it. Dropout is off.
-Random generators are seeded before each step by the documented rule for dropout, so that a model that draws random
-numbers can be compared at all.
+It uses nothing of Meshwright's recording, filling, casting or stepping, which are compared with it.
+Batches are synthetic and the same in every process. Random generators are seeded before each step by the documented
+rule for dropout, so that a model that draws random numbers can be compared at all.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 from meshwright.assemble.batch import MicroBatch, Share, Span, part
 from meshwright.assemble.batchnorm import take_over_synchronised
 from meshwright.assemble.passes import Dropout
-from meshwright.describe.dropout_off import NoDropout, switch_dropout_off
-from meshwright.describe.observe import call_loss, call_model
-from meshwright.describe.samples import Cutter
+from meshwright.describe.dropout import NoDropout, switch_dropout_off
+from meshwright.describe.observe import call_loss, call_model, make_batch
+from meshwright.describe.samples import Cutter, own_random_numbers
 from meshwright.describe.structure import to_device
 from meshwright.errors import JobError, MeshwrightError, one_line
 from meshwright.facts.job import Job
 from meshwright.facts.lr_schedule import advance
 from meshwright.facts.named_parameters import NamedParameters
 from meshwright.verify.evidence import Evidence, gradients_of, kept_of, outputs_of, state_of
-from meshwright.verify.seeded_batch import seed_generators, seeded_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,8 @@ class Recipe:
     seed: int
     device: torch.device
     micro_batch: int | None = None
-    """Samples in one forward pass, which matters under BatchNorm."""
+    """Samples in one forward pass, which matters under BatchNorm and for dropout's masks."""
+    dropout: bool = False
     arithmetic: Around = field(default=nullcontext)
     """Context of each step."""
     watch: Around = field(default=nullcontext)
@@ -83,12 +85,13 @@ def train_plainly(job: Job, recipe: Recipe) -> Evidence:
 
 
 def build_plainly(job: Job, recipe: Recipe) -> nn.Module:
-    """The model that the user's builder makes from the seed, ready to train without dropout."""
+    """The model that the user's builder makes from the seed, ready to train."""
     seed_generators(recipe.seed)
     model = job.model().to(recipe.device).train()
     if recipe.device.type == "cpu":
         take_over_synchronised(model)  # SyncBatchNorm refuses CPU tensors; in one process BatchNorm is the same
-    switch_dropout_off(model)
+    if not recipe.dropout:
+        switch_dropout_off(model)
     return model
 
 
@@ -105,7 +108,7 @@ def _train(job: Job, recipe: Recipe) -> Evidence:
             trace.kept.update(kept_of(model))
         batch = step_batch(job, recipe, step)
         optimizer.zero_grad()
-        with recipe.arithmetic(), NoDropout():
+        with recipe.arithmetic(), nullcontext() if recipe.dropout else NoDropout():
             trace.losses.append(forward_backward(job, model, batch, recipe, step, trace.outputs))
             _note_gradients(model, trace, step)
             trace.norms.append(_clip(model, job.max_norm))
@@ -184,3 +187,16 @@ def move_weights(parameters: Iterable[nn.Parameter], seed: int, by: float) -> No
         if parameter.is_floating_point():
             noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2 - 1
             parameter.copy_(parameter.double() * (1 + by * noise.to(parameter.device)))
+
+
+def seeded_batch(job: Job, seed: int) -> Any:
+    """A global batch of synthetic samples, the same on every rank."""
+    with own_random_numbers(seed):
+        return make_batch(job, job.global_batch)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of PyTorch, Python and numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)

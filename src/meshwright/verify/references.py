@@ -46,14 +46,40 @@ from meshwright.verify.verdict import FAILED, REFUSED, Verdict, judge, judge_los
 
 
 def reference_of(strategy: Strategy, facts: ModelFacts, global_batch: int) -> Strategy:
-    """One process with the same precision; with BatchNorm, also with the same samples in each statistic."""
-    ranks = strategy.data_ranks
-    # A pipeline with BatchNorm has a single micro-batch: others were refused.
-    count = 1 if is_pipelined(strategy) else micro_steps(global_batch, ranks, strategy.micro_batch)
-    size = -(-global_batch // count) if facts.batch_norms and count > 1 else None
+    """One process with the same precision, and with the strategy's micro-batches where its results depend on them.
+
+    With BatchNorm they are the samples of each statistic, over all ranks.
+    """
+    size = None
+    if facts.batch_norms:
+        # A pipeline with BatchNorm has a single micro-batch: others were refused.
+        count = 1 if is_pipelined(strategy) else micro_steps(global_batch, strategy.data_ranks, strategy.micro_batch)
+        size = -(-global_batch // count) if count > 1 else None
+    elif keeps_dropout(strategy, facts, global_batch):
+        together = _drawn_together(strategy, global_batch)
+        size = together if together < global_batch else None
     return Strategy(
         data="single", precision=strategy.precision, pure=strategy.pure, autocast=strategy.autocast, micro_batch=size
     )
+
+
+def keeps_dropout(strategy: Strategy, facts: ModelFacts, global_batch: int) -> bool:
+    """Whether one process can draw the strategy's dropout masks: it needs the same micro-batches.
+
+    BatchNorm wants others of it, and a loss over the whole batch wants none. Autocast, with which one process in bf16
+    is compared, draws in other dtypes.
+    """
+    size = _drawn_together(strategy, global_batch)
+    even = facts.loss_over != "batch" and global_batch % (strategy.data_ranks * size) == 0
+    cut_alike = size == global_batch or even
+    draws_alike = strategy.model_ranks == 1 and not strategy.compile and not strategy.traits.many_devices
+    low_process = strategy.number_format.is_low and strategy.traits.one_process
+    return facts.drops and draws_alike and cut_alike and not facts.batch_norms and not low_process
+
+
+def _drawn_together(strategy: Strategy, global_batch: int) -> int:
+    """Samples of a micro-batch, whose masks are drawn from one seed."""
+    return min(strategy.micro_batch or global_batch, -(-global_batch // strategy.data_ranks))
 
 
 def own_place(strategy: Strategy, place: Place) -> Place:
@@ -92,22 +118,27 @@ class LocalReferences:
     def of(self, strategy: Strategy) -> Reference:
         """In float64 if the strategy computes in fp32 and can run in float64, as can the model."""
         key = reference_of(strategy, self._facts, self._job.global_batch)
+        dropout = keeps_dropout(strategy, self._facts, self._job.global_batch)
         double = not strategy.number_format.is_low and _takes_double(strategy) and self._double.runs
-        name = f"{key}{' in float64' * double}"
+        name = f"{key}{' in float64' * double}{' with dropout' * dropout}"
         if name not in self._made:
-            self._made[name] = self._ours(key) if strategy.number_format.is_low else self._plain(key, double)
+            low = strategy.number_format.is_low
+            self._made[name] = self._ours(key, dropout) if low else self._plain(key, double, dropout)
         return self._made[name]
 
     def verdict_on_process(self, strategy: Strategy) -> Verdict:
         lowered = strategy.number_format.is_low
         if lowered:
-            plain = train_plainly(self._job, replace(self._recipe(strategy), autocast=DTYPES[strategy.precision]))
+            key = reference_of(strategy, self._facts, self._job.global_batch)
+            plain = train_plainly(self._job, replace(self._recipe(key), autocast=DTYPES[strategy.precision]))
         else:
             reference = self.of(strategy)
         try:
             if lowered:
                 return judge_loss(str(strategy), self._run(strategy), plain, self.of(strategy))
-            return judge(str(strategy), self._run(strategy, double=reference.precision == "float64"), reference)
+            dropout = keeps_dropout(strategy, self._facts, self._job.global_batch)
+            double = reference.precision == "float64"
+            return judge(str(strategy), self._run(strategy, double=double, dropout=dropout), reference)
         except BadInput as reason:
             return without_verdict(str(strategy), REFUSED, str(reason))
         except Exception as error:
@@ -128,44 +159,46 @@ class LocalReferences:
             return Float64Support(runs=True, narrow=watch.precision, note=why)
         return Float64Support(runs=True)
 
-    def _plain(self, key: Strategy, double: bool) -> Reference:
+    def _plain(self, key: Strategy, double: bool, dropout: bool) -> Reference:
         job = in_double(self._job) if double else self._job
         narrow = self._double.narrow if double else None
         precision = "float64" if double else "fp32"
-        recipe = self._recipe(key, double=double)
+        recipe = replace(self._recipe(key, double=double), dropout=dropout)
         exact, disturbed = _run_disturbed(
             lambda disturbed: train_plainly(job, replace(recipe, disturbed=disturbed)),
             by=2 * ROUNDING[narrow or precision],
             order_bound=LOSS_BOUND[narrow or "fp32"],
         )
         words = f"plain PyTorch in {precision}" + f", mb={key.micro_batch}" * (key.micro_batch is not None)
-        note = self._double.note
-        return Reference(words=words, precision=precision, exact=exact, disturbed=disturbed, narrow=narrow, note=note)
+        return Reference(
+            words=words + ", with dropout" * dropout,
+            precision=precision,
+            exact=exact,
+            disturbed=disturbed,
+            narrow=narrow,
+            note=self._double.note,
+        )
 
-    def _ours(self, key: Strategy) -> Reference:
+    def _ours(self, key: Strategy, dropout: bool) -> Reference:
         """For bf16 and fp16: autocast rounds at other places, so only our single process can be compared in detail."""
         exact, disturbed = _run_disturbed(
-            lambda disturbed: self._run(key, disturbed=disturbed),
+            lambda disturbed: self._run(key, dropout=dropout, disturbed=disturbed),
             by=2 * ROUNDING[key.precision],
             order_bound=LOSS_BOUND[key.precision],
         )
-        return Reference(words=str(key), precision=key.precision, exact=exact, disturbed=disturbed)
+        words = str(key) + ", with dropout" * dropout
+        return Reference(words=words, precision=key.precision, exact=exact, disturbed=disturbed)
 
-    def _run(self, strategy: Strategy, *, double: bool = False, disturbed: Perturbation | None = None) -> Evidence:
-        return run_steps(
-            *(self._job, self._facts, strategy, self._world),
-            steps=self._steps,
-            seed=self._seed,
-            double=double,
-            disturbed=disturbed,
-        )
+    def _run(self, strategy: Strategy, **options: Any) -> Evidence:
+        where = (self._job, self._facts, strategy, self._world)
+        return run_steps(*where, steps=self._steps, seed=self._seed, **options)
 
     def _recipe(self, key: Strategy, *, double: bool = False) -> Recipe:
         return Recipe(
             steps=self._steps,
             seed=self._seed,
             device=self._world.device,
-            micro_batch=key.micro_batch if self._facts.batch_norms else None,
+            micro_batch=key.micro_batch,
             arithmetic=double_arithmetic if double else nullcontext,
         )
 

@@ -6,17 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshwright.verify.bounds import (
-    Numbers,
-    first_gradient,
-    first_of_start,
-    first_output,
-    first_state,
-    largest_distance,
-    largest_gradient_error,
-    losses_of,
-    norms_of,
-)
+from meshwright.verify import bounds
 from meshwright.verify.evidence import Evidence, Reference
 
 EQUAL, DIFFERS, REFUSED, FAILED = "equal", "differs", "refused", "failed"
@@ -56,7 +46,7 @@ class Verdict:
 
 def judge(text: str, trace: Evidence, reference: Reference) -> Verdict:
     """Compare a strategy's results with those of its reference."""
-    losses, norms = losses_of(trace, reference), norms_of(trace, reference)
+    losses, norms = bounds.losses_of(trace, reference), bounds.norms_of(trace, reference)
     found = [*_first_tensors(trace, reference), losses.first_difference(), norms.first_difference()]
     differences = [difference for difference in found if difference is not None]
     return Verdict(
@@ -66,8 +56,8 @@ def judge(text: str, trace: Evidence, reference: Reference) -> Verdict:
         equal=not differences,
         loss_max_rel=max(losses.distances),
         grad_norm_max_rel=max(norms.distances),
-        grad_max_rel=largest_gradient_error(trace, reference),
-        param_max_abs=largest_distance(trace.last, reference.exact.last),
+        grad_max_rel=bounds.largest_gradient_error(trace, reference),
+        param_max_abs=bounds.largest_distance(trace.last, reference.exact.last),
         first_difference="; ".join(differences) or None,
         precision=reference.precision,
         bounds={"loss_rel": max(losses.bounds), "grad_norm_rel": max(norms.bounds)},
@@ -81,21 +71,21 @@ def _first_tensors(trace: Evidence, reference: Reference) -> list[str | None]:
     # A pipeline stage does not hold everything; a single process, which has outputs, does.
     kept = {name: value for name, value in exact.kept.items() if trace.outputs or name in trace.kept}
     at_first = (
-        first_of_start(trace.start, exact.start)
-        or first_of_start(trace.kept, kept)
-        or (first_output(trace, reference) if trace.outputs else None)
-        or first_gradient(trace, reference)
-        or first_state(trace, reference, at_end=False)
+        bounds.first_of_start(trace.start, exact.start)
+        or bounds.first_of_start(trace.kept, kept)
+        or (bounds.first_output(trace, reference) if trace.outputs else None)
+        or bounds.first_gradient(trace, reference)
+        or bounds.first_state(trace, reference, at_end=False)
     )
-    at_end = None if at_first else first_state(trace, reference, at_end=True)
+    at_end = None if at_first else bounds.first_state(trace, reference, at_end=True)
     step, copy = next(iter(trace.copies.items()), (0, None))
     return [copy, at_first, at_end] if step == 0 else [at_first, copy, at_end]
 
 
 def judge_loss(text: str, trace: Evidence, plain: Evidence, reference: Reference) -> Verdict:
     """Compare only losses: our bf16 and autocast round at different places, so nothing else can be equal."""
-    bounds = losses_of(trace, reference).bounds
-    losses = Numbers("loss", trace.losses, plain.losses, bounds)
+    allowed = bounds.losses_of(trace, reference).bounds
+    losses = bounds.Numbers("loss", trace.losses, plain.losses, allowed)
     difference = losses.first_difference()
     return Verdict(
         strategy=text,
@@ -105,7 +95,7 @@ def judge_loss(text: str, trace: Evidence, plain: Evidence, reference: Reference
         loss_max_rel=max(losses.distances),
         first_difference=difference,
         precision=reference.precision,
-        bounds={"loss_rel": max(bounds)},
+        bounds={"loss_rel": max(allowed)},
     )
 
 

@@ -1,8 +1,8 @@
 """Prove that a strategy trains as plain PyTorch does, or name the first difference.
 
 Plain PyTorch takes a few optimizer steps in one process. Each strategy takes the same steps from the same seed on the
-same global batches, with dropout off. Initial values, gradients, losses, gradient norms, parameters and buffers are
-compared.
+same global batches. Initial values, gradients, losses, gradient norms, parameters and buffers are compared. Dropout is
+off where one process cannot draw the strategy's masks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.place import place_of
-from meshwright.verify.references import LocalReferences, References, own_place
-from meshwright.verify.seeded_batch import seeded_batch
+from meshwright.verify.references import LocalReferences, References, keeps_dropout, own_place
 from meshwright.verify.strategy_steps import Plant, run_steps
 from meshwright.verify.verdict import REFUSED, Verdict, judge, without_verdict
-
-__all__ = ["seeded_batch", "verify"]
 
 DROPOUT = (
     "dropout was off; in training this strategy may draw other masks than one process does: "
@@ -57,8 +54,11 @@ def verify(
             continue
         reference = references.of(resolved) if world.is_main else None
         double = world.gather(reference is not None and reference.precision == "float64")[0]
-        trace = run_steps(job, facts, resolved, world, steps=steps, seed=seed, double=double, plant=plant)
+        dropout = keeps_dropout(resolved, facts, job.global_batch)
+        trace = run_steps(
+            job, facts, resolved, world, steps=steps, seed=seed, double=double, dropout=dropout, plant=plant
+        )
         verdict = None if reference is None else judge(text, trace, reference)
-        if verdict is not None and facts.drops and resolved.model_ranks > 1:
+        if verdict is not None and facts.drops and not dropout:
             verdict = replace(verdict, note="; ".join(note for note in (verdict.note, DROPOUT) if note))
         yield world.gather(verdict)[0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.describe.layer_index import LayerIndex, layer_indices
+from meshwright.describe.block_equality import LayerIndex, layer_indices
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""Count the operators of a step by kind, size and cost."""
+"""Count the operators and the collectives of a step, by kind, size and cost."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -12,12 +13,21 @@ from torch import Tensor
 
 from meshwright.describe.dtypes import WORDS
 from meshwright.describe.flops import ALLOCATIONS, count_flops, operator_kind, product_shape
-from meshwright.facts.trace import Operation
+from meshwright.facts.trace import Message, Operation
 from meshwright.recording.report_as_cpu import tensors_in
+from meshwright.torch_private.collectives import COLLECTIVES, group_given_as
 from meshwright.torch_private.operators import schema_of
+from meshwright.torch_private.trees import tree_leaves
 
 _NO_KERNEL = {*ALLOCATIONS, "detach", "alias", "set_"}
 _PHASES = ("forward", "backward", "update")
+_KINDS = ("reduce_scatter", "all_reduce", "all_gather", "all_to_all", "broadcast", "send", "recv")
+"""An operator's name contains one of these, with or without underscores; the first match counts."""
+_AFTER_BACKWARD = {
+    (kind, axis) for kind in ("all_reduce", "reduce_scatter") for axis in ("data", "shard", "replica", "stage")
+}
+"""Collectives that sum gradients. They count as backward even if they run after it."""
+SHARDED = ("data", "shard")
 
 
 @dataclass
@@ -75,3 +85,33 @@ def _size(tensor: Tensor) -> int:
     """Bytes in memory: an expanded dim counts as one element."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return prod(sizes) * tensor.element_size()
+
+
+def is_collective(func: Any) -> bool:
+    return func.namespace in COLLECTIVES
+
+
+@dataclass
+class Messages:
+    """The messages of a step, counted by kind, size, axis and phase."""
+
+    axes: dict[str, str] = field(default_factory=dict)
+    """From the name of a process group to its mesh axis."""
+    counts: Counter[Message] = field(default_factory=Counter)
+
+    def note(self, func: Any, args: Any, phase: str) -> Iterator[tuple[Tensor, str]]:
+        """Count a collective, and yield its tensors with the cause of their memory."""
+        name = func.__name__.replace("_", "")
+        kind = next((kind for kind in _KINDS if kind.replace("_", "") in name), None)
+        group = next((group for group in map(group_given_as, tree_leaves(args)) if group is not None), None)
+        if kind is None or group is None or group.size() == 1:
+            return
+        axis = self.axes.get(group.group_name, "stage")  # other groups are of stages that share a parameter
+        if phase == "forward" and (kind, axis) in _AFTER_BACKWARD:
+            phase = "backward"
+        # The size is that of the output of an all_gather, or of the input of a reduce_scatter: the larger one.
+        size = max(sum(tensor.nbytes for tensor in tensors_in(arg)) for arg in args)
+        if kind != "recv":
+            self.counts[Message(kind=kind, bytes=size, axis=axis, ranks=group.size(), phase=phase)] += 1
+        for tensor in tensors_in(args):
+            yield tensor, "gathered" if kind == "all_gather" and axis in SHARDED else "communication"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from meshwright.describe.ladder import climb, on_fake, on_meta, on_real
+from meshwright.describe.pass_tensors import climb, on_fake, on_meta, on_real
 from meshwright.recording.report_as_cpu import is_meta
 
 BATCH = {"x": torch.ones(2, 3)}

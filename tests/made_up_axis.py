@@ -16,10 +16,9 @@ from checkpoint_programs import Arrival, Setup, go_on, train_and_save_twice
 from made_up_strategy import registered
 from meshwright.assemble.world import World
 from meshwright.facts.costs import UnitCosts
-from meshwright.facts.job import Job
+from meshwright.facts.job import Job, NamedParameters
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import AxisTerm, AxisTraits
-from meshwright.facts.named_parameters import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies import InnerAxis
 from meshwright.strategies.collectives import copy_in, gather

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.facts.named_parameters import NamedParameters
+from meshwright.facts.job import NamedParameters
 from meshwright.strategies.norm import local
 
 

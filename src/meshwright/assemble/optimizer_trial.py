@@ -10,9 +10,8 @@ import torch
 
 from meshwright.describe.optimizer import OptimizerTrial, differ
 from meshwright.errors import Refused, one_line
-from meshwright.facts.job import Job
+from meshwright.facts.job import Job, NamedParameters
 from meshwright.facts.model import ModelFacts
-from meshwright.facts.named_parameters import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.dtensor import is_dtensor
 from meshwright.strategies.engine import whole

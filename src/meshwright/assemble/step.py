@@ -34,10 +34,9 @@ from meshwright.assemble.world import World, outside_of_modes
 from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.samples import Cutter
 from meshwright.errors import JobError
-from meshwright.facts.job import Job
+from meshwright.facts.job import Job, NamedParameters
 from meshwright.facts.lr_schedule import advance
 from meshwright.facts.model import ModelFacts
-from meshwright.facts.named_parameters import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.blueprint import record
 from meshwright.strategies.engine import Engine, OptimizerState, OptimizingEngine

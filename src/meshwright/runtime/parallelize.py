@@ -20,8 +20,8 @@ from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.model import batch_norm_names, parameter_facts
 from meshwright.describe.structure import tensors_of
 from meshwright.errors import JobError, Refused
+from meshwright.facts.job import NamedParameters
 from meshwright.facts.model import ModelFacts
-from meshwright.facts.named_parameters import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.blueprint import adopt, record
 from meshwright.runtime.place import place_of

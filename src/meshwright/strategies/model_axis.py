@@ -12,10 +12,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from meshwright.facts.cluster import Cluster
-from meshwright.facts.job import Job
+from meshwright.facts.job import Job, NamedParameters
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import AxisTerm, AxisTraits
-from meshwright.facts.named_parameters import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.division import Division
 

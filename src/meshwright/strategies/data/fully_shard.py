@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from meshwright.facts.named_parameters import NamedParameters
+from meshwright.facts.job import NamedParameters
 from meshwright.strategies.data.used_parameters import UsedParameters
 from meshwright.strategies.data.whole_parameters import WholeParameters
 from meshwright.strategies.engine import ApplyContext, Engine, HeldTensor

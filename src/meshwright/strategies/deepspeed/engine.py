@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.errors import Refused
-from meshwright.facts.named_parameters import NamedParameters
+from meshwright.facts.job import NamedParameters
 from meshwright.strategies.cuts import Stretch
 from meshwright.strategies.deepspeed import package
 from meshwright.strategies.deepspeed.config import config_of

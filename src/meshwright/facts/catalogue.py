@@ -1,4 +1,4 @@
-"""From a cluster to the hardware numbers that forecasts use."""
+"""Catalogue of devices and their usual nodes, by name; `hardware_of` gives a cluster's numbers with their sources."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from difflib import get_close_matches
 from typing import Any
 
 from meshwright.errors import ClusterError
-from meshwright.facts.catalogue.cards import CARDS, OTHER_NAMES, UNKNOWN_GPU, Card
+from meshwright.facts.cards import CARDS, OTHER_NAMES, UNKNOWN_GPU, Card
 from meshwright.facts.cluster import LOCAL, Cluster
-from meshwright.facts.hardware import Hardware, Link
+from meshwright.facts.hardware import Hardware, Link, is_complete, lay_over
 from meshwright.facts.links import KINDS
-from meshwright.facts.overrides import is_complete, lay_over
 from meshwright.units import GIB
 
 MEASURED = "measured"

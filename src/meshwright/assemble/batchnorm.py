@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.assemble.sync_batch_norm import normalise_on_cuda
 from meshwright.errors import JobError
-from meshwright.strategies.forward import Around, wrap_forward
+from meshwright.recording.wrap_forward import Around, wrap_forward
 from meshwright.torch_private.modules import AnyBatchNorm, BatchNorm
 
 Normalise = Callable[..., torch.Tensor]

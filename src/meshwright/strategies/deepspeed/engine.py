@@ -17,8 +17,7 @@ from meshwright.facts.job import NamedParameters
 from meshwright.strategies.cuts import Stretch
 from meshwright.strategies.deepspeed import package
 from meshwright.strategies.deepspeed.config import config_of
-from meshwright.strategies.deepspeed.optimizer_by_name import OptimizerByName, ParameterGroup
-from meshwright.strategies.deepspeed.pieces import even_stretch, joined, pieces_of
+from meshwright.strategies.deepspeed.pieces import OptimizerByName, ParameterGroup, even_stretch, joined, pieces_of
 from meshwright.strategies.engine import ApplyContext, HeldTensor, OptimizerState, OptimizingEngine
 from meshwright.strategies.norm import global_norm, scale_
 

@@ -7,11 +7,12 @@ operators, so only parameters and products are divided. Each operator of an atte
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from itertools import accumulate
 
 from meshwright.facts.costs import Kernel, UnitCosts
 from meshwright.facts.model import ModelFacts, ParameterFacts
-from meshwright.strategies.division import Division, Sent, UnitShare
+from meshwright.strategies.model_axis import Division, Sent, UnitShare
 
 SMALL = 0.01
 """The smallest operators stay whole if together they hold less than this share of the parameters."""
@@ -81,13 +82,17 @@ def _is_cut(parameter: ParameterFacts, ranks: int) -> bool:
 
 
 def _find_small(operators: Operators) -> set[str]:
-    """Operators too small to be worth a message, by size. Convolutions are always worth it."""
+    """Operators too small to be worth a message. Convolutions are always worth it."""
     total = sum({p.name: p.count for own in operators.values() for p in own}.values())
-    sizes = {module: sum(p.count for p in own) for module, own in operators.items()}
+    small = smallest({module: sum(p.count for p in own) for module, own in operators.items()}, total)
+    return {module for module in small if not any(len(p.shape) > 2 for p in operators[module])}
+
+
+def smallest(sizes: Mapping[str, int], total: int) -> set[str]:
+    """Names of the smallest operators that together hold less than `SMALL` of `total` elements."""
     held = Counter(sizes.values())
     up_to = dict(zip(sorted(held), accumulate(size * held[size] for size in sorted(held)), strict=True))
-    small = {module for module, size in sizes.items() if up_to[size] < SMALL * total}
-    return {module for module in small if not any(len(p.shape) > 2 for p in operators[module])}
+    return {name for name, size in sizes.items() if up_to[size] < SMALL * total}
 
 
 def _reads_one(kernel: Kernel, shapes: list[tuple[int, ...]]) -> bool:

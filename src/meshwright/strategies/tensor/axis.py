@@ -11,8 +11,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import AxisTerm, AxisTraits
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.division import Division
-from meshwright.strategies.model_axis import InnerAxis
+from meshwright.strategies.model_axis import Division, InnerAxis
 
 if TYPE_CHECKING:
     from torch import nn

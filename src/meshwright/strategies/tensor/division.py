@@ -6,7 +6,7 @@ from copy import copy
 
 from meshwright.facts.costs import UnitCosts
 from meshwright.facts.model import ModelFacts
-from meshwright.strategies.division import Division, Sent, UnitShare
+from meshwright.strategies.model_axis import Division, Sent, UnitShare
 
 
 class TensorDivision(Division):

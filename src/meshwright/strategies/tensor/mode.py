@@ -21,8 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
-from meshwright.strategies.backward import backward_pass
-from meshwright.strategies.in_place import IN_PLACE_OPERATORS, changes_its_input, has_inplace, not_in_place
+from meshwright.strategies.intercepted import (
+    IN_PLACE_OPERATORS,
+    backward_pass,
+    changes_its_input,
+    has_inplace,
+    not_in_place,
+)
 from meshwright.strategies.tensor import rules
 from meshwright.strategies.tensor.attention import attention, dropout
 from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, part, pieces_of, whole

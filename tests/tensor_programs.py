@@ -28,7 +28,8 @@ from meshwright.facts.tensor_plan import TensorPlan
 from meshwright.recording.blueprint import record
 from meshwright.strategies.cuts import Cuts
 from meshwright.strategies.engine import whole
-from meshwright.strategies.tensor.layout import SEQUENCE, divided, local, part
+from meshwright.strategies.tensor.layout import divided, local, part
+from meshwright.strategies.tensor.matrix import SEQUENCE
 from meshwright.strategies.tensor.memory import as_parameter
 from meshwright.strategies.tensor.mode import mode_of, tensor_region
 from meshwright.strategies.tensor.split import gathered_functions, split_tensors, to_plain

@@ -199,9 +199,8 @@ def cut_batch(strategy: Strategy, global_batch: int) -> tuple[int, int]:
     if strategy.stage_axis:
         count = count_micro_batches(strategy, global_batch)
         return -(-samples // count), count
-    devices = (
-        strategy.data_ranks if strategy.traits.many_devices else 1
-    )  # with many devices, `mb` counts the samples of the process
+    # With many devices, `mb` counts the samples of the process.
+    devices = strategy.data_ranks if strategy.traits.many_devices else 1
     size = min(-(-strategy.micro_batch // devices) if strategy.micro_batch else samples, samples)
     return size, -(-samples // size)
 

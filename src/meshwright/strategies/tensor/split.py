@@ -19,7 +19,8 @@ from meshwright.describe.tensor_plan import output_dim
 from meshwright.facts.tensor_plan import TensorPlan, TensorRow
 from meshwright.recording.wrap_forward import wrap_forward
 from meshwright.strategies.cuts import Cut, Cuts, narrow
-from meshwright.strategies.tensor.layout import along_sequence, divided, whole
+from meshwright.strategies.tensor.layout import divided, whole
+from meshwright.strategies.tensor.matrix import along_sequence
 from meshwright.strategies.tensor.memory import as_parameter
 from meshwright.strategies.tensor.mode import mode_of, tensor_region
 from meshwright.torch_private.trees import tree_map

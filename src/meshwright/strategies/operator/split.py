@@ -33,7 +33,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from meshwright.errors import Refused
 from meshwright.strategies.cuts import Cut, Cuts, narrow
-from meshwright.strategies.operator.division import SMALL, smallest
+from meshwright.strategies.operator.axis import SMALL, smallest
 from meshwright.strategies.operator.rules import Forward, OperatorKind, Way, recognise
 
 

@@ -16,16 +16,15 @@ from checkpoint_programs import Arrival, Setup, go_on, train_and_save_twice
 from made_up_strategy import registered
 from meshwright.assemble.world import World
 from meshwright.facts.costs import UnitCosts
-from meshwright.facts.job import Job
+from meshwright.facts.job import Job, NamedParameters
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import AxisTerm, AxisTraits
-from meshwright.facts.named_parameters import NamedParameters
 from meshwright.facts.strategy import Strategy
+from meshwright.recording.wrap_forward import wrap_forward
 from meshwright.strategies import InnerAxis
 from meshwright.strategies.collectives import copy_in, gather
 from meshwright.strategies.cuts import Cut, Cuts, narrow
-from meshwright.strategies.division import Division, Sent, UnitShare
-from meshwright.strategies.forward import wrap_forward
+from meshwright.strategies.model_axis import Division, Sent, UnitShare
 from meshwright.verify.verdict import Verdict
 from meshwright.verify.verify import verify
 

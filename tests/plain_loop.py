@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from meshwright.facts.job import Job
-from meshwright.facts.named_parameters import NamedParameters
+from meshwright.facts.job import Job, NamedParameters
 
 
 def train_plainly(job: Job, batches: list[Any], *, seed: int = 0) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -29,15 +29,10 @@ from meshwright.recording.blueprint import record
 from meshwright.strategies.cuts import Cuts
 from meshwright.strategies.engine import whole
 from meshwright.strategies.tensor.layout import divided, local, part
+from meshwright.strategies.tensor.matrix import SEQUENCE
 from meshwright.strategies.tensor.memory import as_parameter
 from meshwright.strategies.tensor.mode import mode_of, tensor_region
-from meshwright.strategies.tensor.split import (
-    as_sequence_shard,
-    from_sequence_shard,
-    gathered_functions,
-    split_tensors,
-    to_plain,
-)
+from meshwright.strategies.tensor.split import gathered_functions, split_tensors, to_plain
 from shared_facts import found_once
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 64, 8, 32, 4
@@ -612,13 +607,13 @@ def divides_a_stage(world: World) -> list[str]:
 
 
 def wire(world: World) -> bool:
-    """A block's output as the part that a pipeline sends, and what it receives as a block's input."""
+    """A whole tensor's part along the sequence, and the divided tensor that is made from the part."""
     mesh = init_device_mesh("cpu", (world.ranks,))
     x = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    sent = as_sequence_shard(x, mesh)
-    received = from_sequence_shard(sent.detach().requires_grad_(), mesh)
+    sent = part(x, SEQUENCE, mesh)
+    received = divided(sent.detach().requires_grad_(), SEQUENCE, mesh)
     with tensor_region(mesh):
-        again = as_sequence_shard(received * 1, mesh)
+        again = part(received * 1, SEQUENCE, mesh)
     return sent.shape == (2, 8 // world.ranks, 4) and again.equal(sent) and to_plain(received, mesh).equal(x)
 
 

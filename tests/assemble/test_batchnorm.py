@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules._functions import SyncBatchNorm
 
-from meshwright.assemble.batchnorm import synchronise_batch_norms, take_over_synchronised
-from meshwright.assemble.sync_batch_norm import normalise_on_cuda
+from meshwright.assemble.batchnorm import normalise_on_cuda, synchronise_batch_norms, take_over_synchronised
 from meshwright.assemble.world import World
 from meshwright.errors import JobError
 from rank_pool import RankPool

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from meshwright.assemble.fused_optimizer import take_fused_kernels
+from meshwright.assemble.optimizer import take_fused_kernels
 
 
 def parameters() -> list[nn.Parameter]:

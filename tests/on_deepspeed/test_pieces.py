@@ -9,8 +9,7 @@ from torch.optim import AdamW
 
 from meshwright.checkpoint.parts import held_parts
 from meshwright.strategies.cuts import Stretch
-from meshwright.strategies.deepspeed.optimizer_by_name import OptimizerByName, ParameterGroup
-from meshwright.strategies.deepspeed.pieces import FlatPiece, even_stretch
+from meshwright.strategies.deepspeed.pieces import FlatPiece, OptimizerByName, ParameterGroup, even_stretch
 
 SHAPES = [(5,), (3, 4), (2, 3, 4), (7, 1, 3), (1,), ()]
 

@@ -26,7 +26,7 @@ from meshwright.planner.step_layout import lay_out_step
 from meshwright.planner.time import Site
 from meshwright.strategies import InnerAxis, register, unregister
 from meshwright.strategies.cuts import Cuts
-from meshwright.strategies.division import Division, Sent, UnitShare
+from meshwright.strategies.model_axis import Division, Sent, UnitShare
 
 SHAPE = Shape(layers=2, width=256, heads=4, kv_heads=4, feed_forward=1024, vocabulary=1024, length=128)
 CLUSTER = Cluster.parse("2x4xA100-40GB")

@@ -13,7 +13,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.jobs.load import load_job
 from meshwright.recording.blueprint import record
-from meshwright.strategies.operator.division import OperatorDivision
+from meshwright.strategies.operator.axis import OperatorDivision
 from meshwright.strategies.operator.rules import recognise
 from meshwright.strategies.operator.split import plan_operators
 from meshwright.tracing import trace_step

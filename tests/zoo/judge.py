@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshwright import Job
-from meshwright.facts.named_parameters import NamedParameters
+from meshwright.facts.job import NamedParameters
 
 STEPS = 3
 Values = dict[str, numpy.ndarray]

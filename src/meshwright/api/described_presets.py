@@ -33,7 +33,7 @@ PRECISION = "bf16"
 CODE = (
     *("jobs", "recording"),
     *("describe", "facts/costs.py", "facts/job.py", "facts/model.py", "facts/tensor_plan.py", "tracing/costs.py"),
-    *("tracing/meter.py", "assemble/precision.py", "strategies/forward.py"),
+    *("tracing/meter.py", "assemble/precision.py"),
 )
 """The files of this package that a description depends on."""
 

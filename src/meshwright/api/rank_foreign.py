@@ -10,8 +10,7 @@ from meshwright.errors import MeshwrightError, Refused
 from meshwright.exchange import Imported
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.plan import ForeignChoice, Plan
-from meshwright.facts.ranks import divisors
-from meshwright.facts.strategy import Strategy
+from meshwright.facts.strategy import Strategy, divisors
 from meshwright.planner.explain import explain
 from meshwright.planner.search import TIE, choose, refuse
 from meshwright.units import GIB, show_seconds

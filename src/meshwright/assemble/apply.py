@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -36,6 +37,33 @@ AxisPlans = Mapping[str, Any]
 """What each inner axis planned for the whole model, by the axis's word."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
+    """What a rank builds: a model under a resolved strategy, and the rank's place among the others."""
+
+    facts: ModelFacts
+    strategy: Strategy
+    axes: Axes
+    world: World
+    engine_config: Mapping[str, Any] | None = None
+    """The user's DeepSpeed configuration."""
+
+    def context(self, blueprint: Blueprint, cuts: Cuts, *, pipelined: bool) -> ApplyContext:
+        """What the data strategy gets; `cuts` may be filled in until it makes the initial weights."""
+        strategy, world = self.strategy, self.world
+        return ApplyContext(
+            strategy=strategy,
+            facts=self.facts,
+            device=world.device,
+            mesh=self.axes.data,
+            fill=lambda: fill(blueprint, world, strategy, cuts),
+            fake=world.fake,
+            pipelined=pipelined,
+            devices=tuple(range(strategy.data_ranks)) if strategy.traits.many_devices else (),
+            engine_config=self.engine_config,
+        )
+
+
 def plan_inner_axes(model: nn.Module, facts: ModelFacts, strategy: Strategy) -> AxisPlans:
     return {term.word: inner_axis(term).plan(model, facts, term.size) for term in strategy.inner_axes}
 
@@ -43,10 +71,7 @@ def plan_inner_axes(model: nn.Module, facts: ModelFacts, strategy: Strategy) -> 
 def apply_in_order(
     model: nn.Module,
     blocks: Sequence[nn.Module],
-    facts: ModelFacts,
-    strategy: Strategy,
-    axes: Axes,
-    world: World,
+    setup: RankSetup,
     *,
     plans: AxisPlans | None = None,
     called: Sequence[nn.Module] = (),
@@ -56,6 +81,7 @@ def apply_in_order(
 
     `called` are the modules that the engine calls directly, if it never calls the model itself.
     """
+    facts, strategy, axes, world = setup.facts, setup.strategy, setup.axes, setup.world
     technique, dtype = data_strategy(strategy), DTYPES[strategy.precision]
     plans = plan_inner_axes(model, facts, strategy) if plans is None else plans
     cuts: Cuts = {}
@@ -84,15 +110,11 @@ def apply_in_order(
 
 def lay_out(
     blueprint: Blueprint,
-    facts: ModelFacts,
-    strategy: Strategy,
-    axes: Axes,
-    world: World,
+    setup: RankSetup,
     *,
     stage_model: StageModel | None = None,
     flow: Flow | None = None,
     plans: AxisPlans | None = None,
-    engine_config: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, Cuts]:
     """Apply a resolved strategy to a model, or to a stage that has dropped the parameters it does not hold.
 
@@ -100,44 +122,22 @@ def lay_out(
     """
     model = blueprint.model
     cuts: Cuts = {}
-    context = ApplyContext(
-        strategy=strategy,
-        facts=facts,
-        device=world.device,
-        mesh=axes.data,
-        fill=lambda: fill(blueprint, world, strategy, cuts),
-        fake=world.fake,
-        pipelined=stage_model is not None,
-        devices=tuple(range(strategy.data_ranks)) if strategy.traits.many_devices else (),
-        engine_config=engine_config,
-    )
+    context = setup.context(blueprint, cuts, pipelined=stage_model is not None)
 
     def route_calls() -> None:
         if stage_model is not None and flow is not None:
             stage_model.watch_calls(flow)
 
-    blocks = context.blocks(model)
-    cuts |= apply_in_order(model, blocks, facts, strategy, axes, world, plans=plans, route_calls=route_calls)
-    return data_strategy(strategy).apply(model, context), cuts
+    cuts |= apply_in_order(model, context.blocks(model), setup, plans=plans, route_calls=route_calls)
+    return data_strategy(setup.strategy).apply(model, context), cuts
 
 
-def lay_on_devices(
-    blueprint: Blueprint,
-    facts: ModelFacts,
-    strategy: Strategy,
-    axes: Axes,
-    world: World,
-    *,
-    stages: Stages,
-    devices: Devices,
-) -> Engine:
+def lay_on_devices(blueprint: Blueprint, setup: RankSetup, *, stages: Stages, devices: Devices) -> Engine:
     """Apply a stage axis in one process: each stage computes and keeps its parameters on a separate device."""
-    model = blueprint.model
+    model, facts = blueprint.model, setup.facts
     blocks = [model.get_submodule(name) for name in facts.blocks]
     places = place_parameters(model, facts, stages, devices)
-    apply_in_order(
-        model, blocks, facts, strategy, axes, world, route_calls=lambda: compute_in_place(model, facts, stages, devices)
-    )
+    apply_in_order(model, blocks, setup, route_calls=lambda: compute_in_place(model, facts, stages, devices))
     blueprint.fill(places)
     return PlacedEngine(model, devices)
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.assemble.operator_dtypes import CASTABLE, RULES, Rule, cast_arguments, functions, in_fp32, low, norm
 from meshwright.describe.dtypes import DTYPES
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.forward import Around, wrap_forward
+from meshwright.recording.wrap_forward import Around, wrap_forward
 
 Region = Callable[[], AbstractContextManager[Any]]
 

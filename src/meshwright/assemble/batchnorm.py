@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.assemble.sync_batch_norm import normalise_on_cuda
 from meshwright.errors import JobError
-from meshwright.strategies.forward import Around, wrap_forward
-from meshwright.torch_private.modules import AnyBatchNorm, BatchNorm
+from meshwright.recording.wrap_forward import Around, wrap_forward
+from meshwright.torch_private.modules import AnyBatchNorm, BatchNorm, SyncBatchNormFunction
 
 Normalise = Callable[..., torch.Tensor]
 
@@ -93,6 +92,25 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return bound.arguments
 
 
+def normalise_on_cuda(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+    *,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """`F.batch_norm` with the statistics of all ranks' inputs, by the kernels of `nn.SyncBatchNorm`."""
+    ranks = dist.get_world_size(group)
+    output: torch.Tensor = SyncBatchNormFunction.apply(
+        input, weight, bias, running_mean, running_var, eps, momentum, group, ranks
+    )
+    return output
+
+
 def normalise_plainly(
     input: torch.Tensor,
     running_mean: torch.Tensor | None,
@@ -104,10 +122,7 @@ def normalise_plainly(
     *,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """`F.batch_norm` with the statistics of all ranks' inputs.
-
-    The mean comes first and the squares around it second, so that large numbers never cancel.
-    """
+    """The same by plain operators: the mean first, then squares around it, so that large numbers never cancel."""
     wide = torch.promote_types(input.dtype, torch.float32)
     x = input.to(wide)
     dims = [0, *range(2, x.dim())]

@@ -11,10 +11,9 @@ from meshwright.describe.learnt_layout import learn_layout
 from meshwright.describe.observe import make_batch
 from meshwright.describe.structure import tensors_of
 from meshwright.errors import NotBuiltYet, Refused
-from meshwright.facts.job import Job
+from meshwright.facts.job import Job, NamedParameters
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import MODEL_AXES
-from meshwright.facts.named_parameters import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.blueprint import model_to_read
 from meshwright.strategies import DATA_STRATEGIES, Place, data_strategy, model_axis

@@ -8,17 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.assemble.apply import apply_in_order
+from meshwright.assemble.apply import RankSetup, apply_in_order
 from meshwright.assemble.axes import Axes
 from meshwright.assemble.batch import Batch, MicroBatch, refuse_unlike_shapes
-from meshwright.assemble.fill import fill
 from meshwright.assemble.passes import Dropout, Losses
 from meshwright.assemble.precision import cast
-from meshwright.assemble.world import World
 from meshwright.describe.structure import tensors_of
 from meshwright.errors import JobError
-from meshwright.facts.model import ModelFacts
-from meshwright.facts.strategy import Strategy
 from meshwright.recording.blueprint import record
 from meshwright.strategies.deepspeed.pipeline import Layers, StageEngine, ZeroStageEngine, cut_layers, stage_of
 from meshwright.strategies.engine import ApplyContext
@@ -26,33 +22,17 @@ from meshwright.strategies.pipeline.sizes import count_stages
 from meshwright.strategies.pipeline.stages import cut_stages
 
 
-def build_deepspeed_pipeline(
-    facts: ModelFacts,
-    strategy: Strategy,
-    axes: Axes,
-    world: World,
-    losses: Losses,
-    dropout: Dropout,
-    *,
-    engine_config: Mapping[str, Any] | None,
-) -> DeepSpeedPasses:
+def build_deepspeed_pipeline(setup: RankSetup, losses: Losses, dropout: Dropout) -> DeepSpeedPasses:
     """Build this rank's stage under a resolved strategy, and the passes that run it."""
-    blueprint = record(losses.job.model, dropout.run_seed, values=world.has_weights)
-    layers = cut_layers(blueprint.model, facts, cut_stages(facts, count_stages(strategy), losses.job.stages))
+    facts, axes = setup.facts, setup.axes
+    blueprint = record(losses.job.model, dropout.run_seed, values=setup.world.has_weights)
+    layers = cut_layers(blueprint.model, facts, cut_stages(facts, count_stages(setup.strategy), losses.job.stages))
     assert axes.stages is not None and isinstance(blueprint.model, nn.Sequential)
     model: nn.Module = stage_of(blueprint.model, layers.of(axes.stage_rank))
-    context = ApplyContext(
-        strategy=strategy,
-        facts=facts,
-        device=world.device,
-        mesh=axes.data,
-        fill=lambda: fill(blueprint, world, strategy, {}),
-        pipelined=True,
-        engine_config=engine_config,
-    )
+    context = setup.context(blueprint, {}, pipelined=True)
     own = dict(model.named_modules())
     blocks = [own[name] for name in facts.blocks if name in own]
-    apply_in_order(model, blocks, facts, strategy, axes, world, called=list(model.children()))
+    apply_in_order(model, blocks, setup, called=list(model.children()))
     context.fill()
     return DeepSpeedPasses(model, context, layers, axes, losses, dropout)
 

@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import Refused
 from meshwright.facts.model import ModelFacts
-from meshwright.strategies.forward import Around, wrap_forward
-from meshwright.strategies.in_place import changed_by
+from meshwright.recording.wrap_forward import Around, wrap_forward
+from meshwright.strategies.intercepted import changed_by
 from meshwright.strategies.pipeline.stages import Stages
 from meshwright.torch_private.tensors import version_of
 from meshwright.torch_private.trees import tree_leaves, tree_map

@@ -25,9 +25,9 @@ from meshwright.describe.calls import Flow, TensorLeaf
 from meshwright.describe.observe import call_model
 from meshwright.describe.structure import leaves_of, map_tensors, tensors_of
 from meshwright.errors import JobError
+from meshwright.recording.wrap_forward import wrap_forward
 from meshwright.schedules import FAMILIES
 from meshwright.strategies.engine import Engine
-from meshwright.strategies.forward import wrap_forward
 from meshwright.strategies.pipeline.stages import Crossings, Stages, find_crossings
 
 

@@ -24,7 +24,7 @@ from meshwright.describe.dtypes import LOW
 from meshwright.describe.observe import call_loss
 from meshwright.facts.job import Job
 from meshwright.facts.precision import FORMATS
-from meshwright.strategies.forward import Around, wrap_forward
+from meshwright.recording.wrap_forward import Around, wrap_forward
 from meshwright.torch_private.modules import RNN_READS_ATTRIBUTES, BatchNorm
 from meshwright.torch_private.trees import tree_map
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.assemble.apply import model_region
 from meshwright.assemble.axes import Axes
-from meshwright.facts.named_parameters import NamedParameters
+from meshwright.facts.job import NamedParameters
 from meshwright.strategies import inner_axis
 from meshwright.strategies.cuts import Cut, Cuts
 from meshwright.strategies.engine import Engine, HeldTensor, Read

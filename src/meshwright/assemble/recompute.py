@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.describe.flops import operator_kind
-from meshwright.strategies.forward import Around, wrap_forward
+from meshwright.recording.wrap_forward import Around, wrap_forward
 from meshwright.torch_private.modules import BatchNorm
 
 

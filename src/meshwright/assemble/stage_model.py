@@ -17,7 +17,7 @@ from torch import nn
 
 from meshwright.describe.calls import Call, ConstantLeaf, Flow, InputLeaf, TensorLeaf, Value
 from meshwright.errors import JobError
-from meshwright.strategies.forward import Around, wrap_forward
+from meshwright.recording.wrap_forward import Around, wrap_forward
 from meshwright.strategies.pipeline.stages import Crossings, Stages
 from meshwright.torch_private.trees import tree_leaves, tree_unflatten
 

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 
 from meshwright import schedules
-from meshwright.assemble.apply import lay_out, plan_inner_axes
+from meshwright.assemble.apply import RankSetup, lay_out, plan_inner_axes
 from meshwright.assemble.autocast import autocast_region
-from meshwright.assemble.axes import Axes
 from meshwright.assemble.passes import Dropout, Losses
 from meshwright.assemble.pipeline import OwnStage, PipelinePasses
 from meshwright.assemble.precision import apply_precision, loss_under
 from meshwright.assemble.rank_engine import Holders, RankEngine
 from meshwright.assemble.stage_model import StageModel
-from meshwright.assemble.world import World, outside_of_modes
+from meshwright.assemble.world import outside_of_modes
 from meshwright.describe.calls import Flow
 from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.flow import Watcher
@@ -34,10 +33,9 @@ from meshwright.strategies.pipeline.stages import Stages, cut_stages, find_cross
 from meshwright.torch_private.fake_tensors import FakeTensor
 
 
-def build_pipeline(
-    facts: ModelFacts, strategy: Strategy, axes: Axes, world: World, losses: Losses, dropout: Dropout
-) -> PipelinePasses:
+def build_pipeline(setup: RankSetup, losses: Losses, dropout: Dropout) -> PipelinePasses:
     """Build this rank's stages under a resolved strategy, and the passes that run them."""
+    facts, strategy, axes, world = setup.facts, setup.strategy, setup.axes, setup.world
     job, seed = losses.job, dropout.run_seed
     count = count_micro_batches(strategy, job.global_batch)
     stages = cut_stages(facts, count_stages(strategy), job.stages)
@@ -62,7 +60,7 @@ def build_pipeline(
         stage_model = StageModel(blueprint.model, stages, index, world.device)
         own_dtypes = strategy.autocast or not strategy.number_format.is_low
         stage_model.give_up(held[index], None if own_dtypes else DTYPES[strategy.precision])
-        engine, cut = lay_out(blueprint, facts, strategy, axes, world, stage_model=stage_model, flow=flow, plans=plans)
+        engine, cut = lay_out(blueprint, setup, stage_model=stage_model, flow=flow, plans=plans)
         cuts |= cut
         own.append(OwnStage(index, stage_model, engine))
     return PipelinePasses(

@@ -12,32 +12,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.assemble.apply import lay_on_devices, lay_out, make_whole
+from meshwright.assemble.apply import RankSetup, lay_on_devices, lay_out, make_whole
 from meshwright.assemble.autocast import autocast_region
 from meshwright.assemble.axes import lay_axes
 from meshwright.assemble.batch import Batch, Share, part
 from meshwright.assemble.deepspeed_pipeline import build_deepspeed_pipeline
 from meshwright.assemble.device_placement import Devices, devices_for
 from meshwright.assemble.error_context import naming_optimizer, naming_strategy
-from meshwright.assemble.fused_optimizer import take_fused_kernels
 from meshwright.assemble.gathering import Gathering
-from meshwright.assemble.host_optimizer import HostCopies
 from meshwright.assemble.operator_dtypes import recomputing
-from meshwright.assemble.optimizer_trial import refuse_coupled_shards
+from meshwright.assemble.optimizer import HostCopies, refuse_coupled_shards, take_fused_kernels
 from meshwright.assemble.passes import Dropout, Losses, Passes, PlainPasses
 from meshwright.assemble.precision import LossScale, loss_under
 from meshwright.assemble.rank_engine import RankEngine
 from meshwright.assemble.staging import build_pipeline
-from meshwright.assemble.whole_batch_loss import WholeBatchLoss
-from meshwright.assemble.whole_batch_passes import WholeBatchPasses
+from meshwright.assemble.whole_batch import WholeBatchLoss, WholeBatchPasses
 from meshwright.assemble.world import World, outside_of_modes
 from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.samples import Cutter
 from meshwright.errors import JobError
-from meshwright.facts.job import Job
+from meshwright.facts.job import Job, NamedParameters
 from meshwright.facts.lr_schedule import advance
 from meshwright.facts.model import ModelFacts
-from meshwright.facts.named_parameters import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.blueprint import record
 from meshwright.strategies.engine import Engine, OptimizerState, OptimizingEngine
@@ -169,20 +165,19 @@ class Trainer:
             recomputing=nullcontext() if strategy.autocast else recomputing(DTYPES[strategy.precision]),
         )
         dropout = Dropout(run_seed=self.seed, device=world.device)
+        setup = RankSetup(facts=facts, strategy=strategy, axes=axes, world=world, engine_config=self.engine_config)
         if axes.stages is not None and strategy.engine == "deepspeed":
-            return build_deepspeed_pipeline(
-                facts, strategy, axes, world, losses, dropout, engine_config=self.engine_config
-            )
+            return build_deepspeed_pipeline(setup, losses, dropout)
         if axes.stages is not None:
-            return build_pipeline(facts, strategy, axes, world, losses, dropout)
+            return build_pipeline(setup, losses, dropout)
         with outside_of_modes():
             blueprint = record(job.model, self.seed, values=world.has_weights)
         if strategy.stage_axis is not None:
             stages = cut_stages(facts, strategy.stage_ranks, job.stages)
             devices = self.devices or devices_for(strategy.stage_ranks, world.device)
-            engine = lay_on_devices(blueprint, facts, strategy, axes, world, stages=stages, devices=devices)
+            engine = lay_on_devices(blueprint, setup, stages=stages, devices=devices)
             return self._passes_for_loss(engine, losses, dropout, counts=True)
-        engine, cuts = lay_out(blueprint, facts, strategy, axes, world, engine_config=self.engine_config)
+        engine, cuts = lay_out(blueprint, setup)
         if axes.inner:
             engine = RankEngine([engine], axes, cuts=cuts)
         return self._passes_for_loss(engine, losses, dropout, counts=axes.first_inside)

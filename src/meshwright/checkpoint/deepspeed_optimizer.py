@@ -18,7 +18,7 @@ from meshwright.checkpoint.name_matching import Match
 from meshwright.checkpoint.parts import held_parts
 from meshwright.errors import WrongCheckpoint
 from meshwright.facts.data_axis import word_of_stage
-from meshwright.facts.named_parameters import NamedParameters
+from meshwright.facts.job import NamedParameters
 from meshwright.facts.strategy import Strategy
 
 FAMILY_KEYS = frozenset({"betas", "momentum", "alpha", "rho"})

@@ -10,9 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.errors import JobError, one_line
-from meshwright.facts.job import Job
+from meshwright.facts.job import Job, NamedParameters
 from meshwright.facts.lr_schedule import refuse_schedule, required
-from meshwright.facts.named_parameters import NamedParameters
 
 SMALL, LARGE = 8, 128
 """The longest dim of tensors that are not stepped, and of those that are: some optimizers factor only long dims."""

@@ -5,7 +5,6 @@ Written as `8xA100-40GB`, `4x8xH100-80GB@3200Gbps`, `local`, or a JSON file. The
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ClusterError, Unreadable
+from meshwright.facts.hardware import check_overrides, is_amount
 from meshwright.facts.links import BETWEEN_KINDS
-from meshwright.facts.overrides import check_overrides
 from meshwright.reading import read_json, shown
 
 LOCAL = "local"
@@ -128,16 +127,10 @@ def _as_mapping(value: object) -> Mapping[str, Any]:
     raise ClusterError(f"A cluster is a JSON object, as in {_JSON_FORM}.")
 
 
-def _is_amount(value: object) -> bool:
-    """Whether a value is a finite number above 0."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and value > 0 and math.isfinite(value)  # type: ignore[operator,arg-type]  # it is a number
-
-
 def _check_memory(memory: float | None) -> float | None:
     if memory is None:
         return None
-    if not _is_amount(memory):
+    if not is_amount(memory):
         raise ClusterError(f"memory_gib is {shown(memory)}; it must be a number above 0, as in 8xA100-40GB.")
     return float(memory)
 
@@ -172,7 +165,7 @@ def _show_link(gbps: float | None, kind: str | None) -> str:
 
 
 def _check_link(gbps: object, kind: object) -> None:
-    if gbps is not None and not _is_amount(gbps):
+    if gbps is not None and not is_amount(gbps):
         raise ClusterError(f"between_gbps is {shown(gbps)}; it must be a number above 0. {_LINK_FORMS}")
     if kind is not None and not (isinstance(kind, str) and kind in BETWEEN_KINDS):
         raise ClusterError(f"The link between nodes is of kind {shown(kind)}, which is unknown. {_LINK_FORMS}")

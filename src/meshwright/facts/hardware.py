@@ -1,10 +1,18 @@
-"""Speeds and sizes of a device, its links and its host, from which forecasts are computed."""
+"""Speeds and sizes of a device, its links and its host, from which forecasts are computed.
+
+A cluster file may replace any part of them: its hardware section is checked and laid over the catalogue's.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any
+
+from meshwright.errors import ClusterError
+from meshwright.reading import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,3 +60,80 @@ class Hardware:
     def from_json(cls, value: Mapping[str, Any]) -> Hardware:
         links = {name: Link(**value[name]) for name in ("within", "between", "host")}
         return cls(**{**value, **links})
+
+
+_LINKS = ("within", "between", "host")
+_KEYS = tuple(item.name for item in fields(Hardware))
+_LINK_KEYS = tuple(item.name for item in fields(Link))
+_TABLES = ("flops", "reach")
+_WORDS = ("device", "kind")
+
+
+def check_overrides(value: object) -> dict[str, Any]:
+    """Return valid overrides; an error names the first wrong key or number."""
+    found = _as_mapping("hardware", value)
+    for key, part in found.items():
+        _check_key("hardware", key, _KEYS)
+        if key in _LINKS:
+            _check_link(key, part)
+        elif key in _TABLES:
+            for name, number in _as_mapping(f"hardware.{key}", part).items():
+                _check_number(f"hardware.{key}.{name}", number)
+        elif key == "sources":
+            _as_mapping("hardware.sources", part)
+        elif key not in _WORDS:
+            _check_number(f"hardware.{key}", part)
+    return dict(found)
+
+
+def lay_over(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON of a `Hardware` with parts replaced; links, tables and sources are merged.
+
+    A replaced number cites the cluster's file as its source.
+    """
+    result = {**base, "sources": dict(base.get("sources", {}))}
+    for key, part in overrides.items():
+        if key == "sources":
+            continue
+        result[key] = {**base.get(key, {}), **part} if key in (*_LINKS, *_TABLES) else part
+        replaced = [f"{key}.{name}" for name in part] if key in _LINKS else [key]
+        result["sources"] |= dict.fromkeys(replaced, "the cluster's file")
+    result["sources"].update(overrides.get("sources", {}))
+    return result
+
+
+def is_complete(overrides: Mapping[str, Any]) -> bool:
+    """Whether the overrides set every number, so that the catalogue is not needed."""
+    needed = set(_KEYS) - {"sources", "device", "reach"}
+    return needed <= set(overrides) and all(set(_LINK_KEYS) <= set(overrides[name]) for name in _LINKS)
+
+
+def _check_link(name: str, value: object) -> None:
+    for key, part in _as_mapping(f"hardware.{name}", value).items():
+        _check_key(f"hardware.{name}", key, _LINK_KEYS)
+        if key not in _WORDS:
+            _check_number(f"hardware.{name}.{key}", part)
+
+
+def _as_mapping(name: str, value: object) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    raise ClusterError(f'{name} is {shown(value)}; it must be a JSON object, as in {{"hardware": {{"launch": 5e-6}}}}.')
+
+
+def _check_key(where: str, key: str, known: tuple[str, ...]) -> None:
+    if key not in known:
+        near = get_close_matches(key, known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ClusterError(f"{where} has no key {key!r}; {hint}Keys: {', '.join(known)}.")
+
+
+def _check_number(name: str, number: object) -> None:
+    if not is_amount(number):
+        raise ClusterError(f"{name} is {shown(number)}; it must be a number above 0, in bytes, seconds or per second.")
+
+
+def is_amount(value: object) -> bool:
+    """Whether a value is a finite number above 0."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and value > 0 and math.isfinite(value)  # type: ignore[operator,arg-type]  # it is a number

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,18 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import Dataset
 
-    from meshwright.facts.named_parameters import NamedParameters
+
+class NamedParameters(list["nn.Parameter"]):
+    """What an optimizer factory receives: a list that `AdamW(params)` accepts; `named()` is for parameter groups."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        pairs = list(named)
+        super().__init__(parameter for _, parameter in pairs)
+        self._names = [name for name, _ in pairs]
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Pairs of the unsplit model's parameter name and the parameter."""
+        return zip(self._names, self, strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)

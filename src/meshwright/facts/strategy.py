@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
+from meshwright.errors import Refused, either
 from meshwright.facts import grammar, strategy_rules
 from meshwright.facts.data_axis import DataTraits, find_traits
 from meshwright.facts.grammar import Engine, Offload, Recompute
 from meshwright.facts.model_axis import MODEL_AXES, AxisTerm, normalised
 from meshwright.facts.precision import FORMATS, NumberFormat
-from meshwright.facts.ranks import fill_data_axis
 
 __all__ = ["AxisTerm", "Engine", "Offload", "Recompute", "Strategy"]
+
+_SHOWN = 3  # suggestions in one message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +74,24 @@ class Strategy:
         return cls.parse(value)
 
     def resolve(self, ranks: int) -> Strategy:
-        """The strategy with its data axis named and sized for `ranks` ranks."""
-        return fill_data_axis(self, ranks)
+        """The strategy with its data axis named and sized for `ranks`; `Refused` if sizes do not multiply to them."""
+        if ranks < 1:
+            raise Refused(f"{self} was given {ranks} ranks; give it at least 1.")
+        if self.auto:
+            raise Refused(f"{self} has no axes yet; let the planner choose them, or name a strategy such as ddp.")
+        if self.traits.alone:
+            if ranks == 1:
+                return self
+            raise Refused(f"{self} runs on 1 rank, but {ranks} were given; ddp is the simplest strategy for {ranks}.")
+        if not _fits(self.model_ranks, self.data_size, ranks):
+            raise Refused(_misfit(self, ranks))
+        left = ranks // self.model_ranks
+        if self.data is not None:
+            return replace(self, data_size=left)
+        if left > 1:
+            return replace(self, data="ddp", data_size=left)
+        # If the model's axes take every rank, a data axis of one rank would only add a name.
+        return self if self.model_ranks > 1 else replace(self, data="single")
 
     @property
     def traits(self) -> DataTraits:
@@ -148,3 +166,47 @@ class Strategy:
         if self.hsdp_replicas is not None:
             return self.hsdp_replicas
         return 1 if self.traits.shards else self.data_ranks
+
+
+def _misfit(strategy: Strategy, ranks: int) -> str:
+    least = strategy.model_ranks * (strategy.data_size or 1)
+    need = f"{least} ranks" if strategy.data_size else f"a multiple of {least} ranks"
+    given = "1 was given" if ranks == 1 else f"{ranks} were given"
+    fits = [*_data_terms(strategy, ranks), *_model_terms(strategy, ranks)][:_SHOWN]
+    advice = f"{either(fits)} would fit" if fits else f"give it {need}, or change more than one size"
+    return f"{strategy} needs {need}, but {given}; {advice}."
+
+
+def _data_terms(strategy: Strategy, ranks: int) -> list[str]:
+    """Data axes that would fill the ranks that the model's axes leave, nearest size first."""
+    left, over = divmod(ranks, strategy.model_ranks)
+    if over or strategy.data_size is None:
+        return []
+    if strategy.hsdp_replicas is None:
+        return [grammar.show_data(replace(strategy, data_size=left))]
+    replicas = _nearest_first(divisors(left), strategy.hsdp_replicas)
+    return [grammar.show_data(replace(strategy, data_size=left, hsdp_replicas=number)) for number in replicas]
+
+
+def _model_terms(strategy: Strategy, ranks: int) -> list[str]:
+    """Sizes of one model axis that would fit if all others stay; size 1 only if no other fits."""
+    terms = []
+    for axis in strategy.axes:
+        others = strategy.model_ranks // axis.size
+        fits = [n for n in divisors(ranks) if _fits(others * n, strategy.data_size, ranks)]
+        split = [n for n in fits if n > 1] or fits
+        terms += [f"{axis.word}={n}" for n in _nearest_first(split, axis.size)]
+    return terms
+
+
+def _fits(model_ranks: int, data_size: int | None, ranks: int) -> bool:
+    left, over = divmod(ranks, model_ranks)
+    return not over and data_size in (None, left)
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _nearest_first(sizes: list[int], wanted: int) -> list[int]:
+    return sorted(sizes, key=lambda size: (abs(size - wanted), size))

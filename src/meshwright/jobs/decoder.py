@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from meshwright.errors import JobError
-from meshwright.facts.job import Job
-from meshwright.facts.named_parameters import NamedParameters
+from meshwright.facts.job import Job, NamedParameters
 
 Norm = Literal["rms", "layer"]
 Positions = Literal["rotary", "learned"]

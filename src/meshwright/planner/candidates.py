@@ -11,8 +11,7 @@ from meshwright.facts.cluster import Cluster
 from meshwright.facts.data_axis import usual_terms
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import MODEL_AXES, conflict
-from meshwright.facts.ranks import divisors
-from meshwright.facts.strategy import AxisTerm, Strategy
+from meshwright.facts.strategy import AxisTerm, Strategy, divisors
 from meshwright.schedules import FAMILIES
 from meshwright.strategies import model_axis
 

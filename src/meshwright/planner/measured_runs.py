@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def _read(values: Mapping[str, Any], path: Path, line: int) -> MeasuredRun:
 
 
 def _row(values: Mapping[str, Any], line: int) -> MeasuredRun:
-    number = _Numbers(values)
+    number = partial(_count, values)
     learned = values["arch"].lower().startswith(("mpt", "gpt"))
     # Summing gradients in another dtype than the parameters' is Megatron's way, and so is its loss.
     accumulators = _dtype(values, "grad_dtype", "fp32") != _dtype(values, "param_dtype", "fp32")
@@ -103,8 +103,8 @@ def _row(values: Mapping[str, Any], line: int) -> MeasuredRun:
             positions="learned" if learned else "rotary",
             biases=learned,
         ),
-        cluster=_cluster(values, number),
-        step_layout=_step_layout(values, number),
+        cluster=_cluster(values),
+        step_layout=_step_layout(values),
         fits=values["status"] == "ok",
         tokens_per_s=_float(values, "tok_s_gpu"),
         peak_gib=_float(values, "peak_mem_gib"),
@@ -112,8 +112,8 @@ def _row(values: Mapping[str, Any], line: int) -> MeasuredRun:
     )
 
 
-def _cluster(values: Mapping[str, Any], number: _Numbers) -> Cluster:
-    devices, per_node = number("n_gpus"), number("gpus_per_node")
+def _cluster(values: Mapping[str, Any]) -> Cluster:
+    devices, per_node = _count(values, "n_gpus"), _count(values, "gpus_per_node")
     return Cluster(
         nodes=-(-devices // per_node),
         devices_per_node=min(devices, per_node),
@@ -139,7 +139,8 @@ def _networks() -> dict[str, dict[str, str]]:
     return found
 
 
-def _step_layout(values: Mapping[str, Any], number: _Numbers) -> StepLayout:
+def _step_layout(values: Mapping[str, Any]) -> StepLayout:
+    number = partial(_count, values)
     shards, replicas, stage = number("dp_shard"), number("dp_replicate"), number("zero_stage")
     compute = _dtype(values, "compute_dtype", "bf16")
     rest, gradient, master = (
@@ -180,21 +181,16 @@ def _step_layout(values: Mapping[str, Any], number: _Numbers) -> StepLayout:
     )
 
 
-class _Numbers:
-    """Reads whole numbers from a row; an error names the column."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
-
-    def __call__(self, name: str, default: int | None = None) -> int:
-        text = self._values.get(name) or ""
-        if not text and default is not None:
-            return default
-        number = _real(text, name)
-        least = 0 if name == "zero_stage" else 1
-        if number != int(number) or not least <= number <= MOST:
-            raise ValueError(f"{name} is {shown(text)}; it must be a whole number from {least} to {MOST}")
-        return int(number)
+def _count(values: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A whole number of a row; an error names the column."""
+    text = values.get(name) or ""
+    if not text and default is not None:
+        return default
+    number = _real(text, name)
+    least = 0 if name == "zero_stage" else 1
+    if number != int(number) or not least <= number <= MOST:
+        raise ValueError(f"{name} is {shown(text)}; it must be a whole number from {least} to {MOST}")
+    return int(number)
 
 
 def _dtype(values: Mapping[str, Any], name: str, default: str) -> str:

@@ -21,7 +21,7 @@ from meshwright.planner import kernels
 from meshwright.planner.collectives import seconds
 from meshwright.planner.step_layout import StepLayout
 from meshwright.strategies import inner_axis
-from meshwright.strategies.division import Division, Sent, UnitShare
+from meshwright.strategies.model_axis import Division, Sent, UnitShare
 from meshwright.strategies.pipeline.stages import Stages, cut_stages
 
 RETURNED = 1.8

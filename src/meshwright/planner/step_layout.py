@@ -10,13 +10,64 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import MODEL_AXES
 from meshwright.facts.precision import FORMATS
 from meshwright.facts.strategy import AxisTerm, Strategy
-from meshwright.planner.host_costs import OTHER_ENGINES, OURS, HostCosts
 from meshwright.schedules import FAMILIES
 from meshwright.strategies import data_strategy
 from meshwright.strategies.pipeline.sizes import count_micro_batches
 
 MASTER_BYTES = 4
 """Bytes per element of the parameters as models are built: fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCosts:
+    """Host seconds of one engine.
+
+    Python, autograd and the engine launch each kernel, and a device waits if they are late. Engines differ in this more
+    than in anything else, so each `StepLayout` names its engine's costs.
+    """
+
+    operator: float = 24e-6
+    """Added to each launch in eager mode. A step of a GPT of 24 layers under ddp,bf16 takes 54.6 ms on an H200, which
+    would compute it in 30 (docs/data/gpu_check.json): some 1,400 operators at 30 us, and 9 ms."""
+    step: float = 6e-3
+    """Once per step, while the device waits: reading the loss and the norm, starting the optimizer (same rows)."""
+    shard: float = 1.1e-3
+    """For gathering or reducing one block's parameters, in FSDP2 and our ZeRO: the same step takes 99 ms under zero1,
+    112 under fsdp:grad-op and 143 under fsdp, with 50, 50 and 75 of them."""
+    collective: float = 300e-6
+    """For a collective that compute waits for. On H100 nodes under nanotron (ultra-scale playbook), a decoder block
+    with a tensor axis takes 4.4 to 4.8 ms however narrow it is: its eight collectives, apart from the launches."""
+    stall: float = 260e-6
+    """Added to each collective of a tensor axis for each of its ranks if a pipeline's neighbours are on other nodes:
+    hosts that wait for the network arrive late, and a collective waits for the last one (same sweep)."""
+    neighbour: float = 300e-6
+    """For receiving a micro-batch's activations or gradients and sending the results on, in PyTorch's pipeline runtime:
+    two batched sends and receives."""
+    divided: tuple[float, float] = (0.0, 0.0)
+    """Added to each launch, in forward and in backward, of a block that a tensor axis divides."""
+    repeated: float = 0.0
+    """For one block that recomputes, besides its launches."""
+    selected: float = 0.0
+    """Added to each launch in forward and in recomputation under selective checkpointing, which checks each result."""
+    gathers_by_copy: bool = False
+    """Whether gathered parameters are copied to the place that forward reads, as in FSDP2."""
+
+
+OTHER_ENGINES = HostCosts()
+"""Engines in eager PyTorch with published measurements."""
+
+OURS = HostCosts(
+    operator=18e-6,
+    shard=0.85e-3,
+    collective=100e-6,
+    divided=(290e-6, 75e-6),
+    repeated=0.4e-3,
+    selected=50e-6,
+    gathers_by_copy=True,
+)
+"""Our engine, on an H200's host (docs/data/plan_gpu.json): a Llama of 28 blocks takes 381 ms under tp=8, whose
+kernels run 121, and 457 under tp=2; a GPT of 48 blocks 183 ms under fsdp, whose kernels run 119, and 302 under
+ac=selective instead of 137; a ViT of 24 blocks 82 ms under ac=full and 55 without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +199,8 @@ def cut_batch(strategy: Strategy, global_batch: int) -> tuple[int, int]:
     if strategy.stage_axis:
         count = count_micro_batches(strategy, global_batch)
         return -(-samples // count), count
-    devices = (
-        strategy.data_ranks if strategy.traits.many_devices else 1
-    )  # with many devices, `mb` counts the samples of the process
+    # With many devices, `mb` counts the samples of the process.
+    devices = strategy.data_ranks if strategy.traits.many_devices else 1
     size = min(-(-strategy.micro_batch // devices) if strategy.micro_batch else samples, samples)
     return size, -(-samples // size)
 

@@ -17,7 +17,7 @@ from meshwright.planner.kernels import moving
 from meshwright.planner.stage_costs import WIDE, StageCosts, StageWork, UnitWork
 from meshwright.planner.step_layout import StepLayout, inner_causes, stages_of
 from meshwright.schedules import FAMILIES
-from meshwright.strategies.division import Sent
+from meshwright.strategies.model_axis import Sent
 
 UPDATE_BYTES = 28
 """Bytes per element in a fused Adam step: parameter, gradient and two moments are read, all but gradients written."""

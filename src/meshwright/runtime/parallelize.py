@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.assemble.apply import lay_out
+from meshwright.assemble.apply import RankSetup, lay_out
 from meshwright.assemble.axes import lay_axes
 from meshwright.assemble.check import check_strategy
 from meshwright.assemble.operator_dtypes import recomputing
@@ -20,8 +20,8 @@ from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.model import batch_norm_names, parameter_facts
 from meshwright.describe.structure import tensors_of
 from meshwright.errors import JobError, Refused
+from meshwright.facts.job import NamedParameters
 from meshwright.facts.model import ModelFacts
-from meshwright.facts.named_parameters import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.blueprint import adopt, record
 from meshwright.runtime.place import place_of
@@ -152,5 +152,6 @@ def parallelize(
     resolved = check_strategy(facts, chosen, place_of(world, chosen))
     # Only after all checks: adopting a model takes its weights away until it is laid out.
     blueprint = blueprint or adopt(structure)
-    engine, _ = lay_out(blueprint, facts, resolved, lay_axes(resolved, world), world)
+    setup = RankSetup(facts=facts, strategy=resolved, axes=lay_axes(resolved, world), world=world)
+    engine, _ = lay_out(blueprint, setup)
     return Parallel(engine, resolved, world)

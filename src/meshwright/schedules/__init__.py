@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from meshwright.schedules.action import Action, Kind, Slot
-from meshwright.schedules.completeness import check_complete
-from meshwright.schedules.errors import ScheduleError
+from meshwright.schedules.action import Action, Kind, ScheduleError, Slot
 from meshwright.schedules.families import FAMILIES, Family
-from meshwright.schedules.in_flight import InFlight, count_in_flight
-from meshwright.schedules.make import make
-from meshwright.schedules.micro_batch_rules import least_micro_batches, micro_batches_near, refuse
-from meshwright.schedules.schedule import Placement, Schedule, ScheduleShape
-from meshwright.schedules.simulate import Simulation, TimedAction, simulate
+from meshwright.schedules.make import least_micro_batches, make, micro_batches_near, refuse
+from meshwright.schedules.schedule import Placement, Schedule, ScheduleShape, check_complete
+from meshwright.schedules.simulate import InFlight, Simulation, TimedAction, count_in_flight, simulate
 
 __all__ = [
     "FAMILIES",

@@ -6,7 +6,11 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwright.schedules.errors import ScheduleError
+from meshwright.errors import BadInput
+
+
+class ScheduleError(BadInput):
+    """A schedule that cannot be parsed, misses an action, or deadlocks."""
 
 
 class Kind(StrEnum):

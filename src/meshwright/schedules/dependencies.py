@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.schedules.action import Action, Kind, Slot
-from meshwright.schedules.errors import ScheduleError
+from meshwright.schedules.action import Action, Kind, ScheduleError, Slot
 
 Orders = Sequence[Sequence[Slot]]
 """For each rank, its slots in order, without idle ones."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import UnknownTerm
 from meshwright.facts.grammar import nearest
-from meshwright.schedules import looped, one_stage, v_shaped
+from meshwright.schedules import orders
 from meshwright.schedules.action import Slot
 from meshwright.schedules.schedule import Placement, ScheduleShape
 
@@ -45,16 +45,16 @@ class Family:
 
 
 def _even_rounds(ranks: int, micro_batches: int) -> bool:
-    return looped.round_size(ranks, micro_batches) is not None
+    return orders.round_size(ranks, micro_batches) is not None
 
 
 _ROUNDS = "a multiple of its number of rounds (micro-batches // ranks)"
 
 FAMILIES: dict[str, Family] = {
-    "layers": Family(order=one_stage.layers, one_at_a_time=True, complexity=0, in_flight=lambda rank, ranks, count: 1),
-    "gpipe": Family(order=one_stage.gpipe, complexity=0, in_flight=lambda rank, ranks, count: count),
+    "layers": Family(order=orders.layers, one_at_a_time=True, complexity=0, in_flight=lambda rank, ranks, count: 1),
+    "gpipe": Family(order=orders.gpipe, complexity=0, in_flight=lambda rank, ranks, count: count),
     "1f1b": Family(
-        order=one_stage.one_f_one_b,
+        order=orders.one_f_one_b,
         torch_class="Schedule1F1B",
         searched=True,
         complexity=0,
@@ -63,7 +63,7 @@ FAMILIES: dict[str, Family] = {
         demand="at least as many as ranks",
     ),
     "interleaved": Family(
-        order=looped.interleaved,
+        order=orders.interleaved,
         torch_class="ScheduleInterleaved1F1B",
         virtual=2,
         virtual_free=True,
@@ -74,7 +74,7 @@ FAMILIES: dict[str, Family] = {
     ),
     # Weight gradients, about a third of the work, fill the gaps.
     "zb": Family(
-        order=looped.zero_bubble,
+        order=orders.zero_bubble,
         torch_class="ScheduleInterleavedZeroBubble",
         virtual_free=True,
         allows=_even_rounds,
@@ -83,7 +83,7 @@ FAMILIES: dict[str, Family] = {
         gap_divisor=3,
     ),
     "zbv": Family(
-        order=v_shaped.zero_bubble_v,
+        order=orders.zero_bubble_v,
         torch_class="ScheduleZBVZeroBubble",
         virtual=2,
         placement="v",
@@ -92,7 +92,7 @@ FAMILIES: dict[str, Family] = {
         searched=True,
     ),
     "dualpipev": Family(
-        order=v_shaped.dual_pipe_v,
+        order=orders.dual_pipe_v,
         torch_class="ScheduleDualPipeV",
         virtual=2,
         placement="v",

@@ -6,12 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from meshwright.schedules.action import Action, Kind, Slot
-from meshwright.schedules.completeness import check_complete
+from meshwright.schedules.action import Action, Kind, ScheduleError, Slot
 from meshwright.schedules.dependencies import SlotTimes, start_times
-from meshwright.schedules.errors import ScheduleError
-from meshwright.schedules.in_flight import InFlight, count_in_flight
-from meshwright.schedules.schedule import Schedule
+from meshwright.schedules.schedule import Schedule, check_complete
 
 Cost = float | Sequence[float]
 """Seconds: one number for all stages, or one for each stage."""
@@ -27,6 +24,16 @@ class TimedAction:
     action: Action
     start: float
     end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFlight:
+    """The largest number of micro-batches at one time that have started forward and not finished backward."""
+
+    stages: tuple[int, ...]
+    """For each stage."""
+    ranks: tuple[int, ...]
+    """For each rank, over all of its stages: a micro-batch held by two stages counts twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +125,25 @@ def _by_stage(name: str, cost: Cost, stages: int) -> tuple[float, ...]:
 def _check_seconds(name: str, seconds: float) -> None:
     if not (isfinite(seconds) and seconds >= 0):
         raise ScheduleError(f"{name} is {seconds!r}, but must be a time of 0 or more.")
+
+
+def count_in_flight(schedule: Schedule, *, until: Kind) -> InFlight:
+    """Count with activations freed by the input gradients (`until` I) or by the weight gradients (W). A B is both."""
+    orders = [schedule.actions_of(rank) for rank in range(schedule.ranks)]
+    by_stage = (
+        [action for action in orders[schedule.rank_of(stage)] if action.stage == stage]
+        for stage in range(schedule.stages)
+    )
+    return InFlight(
+        stages=tuple(_peak(actions, until) for actions in by_stage),
+        ranks=tuple(_peak(order, until) for order in orders),
+    )
+
+
+def _peak(actions: Sequence[Action], until: Kind) -> int:
+    peak = held = 0
+    for action in actions:
+        held += action.kind is Kind.FORWARD
+        peak = max(peak, held)
+        held -= any(part.kind is until for part in action.parts)
+    return peak

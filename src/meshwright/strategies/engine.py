@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.describe.dtypes import DTYPES
+from meshwright.facts.job import NamedParameters
 from meshwright.facts.model import ModelFacts
-from meshwright.facts.named_parameters import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.dtensor import is_dtensor
 from meshwright.strategies.cuts import Cut, Stretch

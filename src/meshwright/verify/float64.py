@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from meshwright.describe.dtypes import WORDS
 from meshwright.describe.structure import map_tensors
 from meshwright.facts.job import Job
-from meshwright.strategies.forward import wrap_forward
+from meshwright.recording.wrap_forward import wrap_forward
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.modules import REGISTERED
 from meshwright.torch_private.trees import tree_leaves, tree_map

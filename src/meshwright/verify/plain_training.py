@@ -26,9 +26,8 @@ from meshwright.describe.observe import call_loss, call_model, make_batch
 from meshwright.describe.samples import Cutter, own_random_numbers
 from meshwright.describe.structure import to_device
 from meshwright.errors import JobError, MeshwrightError, one_line
-from meshwright.facts.job import Job
+from meshwright.facts.job import Job, NamedParameters
 from meshwright.facts.lr_schedule import advance
-from meshwright.facts.named_parameters import NamedParameters
 from meshwright.verify.evidence import Evidence, gradients_of, kept_of, outputs_of, state_of
 
 

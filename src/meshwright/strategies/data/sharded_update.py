@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright.errors import JobError
+from meshwright.facts.job import NamedParameters
 from meshwright.facts.model import ModelFacts
-from meshwright.facts.named_parameters import NamedParameters
 from meshwright.strategies.collectives import all_gather, reduce_scatter
 from meshwright.strategies.data.summing import on_any_rank, refuse_gradients, sum_over_ranks
 from meshwright.strategies.engine import ApplyContext, Engine, HeldTensor, whole

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.strategies.forward import wrap_forward
+from meshwright.recording.wrap_forward import wrap_forward
 from meshwright.torch_private.trees import tree_flatten, tree_leaves, tree_unflatten
 
 

@@ -13,12 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.errors import Refused
-from meshwright.facts.named_parameters import NamedParameters
+from meshwright.facts.job import NamedParameters
 from meshwright.strategies.cuts import Stretch
 from meshwright.strategies.deepspeed import package
 from meshwright.strategies.deepspeed.config import config_of
-from meshwright.strategies.deepspeed.optimizer_by_name import OptimizerByName, ParameterGroup
-from meshwright.strategies.deepspeed.pieces import even_stretch, joined, pieces_of
+from meshwright.strategies.deepspeed.pieces import OptimizerByName, ParameterGroup, even_stretch, joined, pieces_of
 from meshwright.strategies.engine import ApplyContext, HeldTensor, OptimizerState, OptimizingEngine
 from meshwright.strategies.norm import global_norm, scale_
 

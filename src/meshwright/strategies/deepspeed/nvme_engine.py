@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from meshwright.errors import CheckpointError
-from meshwright.facts.named_parameters import NamedParameters
+from meshwright.facts.job import NamedParameters
 from meshwright.strategies.deepspeed.engine import MadeGroups, ZeroEngine
 from meshwright.strategies.engine import HeldTensor, OptimizerState
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from meshwright.facts.costs import Kernel, UnitCosts
 from meshwright.facts.job import Job
-from meshwright.facts.model import ModelFacts
+from meshwright.facts.model import ModelFacts, ParameterFacts
 from meshwright.facts.model_axis import AxisTerm, AxisTraits
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.division import Division
-from meshwright.strategies.model_axis import InnerAxis
+from meshwright.strategies.model_axis import Division, InnerAxis, Sent, UnitShare
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,6 +20,12 @@ if TYPE_CHECKING:
 
     from meshwright.strategies.cuts import Cuts
     from meshwright.strategies.operator.split import OperatorPlan
+
+SMALL = 0.01
+"""The smallest operators stay whole if together they hold less than this share of the parameters."""
+
+Operators = dict[str, list[ParameterFacts]]
+"""The parameters of each module that has any, by its name."""
 
 
 class OperatorParallel(InnerAxis):
@@ -66,6 +75,95 @@ class OperatorParallel(InnerAxis):
         return split_operators(model, plan, mesh)
 
     def division(self, facts: ModelFacts, ranks: int) -> Division:
-        from meshwright.strategies.operator.division import OperatorDivision
-
         return OperatorDivision(facts, ranks)
+
+
+class OperatorDivision(Division):
+    """What a rank holds, computes and sends, from a model's facts alone: `split.py` for the planner.
+
+    A parameter named `weight` with two or more dims represents its operator. Every rank has whole activations between
+    operators, so only parameters and products are divided. Each operator of an attention module counts separately.
+    """
+
+    def __init__(self, facts: ModelFacts, ranks: int) -> None:
+        self._ranks = ranks
+        operators = _find_operators(facts)
+        whole = _keep_whole(operators, facts, ranks)
+        found = [p for module, own in operators.items() if module not in whole for p in own if _is_cut(p, ranks)]
+        self._shapes = {parameter.name: parameter.shape for parameter in found}
+
+    def parts_of(self, names: tuple[str, ...]) -> int:
+        return self._ranks if names[0] in self._shapes else 1
+
+    def share(self, unit: UnitCosts, samples: int, stream: float) -> UnitShare:
+        shapes = [shape for name in unit.parameters if len(shape := self._shapes.get(name, ())) > 1]
+        products = [kernel for kernel in unit.forward if _reads_one(kernel, shapes)]
+        forward = [Sent(kind="all_gather", bytes=kernel.made.at(samples)) for kernel in products]
+        if shapes and not products:  # an embedding table: each rank finds its own entries
+            forward = [Sent(kind="all_reduce", bytes=unit.output.at(samples))]
+        # A kernel's input and output grow with the samples, its weight does not.
+        inputs = [(kernel.bytes.each - kernel.made.each) * samples for kernel in products]
+        return UnitShare(
+            kernel_parts=lambda kernel: self._ranks if _reads_one(kernel, shapes) else 1,
+            forward=tuple(forward),
+            backward=tuple(Sent(kind="all_reduce", bytes=size) for size in inputs),
+        )
+
+
+def _find_operators(facts: ModelFacts) -> Operators:
+    found: Operators = defaultdict(list)
+    packed = {
+        p.name.rpartition(".")[0] for p in facts.parameters if p.name.endswith(("in_proj_weight", "q_proj_weight"))
+    }
+    for parameter in facts.parameters:
+        for module in {name.rpartition(".")[0] for name in parameter.names}:
+            attention = module.removesuffix(".out_proj")  # attention reads this weight and never calls the module
+            found[attention if attention in packed else module].append(parameter)
+    return found
+
+
+def _keep_whole(operators: Operators, facts: ModelFacts, ranks: int) -> set[str]:
+    """Modules that are not operators, too small or not divisible, and modules that share a parameter with them."""
+    whole = {module for module, own in operators.items() if not _divides(own, ranks)} | _find_small(operators)
+    read = set(facts.read_elsewhere)
+    whole |= {module for module, own in operators.items() if any(read.intersection(p.names) for p in own)}
+    shared = {p.name for module in whole for p in operators[module]}
+    return whole | {module for module, own in operators.items() if any(p.name in shared for p in own)}
+
+
+def _divides(own: list[ParameterFacts], ranks: int) -> bool:
+    weights = [p for p in own if p.name.endswith("weight") and len(p.shape) > 1]
+    return bool(weights) and all(_is_cut(weight, ranks) for weight in weights)
+
+
+def _is_cut(parameter: ParameterFacts, ranks: int) -> bool:
+    """Whether it divides: a matrix by outputs or inputs, a convolution by channels, a bias with its outputs."""
+    if parameter.name.endswith("out_proj.bias"):
+        return False
+    sides = parameter.shape[:2] if len(parameter.shape) == 2 else parameter.shape[:1]
+    return any(side % ranks == 0 for side in sides)
+
+
+def _find_small(operators: Operators) -> set[str]:
+    """Operators too small to be worth a message. Convolutions are always worth it."""
+    total = sum({p.name: p.count for own in operators.values() for p in own}.values())
+    small = smallest({module: sum(p.count for p in own) for module, own in operators.items()}, total)
+    return {module for module in small if not any(len(p.shape) > 2 for p in operators[module])}
+
+
+def smallest(sizes: Mapping[str, int], total: int) -> set[str]:
+    """Names of the smallest operators that together hold less than `SMALL` of `total` elements."""
+    held = Counter(sizes.values())
+    up_to = dict(zip(sorted(held), accumulate(size * held[size] for size in sorted(held)), strict=True))
+    return {name for name, size in sizes.items() if up_to[size] < SMALL * total}
+
+
+def _reads_one(kernel: Kernel, shapes: list[tuple[int, ...]]) -> bool:
+    """Whether a kernel is a product with one of these weights, or computes the gradient of one."""
+    if kernel.kind == "convolution":
+        return any(len(shape) > 2 for shape in shapes)
+    if kernel.kind != "matmul" or not kernel.shape:
+        return False
+    batch, *sizes = kernel.shape
+    sides = {size.fixed for size in sizes if not size.each}
+    return not batch.each and any(sides.issuperset(shape) for shape in shapes)

@@ -13,13 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.strategies.collectives import add_up, copy_in, gather, slice_in
+from meshwright.torch_private import modules
 from meshwright.torch_private.fake_tensors import FakeTensor
-from meshwright.torch_private.modules import (
-    extra_padding,
-    overrides_convolution,
-    padding_of_both_sides,
-    projects_together,
-)
 
 Forward = Callable[..., Any]
 """The forward of a divided module: a function of (module, mesh) and the call's arguments. It must read parameters from
@@ -103,7 +98,7 @@ def _convolution_objection(module: Any) -> str:
     if module.transposed:
         return ""
     base = next(cls for cls in _CONVOLUTIONS if isinstance(module, cls))
-    own = overrides_convolution(module, base)
+    own = modules.overrides_convolution(module, base)
     return f"its _conv_forward is not nn.{base.__name__}'s" if own else ""
 
 
@@ -120,14 +115,14 @@ def _convolve(module: Any, mesh: DeviceMesh, input: torch.Tensor, *args: Any, **
 def _plain(module: Any, x: torch.Tensor, groups: int) -> torch.Tensor:
     padding = module.padding
     if module.padding_mode != "zeros":
-        x, padding = F.pad(x, padding_of_both_sides(module), mode=module.padding_mode), 0
+        x, padding = F.pad(x, modules.padding_of_both_sides(module), mode=module.padding_mode), 0
     convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[len(module.kernel_size) - 1]
     out: torch.Tensor = convolve(x, module.weight, module.bias, module.stride, padding, module.dilation, groups)
     return out
 
 
 def _transposed(module: Any, x: torch.Tensor, groups: int, output_size: list[int] | None = None) -> torch.Tensor:
-    extra = extra_padding(module, x, output_size)
+    extra = modules.extra_padding(module, x, output_size)
     convolve: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(module.kernel_size) - 1]
     out: torch.Tensor = convolve(
         x, module.weight, module.bias, module.stride, module.padding, extra, groups, module.dilation
@@ -226,7 +221,7 @@ def _attend(
 def _heads(module: Any, mesh: DeviceMesh, *inputs: torch.Tensor) -> Iterator[torch.Tensor]:
     """Queries, keys and values of this rank's heads, as (batch, heads, length, features)."""
     weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-    if projects_together(module):
+    if modules.projects_together(module):
         weights = module.in_proj_weight.chunk(3)
     biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     # Self-attention passes the same tensor three times; one copy sends its gradient once.

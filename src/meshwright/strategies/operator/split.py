@@ -21,10 +21,10 @@ operators, which together hold less than 1 % of the parameters, stay whole: a me
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
-from itertools import accumulate, product
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -33,7 +33,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from meshwright.errors import Refused
 from meshwright.strategies.cuts import Cut, Cuts, narrow
-from meshwright.strategies.operator.division import SMALL
+from meshwright.strategies.operator.axis import SMALL, smallest
 from meshwright.strategies.operator.rules import Forward, OperatorKind, Way, recognise
 
 
@@ -154,11 +154,11 @@ def _find(model: nn.Module, read_elsewhere: frozenset[str]) -> dict[str, _Found]
         # Attention reads its out_proj's weight and never calls it: the two are one operator.
         if id(module) not in inner and (one := _inspect(name, module, read)):
             found[name] = one
-    small = _small(list(found.values()), sum(p.numel() for p in model.parameters()))
-    return {
-        name: replace(one, objection=_TOO_SMALL) if name in small and not one.objection else one
-        for name, one in found.items()
-    }
+    small = smallest({name: one.elements for name, one in found.items()}, sum(p.numel() for p in model.parameters()))
+    for name in small:
+        if not found[name].objection and "convolution" not in found[name].kind:
+            found[name] = replace(found[name], objection=_TOO_SMALL)
+    return found
 
 
 _TOO_SMALL = f"it is one of the smallest operators, which together hold less than {SMALL:.0%} of the parameters"
@@ -191,15 +191,6 @@ def _hidden_use(one: _Found, read: set[int]) -> str:
         if id(one.parameters[name]) in read:
             return f"its {name} is also read outside of its forward"
     return ""
-
-
-def _small(found: list[_Found], total: int) -> set[str]:
-    """Names of the operators too small to be worth a message, by size."""
-    held: Counter[int] = Counter()
-    for one in found:
-        held[one.elements] += one.elements
-    up_to = dict(zip(sorted(held), accumulate(held[size] for size in sorted(held)), strict=True))
-    return {one.name for one in found if up_to[one.elements] < SMALL * total and "convolution" not in one.kind}
 
 
 def _tied(found: dict[str, _Found]) -> list[list[_Found]]:

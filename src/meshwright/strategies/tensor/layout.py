@@ -10,19 +10,15 @@ of it, backward sums them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright.strategies.collectives import AddUpPart, Join, add_up, copy_in, slice_in
+from meshwright.strategies.collectives import Join, copy_in, slice_in
 from meshwright.strategies.tensor.memory import check_unchanged
 
-SEQUENCE = 1  # the dim of the sequence in (batch, sequence, width)
 _PIECES = "_meshwright_pieces"
 
 
@@ -95,28 +91,3 @@ def shared(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         return Join.apply(local(x), dim_of(x), 1, True, mesh)  # type: ignore[no-any-return]
     x = whole(x, mesh)
     return copy_in(x, mesh) if x.requires_grad and torch.is_grad_enabled() else x
-
-
-def add_up_in_stream(share: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The sum of the ranks' shares in the layout of the residual stream."""
-    if _along_sequence.get() and has_sequence(share, mesh):
-        return divided(AddUpPart.apply(share, SEQUENCE, mesh), SEQUENCE, mesh)
-    return add_up(share, mesh)
-
-
-_along_sequence: ContextVar[bool] = ContextVar("along_sequence", default=False)
-
-
-@contextmanager
-def along_sequence(wanted: bool) -> Iterator[None]:
-    """Region in which layers leave sums of shares divided along the sequence, if `wanted` and possible."""
-    token = _along_sequence.set(wanted)
-    try:
-        yield
-    finally:
-        _along_sequence.reset(token)
-
-
-def has_sequence(x: torch.Tensor, mesh: DeviceMesh) -> bool:
-    """Whether a tensor is (batch, sequence, width) with a sequence that the ranks can divide."""
-    return x.dim() == 3 and x.shape[SEQUENCE] % mesh.size() == 0

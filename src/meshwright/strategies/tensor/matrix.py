@@ -1,8 +1,10 @@
-"""Rules for products with divided matrices: linear layers, attention scores, embeddings."""
+"""Rules for products with divided matrices, and for their sums: linear layers, attention scores, embeddings."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -12,20 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.strategies.collectives import add_up
-from meshwright.strategies.tensor.layout import (
-    add_up_in_stream,
-    dim_of,
-    divided,
-    is_divided,
-    local,
-    part,
-    pieces_of,
-    shared,
-    whole,
-)
+from meshwright.strategies.collectives import AddUpPart, add_up
+from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, local, part, pieces_of, shared, whole
 from meshwright.strategies.tensor.rules import Rule
 from meshwright.torch_private.tensors import version_of
+
+SEQUENCE = 1  # the dim of the sequence in (batch, sequence, width)
 
 
 def linear(func: Rule, mesh: DeviceMesh, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -153,3 +147,28 @@ def embedding(
     own_padding = padding if 0 <= padding < len(rows) else None
     found = F.embedding(here.masked_fill(elsewhere, 0), rows, own_padding)
     return add_up_in_stream(found.masked_fill(elsewhere[..., None], 0), mesh)
+
+
+def add_up_in_stream(share: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of the ranks' shares in the layout of the residual stream."""
+    if _along_sequence.get() and has_sequence(share, mesh):
+        return divided(AddUpPart.apply(share, SEQUENCE, mesh), SEQUENCE, mesh)
+    return add_up(share, mesh)
+
+
+_along_sequence: ContextVar[bool] = ContextVar("along_sequence", default=False)
+
+
+@contextmanager
+def along_sequence(wanted: bool) -> Iterator[None]:
+    """Region in which layers leave sums of shares divided along the sequence, if `wanted` and possible."""
+    token = _along_sequence.set(wanted)
+    try:
+        yield
+    finally:
+        _along_sequence.reset(token)
+
+
+def has_sequence(x: torch.Tensor, mesh: DeviceMesh) -> bool:
+    """Whether a tensor is (batch, sequence, width) with a sequence that the ranks can divide."""
+    return x.dim() == 3 and x.shape[SEQUENCE] % mesh.size() == 0

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
-from meshwright.strategies.backward import backward_pass
-from meshwright.strategies.in_place import IN_PLACE_OPERATORS, changes_its_input, has_inplace, not_in_place
+from meshwright.strategies import intercepted
 from meshwright.strategies.tensor import rules
 from meshwright.strategies.tensor.attention import attention, dropout
 from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, part, pieces_of, whole
@@ -116,7 +115,7 @@ class DividedFunctions(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _ON_DTENSOR or (_is_property(func) and func not in _RULES):
             return func(*args, **kwargs)
-        if changes_its_input(func, args, kwargs):
+        if intercepted.changes_its_input(func, args, kwargs):
             return self._change(func, args, kwargs)
         result = self._run(func, args, kwargs)
         if func in _VIEWS and is_divided(args[0], self.mesh):
@@ -125,7 +124,7 @@ class DividedFunctions(TorchFunctionMode):
 
     def _differentiate(self, func: Any, args: Any, kwargs: Any) -> None:
         """Run backward with the mode on, for recomputed blocks. A mode is off while it handles a function."""
-        run = backward_pass(func, args, kwargs)
+        run = intercepted.backward_pass(func, args, kwargs)
         if run is None:
             func(*args, **kwargs)
             return
@@ -181,8 +180,8 @@ class DividedFunctions(TorchFunctionMode):
     def _new_value(self, func: Any, target: DTensor, args: Any, kwargs: Any) -> Any:
         if "out" in kwargs:
             return self._run(func, args, {key: value for key, value in kwargs.items() if key != "out"})
-        if has_inplace(func, args, kwargs):
-            return self._run(func, *not_in_place(func, args, kwargs))
+        if intercepted.has_inplace(func, args, kwargs):
+            return self._run(func, *intercepted.not_in_place(func, args, kwargs))
         if (out_of_place := _out_of_place(func)) is not None:
             return self._run(out_of_place, args, kwargs)
         value = whole(target, self.mesh).clone()
@@ -206,7 +205,7 @@ def _is_property(func: Any) -> bool:
 def _out_of_place(func: Any) -> Any:
     """The out-of-place version of an in-place function."""
     name = func.__name__
-    plain = IN_PLACE_OPERATORS.get(name) or name.removesuffix("_")
+    plain = intercepted.IN_PLACE_OPERATORS.get(name) or name.removesuffix("_")
     return getattr(Tensor, plain, None) if plain != name else None
 
 

@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.describe.tensor_plan import output_dim
 from meshwright.facts.tensor_plan import TensorPlan, TensorRow
+from meshwright.recording.wrap_forward import wrap_forward
 from meshwright.strategies.cuts import Cut, Cuts, narrow
-from meshwright.strategies.forward import wrap_forward
-from meshwright.strategies.tensor.layout import SEQUENCE, along_sequence, divided, part, whole
+from meshwright.strategies.tensor.layout import divided, whole
+from meshwright.strategies.tensor.matrix import along_sequence
 from meshwright.strategies.tensor.memory import as_parameter
 from meshwright.strategies.tensor.mode import mode_of, tensor_region
 from meshwright.torch_private.trees import tree_map
@@ -104,13 +105,3 @@ def to_plain(tree: Any, mesh: DeviceMesh) -> Any:
 def gathered_functions(mesh: DeviceMesh) -> dict[str, int]:
     """The number of runs of each function on gathered tensors so far."""
     return dict(mode_of(mesh).gathered)
-
-
-def as_sequence_shard(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's part of a block's output along the sequence, as a plain tensor that a pipeline can send."""
-    return part(x, SEQUENCE, mesh)
-
-
-def from_sequence_shard(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A block's divided input, from the part that was received."""
-    return divided(local, SEQUENCE, mesh)

@@ -1,18 +1,24 @@
-"""From a cluster to the hardware numbers that forecasts use."""
+"""Catalogue of devices and their usual nodes, by name; `hardware_of` gives a cluster's numbers with their sources.
+
+`cards.json` has the numbers of data sheets. Matmul rates are dense: if a sheet prints the rate with sparsity, half
+of it is used. Memory is what CUDA reports to a process, which is less than what is printed on the card. Bridges, which
+join two cards on PCIe, are not counted.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ClusterError
-from meshwright.facts.catalogue.cards import CARDS, OTHER_NAMES, UNKNOWN_GPU, Card
 from meshwright.facts.cluster import LOCAL, Cluster
-from meshwright.facts.hardware import Hardware, Link
+from meshwright.facts.hardware import Hardware, Link, is_complete, lay_over
 from meshwright.facts.links import KINDS
-from meshwright.facts.overrides import is_complete, lay_over
 from meshwright.units import GIB
 
 MEASURED = "measured"
@@ -21,6 +27,54 @@ GBPS = 1e9 / 8
 """Bytes per second."""
 _LAUNCH = 6e-6
 _CPU_LAUNCH = 4e-6
+
+
+@dataclass(frozen=True)
+class Node:
+    """The machine that a device usually comes in."""
+
+    source: str
+    gbps: float
+    """Gbit/s to other nodes."""
+    kind: str
+    host_gib: float
+
+
+@dataclass(frozen=True)
+class Card:
+    """One device."""
+
+    sheet: str
+    """The data sheet that flops, bandwidth and links come from."""
+    gib: float
+    """Memory available to a process."""
+    tflops: Mapping[str, float]
+    """Dense, by compute dtype; dtypes without hardware support are left out."""
+    gb_s: float
+    """GB/s of the device's memory."""
+    within: tuple[str, float]
+    """Kind of the link to its siblings, and its GB/s in one direction."""
+    host_gb_s: float
+    """GB/s to the host in one direction."""
+    node: Node
+    reach: Mapping[str, float] = field(default_factory=dict)
+    """Measured shares of the peaks that a training step's kernels reach."""
+    reach_source: str = ""
+
+
+_TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("cards.json").read_text(encoding="utf-8"))
+_NODES = {name: Node(**values) for name, values in _TABLES["nodes"].items()}
+
+
+def _read_card(values: Mapping[str, Any]) -> Card:
+    return Card(**{**values, "node": _NODES[values["node"]]})
+
+
+CARDS: Mapping[str, Card] = {name: _read_card(values) for name, values in _TABLES["cards"].items()}
+"""By the name used in a cluster's text. A name without a form factor means SXM, if there is one."""
+OTHER_NAMES: Mapping[str, str] = _TABLES["other names"]
+"""Aliases of one device of the catalogue. `A100` and `V100` would match two each, so they are not aliases."""
+UNKNOWN_GPU = _read_card(_TABLES["unknown gpu"])
 
 
 def hardware_of(cluster: Cluster) -> Hardware:
@@ -135,10 +189,10 @@ def _sources(card: Card) -> dict[str, Any]:
         "launch": "assumed for eager PyTorch on a current server core, until probe measures it",
         "within.bandwidth": f"{card.sheet}: interconnect, half of the bidirectional total",
         "within.latency": within,
-        "between.bandwidth": card.node.name,
+        "between.bandwidth": card.node.source,
         "between.latency": KINDS[card.node.kind].source,
         "host.bandwidth": f"{card.sheet}: the slot's rate in one direction",
         "host.latency": "assumed for one copy between host and device",
-        "host_memory": card.node.name,
+        "host_memory": card.node.source,
         **({"reach": card.reach_source} if card.reach else {}),
     }

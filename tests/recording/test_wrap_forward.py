@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.strategies.forward import wrap_forward
+from meshwright.recording.wrap_forward import wrap_forward
 from minimal import WIDTH, Block, Blocks
 
 

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import Unreadable
+from meshwright.errors import ExchangeError, Unreadable
 from meshwright.exchange import read_accelerate, read_deepspeed, read_torchtitan
-from meshwright.exchange.errors import ExchangeError
-from meshwright.exchange.fields import Fields
-from meshwright.exchange.imported import Imported
+from meshwright.exchange.fields import Fields, Imported
 from meshwright.reading import parse_json, parse_toml, parse_yaml, read_text
 from meshwright.units import MIB
 

@@ -32,11 +32,10 @@ from meshwright.report import colours
 from meshwright.report.charts import scripts
 from meshwright.report.charts_bars import bar_plot
 from meshwright.report.compare import check_folders, comparison_page, csv_text
-from meshwright.report.compare_bars import memory_chart, time_chart
 from meshwright.report.compare_curves import curves_plot, loss_curves
-from meshwright.report.compare_html import page, write_page
+from meshwright.report.compare_html import memory_chart, page, time_chart, write_page
 from meshwright.report.compare_mesh import draw_meshes
-from meshwright.report.compare_trace import trace_events, write_trace
+from meshwright.report.trace_events import trace_events, write_trace
 from meshwright.units import MIB
 from page_charts import figures, point_at, tooltip, traces, wait_until_drawn
 

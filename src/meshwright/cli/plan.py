@@ -62,7 +62,7 @@ def plan(
         from meshwright.api.plan import rank
         from meshwright.report.charts import check_plotly
         from meshwright.report.plan import plan_page
-        from meshwright.report.timeline_html import check_ending
+        from meshwright.report.timeline import check_ending
 
     if timeline is not None:
         check_ending(timeline)
@@ -97,7 +97,7 @@ def _write(context: PlanContext, ranking: Ranking, *, html: Path | None, timelin
     from meshwright.api.timeline import first_timeline
     from meshwright.errors import Refused
     from meshwright.report.plan_html import write_page
-    from meshwright.report.timeline_html import write_timeline
+    from meshwright.report.timeline import write_timeline
 
     found = first_timeline(context, ranking.plans)
     if html is not None:

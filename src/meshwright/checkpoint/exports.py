@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.atomic_folder import atomic_folder, reading, refuse_taken
-from meshwright.checkpoint.file_integrity import raise_damage
-from meshwright.checkpoint.folder import find_checkpoint
+from meshwright.checkpoint.folder import atomic_folder, find_checkpoint, reading, refuse_taken
 from meshwright.checkpoint.formats import SAFETENSORS, TORCH, Format, Item, index_of, pack
 from meshwright.checkpoint.hugging_face import differing_names
-from meshwright.checkpoint.integrity import inspect
+from meshwright.checkpoint.integrity import inspect, raise_damage
 from meshwright.checkpoint.manifest import MODEL, Manifest, read_manifest
 from meshwright.checkpoint.progress import Progress, silent
 from meshwright.checkpoint.storage import write_durably

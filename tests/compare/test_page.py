@@ -56,8 +56,9 @@ def compared() -> Compared:
 
 @pytest.fixture(scope="module")
 def document(compared: Compared) -> dict[str, Any]:
-    planner, cluster = Planner(compared.job, compared.facts, compared.job.global_batch), local_cluster("cpu", devices=2)
-    rows = [with_forecast(row, planner, cluster, compared.strategies[row["strategy"]]) for row in compared.rows]
+    matrix, cluster = compared.matrix, local_cluster("cpu", devices=2)
+    planner = Planner(matrix.job, matrix.facts, matrix.job.global_batch)
+    rows = [with_forecast(row, planner, cluster, matrix.able[row["strategy"]]) for row in compared.rows]
     return {
         **{"job": "job.py", "ranks": 2, "device": "cpu", "cluster": str(cluster), "global_batch": 16, "steps": 3},
         **{"rounds": 2, "note": "", "results": rows, "references": compared.references, "seconds": 61.0},

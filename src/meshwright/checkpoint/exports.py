@@ -45,7 +45,8 @@ def export(
     content = replace(content, items=[_as_dtype(item, cast) for item in content.items])
     with reading(out):
         refuse_taken(out)
-    _refuse_inside(out, folder)
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise OutputError(f"{out} is inside the checkpoint {folder}; give a path outside it.")
     with reading(folder):
         raise_damage(folder, inspect(folder, manifest, progress))
     packed = [content.items] if content.alone else pack(content.items, limit)
@@ -158,11 +159,6 @@ def _size(text: str) -> int:
     if size < 1:
         raise BadInput(f"--shard-size must be at least one byte, not {text!r}.")
     return size
-
-
-def _refuse_inside(out: Path, folder: Path) -> None:
-    if out.resolve().is_relative_to(folder.resolve()):
-        raise OutputError(f"{out} is inside the checkpoint {folder}; give a path outside it.")
 
 
 def _named(manifest: Manifest) -> list[tuple[str, tuple[str, ...]]]:

@@ -51,7 +51,10 @@ class RunRecorder:
             _keep_until(folder / RECORDS, after)
             self._file = (folder / RECORDS).open("a", buffering=1)
             self._sinks.insert(0, CsvFile(folder, after=after))
-            self._board = _tensorboard(folder) if tensorboard else None
+        if folder is not None and tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, record: Mapping[str, Any]) -> None:
         if self._file is not None:
@@ -133,9 +136,3 @@ def require_tensorboard() -> None:
         import torch.utils.tensorboard  # noqa: F401  # only to check that it is installed
     except ImportError as error:
         raise BadInput("--tensorboard needs the package: pip install 'meshwright[tensorboard]'.") from error
-
-
-def _tensorboard(folder: Path) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder / "tensorboard"))

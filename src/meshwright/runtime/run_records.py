@@ -51,10 +51,7 @@ class RunRecorder:
             _keep_until(folder / RECORDS, after)
             self._file = (folder / RECORDS).open("a", buffering=1)
             self._sinks.insert(0, CsvFile(folder, after=after))
-        if folder is not None and tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(folder / "tensorboard"))
+            self._board = _tensorboard(folder) if tensorboard else None
 
     def write(self, record: Mapping[str, Any]) -> None:
         if self._file is not None:
@@ -136,3 +133,9 @@ def require_tensorboard() -> None:
         import torch.utils.tensorboard  # noqa: F401  # only to check that it is installed
     except ImportError as error:
         raise BadInput("--tensorboard needs the package: pip install 'meshwright[tensorboard]'.") from error
+
+
+def _tensorboard(folder: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder / "tensorboard"))

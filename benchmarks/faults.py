@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.file_integrity import find_damage
 from meshwright.checkpoint.folder import CHECKPOINTS, LATEST, find_checkpoint
+from meshwright.checkpoint.integrity import find_damage
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.whole_tensors import WholeTensors
 

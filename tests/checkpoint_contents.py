@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.dcp_planner import State
 from meshwright.checkpoint.manifest import RNG, RunState
+from meshwright.checkpoint.parts import State
 from meshwright.checkpoint.state import snapshot
 from meshwright.checkpoint.storage import narrowed
 from meshwright.checkpoint.whole_tensors import WholeTensors

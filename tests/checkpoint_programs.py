@@ -110,7 +110,7 @@ def refuse(world: World, setting: Setup, folders: list[str], failing: int | None
     refusals = []
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == failing:
-            patch.setattr("meshwright.checkpoint.file_integrity._sha256", _fail_to_read)
+            patch.setattr("meshwright.checkpoint.integrity._sha256", _fail_to_read)
         for folder in folders:
             with pytest.raises(CheckpointError) as caught:
                 run.load(folder)

@@ -20,7 +20,7 @@ from meshwright.assemble.world import World, alone
 from meshwright.checkpoint.folder import RunFolder, find_checkpoint
 from meshwright.checkpoint.integrity import inspect
 from meshwright.checkpoint.manifest import read_manifest
-from meshwright.checkpoint.save import save_in
+from meshwright.checkpoint.save import Saver
 from meshwright.errors import OutputError
 from meshwright.runtime.run import Run
 
@@ -99,6 +99,11 @@ def survive(world: World, context: Setup, folder: Path, full: Full, background: 
     take_steps(run, 1)
     world.gather(None)
     return said
+
+
+def save_in(saver: Saver, samples: int, step: int, folder: RunFolder, *, background: bool) -> None:
+    """Save as the newest checkpoint of a run."""
+    saver.save(samples, folder.temporary(step), folder.publish, background=background)
 
 
 def _save(run: Run, folder: RunFolder, background: bool) -> None:

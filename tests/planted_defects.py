@@ -300,6 +300,8 @@ def stage_not_updated(made: Trainer) -> None:
 
 STARTS = f"{BLOCK}: differs by"
 COPY = "rank 1 holds another copy than rank 0"
+
+
 def masks_of_another_seed(made: Trainer) -> None:
     passes: Any = made.passes
     passes._dropout = replace(passes._dropout, run_seed=passes._dropout.run_seed + made.world.rank)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from meshwright.assemble.batch import Share
-from meshwright.checkpoint.file_integrity import find_damage
 from meshwright.checkpoint.folder import list_checkpoints, step_of
+from meshwright.checkpoint.integrity import find_damage
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.cli.main import app
 from meshwright.cli.outcome import main_with_exit_codes

@@ -14,9 +14,8 @@ from meshwright.api.plan import rank
 from meshwright.assemble.check import check
 from meshwright.commands.layout import show_layout
 from meshwright.describe.model import describe
-from meshwright.errors import Refused, UnknownTerm
-from meshwright.exchange.errors import ExchangeError
-from meshwright.exchange.export import export
+from meshwright.errors import ExchangeError, Refused, UnknownTerm
+from meshwright.exchange import export
 from meshwright.exchange.export_request import ExportRequest
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.data_axis import DATA_AXES

@@ -9,6 +9,7 @@
         │   ├── Refused              a valid strategy that this job or these ranks cannot run
         │   ├── ClusterError         the cluster's text or file is wrong
         │   ├── JobError             the job's file, model, sample or loss is wrong
+        │   ├── ExchangeError        another framework's config cannot be read or written
         │   ├── OutputError          a folder cannot be written
         │   ├── Unreadable           an input file is not a regular file, too large, or malformed
         │   ├── CheckpointError      a checkpoint is missing, or cannot be written or loaded
@@ -65,6 +66,10 @@ class ClusterError(BadInput):
 
 class JobError(BadInput):
     """The job's file, model, sample, inputs, loss or optimizer does not work."""
+
+
+class ExchangeError(BadInput):
+    """A config that cannot be read, contradicts itself, or cannot express the strategy."""
 
 
 class OutputError(BadInput):

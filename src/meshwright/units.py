@@ -1,4 +1,4 @@
-"""Format and parse bytes, seconds and counts: `39.4 GiB`, `312 ms`, `70B`."""
+"""Format bytes, seconds and counts: `39.4 GiB`, `312 ms`, `70B`; parse bytes."""
 
 from __future__ import annotations
 
@@ -42,17 +42,12 @@ def show_count(count: float) -> str:
 
 def parse_bytes(text: str) -> int:
     """`parse_bytes("40GiB")`; GB, MB and KB are decimal."""
-    return round(_parse(text, _READ_BYTES, example="40GiB"))
-
-
-def parse_seconds(text: str) -> float:
-    """`parse_seconds("12 ms")`."""
-    return _parse(text, _SECONDS, example="12ms")
-
-
-def parse_count(text: str) -> int:
-    """`parse_count("70B")`."""
-    return round(_parse(text, _COUNTS, example="70B"))
+    by_name = {unit.lower(): size for unit, size in _READ_BYTES.items()}
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].lower() not in by_name:
+        known = ", ".join(_READ_BYTES)
+        raise ValueError(f"Cannot read {text!r}: write a number and a unit, such as 40GiB (units: {known}).")
+    return round(float(found[1]) * by_name[found[2].lower()])
 
 
 def _show(amount: float, units: dict[str, float], *, zero: str, gap: str) -> str:
@@ -67,12 +62,3 @@ def _three_digits(number: float) -> str:
     decimals = 2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0
     text = f"{number:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if decimals else text
-
-
-def _parse(text: str, units: dict[str, float], *, example: str) -> float:
-    by_name = {unit.lower(): size for unit, size in units.items()}
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if found is None or found[2].lower() not in by_name:
-        known = ", ".join(unit for unit in units if unit)
-        raise ValueError(f"Cannot read {text!r}: write a number and a unit, such as {example} (units: {known}).")
-    return float(found[1]) * by_name[found[2].lower()]

@@ -274,7 +274,7 @@ def test_a_disk_that_fails_is_a_bad_checkpoint(
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise OSError(5, "Input/output error", "the/file")
 
-    monkeypatch.setattr("meshwright.checkpoint.file_integrity._sha256", fail)
+    monkeypatch.setattr("meshwright.checkpoint.integrity._sha256", fail)
     before = fingerprint(run)
     with pytest.raises(CheckpointError, match="the/file cannot be read: Input/output error"):
         run.load(spoil())

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.atomic_folder import refuse_taken
-from meshwright.checkpoint.folder import RunFolder, find_checkpoint, list_checkpoints, read_latest
+from meshwright.checkpoint.folder import RunFolder, find_checkpoint, list_checkpoints, read_latest, refuse_taken
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.errors import CheckpointError, OutputError
 

@@ -32,11 +32,10 @@ from meshwright.report import colours
 from meshwright.report.charts import scripts
 from meshwright.report.charts_bars import bar_plot
 from meshwright.report.compare import check_folders, comparison_page, csv_text
-from meshwright.report.compare_bars import memory_chart, time_chart
 from meshwright.report.compare_curves import curves_plot, loss_curves
-from meshwright.report.compare_html import page, write_page
+from meshwright.report.compare_html import memory_chart, page, time_chart, write_page
 from meshwright.report.compare_mesh import draw_meshes
-from meshwright.report.compare_trace import trace_events, write_trace
+from meshwright.report.trace_events import trace_events, write_trace
 from meshwright.units import MIB
 from page_charts import figures, point_at, tooltip, traces, wait_until_drawn
 
@@ -57,8 +56,9 @@ def compared() -> Compared:
 
 @pytest.fixture(scope="module")
 def document(compared: Compared) -> dict[str, Any]:
-    planner, cluster = Planner(compared.job, compared.facts, compared.job.global_batch), local_cluster("cpu", devices=2)
-    rows = [with_forecast(row, planner, cluster, compared.strategies[row["strategy"]]) for row in compared.rows]
+    matrix, cluster = compared.matrix, local_cluster("cpu", devices=2)
+    planner = Planner(matrix.job, matrix.facts, matrix.job.global_batch)
+    rows = [with_forecast(row, planner, cluster, matrix.able[row["strategy"]]) for row in compared.rows]
     return {
         **{"job": "job.py", "ranks": 2, "device": "cpu", "cluster": str(cluster), "global_batch": 16, "steps": 3},
         **{"rounds": 2, "note": "", "results": rows, "references": compared.references, "seconds": 61.0},

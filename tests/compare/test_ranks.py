@@ -60,7 +60,7 @@ def test_the_rest_completes_with_all_of_its_figures(after_grief: Compared) -> No
 @pytest.mark.slow
 def test_losses_are_those_of_one_process_though_the_job_has_dropout(after_grief: Compared) -> None:
     row, (one,) = after_grief.rows[0], after_grief.references
-    assert after_grief.facts.drops
+    assert after_grief.matrix.facts.drops
     assert row["loss_equal"] is True and row["loss_max_rel"] < 1e-6
     assert row["losses"][:2] == pytest.approx(one["losses"][:2], rel=1e-6)
 

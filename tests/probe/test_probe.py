@@ -14,9 +14,8 @@ from meshwright.facts.cluster import Cluster
 from meshwright.facts.links import ring_bytes, ring_steps
 from meshwright.probe import collectives, machine
 from meshwright.probe import device as probe_device
-from meshwright.probe.collectives import layouts
+from meshwright.probe.collectives import fit_link, layouts
 from meshwright.probe.device import measure_launch, measure_matmuls, measure_memory, time_of
-from meshwright.probe.fit import fit_link
 from meshwright.probe.machine import local_cluster
 from meshwright.probe.probe import cluster_of, fit_links, probe_command
 from meshwright.runtime.request import ProbeRequest

@@ -135,7 +135,7 @@ def test_without_plotly_it_is_said_before_anything_starts(
 
 def test_data_needs_no_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trace events and figures are plain data; only a page carries plotly's script."""
-    from meshwright.report.timeline_html import check_ending
+    from meshwright.report.timeline import check_ending
 
     monkeypatch.setattr(charts, "find_spec", lambda name: None)
     check_ending(Path("timeline.json"))

@@ -15,9 +15,15 @@ from meshwright.facts.plan import Plan, Ranking, Refusal, Speed
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.explain import CAUSES, explain
 from meshwright.report.charts import plotly_script, policy, scripts
-from meshwright.report.plan_bars import memory_chart, memory_room, time_chart
-from meshwright.report.plan_html import page, write_page
-from meshwright.report.plan_refusals import SHOWN, kinds_of_refusals
+from meshwright.report.plan_html import (
+    SHOWN,
+    kinds_of_refusals,
+    memory_chart,
+    memory_room,
+    page,
+    time_chart,
+    write_page,
+)
 from meshwright.units import GIB
 from page_charts import figures
 

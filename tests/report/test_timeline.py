@@ -31,9 +31,8 @@ from meshwright.facts.timeline import (
 from meshwright.planner.search import PlanContext, consider
 from meshwright.report.charts import Plot, plotly_script, scripts
 from meshwright.report.charts_timeline import piece_lines
-from meshwright.report.timeline import DRAWN, draw
-from meshwright.report.timeline_html import timeline_page, write_timeline
-from meshwright.report.timeline_trace import trace_document
+from meshwright.report.timeline import DRAWN, draw, timeline_page, write_timeline
+from meshwright.report.trace_events import trace_document
 from meshwright.units import show_seconds
 
 pytest.importorskip("plotly", reason="pages need meshwright[pages]")

@@ -11,8 +11,7 @@ import pytest
 from meshwright.api.job_planner import PlanOptions, open_planner, read_cluster
 from meshwright.api.timeline import forecast_timeline
 from meshwright.facts.strategy import Strategy
-from meshwright.report.compare_trace import trace_events
-from meshwright.report.timeline_trace import timeline_events
+from meshwright.report.trace_events import timeline_events, trace_events
 
 Event = dict[str, Any]
 

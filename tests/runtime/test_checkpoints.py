@@ -12,8 +12,8 @@ import pytest
 import meshwright as mw
 from checkpoint_contents import first_change
 from checkpoint_samples import save_in_boxes
-from meshwright.checkpoint.file_integrity import find_damage
 from meshwright.checkpoint.folder import find_checkpoint, list_checkpoints
+from meshwright.checkpoint.integrity import find_damage
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.errors import CheckpointError, OutputError, WrongCheckpoint
 from meshwright.runtime.checkpoints import Checkpoints, saved_seed

@@ -36,9 +36,10 @@ def compare_command(request: CompareRequest, *, on: str = LOCAL) -> Comparison:
     """Run `meshwright compare`; `on` is the cluster that forecasts are made for."""
     named = Cluster.parse(on)
     done = compare(request)
-    cluster = this_machine(done.device, request.ranks) if named.device == LOCAL else named
-    planner = Planner(done.job, done.facts, done.job.global_batch)
-    rows = [with_forecast(row, planner, cluster, done.strategies.get(row["strategy"])) for row in done.rows]
+    matrix = done.matrix
+    cluster = this_machine(matrix.device, request.ranks) if named.device == LOCAL else named
+    planner = Planner(matrix.job, matrix.facts, matrix.job.global_batch)
+    rows = [with_forecast(row, planner, cluster, matrix.able.get(row["strategy"])) for row in done.rows]
     return Comparison(document=_document(request, done, str(cluster), rows), profiles=done.profiles)
 
 
@@ -108,12 +109,12 @@ def _document(request: CompareRequest, done: Compared, cluster: str, rows: list[
     return {
         "job": request.job,
         "ranks": request.ranks,
-        "device": done.device,
+        "device": done.matrix.device,
         "cluster": cluster,
-        "global_batch": done.job.global_batch,
+        "global_batch": done.matrix.job.global_batch,
         "steps": request.steps,
         "rounds": request.rounds,
-        "note": note_on_cores(request.ranks, done.device),
+        "note": note_on_cores(request.ranks, done.matrix.device),
         "results": rows,
         "references": done.references,
         "left_out": done.left_out,

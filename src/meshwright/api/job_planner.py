@@ -190,8 +190,3 @@ class Planner:
         wider = replace(options, strategies=(), allowed=replace(options.allowed, **changes))
         plans = self.search(cluster, wider).plans
         return plans[0] if plans else None
-
-
-def named_strategies(words: Sequence[str]) -> tuple[str, ...]:
-    """Parse and reprint each strategy, so that mistakes are reported early."""
-    return tuple(str(Strategy.parse(word)) for word in words)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from functools import partial
 
 from meshwright.api.job_planner import Planner, PlanOptions
-from meshwright.api.rank_foreign import rank_foreign
 from meshwright.describe.model import describe
+from meshwright.errors import MeshwrightError, Refused
+from meshwright.exchange import Imported
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.job import Job
-from meshwright.facts.plan import Plan, Ranking, Refusal
+from meshwright.facts.plan import ForeignChoice, Plan, Ranking, Refusal
+from meshwright.facts.strategy import Strategy, divisors
 from meshwright.planner.explain import explain
-from meshwright.planner.search import best_of_each_kind, choose
+from meshwright.planner.search import TIE, best_of_each_kind, choose, refuse
+from meshwright.units import GIB, show_seconds
 
 
 def plan(job: Job, cluster: Cluster, options: PlanOptions | None = None, *, name: str = "job") -> Ranking:
@@ -45,3 +50,90 @@ def rank(
         if options.against
         else None,
     )
+
+
+def rank_foreign(
+    planner: Planner, cluster: Cluster, theirs: Imported, plans: list[Plan], *, traced: bool
+) -> ForeignChoice:
+    """Forecast the user's strategy and find its rank among `plans`, which are already sorted."""
+    notes = _notes(theirs, planner.global_batch)
+    choice = partial(ForeignChoice, file=theirs.file, origin=theirs.origin)
+    engine = theirs.strategy.engine
+    try:
+        plan = _forecast(planner, cluster, replace(theirs.strategy, engine="torch"), plans, traced=traced)
+    except MeshwrightError as error:
+        gain = f"Your strategy cannot run here; {_first(plans)}."
+        return choice(strategy=str(theirs.strategy), gain=gain, reason=str(error), notes=notes)
+    plan = plan if engine == "torch" else replace(plan, strategy=replace(plan.strategy, engine=engine))
+    strategy = str(plan.strategy)
+    if theirs.strategy.micro_batch is None and plan.strategy.micro_batch is not None:
+        notes = (*notes, f"The file sets no micro-batch size; mb={plan.strategy.micro_batch} is the fastest here.")
+    if not plan.fits:
+        gain = f"Your strategy does not fit; {_first(plans)}."
+        return choice(strategy=strategy, gain=gain, plan=plan, reason=plan.why[0], notes=notes)
+    place = _rank(planner, cluster, plan, plans)
+    explained = explain([plans[0] if plans else plan, plan])[1]
+    return choice(strategy=strategy, gain=_gain(plan, plans), plan=explained, rank=place, notes=notes)
+
+
+def _notes(theirs: Imported, global_batch: int) -> tuple[str, ...]:
+    notes = [f"Not compared, because Meshwright has no equivalent: {name}." for name in theirs.ignored]
+    if theirs.strategy.engine == "deepspeed":
+        notes.append("DeepSpeed is forecast as Meshwright's own engine at the same ZeRO stage.")
+    if theirs.global_batch not in (None, global_batch):
+        notes.append(f"The file's global batch is {theirs.global_batch}; the plan uses the job's, {global_batch}.")
+    return tuple(notes)
+
+
+def _forecast(planner: Planner, cluster: Cluster, strategy: Strategy, plans: list[Plan], *, traced: bool) -> Plan:
+    """Forecast the user's strategy, even if it does not fit; raise `Refused` if it cannot run."""
+    resolved = strategy.resolve(cluster.devices)
+    if reason := refuse(planner.context(cluster), resolved):
+        raise Refused(reason)
+    found = planner.search_named(cluster, _sizes(resolved, planner.global_batch))
+    if not found.plans and not found.unfit:
+        raise Refused(found.refused[0].reason)
+    best = found.plans[0] if found.plans else min(found.unfit, key=lambda plan: plan.forecast.peak)
+    same = next((plan for plan in plans if plan.strategy == best.strategy), None)
+    if same is not None or not traced or not best.fits:
+        return same or best
+    fitting, _ = planner.trace_first(cluster, [best], 1)
+    return fitting[0] if fitting else replace(best, fits=False, why=("the traced step does not fit",))
+
+
+def _sizes(strategy: Strategy, global_batch: int) -> list[Strategy]:
+    """The strategy with its micro-batch size, or with every possible size, smallest first, if it names none."""
+    if strategy.micro_batch is not None:
+        return [strategy]
+    samples = max(1, global_batch // strategy.data_ranks)
+    return [replace(strategy, micro_batch=size) for size in divisors(samples)]
+
+
+def _rank(planner: Planner, cluster: Cluster, plan: Plan, plans: list[Plan]) -> int:
+    """The plan's rank, starting at 1, by the same rule that ranks the others."""
+    if not any(other is plan for other in plans):
+        together = sorted([*plans, plan], key=lambda other: other.forecast.step)
+        plans = choose(planner.context(cluster), together)
+    return 1 + next(place for place, other in enumerate(plans) if other is plan)
+
+
+def _first(plans: list[Plan]) -> str:
+    if not plans:
+        return "no plan fits either"
+    return f"the first plan, {plans[0].strategy}, takes {show_seconds(plans[0].forecast.step)} per step"
+
+
+def _gain(plan: Plan, plans: list[Plan]) -> str:
+    """Describe what the first plan gains over a plan that fits."""
+    if not plans:
+        return "Your strategy fits, and no plan does."
+    first = plans[0]
+    if first.strategy == plan.strategy:
+        return "The first plan is your strategy: there is nothing to gain."
+    ratio, more = 1 - first.forecast.step / plan.forecast.step, (first.peak - plan.peak) / GIB
+    times = f"{show_seconds(first.forecast.step)} instead of {show_seconds(plan.forecast.step)}"
+    memory = "the same memory" if abs(more) < 0.05 else f"{abs(more):.1f} GiB {'more' if more > 0 else 'less'} memory"
+    if abs(ratio) <= TIE:
+        return f"The first plan is as fast as yours ({times} per step) and takes {memory}."
+    speed = f"{ratio:.0%} less time" if ratio > 0 else f"{-ratio:.0%} more time"
+    return f"The first plan takes {speed} per step than yours ({times}) and takes {memory}."

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from meshwright.compare.timeline import KINDS
 from meshwright.errors import Refused
 from meshwright.facts.forecast import Forecast
 from meshwright.facts.plan import Plan
 from meshwright.facts.strategy import Strategy
-from meshwright.facts.timeline import BACKWARD, DATA, FORWARD, INPUT, SEND, UPDATE, WEIGHT, Piece, Timeline, with_idle
+from meshwright.facts.timeline import DATA, SEND, UPDATE, Piece, Timeline, with_idle
 from meshwright.planner.calibrate import Calibration
 from meshwright.planner.search import PlanContext
 from meshwright.planner.step_layout import StepLayout, lay_out_step
@@ -24,7 +25,6 @@ from meshwright.schedules import Action, Kind, Schedule, TimedAction, make, simu
 
 LARGEST = 20_000
 """The largest schedule, in actions, that is still simulated."""
-KINDS = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.BACKWARD_INPUT: INPUT, Kind.BACKWARD_WEIGHT: WEIGHT}
 
 Parts = Mapping[str, float]
 

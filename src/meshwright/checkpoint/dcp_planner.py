@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner, planner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -15,21 +15,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from meshwright.checkpoint.parts import HeldParts, Part
+from meshwright.checkpoint.parts import HeldParts, Part, State
 from meshwright.checkpoint.storage import narrowed
-
-State = dict[str, HeldParts]
 
 
 class PartsSavePlanner(DefaultSavePlanner):
@@ -44,15 +33,17 @@ class PartsSavePlanner(DefaultSavePlanner):
         self._state: State = state_dict
         self.is_coordinator = is_coordinator
 
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan([_item(name, held, part) for name, held in self._state.items() for part in _distinct(held)])
+    def create_local_plan(self) -> planner.SavePlan:
+        return planner.SavePlan(
+            [_item(name, held, part) for name, held in self._state.items() for part in _distinct(held)]
+        )
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+    def resolve_data(self, write_item: planner.WriteItem) -> torch.Tensor | io.BytesIO:
         offsets = tuple(write_item.index.offset or ())
         return next(part.tensor for part in self._state[write_item.index.fqn].parts if part.offsets == offsets)
 
 
-class PartsLoadPlanner(LoadPlanner):
+class PartsLoadPlanner(planner.LoadPlanner):
     """Requests the overlap of every part with the checkpoint's chunks."""
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
@@ -60,33 +51,33 @@ class PartsLoadPlanner(LoadPlanner):
         self._state: State = state_dict
         self._metadata = metadata
 
-    def create_local_plan(self) -> LoadPlan:
-        items: list[ReadItem] = []
+    def create_local_plan(self) -> planner.LoadPlan:
+        items: list[planner.ReadItem] = []
         for name, held in self._state.items():
             saved = self._metadata.state_dict_metadata[name]
             assert isinstance(saved, TensorStorageMetadata)
             items += create_read_items_for_chunk_list(name, saved, [_chunk(part) for part in held.parts])
-        return LoadPlan(items)
+        return planner.LoadPlan(items)
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+    def create_global_plan(self, global_plan: list[planner.LoadPlan]) -> list[planner.LoadPlan]:
         return global_plan
 
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+    def finish_plan(self, central_plan: planner.LoadPlan) -> planner.LoadPlan:
         return central_plan
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: planner.ReadItem, value: io.BytesIO) -> None:
         raise AssertionError("our checkpoints hold tensors only")
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+    def resolve_tensor(self, read_item: planner.ReadItem) -> torch.Tensor:
         assert read_item.dest_index.index is not None
         part = self._state[read_item.dest_index.fqn].parts[read_item.dest_index.index]
         return narrowed(part.tensor, read_item.dest_offsets, read_item.lengths)
 
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+    def commit_tensor(self, read_item: planner.ReadItem, tensor: torch.Tensor) -> None:
         pass
 
 
-def share_out(plans: list[SavePlan]) -> list[SavePlan]:
+def share_out(plans: list[planner.SavePlan]) -> list[planner.SavePlan]:
     """Decide which rank writes what, given what all ranks offer: each box once, bytes spread evenly. Pure."""
     return PartsSavePlanner().create_global_plan(plans)[0]
 
@@ -99,11 +90,11 @@ def _chunk(part: Part) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(part.offsets), part.tensor.shape)
 
 
-def _item(name: str, held: HeldParts, part: Part) -> WriteItem:
-    return WriteItem(
+def _item(name: str, held: HeldParts, part: Part) -> planner.WriteItem:
+    return planner.WriteItem(
         index=MetadataIndex(name, torch.Size(part.offsets)),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
+        type=planner.WriteItemType.SHARD,
+        tensor_data=planner.TensorWriteData(
             chunk=_chunk(part), properties=TensorProperties(dtype=held.dtype), size=torch.Size(held.shape)
         ),
     )

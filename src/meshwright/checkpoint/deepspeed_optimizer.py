@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.dcp_planner import State
 from meshwright.checkpoint.deepspeed import TrainingState
-from meshwright.checkpoint.expected_state import ExpectedState
-from meshwright.checkpoint.json_state import encode
+from meshwright.checkpoint.json_state import encode, encode_optimizer
 from meshwright.checkpoint.manifest import OPTIMIZER
-from meshwright.checkpoint.name_matching import Match
-from meshwright.checkpoint.parts import held_parts
+from meshwright.checkpoint.name_matching import ExpectedState, Match
+from meshwright.checkpoint.parts import State, held_parts
 from meshwright.errors import WrongCheckpoint
 from meshwright.facts.data_axis import word_of_stage
 from meshwright.facts.job import NamedParameters
@@ -117,13 +115,7 @@ def _run_state(
     strategy = Strategy(data=word_of_stage(training.stage), data_size=training.ranks, engine="deepspeed")
     return {
         **{"step": training.step, "samples": training.samples, "ranks": training.ranks, "strategy": str(strategy)},
-        "optimizer": {
-            "class": type(optimizer).__name__,
-            "groups": [
-                {"names": names, "values": encode(value, "The optimizer's group")}
-                for names, value in zip(groups, values, strict=True)
-            ],
-        },
+        "optimizer": encode_optimizer(optimizer, groups, values),
         "schedule": _schedule(training, optimizer, expected),
         "loss_scale": training.loss_scale,
     }

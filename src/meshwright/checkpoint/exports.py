@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.atomic_folder import atomic_folder, reading, refuse_taken
-from meshwright.checkpoint.file_integrity import raise_damage
-from meshwright.checkpoint.folder import find_checkpoint
+from meshwright.checkpoint.folder import atomic_folder, find_checkpoint, reading, refuse_taken
 from meshwright.checkpoint.formats import SAFETENSORS, TORCH, Format, Item, index_of, pack
 from meshwright.checkpoint.hugging_face import differing_names
-from meshwright.checkpoint.integrity import inspect
+from meshwright.checkpoint.integrity import inspect, raise_damage
 from meshwright.checkpoint.manifest import MODEL, Manifest, read_manifest
 from meshwright.checkpoint.progress import Progress, silent
 from meshwright.checkpoint.storage import write_durably
@@ -47,7 +45,8 @@ def export(
     content = replace(content, items=[_as_dtype(item, cast) for item in content.items])
     with reading(out):
         refuse_taken(out)
-    _refuse_inside(out, folder)
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise OutputError(f"{out} is inside the checkpoint {folder}; give a path outside it.")
     with reading(folder):
         raise_damage(folder, inspect(folder, manifest, progress))
     packed = [content.items] if content.alone else pack(content.items, limit)
@@ -160,11 +159,6 @@ def _size(text: str) -> int:
     if size < 1:
         raise BadInput(f"--shard-size must be at least one byte, not {text!r}.")
     return size
-
-
-def _refuse_inside(out: Path, folder: Path) -> None:
-    if out.resolve().is_relative_to(folder.resolve()):
-        raise OutputError(f"{out} is inside the checkpoint {folder}; give a path outside it.")
 
 
 def _named(manifest: Manifest) -> list[tuple[str, tuple[str, ...]]]:

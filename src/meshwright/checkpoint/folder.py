@@ -1,4 +1,5 @@
-"""Checkpoints in a run's folder: named by step, published by rename; `latest` names the newest.
+"""Checkpoints in a run's folder: named by step, published by rename; `latest` names the newest. Other folders, too, are
+written under another name and renamed when complete, and file errors become sentences.
 
 RUN/checkpoints/step-00000120/   a complete checkpoint; incomplete ones start with a dot
 RUN/checkpoints/latest           the name of the newest
@@ -9,11 +10,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.storage import write_durably
-from meshwright.errors import CheckpointError, Unreadable
+from meshwright.errors import CheckpointError, OutputError, Unreadable
 from meshwright.reading import read_text
 
 CHECKPOINTS, LATEST = "checkpoints", "latest"
@@ -119,3 +122,57 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """A folder to write into; it becomes `target` on success and disappears on failure."""
+    refuse_taken(target)
+    wanted, target = target, target.resolve()
+    temporary = target.with_name(f".{target.name}.part")
+    with new_folder(temporary, wanted=wanted):
+        yield temporary
+        sync_folder(temporary)
+        temporary.replace(target)
+        sync_folder(target.parent)
+
+
+@contextmanager
+def new_folder(path: Path, *, wanted: Path) -> Iterator[None]:
+    """Make a folder and its parents; remove what was made if the block fails. Errors name the path `wanted`."""
+    missing = [folder for folder in path.parents if not folder.exists()]
+    done = False
+    try:
+        shutil.rmtree(path, ignore_errors=True)  # left by a killed process
+        path.mkdir(parents=True)
+        yield
+        done = True
+    except OSError as error:
+        raise OutputError(f"{wanted} cannot be written: {error.strerror or error}.") from None
+    finally:
+        if not done:
+            _remove(path, missing)
+
+
+def refuse_taken(target: Path) -> None:
+    """Refuse to write to anything but a new path or an empty folder."""
+    if target.exists() and not target.is_dir():
+        raise OutputError(f"{target} is a file; give the path of a new folder.")
+    if target.exists() and any(target.iterdir()):
+        raise OutputError(f"{target} already exists and is not empty; give the path of a new folder.")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from None
+
+
+def _remove(path: Path, parents: list[Path]) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    for folder in parents:
+        with suppress(OSError):  # another process may have put something there
+            folder.rmdir()

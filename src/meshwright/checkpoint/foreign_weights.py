@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from meshwright.checkpoint.atomic_folder import reading
 from meshwright.checkpoint.deepspeed import TrainingState, find_deepspeed, open_deepspeed
-from meshwright.checkpoint.folder import CHECKPOINTS
+from meshwright.checkpoint.folder import CHECKPOINTS, reading
 from meshwright.checkpoint.formats import SAFETENSORS, TORCH
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.errors import CheckpointError, Unreadable, one_line

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-from meshwright.checkpoint.atomic_folder import new_folder, reading
-from meshwright.checkpoint.dcp_planner import PartsSavePlanner, State
+from meshwright.checkpoint.dcp_planner import PartsSavePlanner
 from meshwright.checkpoint.deepspeed_optimizer import import_training
-from meshwright.checkpoint.expected_state import expected_by
-from meshwright.checkpoint.folder import CHECKPOINTS, RunFolder, list_checkpoints
+from meshwright.checkpoint.folder import CHECKPOINTS, RunFolder, list_checkpoints, new_folder, reading
 from meshwright.checkpoint.foreign_weights import ForeignWeights, open_weights
 from meshwright.checkpoint.hugging_face import hugging_face_of
 from meshwright.checkpoint.manifest import MODEL, RunState
-from meshwright.checkpoint.name_matching import Match, Prefix, match_to
-from meshwright.checkpoint.parts import held_parts
+from meshwright.checkpoint.name_matching import Match, Prefix, expected_by, match_to
+from meshwright.checkpoint.parts import State, held_parts
 from meshwright.checkpoint.progress import Advance, Progress, silent
 from meshwright.checkpoint.storage import NAMES, Writer
 from meshwright.errors import CheckpointError, OutputError

@@ -9,9 +9,8 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from meshwright.assemble.step import Trainer
-from meshwright.checkpoint.dcp_planner import State
 from meshwright.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
-from meshwright.checkpoint.parts import add_parts
+from meshwright.checkpoint.parts import State, add_parts
 from meshwright.errors import WrongCheckpoint
 
 

@@ -15,13 +15,12 @@ from torch.distributed import checkpoint as dcp
 from meshwright import errors
 from meshwright.assemble.step import Trainer
 from meshwright.assemble.world import World
-from meshwright.checkpoint.dcp_planner import PartsLoadPlanner, State
-from meshwright.checkpoint.file_integrity import Damage, find_damage, raise_damage
-from meshwright.checkpoint.integrity import find_gaps
+from meshwright.checkpoint.dcp_planner import PartsLoadPlanner
+from meshwright.checkpoint.integrity import Damage, find_damage, find_gaps, raise_damage
 from meshwright.checkpoint.job_match import group_of, match_run
 from meshwright.checkpoint.json_state import decode
 from meshwright.checkpoint.manifest import OPTIMIZER, RNG, Entry, Manifest, RunState, read_manifest
-from meshwright.checkpoint.parts import add_parts, held_parts
+from meshwright.checkpoint.parts import State, add_parts, held_parts
 from meshwright.checkpoint.state import model_state, set_rng
 from meshwright.checkpoint.storage import MappedFiles, Reader
 from meshwright.errors import CheckpointError, MeshwrightError

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from meshwright import version
-from meshwright.checkpoint.json_dataclass import read_dataclass
-from meshwright.checkpoint.json_state import decode
+from meshwright.checkpoint.json_state import decode, read_dataclass
 from meshwright.errors import CheckpointError, DamagedCheckpoint, Unreadable, WrongCheckpoint, one_line
 from meshwright.reading import Limits, parse_json, read_text, shown
 from meshwright.units import GIB

@@ -8,14 +8,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.atomic_folder import reading
-from meshwright.checkpoint.expected_state import ExpectedState, expected_by
-from meshwright.checkpoint.file_integrity import Damage, raise_damage
-from meshwright.checkpoint.folder import find_checkpoint
-from meshwright.checkpoint.integrity import inspect
+from meshwright.checkpoint.folder import find_checkpoint, reading
+from meshwright.checkpoint.integrity import Damage, inspect, raise_damage
 from meshwright.checkpoint.job_match import match_names
 from meshwright.checkpoint.json_state import decode
 from meshwright.checkpoint.manifest import DIGESTS, MANIFEST, MODEL, OPTIMIZER, RNG, Manifest, RunState, read_manifest
+from meshwright.checkpoint.name_matching import ExpectedState, expected_by
 from meshwright.checkpoint.progress import Progress, silent
 from meshwright.errors import DamagedCheckpoint, WrongCheckpoint
 

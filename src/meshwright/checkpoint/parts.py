@@ -39,6 +39,10 @@ class HeldParts:
         return HeldParts(self.shape, self.dtype, self.parts + other.parts)
 
 
+State = dict[str, HeldParts]
+"""What a rank holds of a run's tensors, by their names in the checkpoint."""
+
+
 def held_parts(tensor: torch.Tensor, cut: Cut | Stretch | None = None) -> HeldParts:
     """The boxes of a rank's tensor: a DTensor on the data axis, whose parameter `cut` may also divide."""
     if isinstance(cut, Stretch):
@@ -52,7 +56,7 @@ def held_parts(tensor: torch.Tensor, cut: Cut | Stretch | None = None) -> HeldPa
     return HeldParts(whole, tensor.dtype, _without_empty(parts, whole))
 
 
-def add_parts(state: dict[str, HeldParts], key: str, held: HeldParts) -> None:
+def add_parts(state: State, key: str, held: HeldParts) -> None:
     """Add parts of a tensor to a state, which may already hold others."""
     state[key] = state[key] + held if key in state else held
 

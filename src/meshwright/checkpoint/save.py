@@ -15,11 +15,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from meshwright.assemble.axes import host_group
 from meshwright.assemble.step import Trainer
-from meshwright.checkpoint.atomic_folder import refuse_taken
-from meshwright.checkpoint.dcp_planner import PartsSavePlanner, State, share_out
-from meshwright.checkpoint.folder import RunFolder, sync_folder
+from meshwright.checkpoint.dcp_planner import PartsSavePlanner, share_out
+from meshwright.checkpoint.folder import refuse_taken, sync_folder
 from meshwright.checkpoint.manifest import RunState
-from meshwright.checkpoint.parts import HeldParts, Part
+from meshwright.checkpoint.parts import HeldParts, Part, State
 from meshwright.checkpoint.state import Snapshot, group_names, snapshot
 from meshwright.checkpoint.storage import Writer
 from meshwright.errors import CheckpointError, MeshwrightError, OutputError, one_line
@@ -153,11 +152,6 @@ def save_at(saver: Saver, samples: int, target: Path) -> None:
         sync_folder(target.parent)
 
     saver.save(samples, temporary, publish, background=False)
-
-
-def save_in(saver: Saver, samples: int, step: int, folder: RunFolder, *, background: bool) -> None:
-    """Save as the newest checkpoint of a run."""
-    saver.save(samples, folder.temporary(step), folder.publish, background=background)
 
 
 def _only(state: State, share: frozenset[Box]) -> State:

@@ -14,11 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.assemble.rank_engine import RankEngine
 from meshwright.assemble.step import Trainer
-from meshwright.checkpoint.dcp_planner import State
 from meshwright.checkpoint.hugging_face import hugging_face_of
-from meshwright.checkpoint.json_state import encode
+from meshwright.checkpoint.json_state import encode, encode_optimizer
 from meshwright.checkpoint.manifest import MODEL, OPTIMIZER, RNG, RunState
-from meshwright.checkpoint.parts import add_parts, held_parts
+from meshwright.checkpoint.parts import State, add_parts, held_parts
 from meshwright.errors import CheckpointError
 from meshwright.strategies.cuts import Cut, Stretch
 
@@ -131,13 +130,7 @@ def _run_state(trainer: Trainer, samples: int, groups: GroupNames) -> RunState:
         ranks=trainer.world.ranks,
         tied={alias: p.name for p in trainer.facts.parameters for alias in p.names[1:]},
         hugging_face=hugging_face_of(_one_model(trainer), [name for p in trainer.facts.parameters for name in p.names]),
-        optimizer={
-            "class": type(optimizer).__name__,
-            "groups": [
-                {"names": names, "values": encode(value, "The optimizer's group")}
-                for names, value in zip(groups, values, strict=True)
-            ],
-        },
+        optimizer=encode_optimizer(optimizer, groups, values),
         schedule=None
         if schedule is None
         else {"class": type(schedule).__name__, "state": encode(schedule.state_dict(), "The schedule")},

@@ -60,8 +60,7 @@ def check(
     [bold]meshwright checkpoint check runs/gpt/checkpoints/step-00000120 --job examples/gpt.py --json[/]
     """
     from meshwright.checkpoint import overview
-    from meshwright.report.checkpoint import check_page
-    from meshwright.report.progress import bytes_bar
+    from meshwright.report.checkpoint import bytes_bar, check_page
 
     verdict = overview.check(path, job, bytes_bar)
     document = verdict.to_json()
@@ -90,8 +89,7 @@ def export(
     [bold]meshwright checkpoint export runs/llama --to hf --dtype bf16 --shard-size 2GB --out llama-hf[/]
     """
     from meshwright.checkpoint import exports
-    from meshwright.report.checkpoint import export_page
-    from meshwright.report.progress import bytes_bar
+    from meshwright.report.checkpoint import bytes_bar, export_page
 
     document = exports.export(path, out, to=to, shard_size=shard_size, dtype=dtype, progress=bytes_bar)
     print_result(document, export_page(document), as_json=as_json)
@@ -115,8 +113,7 @@ def import_(
     [bold]meshwright checkpoint import weights.pt --job job.py --out runs/tuned[/]
     """
     from meshwright.checkpoint import imports
-    from meshwright.report.checkpoint import import_page
-    from meshwright.report.progress import bytes_bar
+    from meshwright.report.checkpoint import bytes_bar, import_page
 
     document = imports.import_weights(source, out, job=job, progress=bytes_bar)
     print_result(document, import_page(document), as_json=as_json)

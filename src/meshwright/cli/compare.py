@@ -47,7 +47,7 @@ def compare(
     from meshwright.compare.start import OK
     from meshwright.report.charts import check_plotly
     from meshwright.report.compare import check_folders, comparison_page, write_csv
-    from meshwright.report.compare_trace import write_trace
+    from meshwright.report.trace_events import write_trace
     from meshwright.runtime.request import CompareRequest
 
     request = CompareRequest(

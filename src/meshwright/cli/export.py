@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright.cli.outcome import print_result
-from meshwright.errors import BadInput, OutputError, Unreadable, one_line
+from meshwright.errors import BadInput, Unreadable
 from meshwright.reading import Limits, read_json, shown
 from meshwright.units import MIB
 
@@ -50,7 +50,9 @@ def export(
     found = exported(_request(what, to, job=job, on=on, ranks=ranks, pick=pick, batch=batch), to)
     document = found.to_json() | {"file": None if out is None else str(out)}
     if out is not None:
-        _write(found.text, out)
+        from meshwright.report.html import write_file
+
+        write_file(found.text, out, what="export")
     if as_json:
         print_result(document, "", as_json=True)
         return
@@ -139,12 +141,3 @@ def _picked(plan: dict[str, Any], pick: str | None) -> str:
         f"--pick {pick!r} is not a plan in the file; give a number from 1 to {len(strategies)}, or one of "
         f"{', '.join(strategies[:3])}."
     )
-
-
-def _write(text: str, path: Path) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(
-            f"Cannot write the export to {str(path)!r}: {one_line(error)} Give a path in an existing, writable folder."
-        ) from error

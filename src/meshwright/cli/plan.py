@@ -58,11 +58,12 @@ def plan(
     [bold]meshwright plan job.py --on 4xA100-40GB --strategies pp=4:1f1b,bf16 --timeline timeline.html[/]
     """
     with importing(briefly=True):
-        from meshwright.api.job_planner import PlanOptions, named_strategies, open_planner, read_allowed, read_cluster
+        from meshwright.api.job_planner import PlanOptions, open_planner, read_allowed, read_cluster
         from meshwright.api.plan import rank
+        from meshwright.facts.strategy import Strategy
         from meshwright.report.charts import check_plotly
         from meshwright.report.plan import plan_page
-        from meshwright.report.timeline_html import check_ending
+        from meshwright.report.timeline import check_ending
 
     if timeline is not None:
         check_ending(timeline)
@@ -71,7 +72,8 @@ def plan(
     allowed = read_allowed(
         precision=precision, recompute=ac, offload=offload, compile=compile, tensor=tensor, pipeline=pipeline
     )
-    named = named_strategies([*(strategies or []), *(more or [])])
+    # Parsed and reprinted, so that mistakes are reported before the job is described.
+    named = tuple(str(Strategy.parse(text)) for text in (*(strategies or ()), *(more or ())))
     fitted = _fit(calibrate) if calibrate else None
     options = PlanOptions(
         allowed=allowed,
@@ -97,7 +99,7 @@ def _write(context: PlanContext, ranking: Ranking, *, html: Path | None, timelin
     from meshwright.api.timeline import first_timeline
     from meshwright.errors import Refused
     from meshwright.report.plan_html import write_page
-    from meshwright.report.timeline_html import write_timeline
+    from meshwright.report.timeline import write_timeline
 
     found = first_timeline(context, ranking.plans)
     if html is not None:

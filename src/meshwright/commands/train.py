@@ -20,19 +20,10 @@ from meshwright.facts.strategy import Strategy
 from meshwright.jobs.load import load_job
 from meshwright.launch.launch import launch
 from meshwright.runtime.checkpoints import saved_seed
-from meshwright.runtime.place import (
-    choose_device,
-    count_ranks,
-    has_one_process_axis,
-    in_one_process,
-    known_device,
-    place_for,
-    place_of_layers,
-)
+from meshwright.runtime.place import choose_device, count_ranks, fewest_ranks, find_place, known_device
 from meshwright.runtime.request import TrainRequest, TrainTask
 from meshwright.runtime.run_lock import owned
 from meshwright.runtime.run_records import prepare_output, require_tensorboard
-from meshwright.strategies import Place
 
 RESTARTS = 3
 """Default number of restarts of a run that saves checkpoints."""
@@ -55,12 +46,10 @@ def _checked(request: TrainRequest) -> TrainTask:
     if strategy.offload == "nvme" and out is not None:
         raise Refused(f"No checkpoint is made under {strategy}, so --out has nothing to keep; leave it out.")
     device = choose_device(known_device(request.device))
-    count = count_ranks(request.ranks, default=_fewest_ranks(strategy, device))
+    count = count_ranks(request.ranks, default=fewest_ranks(strategy, device))
     job, facts = load_and_describe(request.job)
-    in_one = count == 1 and has_one_process_axis(strategy)
     clipped = request.clip(job)
-    place = place_of_layers(device, strategy) if in_one else find_place(device, count)
-    resolved = check(clipped, facts, strategy, place)
+    resolved = check(clipped, facts, strategy, find_place(device, count, strategy))
     if request.deepspeed_config is not None:
         check_engine_config(request.deepspeed_config, clipped, resolved)
     dry_run(job, facts, resolved)
@@ -128,16 +117,3 @@ def load_and_describe(job: str) -> tuple[Job, ModelFacts]:
     with redirect_stdout(sys.stderr):
         loaded = load_job(job)
         return loaded, describe(loaded)
-
-
-def _fewest_ranks(strategy: Strategy, device: str) -> int:
-    """The ranks that the strategy's sizes need; without --ranks, layers over GPUs run in one process."""
-    if in_one_process(strategy) and strategy.data is None and device == "cuda":
-        return 1
-    return strategy.model_ranks * (strategy.data_size or 1)
-
-
-def find_place(device: str, ranks: int) -> Place:
-    """The place of the launched ranks, or of ranks that will be started on this machine."""
-    place = launched()
-    return place_for(device, ranks, local_ranks=place.local_ranks if place else ranks)

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.assemble.check import check
 from meshwright.assemble.dry_run import dry_run
-from meshwright.commands.train import find_place, load_and_describe
+from meshwright.commands.train import load_and_describe
 from meshwright.commands.worker import run_verify
 from meshwright.environment import launched
 from meshwright.errors import BadInput, MeshwrightError, RankFailed, Refused, StrategyError
@@ -23,7 +23,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import AxisTerm, first_axes
 from meshwright.facts.strategy import Strategy
 from meshwright.launch.launch import launch
-from meshwright.runtime.place import choose_device, count_ranks, known_device
+from meshwright.runtime.place import choose_device, count_ranks, find_place, known_device
 from meshwright.runtime.request import CauseTask, ReferenceTask, VerifyRequest, VerifyTask
 from meshwright.strategies import Place
 from meshwright.verify.references import find_cause_apart, own_place, reference_of, run_apart

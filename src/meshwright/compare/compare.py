@@ -41,11 +41,7 @@ Outcomes = dict[tuple[str, bool], list[LaunchOutcome]]
 class Compared:
     """Results of a comparison: rows, and profiles for traces."""
 
-    job: Job
-    facts: ModelFacts
-    device: str
-    strategies: dict[str, Strategy]
-    """Those that could run, by the text that the user wrote."""
+    matrix: Matrix
     rows: list[dict[str, Any]]
     references: list[dict[str, Any]]
     """Rows of the single processes that losses are compared with."""
@@ -117,10 +113,7 @@ def compare(request: CompareRequest, *, tell: Tell | None = None, start: Start =
     named = bool(request.strategies)
     refused = [choice for choice in matrix.choices if choice.strategy is None]
     return Compared(
-        job=matrix.job,
-        facts=matrix.facts,
-        device=matrix.device,
-        strategies=matrix.able,
+        matrix=matrix,
         rows=with_best([*rows, *(empty_row(one.text, REFUSED, one.reason) for one in refused if named)]),
         references=references,
         left_out=[{"strategy": one.text, "reason": one.reason} for one in refused if not named],

@@ -17,12 +17,11 @@ import torch.distributed as dist
 
 from meshwright.assemble.check import check
 from meshwright.assemble.step import Trainer
-from meshwright.compare.memory import PeakMeter
 from meshwright.describe.dropout import without_dropout
 from meshwright.facts.forecast import Measurement
 from meshwright.jobs.load import load_job
 from meshwright.launch.attempt import own_task, report
-from meshwright.runtime.measure import held_states
+from meshwright.runtime.measure import PeakMeter, held_states
 from meshwright.runtime.place import place_of
 from meshwright.runtime.profile_step import StepProfile, coarsened, profile_step, synchronize
 from meshwright.runtime.request import CompareTask

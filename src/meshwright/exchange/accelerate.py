@@ -21,10 +21,8 @@ from meshwright.exchange.approximate import (
     without_autocast,
     zero_alone,
 )
-from meshwright.exchange.batches import cut
-from meshwright.exchange.comments import comments
 from meshwright.exchange.deepspeed import ZERO, zero_section
-from meshwright.exchange.export_request import Exported, ExportRequest, Unsupported
+from meshwright.exchange.export_request import Exported, ExportRequest, Unsupported, comments, cut
 from meshwright.facts.grammar import show_data
 from meshwright.facts.strategy import Strategy
 

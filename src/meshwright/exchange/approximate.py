@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from meshwright.exchange.errors import ExchangeError
+from meshwright.errors import ExchangeError
 from meshwright.exchange.export_request import ExportRequest, Unsupported
 from meshwright.facts.data_axis import find_traits
 from meshwright.facts.grammar import show_data, show_offload

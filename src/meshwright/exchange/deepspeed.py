@@ -19,8 +19,7 @@ from meshwright.exchange.approximate import (
     replicates,
     without_autocast,
 )
-from meshwright.exchange.batches import cut, named
-from meshwright.exchange.export_request import Exported, ExportRequest
+from meshwright.exchange.export_request import Exported, ExportRequest, cut, named
 from meshwright.facts.strategy import Strategy
 
 ZERO: tuple[Rule, ...] = (

@@ -1,13 +1,16 @@
-"""Read another framework's settings one by one, and keep track of those that were not read."""
+"""Read another framework's settings one by one, and keep track of those that were not read; what reading gives."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.exchange.errors import ExchangeError
+from meshwright.errors import ExchangeError
+from meshwright.facts.model_axis import MODEL_AXES, AxisTerm
+from meshwright.facts.strategy import Strategy
 from meshwright.reading import shown
 
 AUTO = "auto"
@@ -96,3 +99,34 @@ class Fields:
         """The error for a setting with a wrong value."""
         found = self._values.get(name)
         return ExchangeError(f"{self.file}: {self.path(name)} is {shown(found)}; it must be {wanted}.")
+
+
+def read_axes(framework: str, fields: Fields, schedule: str = "") -> tuple[AxisTerm, ...]:
+    """The axes of more than one rank. `schedule` applies to a staged axis."""
+    found = []
+    for word, traits in MODEL_AXES.items():
+        if framework in traits.config_fields and (size := fields.size(traits.config_fields[framework])) > 1:
+            found.append(AxisTerm(word, size, schedule if traits.staged else ""))
+    return tuple(found)
+
+
+def axis_fields(framework: str) -> list[str]:
+    """The fields that hold the sizes of model axes."""
+    return [field for traits in MODEL_AXES.values() if (field := traits.config_fields.get(framework))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """A strategy read from another framework's config."""
+
+    strategy: Strategy
+    """Has the sizes that the file sets."""
+    origin: str
+    """The framework: deepspeed, accelerate or torchtitan."""
+    file: str
+    ignored: tuple[str, ...] = ()
+    """Names of settings without an equal here; some with what was used instead."""
+    global_batch: int | None = None
+    """Samples per optimizer step, if the file sets it."""
+    max_norm: float | None = None
+    """Gradient clipping norm, if the file sets it."""

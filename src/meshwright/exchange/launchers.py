@@ -8,9 +8,8 @@ from typing import Any
 
 import yaml
 
-from meshwright.exchange.comments import comments
-from meshwright.exchange.errors import ExchangeError
-from meshwright.exchange.export_request import Exported, ExportRequest
+from meshwright.errors import ExchangeError
+from meshwright.exchange.export_request import Exported, ExportRequest, comments
 
 PORT = 29500
 RESTARTS = 4

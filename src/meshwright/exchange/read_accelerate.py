@@ -7,13 +7,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import Unreadable
-from meshwright.exchange.axes import axis_fields, read_axes
-from meshwright.exchange.deepspeed_config import Zero
-from meshwright.exchange.errors import ExchangeError
-from meshwright.exchange.fields import Fields
-from meshwright.exchange.imported import Imported
-from meshwright.exchange.read_deepspeed import read_deepspeed, zero_terms
+from meshwright.errors import ExchangeError, Unreadable
+from meshwright.exchange.fields import Fields, Imported, axis_fields, read_axes
+from meshwright.exchange.read_deepspeed import Zero, read_deepspeed, zero_terms
 from meshwright.facts.model_axis import AxisTerm
 from meshwright.facts.strategy import Strategy
 from meshwright.reading import read_json

@@ -5,10 +5,8 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from meshwright.exchange.axes import read_axes
-from meshwright.exchange.errors import ExchangeError
-from meshwright.exchange.fields import Fields
-from meshwright.exchange.imported import Imported
+from meshwright.errors import ExchangeError
+from meshwright.exchange.fields import Fields, Imported, read_axes
 from meshwright.exchange.torchtitan import FLOAT8, LOCAL_BATCH, SCHEDULES
 from meshwright.facts.data_axis import find_traits
 from meshwright.facts.strategy import Strategy

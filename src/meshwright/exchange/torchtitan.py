@@ -22,9 +22,7 @@ from meshwright.exchange.approximate import (
     without_autocast,
     zero_alone,
 )
-from meshwright.exchange.batches import Batches, cut, named
-from meshwright.exchange.comments import comments
-from meshwright.exchange.export_request import Exported, ExportRequest
+from meshwright.exchange.export_request import Batches, Exported, ExportRequest, comments, cut, named
 from meshwright.facts.strategy import Strategy
 
 SCHEDULES = {

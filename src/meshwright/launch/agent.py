@@ -1,4 +1,4 @@
-"""Torch's elastic agent for the ranks of one machine, with a new rendezvous for every attempt."""
+"""Torch's elastic agent for the ranks of one machine: a new rendezvous for every attempt, and signals that end it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -19,11 +22,12 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from meshwright.launch.attempt import Attempt
 from meshwright.launch.failure import Failure, first_failure
 from meshwright.launch.hangs import LOOK_EVERY_S, HangWatch
-from meshwright.launch.interrupts import Interrupts
 from meshwright.launch.preemption import GRACE, Forwarding
-from meshwright.torch_private.elastic import RankAgent
+from meshwright.torch_private.elastic import RankAgent, SignalException
 
 HOST = "127.0.0.1"
+UNUSED = "SIGURG"
+"""The signal that torch's agent handles instead of those that we do: one that no process sends."""
 _TORCH_KILLS_AFTER_S = 29.0  # after another rank failed, torch kills ranks that have not ended by then
 
 
@@ -65,6 +69,51 @@ class LocalRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+class Interrupts:
+    """Raises signals as torch's agent does, which then ends the ranks that it knows.
+
+    The agent knows its ranks only after all are started. An earlier signal would leave them running, so it is delayed.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+        self._starting = False
+        self._delayed: signal.Signals | None = None
+
+    def __enter__(self) -> Interrupts:
+        """Set the handlers; Python allows that in the main thread only."""
+        main = threading.current_thread() is threading.main_thread()
+        numbers = [signal.Signals[name] for name in self._names] if main else []
+        self._before: dict[signal.Signals, Any] = {number: signal.signal(number, self._handle) for number in numbers}
+        if main:
+            self._before[signal.Signals[UNUSED]] = signal.getsignal(signal.Signals[UNUSED])
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def after_start(self) -> Iterator[None]:
+        """Delay signals that come while ranks are started to the end of the block."""
+        self._starting = True
+        try:
+            yield
+        finally:
+            self._starting = False
+        if self._delayed is not None:
+            raise _raised(self._delayed)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._starting:
+            raise _raised(signal.Signals(number))
+        self._delayed = signal.Signals(number)
+
+
+def _raised(number: signal.Signals) -> SignalException:
+    return SignalException(f"{number.name} ends the run.", sigval=number)
 
 
 class Agent(RankAgent):

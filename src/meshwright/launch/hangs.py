@@ -64,8 +64,6 @@ class Hang:
     seconds: float
     beat: Beat
     stack: CallStack
-    others: int
-    """How many other ranks are silent, too."""
 
     @property
     def message(self) -> str:
@@ -99,7 +97,7 @@ class HangWatch:
         if rank not in late:
             return None
         seconds = self._looked - beats[rank].at
-        return Hang(rank=rank, seconds=seconds, beat=beats[rank], stack=stacks[rank], others=len(late) - 1)
+        return Hang(rank=rank, seconds=seconds, beat=beats[rank], stack=stacks[rank])
 
 
 def blocking_rank(beats: Mapping[int, Beat], stacks: Mapping[int, CallStack]) -> int:
@@ -159,7 +157,7 @@ def _watch_itself(patience: float, ended: threading.Event) -> None:
         # If the main thread never releases the GIL, this thread in C, which needs no GIL, ends the process.
         faulthandler.dump_traceback_later(limit + ANSWER_S, exit=True)
         if seconds > limit:
-            hang = Hang(rank=own_rank(), seconds=seconds, beat=beat, stack=own_stack(beat.thread), others=0)
+            hang = Hang(rank=own_rank(), seconds=seconds, beat=beat, stack=own_stack(beat.thread))
             print(f"{hang.stack.text}\nerror: {hang.message}", file=sys.stderr, flush=True)
             exit_now(1)
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.environment import FOLDER, environment_for_ranks, environment_without_ranks
-from meshwright.launch.agent import Agent
+from meshwright.launch.agent import UNUSED, Agent, Interrupts
 from meshwright.launch.attempt import RankOptions
 from meshwright.launch.hangs import HangWatch
-from meshwright.launch.interrupts import UNUSED, Interrupts
 from meshwright.launch.janitor import cleaned_up_after
 from meshwright.launch.preemption import GRACE
 from meshwright.torch_private.elastic import SignalException

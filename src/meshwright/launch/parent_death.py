@@ -24,11 +24,6 @@ def end_with(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def end_with_parent() -> None:
-    """End this process, which was just forked, with its parent."""
-    end_with(os.getppid())
-
-
 def _ask_the_kernel() -> bool:
     if not sys.platform.startswith("linux"):
         return False

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 from meshwright.environment import own_rank
 from meshwright.launch.attempt import Attempt, exit_now, own_attempt
-from meshwright.launch.parent_death import end_with_parent
+from meshwright.launch.parent_death import end_with
 
 GRACE = 30.0
 """Seconds that a run has to end after the signal."""
@@ -169,7 +169,7 @@ def spare_loader(worker: int) -> None:
     Schedulers may signal every process of a job, but a rank needs its loaders until it has stopped. A second SIGTERM
     ends them: torch sends one to loaders that do not end by themselves, and Python another at exit.
     """
-    end_with_parent()
+    end_with(os.getppid())
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 

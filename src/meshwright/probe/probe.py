@@ -21,9 +21,8 @@ from meshwright.facts.cluster import Cluster
 from meshwright.facts.links import LAUNCH
 from meshwright.launch.attempt import own_task, report
 from meshwright.launch.launch import launch
-from meshwright.probe.collectives import measure_collectives
+from meshwright.probe.collectives import RINGS, fit_link, measure_collectives
 from meshwright.probe.device import measure_host_copies, measure_launch, measure_matmuls, measure_memory
-from meshwright.probe.fit import RINGS, fit_link
 from meshwright.probe.machine import local_cluster, machine_words
 from meshwright.runtime.place import count_ranks, known_device
 from meshwright.runtime.request import ProbeRequest

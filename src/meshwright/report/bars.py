@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.report.colours import UNKNOWN
+from meshwright.report import colours
+from meshwright.units import show_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ class Quantity:
         parts = (
             BarPart(
                 cause=cause,
-                colour=self.colours.get(cause, UNKNOWN),
+                colour=self.colours.get(cause, colours.UNKNOWN),
                 size=amount,
                 amount=self.exact(amount),
                 share=f"{amount / total:.1%}" if total else "",
@@ -99,3 +100,25 @@ class Quantity:
         order = {cause: place for place, cause in enumerate(self.colours)}
         found = {part.cause: part.colour for bar in bars for part in bar.parts}
         return {cause: found[cause] for cause in sorted(found, key=lambda cause: order.get(cause, len(order)))}
+
+    def chart(
+        self, note: str, lanes: Sequence[Lane], *, kinds: Sequence[str] = ("",), limit: float | None = None
+    ) -> Chart:
+        """A chart of this quantity; it has room for bars of all `kinds`, even if no lane has one."""
+        return Chart(
+            title=f"{self.key.capitalize()} by cause",
+            note=note,
+            unit=self.unit,
+            lanes=tuple(lanes),
+            colours={kind: self.colours_of([lane.bars[kind] for lane in lanes if kind in lane.bars]) for kind in kinds},
+            limit=limit,
+        )
+
+
+TIME = Quantity(
+    key="time",
+    unit="ms",
+    colours=colours.TIME,
+    total=lambda ms: show_seconds(ms / 1e3),
+    exact=lambda ms: f"{ms:,.2f} ms",
+)

@@ -1,10 +1,13 @@
-"""The output of the `checkpoint` verbs, for the terminal."""
+"""The output of the `checkpoint` verbs, for the terminal, and the bar that shows their progress."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich import progress
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -103,3 +106,16 @@ def _tensors(tensors: list[dict[str, Any]]) -> Table:
 def _left_out(document: dict[str, Any]) -> list[Text]:
     names = document["left_out"]
     return [Text(f"left out, not part of the model: {', '.join(names)}")] if names else []
+
+
+@contextmanager
+def bytes_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar for work on `total` bytes, on stderr if it is a terminal; yields a function to call with finished bytes."""
+    console = Console(stderr=True)
+    columns = (
+        *(progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.BarColumn()),
+        *(progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn(), progress.TimeElapsedColumn()),
+    )
+    with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda size: bar.advance(task, size)

@@ -19,6 +19,9 @@ TIME = {
     "stages": "sky",
     "update": "green",
     "host copies": "violet",
+    # Only in measurements, with the colours of the nearest forecast causes.
+    "exposed communication": "red",
+    "other": "grey",
 }
 WORK = dict(zip(KINDS, ("blue", "orange", "red", "green", "sky", "pink", "violet", "track"), strict=True))
 CURVES = ("blue", "orange", "green", "pink", "sky", "red", "violet", "yellow")

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from meshwright.errors import OutputError
 from meshwright.report.html import write_file
-from meshwright.report.terms import Terms
+from meshwright.report.tables import Terms
 
 Row = dict[str, Any]
 

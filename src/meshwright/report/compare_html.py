@@ -13,9 +13,10 @@ from typing import Any
 
 from meshwright.compare.rank import CHECKED
 from meshwright.facts.timeline import Timeline
+from meshwright.report import colours
+from meshwright.report.bars import TIME, Chart, Lane, Quantity
 from meshwright.report.charts_bars import bar_plot
 from meshwright.report.compare import equality, show, speed_unit, with_error
-from meshwright.report.compare_bars import memory_chart, time_chart
 from meshwright.report.compare_curves import curves_plot, loss_curves
 from meshwright.report.compare_mesh import draw_meshes
 from meshwright.report.html import render_page, write_file
@@ -23,6 +24,15 @@ from meshwright.report.timeline import Drawing, draw
 from meshwright.units import MIB, show_bytes, show_seconds
 
 Row = dict[str, Any]
+
+MEASURED, FORECAST = "measured", "forecast"
+MEMORY = Quantity(
+    key="memory",
+    unit="MiB",
+    colours={**colours.MEMORY, "rest": colours.MEMORY["allocator"]},
+    total=lambda size: show_bytes(size * MIB),
+    exact=lambda size: f"{size:,.3f} MiB",
+)
 
 
 def write_page(document: Row, path: Path) -> None:
@@ -125,3 +135,31 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _with_unit(number: str, unit: str) -> str:
     return number if number == "-" else f"{number} {unit}"
+
+
+def time_chart(rows: Sequence[Row]) -> Chart:
+    note = (
+        "The median step, split like a profiled step into compute, exposed communication "
+        "and the rest. The thinner bar is the planner's forecast."
+    )
+    lanes = [_lane(row, TIME, "step_ms") for row in rows]
+    return TIME.chart(note, lanes, kinds=(MEASURED, FORECAST))
+
+
+def memory_chart(rows: Sequence[Row]) -> Chart:
+    note = (
+        "Peak of the fullest rank, without the process's baseline. Parameters, gradients and optimizer state "
+        "are counted; the rest is activations, buffers and the allocator's cache. The thinner bar is the forecast."
+    )
+    lanes = [_lane(row, MEMORY, "peak_mib") for row in rows]
+    return MEMORY.chart(note, lanes, kinds=(MEASURED, FORECAST))
+
+
+def _lane(row: Row, quantity: Quantity, total: str) -> Lane:
+    bars = {MEASURED: quantity.bar(row[quantity.key], row[total])}
+    forecast = row["forecast"]
+    if forecast and forecast.get(quantity.key):
+        bars[FORECAST] = quantity.bar(forecast[quantity.key], forecast[total])
+    off = (forecast or {}).get("error", {}).get(quantity.key)
+    error = "" if off is None else f", forecast {off:+.0%}"
+    return Lane(strategy=row["strategy"], total=f"{bars[MEASURED].total}{error}", bars=bars)

@@ -1,17 +1,16 @@
-"""A ranking for the terminal: the table, why the first plan won, and what was refused."""
+"""A ranking for the terminal: the table, the user's own config in it, why the first plan won, and what was refused."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.report.plan_foreign import in_order, place_of, verdict
-from meshwright.report.tables import make_list, make_table
-from meshwright.report.terms import Terms
+from meshwright.report.tables import Terms, make_list, make_table
 
 REASONS = 6
 """How many kinds of refusals to list."""
@@ -106,3 +105,31 @@ def _kind(reason: str) -> str:
     if reason.startswith("needs "):
         return "do not fit"
     return "do not fit with a smaller micro-batch either" if reason.startswith("does not fit with") else reason
+
+
+def place_of(document: dict[str, Any]) -> int | None:
+    """The config's rank among the plans, from 1; None if there is no config or it cannot run."""
+    against = document.get("against")
+    return against["rank"] if against else None
+
+
+def in_order(document: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every plan with its rank, including the user's: between two others, instead of its equal, or after the last."""
+    plans, place = document["plans"], place_of(document)
+    if place is None:
+        yield from enumerate(plans, 1)
+        return
+    theirs = document["against"]["plan"]
+    others = [plan for plan in plans if plan["strategy"] != theirs["strategy"]]
+    before = min(place - 1, len(others))
+    yield from enumerate(others[:before], 1)
+    yield place, theirs
+    yield from enumerate(others[before:], before + 2)
+
+
+def verdict(against: dict[str, Any]) -> str:
+    """The config's rank or the reason it has none, and what the first plan gains over it."""
+    if against["rank"] is None:
+        reason = against["reason"].rstrip(".")
+        return f"{against['strategy']}: {reason}. {against['gain']}"
+    return f"{against['strategy']} is number {against['rank']}. {against['gain']}"

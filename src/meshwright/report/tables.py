@@ -1,11 +1,12 @@
-"""Tables for the terminal, and those of `train` and `verify`. Only formats what was computed before."""
+"""Tables for the terminal, strategies as their cells, and the tables of `train` and `verify`. Only formats."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -77,3 +78,27 @@ def _reasons(result: dict[str, Any]) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
+
+
+def lines_of(strategy: str, width: int) -> list[str]:
+    """As few lines as fit the width; a longer term gets its own line."""
+    lines = [""]
+    for term in strategy.replace(",", ",\n").split("\n"):
+        if lines[-1] and len(lines[-1]) + len(term) > width:
+            lines.append("")
+        lines[-1] += term
+    return lines
+
+
+class Terms:
+    """A strategy as a table cell for the terminal."""
+
+    def __init__(self, strategy: str) -> None:
+        self._strategy = strategy
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text("\n".join(lines_of(self._strategy, options.max_width)), overflow="fold")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        longest = max(map(len, lines_of(self._strategy, 0)))
+        return Measurement(min(longest, options.max_width), min(len(self._strategy), options.max_width))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from meshwright.checkpoint.folder import CHECKPOINTS, RunFolder, list_checkpoints, read_latest
 from meshwright.checkpoint.manifest import RunState, read_manifest
-from meshwright.checkpoint.save import save_in
 from meshwright.errors import BadInput, CheckpointError, OutputError, WrongCheckpoint, named
 from meshwright.runtime.run import Run
 from meshwright.runtime.run_records import write_event
@@ -48,7 +47,8 @@ class Checkpoints:
         step = self._run.trainer.steps
         self.wait()
         try:
-            save_in(self._run.saver, self._run.position, step, self._folder, background=background)
+            temporary, publish = self._folder.temporary(step), self._folder.publish
+            self._run.saver.save(self._run.position, temporary, publish, background=background)
             self._pending = step, begun
         except BadInput as error:
             self._failed(step, error)

@@ -43,6 +43,21 @@ def place_for(device: str, ranks: int, *, local_ranks: int | None = None) -> Pla
     return Place(device=device, devices=devices, ranks=ranks, local_ranks=ranks if local_ranks is None else local_ranks)
 
 
+def find_place(device: str, ranks: int, strategy: Strategy | None = None) -> Place:
+    """The place of the launched ranks, of ranks that will be started here, or of one process for all of the layers."""
+    if strategy is not None and ranks == 1 and has_one_process_axis(strategy):
+        return place_of_layers(device, strategy)
+    place = launched()
+    return place_for(device, ranks, local_ranks=place.local_ranks if place else ranks)
+
+
+def fewest_ranks(strategy: Strategy, device: str) -> int:
+    """The ranks that the strategy's sizes need; without --ranks, layers over GPUs run in one process."""
+    if in_one_process(strategy) and strategy.data is None and device == "cuda":
+        return 1
+    return strategy.model_ranks * (strategy.data_size or 1)
+
+
 def has_one_process_axis(strategy: Strategy) -> bool:
     """Whether one of its axes can use several devices of one process."""
     return any(term.traits.one_process for term in strategy.axes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
@@ -36,14 +36,6 @@ class StepProfile:
         exposed = total(self.communication) - overlap(self.communication, self.compute)
         parts = {"compute": total(self.compute), "communication": total(self.communication), "exposed": exposed}
         return {name: min(1.0, seconds / self.seconds) for name, seconds in parts.items()}
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> StepProfile:
-        kinds = {kind: tuple((start, end) for start, end in value[kind]) for kind in ("compute", "communication")}
-        return cls(seconds=value["seconds"], **kinds)
 
 
 def synchronize(device: torch.device) -> None:

@@ -110,7 +110,9 @@ def read_json(body: bytes) -> Mapping[str, Any]:
 
 def read_request(value: Mapping[str, Any], models: Models) -> PlanRequest:
     """Parse and check a request; missing values default as in `meshwright plan`."""
-    _check_keys(value)
+    unknown = next((key for key in value if key not in KEYS), None)
+    if unknown is not None:
+        raise RequestError(f"A request has no key {unknown[:LONGEST]!r}. Keys: {', '.join(KEYS)}.")
     model = models.find(_text(value, "model"))
     job, source = model.at(_number(value, "seq"))
     request = PlanRequest(
@@ -142,12 +144,6 @@ def _cluster(value: Mapping[str, Any]) -> Cluster:
         )
     kind = _text(value, "link") if value.get("link") else None
     return Cluster(nodes=nodes, devices_per_node=devices, device=device, between_gbps=_speed(value), between_kind=kind)
-
-
-def _check_keys(value: Mapping[str, Any]) -> None:
-    unknown = next((key for key in value if key not in KEYS), None)
-    if unknown is not None:
-        raise RequestError(f"A request has no key {unknown[:LONGEST]!r}. Keys: {', '.join(KEYS)}.")
 
 
 def _text(value: Mapping[str, Any], key: str) -> str:

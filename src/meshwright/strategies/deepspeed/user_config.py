@@ -15,9 +15,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from meshwright.errors import BadInput, Refused, Unreadable
-from meshwright.exchange import deepspeed_config
-from meshwright.exchange.deepspeed_config import DeepSpeedConfig, Zero
+from meshwright.exchange import read_deepspeed
 from meshwright.exchange.fields import Fields
+from meshwright.exchange.read_deepspeed import DeepSpeedConfig, Zero
 from meshwright.facts.data_axis import word_of_stage
 from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
@@ -36,9 +36,9 @@ COMPARED = (
     "train_batch_size train_micro_batch_size_per_gpu zero_optimization"
 )
 """Sections that say how a job is trained."""
-OFFLOAD = f"device nvme_path {deepspeed_config.OFFLOAD_TUNING}"
+OFFLOAD = f"device nvme_path {read_deepspeed.OFFLOAD_TUNING}"
 # The trainer scales the loss, so options of the loss scale have no effect.
-PRECISION = f"enabled {deepspeed_config.LOSS_SCALE}"
+PRECISION = f"enabled {read_deepspeed.LOSS_SCALE}"
 ZERO = (
     "allgather_bucket_size allgather_partitions contiguous_gradients ignore_unused_parameters load_from_fp32_weights "
     "memory_efficient_linear offload_optimizer offload_param overlap_comm reduce_bucket_size reduce_scatter "
@@ -83,7 +83,7 @@ def understood(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def strategy_of(config: Mapping[str, Any]) -> Strategy:
-    return _strategy_of(deepspeed_config.read_config(Fields(config, NAME)))
+    return _strategy_of(read_deepspeed.read_config(Fields(config, NAME)))
 
 
 def _strategy_of(config: DeepSpeedConfig) -> Strategy:
@@ -110,7 +110,7 @@ class Difference:
 
 def refuse_contradictions(config: Mapping[str, Any], strategy: Strategy, job: Job, optimizer: Optimizer) -> None:
     """Raise if the configuration contradicts a resolved strategy, the job or its optimizer."""
-    said = deepspeed_config.read_config(Fields(config, NAME))
+    said = read_deepspeed.read_config(Fields(config, NAME))
     found = [*_of_strategy(said, strategy), *_of_batch(said, strategy, job), *_of_job(said, job, optimizer)]
     if found:
         listed = "; ".join(f"{one.key} is {one.written!r}, and {one.whose}" for one in found)

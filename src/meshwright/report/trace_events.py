@@ -1,4 +1,7 @@
-"""A timeline as Chrome trace events for Perfetto; the timeline itself is stored next to them.
+"""Timelines and measured steps as Chrome trace events for Perfetto.
+
+A file of one timeline also stores the timeline itself. A comparison has one process per strategy, one track per rank:
+a pipeline's timeline, measured and forecast, and for every strategy when each rank computed and communicated.
 
 Perfetto has undocumented demands. A track's number must be unique in the whole file, because its name depends on it
 alone. Process 0 and thread 0 mean idle. Two events on a track must nest or be disjoint; otherwise the later one is
@@ -7,10 +10,14 @@ dropped.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 from meshwright.facts.timeline import IDLE, SEND, Piece, Timeline
+from meshwright.report.html import write_file
 
 Event = dict[str, Any]
 _TRACKS = 10_000
@@ -73,3 +80,27 @@ def _event(process: int, track: int, piece: Piece) -> Event:
     name = piece.kind if piece.micro_batch is None else f"{piece.kind} {piece.micro_batch}"
     known = {key: value for key, value in about.items() if value is not None}
     return {**span(process, track, name, piece.kind, piece.start, piece.end), "args": known | parts}
+
+
+def write_trace(document: dict[str, Any], profiles: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    text = json.dumps({"traceEvents": list(trace_events(document, profiles)), "displayTimeUnit": "ms"})
+    write_file(text, path, what="trace")
+
+
+def trace_events(document: dict[str, Any], profiles: dict[str, list[dict[str, Any]]]) -> Iterator[Event]:
+    """All measured events; every strategy starts at time zero."""
+    processes = count(1)
+    for row in document["results"]:
+        for key in ("timeline", "forecast_timeline"):
+            if row[key] is not None:
+                yield from timeline_events(Timeline.from_json(row[key]), next(processes))
+        if profiles.get(row["strategy"]):
+            yield from _profiled(row["strategy"], profiles[row["strategy"]], next(processes))
+
+
+def _profiled(strategy: str, ranks: list[dict[str, Any]], process: int) -> Iterator[Event]:
+    yield process_name(process, f"{strategy} (profiled step)")
+    for rank, profile in enumerate(ranks):
+        for track, kind in enumerate(("compute", "communication"), 2 * rank):
+            yield from track_names(process, track, f"rank {rank} {kind}")
+            yield from (span(process, track, kind, kind, start, end) for start, end in profile[kind])

@@ -93,7 +93,7 @@ class ImageShape:
     @property
     def sequence(self) -> Shape:
         """The shape of the encoder, which runs over the patches and one class token."""
-        sizes: Any = {"layers": self.layers, "width": self.width, "heads": self.heads, "kv_heads": self.heads}
+        sizes: Any = dict(layers=self.layers, width=self.width, heads=self.heads, kv_heads=self.heads)
         length = (self.side // self.patch) ** 2 + 1
         return Shape(**sizes, feed_forward=self.feed_forward, vocabulary=self.classes, length=length, **GPT)
 

@@ -51,7 +51,9 @@ REST: list[dict[str, Any]] = [{}, {"micro_batch": 1}, {"compile": True, "engine"
 def every_strategy() -> list[Strategy]:
     axes = [*itertools.product(DATA, MODEL), *((data, {}) for data in LONE_DATA)]
     policies = itertools.product(PRECISION, RECOMPUTE, OFFLOAD, REST)
-    return [Strategy(**merged(*a, *p)) for a, p in itertools.product(axes, policies)]
+    synced = [{"data": word, "sync": "last", "micro_batch": 2} for word in ("zero2", "fsdp")]
+    once = [Strategy(**merged(data, *p)) for data, *p in itertools.product(synced, PRECISION, RECOMPUTE, OFFLOAD)]
+    return [*(Strategy(**merged(*a, *p)) for a, p in itertools.product(axes, policies)), *once]
 
 
 def merged(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -98,6 +100,8 @@ def test_every_row_prints_something() -> None:
         ("bf16", "bf16"),
         ("bf16,auto", "auto,bf16"),
         ("mb=04,compile,fsdp", "fsdp,mb=4,compile"),
+        ("sync=last,fsdp,mb=2", "fsdp,mb=2,sync=last"),
+        ("ddp,sync=each", "ddp"),
         ("offload=nvme:/Data,zero2,engine=deepspeed", "zero2,offload=nvme:/Data,engine=deepspeed"),
     ],
 )
@@ -202,6 +206,10 @@ def test_unknown_terms(text: str, parts: list[str]) -> None:
         ("fp8:autocast", "'fp8'", "'autocast'"),
         ("auto,fsdp", "'auto'", "'fsdp'"),
         ("auto,tp=2", "'auto'", "'tp=2'"),
+        ("ddp,sync=last", "ddp", "sync=last"),
+        ("fsdp:no-shard,sync=last", "fsdp", "reduced once"),
+        ("fsdp,pp=2,sync=last", "pp=2:1f1b", "sync=last"),
+        ("zero2,sync=last,engine=deepspeed", "engine=deepspeed", "sync=last"),
     ],
 )
 def test_contradictory_terms(text: str, first: str, second: str) -> None:

@@ -51,8 +51,8 @@ def folder() -> Iterator[Path]:
 @pytest.mark.parametrize(
     "job",
     [
-        "narrow_gpt",
-        *(pytest.param(job, marks=pytest.mark.thorough) for job in ("sequential", "partial", "convolutions")),
+        "convolutions",
+        *(pytest.param(job, marks=pytest.mark.thorough) for job in ("sequential", "partial", "narrow_gpt")),
     ],
 )
 def test_every_strategy_loads_every_other(pools: dict[int, RankPool], folder: Path, job: str) -> None:

@@ -51,6 +51,7 @@ def test_account_and_time_of_every_row(bench: ModuleType) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_traced_memory(bench: ModuleType) -> None:
     found = [bench.errors_of(row, bench.trace(row)) for row in map(row_of, TRACED)]
     assert mean(abs(errors["traced"]) for errors in found) < 0.007

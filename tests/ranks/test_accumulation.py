@@ -1,4 +1,4 @@
-"""Gradient accumulation communicates once a step."""
+"""When gradients of several micro-batches are reduced: in each where they are sharded, otherwise once a step."""
 
 import pytest
 
@@ -7,8 +7,41 @@ from rank_pool import RankPool
 
 pytestmark = pytest.mark.slow
 
+SHARDED = ["zero2", "fsdp", "fsdp:grad-op"]
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op"])
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", *(f"{one},sync=last" for one in SHARDED)])
 def test_sums_do_not_grow_with_micro_batches(two_ranks: RankPool, strategy: str) -> None:
     whole, cut = (two_ranks(rank_programs.sums_over_ranks, strategy + mb)[0] for mb in ("", ",mb=1"))
     assert whole == cut >= 2
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_sharded_gradients_are_summed_in_each(two_ranks: RankPool, strategy: str) -> None:
+    found = [two_ranks(rank_programs.sums_over_ranks, strategy + mb)[0] - 2 for mb in ("", ",mb=2", ",mb=1")]
+    assert found == [found[0], 2 * found[0], 4 * found[0]] and found[0]  # besides the loss and the norm
+
+
+def test_replicas_are_summed_once(four_ranks: RankPool) -> None:
+    once, each = (four_ranks(rank_programs.sums_over_ranks, f"hsdp=2x2,mb=1{how}")[0] for how in (",sync=last", ""))
+    assert once < each < 2 * once - 2
+
+
+@pytest.mark.parametrize("sync", ["", ",sync=last"])
+@pytest.mark.parametrize("strategy", [*SHARDED, "fsdp,bf16", "zero2,bf16"])
+def test_trains_as_plain_pytorch(two_ranks: RankPool, strategy: str, sync: str) -> None:
+    """One, two, three and five micro-batches of ten samples, and of seven, which do not divide."""
+    texts = [f"{strategy},mb={size}{sync}" for size in (5, 3, 2, 1)]
+    for samples in (10, 7):
+        fitting = [text for text in texts if samples == 10 or "mb=5" not in text]
+        for verdict in two_ranks(rank_programs.verdicts_on, samples, fitting)[0]:
+            assert verdict.equal, f"{verdict.strategy} of {samples}: {verdict.first_difference}"
+
+
+@pytest.mark.parametrize("strategy", [*SHARDED, "fsdp,bf16", "zero2,bf16", "hsdp=1x2"])
+def test_shards_are_all_that_is_held(two_ranks: RankPool, strategy: str) -> None:
+    """Under accumulation, too, a rank has no more than its shards of the gradients between micro-batches."""
+    held, promised = two_ranks(rank_programs.states, f"{strategy},mb=1")[0]
+    assert held["gradients"] == pytest.approx(promised["gradients"], rel=0.01)
+    each, last = (two_ranks(rank_programs.held_between, f"{strategy},mb=1{how}")[0] for how in ("", ",sync=last"))
+    assert promised["gradients"] <= each < 0.6 * last

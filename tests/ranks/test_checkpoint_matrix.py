@@ -23,8 +23,7 @@ ResultsOf = Callable[[str], dict[Node, Future[list[Move]]]]
 
 ALL = [
     SINGLE,
-    *(Node("ddp", 2), Node("ddp", 4), Node("zero1", 4), Node("zero2", 2)),
-    *(Node("fsdp", 2), Node("fsdp", 4), Node("hsdp=2x2", 4)),
+    *(Node("ddp", 2), Node("zero1", 4), Node("zero2", 2), Node("fsdp", 4), Node("hsdp=2x2", 4)),
     *(Node("tp=2", 2), Node("tp=2,fsdp", 4), Node("pp=2:1f1b", 2), Node("pp=2:interleaved,fsdp", 4)),
 ]
 MATRICES = {

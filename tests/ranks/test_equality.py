@@ -32,13 +32,16 @@ def test_every_strategy_under_every_policy(four_ranks: RankPool, strategies: lis
     check(four_ranks, "transformer", [strategy + policy for strategy in strategies])
 
 
-@pytest.mark.parametrize("job", ["transformer", "convolutions", pytest.param("hf_gpt2", marks=THOROUGH)])
+@pytest.mark.parametrize(
+    "job", ["convolutions", *(pytest.param(j, marks=THOROUGH) for j in ("transformer", "hf_gpt2"))]
+)
 def test_every_strategy(four_ranks: RankPool, job: str) -> None:
     check(four_ranks, job, FOUR if job != "transformer" else ALIKE)
 
 
+@THOROUGH
 @pytest.mark.parametrize("policy", POLICIES[1:])
-@pytest.mark.parametrize("job", ["convolutions", pytest.param("hf_gpt2", marks=THOROUGH)])
+@pytest.mark.parametrize("job", ["convolutions", "hf_gpt2"])
 def test_every_policy_on_other_models(two_ranks: RankPool, job: str, policy: str) -> None:
     check(two_ranks, job, [strategy + policy for strategy in ENGINES])
 
@@ -57,9 +60,17 @@ def test_batch_norm_over_micro_batches(four_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("job", ["masked", "partial", "uneven"])
-def test_what_strategies_get_wrong(four_ranks: RankPool, job: str) -> None:
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        ["ddp", "zero2", "fsdp", "zero2,mb=1", "fsdp,mb=1"],
+        pytest.param(["zero1", "ddp,mb=1", "fsdp,bf16"], marks=THOROUGH),
+    ],
+    ids=["kinds", "alike"],
+)
+def test_what_strategies_get_wrong(four_ranks: RankPool, strategies: list[str], job: str) -> None:
     """Weights that depend on data; frozen, unused and tied parameters; a batch that does not divide."""
-    check(four_ranks, job, ["ddp", "zero1", "zero2", "fsdp", "ddp,mb=1", "zero2,mb=1", "fsdp,mb=1", "fsdp,bf16"])
+    check(four_ranks, job, strategies)
 
 
 def test_parameter_without_dims(four_ranks: RankPool) -> None:

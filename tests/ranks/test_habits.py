@@ -37,7 +37,9 @@ def test_samples_decide_which_experts_of_a_block_run(two_ranks: RankPool) -> Non
     check(two_ranks, "experts", [*EACH, "fsdp,mb=1", "fsdp:grad-op", "hsdp=1x2", "fsdp,ac=full"])
 
 
-@pytest.mark.parametrize("job", ["scaled", "reads_a_block", "calls_into_a_block"])
+@pytest.mark.parametrize(
+    "job", ["scaled", "reads_a_block", pytest.param("calls_into_a_block", marks=pytest.mark.thorough)]
+)
 def test_parameters_that_fsdp_leaves_whole(two_ranks: RankPool, job: str) -> None:
     check(two_ranks, job, [*EACH, "fsdp,mb=2", "hsdp=2x1", "hsdp=1x2,mb=2", "fsdp:no-shard"])
     check(two_ranks, job, ["fsdp,offload=optimizer", "fsdp,offload=params", "fsdp,ac=full"])

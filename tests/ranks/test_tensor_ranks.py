@@ -19,7 +19,7 @@ def line(name: str, result: Comparison) -> str:
     return f"{name:12} {found}"
 
 
-@pytest.mark.parametrize("options", [(), ("sequence",)])
+@pytest.mark.parametrize("options", [(), pytest.param(("sequence",), marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_ranks(two_ranks: RankPool, name: str, options: tuple[str, ...]) -> None:
     result = two_ranks(tensor_programs.compare, name, options)[0]
@@ -27,7 +27,7 @@ def test_two_ranks(two_ranks: RankPool, name: str, options: tuple[str, ...]) -> 
     assert result.refused is None and result.equal, result
 
 
-@pytest.mark.parametrize("options", [(), ("sequence",)])
+@pytest.mark.parametrize("options", [pytest.param((), marks=pytest.mark.thorough), ("sequence",)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_four_ranks(four_ranks: RankPool, name: str, options: tuple[str, ...]) -> None:
     result = four_ranks(tensor_programs.compare, name, options)[0]
@@ -38,7 +38,7 @@ def test_four_ranks(four_ranks: RankPool, name: str, options: tuple[str, ...]) -
         assert result.refused is None and result.equal, result
 
 
-@pytest.mark.parametrize("name", ["llama-1kv", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["llama-1kv", "gpt2", pytest.param("t5", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "options", [("ddp",), ("fsdp",), ("fsdp", "recompute", "sequence"), ("ddp", "recompute", "sequence")]
 )

@@ -154,6 +154,7 @@ def test_knobs_change_the_ranking_and_the_command_gives_it(browser: Any, address
         assert held["x"] == [plan["memory"]["parameters"] for plan in document["plans"]]
 
 
+@pytest.mark.thorough
 def test_a_mistake_is_told_and_the_answer_stays(browser: Any, address: Address) -> None:
     with visit(browser, address.url) as page:
         before = first_strategy(page)
@@ -165,6 +166,7 @@ def test_a_mistake_is_told_and_the_answer_stays(browser: Any, address: Address) 
         assert page.locator("#status.error").count() == 0
 
 
+@pytest.mark.thorough
 def test_only_the_last_of_many_turns_is_shown(browser: Any, address: Address) -> None:
     with visit(browser, address.url) as page:
         first_strategy(page)

@@ -192,7 +192,10 @@ def test_without_a_pipeline_there_is_one_role() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "layers"),
-    [("ddp", 16), ("fsdp,bf16", 16), pytest.param("fsdp,tp=2,bf16,ac=full", 10, marks=pytest.mark.thorough)],
+    [
+        ("fsdp,bf16", 16),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("ddp", 16), ("fsdp,tp=2,bf16,ac=full", 10))),
+    ],
 )
 def test_a_long_model_is_known_from_shorter_ones(strategy: str, layers: int) -> None:
     short, whole = (trace(strategy, 4, layers=layers, whole=whole) for whole in (False, True))

@@ -45,7 +45,11 @@ def check(name: str, strategy: str, pool: RankPool | None) -> None:
         assert outcome.verdict == "refused" and re.search(words, outcome.reason), outcome
 
 
-@pytest.mark.parametrize("name", ZOO)
+SLOW_TO_BUILD = pytest.param("spectral_norm", marks=pytest.mark.thorough)
+"""Recording its builder takes time with the square of its layers; `test_a_strategy_is_plain_pytorch` has it too."""
+
+
+@pytest.mark.parametrize("name", [SLOW_TO_BUILD if name == "spectral_norm" else name for name in ZOO])
 def test_single_is_plain_pytorch(name: str) -> None:
     check(name, "single", None)
 

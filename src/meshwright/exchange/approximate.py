@@ -125,9 +125,10 @@ def zero_alone(strategy: Strategy) -> bool:
 
 
 PLAIN_WORDS: tuple[Rule, ...] = (
+    drop("sync", "each", "the config does not say when gradients of several micro-batches are reduced"),
     as_data(lambda s: s.traits.many_devices, "ddp", "there is no single process for all devices; it is ddp"),
     as_data(lambda s: s.traits.gathers and not s.traits.shards, "ddp", "it is ddp there"),
     as_data(lambda s: s.traits.hybrid and s.replicas == 1, "fsdp", "one replica alone is fsdp there"),
     as_data(lambda s: s.traits.hybrid and s.shards == 1, "ddp", "replicas of a single shard are ddp there"),
 )
-"""Data axes that other frameworks know under another name."""
+"""What no other framework's config says, and data axes that they know under another name."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["", "optimizer", "params", "nvme"]
+Sync = Literal["each", "last"]
 Engine = Literal["torch", "deepspeed"]
 
 SUFFIXES = ("pure", "autocast")
@@ -279,6 +280,7 @@ _AFTER = (
     choice("ac", get_args(Recompute), field="recompute"),
     TermRow(forms=("offload=optimizer|params|nvme:DIR",), read=read_offload, show=show_offload),
     TermRow(forms=("mb=N",), read=read_micro_batch, show=show_micro_batch),
+    choice("sync", get_args(Sync)),
     flag("compile"),
     choice("engine", get_args(Engine)),
 )

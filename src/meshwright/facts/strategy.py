@@ -11,7 +11,7 @@ from math import prod
 from meshwright.errors import Refused, either
 from meshwright.facts import grammar, strategy_rules
 from meshwright.facts.data_axis import DataTraits, find_traits
-from meshwright.facts.grammar import Engine, Offload, Recompute
+from meshwright.facts.grammar import Engine, Offload, Recompute, Sync
 from meshwright.facts.model_axis import MODEL_AXES, AxisTerm, normalised
 from meshwright.facts.precision import FORMATS, NumberFormat
 
@@ -48,6 +48,8 @@ class Strategy:
     """The folder of `offload=nvme:DIR`."""
     micro_batch: int | None = None
     """Samples per micro-batch of one rank: `mb=` in text. None: chosen when the run is built."""
+    sync: Sync = "each"
+    """When sharded gradients are reduced: after each micro-batch, or whole ones after the last. See `reduces_each`."""
     compile: bool = False
     engine: Engine = "torch"
     auto: bool = False
@@ -101,6 +103,15 @@ class Strategy:
     @property
     def number_format(self) -> NumberFormat:
         return FORMATS[self.precision]
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether gradients are reduced to their shards after each micro-batch, and not once a step.
+
+        Whole gradients are reduced once: a sum of several costs no more memory. In a pipeline's stage, several
+        micro-batches are under way, and gradients stay whole until the last.
+        """
+        return self.sync == "each" and "gradients" in self.traits.shards and self.stage_axis is None
 
     @property
     def model_ranks(self) -> int:

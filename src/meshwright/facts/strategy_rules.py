@@ -19,6 +19,7 @@ _WORDS = {
     "precision": tuple(FORMATS),
     "recompute": get_args(grammar.Recompute),
     "offload": get_args(grammar.Offload),
+    "sync": get_args(grammar.Sync),
     "engine": get_args(grammar.Engine),
 }
 _OPTIONAL_SIZES = ("data_size", "hsdp_replicas", "micro_batch")
@@ -54,6 +55,13 @@ def clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
         yield strategy.precision, "autocast", "autocast lowers operators to bf16 or fp16; name one of them"
     if strategy.autocast and strategy.pure:
         yield "autocast", "pure", "autocast casts fp32 parameters, and pure has none; keep one of them"
+    if strategy.sync == "last":
+        if "gradients" not in strategy.traits.shards:
+            yield strategy.data or "no data axis", "sync=last", "gradients that are not sharded are always reduced once"
+        if stage := strategy.stage_axis:
+            yield str(stage), "sync=last", "a stage's gradients are always reduced after the last micro-batch"
+        if strategy.engine == "deepspeed":
+            yield "engine=deepspeed", "sync=last", "DeepSpeed reduces sharded gradients after each micro-batch"
     if strategy.variant and strategy.variant not in find_traits(strategy.data).variants:
         owners = " and ".join(word for word, traits in DATA_AXES.items() if strategy.variant in traits.variants)
         yield strategy.data or "no data axis", strategy.variant, f"only {owners} has this suffix"

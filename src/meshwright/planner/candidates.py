@@ -96,6 +96,8 @@ def _with_policies(shape: str, samples: int, allowed: Allowed) -> Iterator[Strat
         made = replace(strategy, precision=precision, recompute=recompute, offload=offload, compile=compiled)  # type: ignore[arg-type]
         for size in sizes:
             yield replace(made, micro_batch=size)
+            if made.reduces_each and size < samples:
+                yield replace(made, micro_batch=size, sync="last")
 
 
 def complexity(strategy: Strategy) -> int:
@@ -103,4 +105,5 @@ def complexity(strategy: Strategy) -> int:
     axes = strategy.traits.complexity + sum(term.traits.complexity for term in strategy.axes)
     schedule = FAMILIES[strategy.schedule].complexity if strategy.schedule else 0
     policies = 2 * (strategy.recompute != "none") + 4 * bool(strategy.offload) + 3 * strategy.compile
+    policies += strategy.sync == "last"
     return axes + schedule + policies

@@ -125,7 +125,7 @@ def _axes(s: Strategy) -> tuple[object, ...]:
 
 
 def _policies(s: Strategy) -> tuple[object, ...]:
-    return *_axes(s), s.recompute, s.offload
+    return *_axes(s), s.recompute, s.offload, s.sync
 
 
 def consider(context: PlanContext, candidate: Strategy, *, time_all: bool = True) -> Plan:

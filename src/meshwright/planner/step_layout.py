@@ -111,6 +111,8 @@ class StepLayout:
     """Whether gathered parameters are freed after forward and gathered again for backward."""
     reduce_bytes: int = 4
     """Bytes per element of a gradient in communication."""
+    reduces_each: bool = False
+    """Whether gradients are reduced to their shards after each micro-batch, not once a step."""
     overlaps: bool = True
     """Whether gradient communication overlaps with backward."""
     elastic: bool = False
@@ -175,8 +177,8 @@ def lay_out_step(strategy: Strategy, facts: ModelFacts, global_batch: int) -> St
         compile=strategy.compile,
         offload=strategy.offload,
         parameters_over=layout.parameters,
-        # Gradients are reduced once a step: until then every rank accumulates whole ones.
-        gradients_over=layout.gradients if micro_batches == 1 else 1,
+        # If they are reduced once a step, every rank accumulates whole ones until then.
+        gradients_over=layout.gradients if micro_batches == 1 or strategy.reduces_each else 1,
         optimizer_over=layout.optimizer,
         parameter_bytes=layout.parameter_bytes or MASTER_BYTES,
         gradient_bytes=update_bytes,
@@ -187,6 +189,7 @@ def lay_out_step(strategy: Strategy, facts: ModelFacts, global_batch: int) -> St
         # Under a pipeline a stage stays gathered for the whole step.
         reshards=traits.reshards and stage is None,
         reduce_bytes=update_bytes,
+        reduces_each=strategy.reduces_each,
         overlaps=technique.overlaps and stage is None,
         one_process=traits.many_devices,
         host=OURS,

@@ -209,16 +209,24 @@ def _sharded_host(site: Site, stage: StageWork, *, backward: bool) -> float:
     if layout.shards == 1:
         return 0.0
     gathers = layout.gathers and (layout.reshards or not backward)
-    reduces = backward / layout.micro_batches  # in the last micro-batch only
+    reduces = backward / (1 if layout.reduces_each else layout.micro_batches)  # or in the last micro-batch only
     units = sum(times for unit, times in stage.counted if unit.elements)
     return units * layout.host.shard * (gathers + reduces)
 
 
 def _accumulating(site: Site, elements: int) -> float:
-    """Device seconds of adding a micro-batch's gradients to the sum: one is read, the other read and written."""
+    """Device seconds of adding a micro-batch's gradients to the sum: one is read, the other read and written.
+
+    If they are reduced first, they are cast whole, and only a shard is added.
+    """
     layout = site.step_layout
-    if layout.micro_batches == 1 and layout.compute_bytes == layout.gradient_bytes:
+    casts = layout.compute_bytes != layout.gradient_bytes
+    if layout.micro_batches == 1 and not casts:
         return 0.0
+    if layout.reduces_each:
+        added = 3 * layout.gradient_bytes / layout.gradients_over if layout.micro_batches > 1 else 0.0
+        cast = layout.compute_bytes + 2 * layout.gradient_bytes if casts else 0.0
+        return moving(elements * (cast + added), site.hardware)
     return moving(elements * (layout.compute_bytes + 2 * layout.gradient_bytes), site.hardware)
 
 
@@ -237,28 +245,28 @@ def _sending(site: Site, group: RankGroup, messages: tuple[Sent, ...]) -> float:
 
 
 def _plain(timing: Timing, site: Site, stage: StageWork) -> None:
-    """Add the time of a step with whole parameters on every rank; gradients are reduced in the last micro-batch."""
+    """Add the time of a step with whole parameters on every rank."""
     layout = site.step_layout
     forward, backward = stage_passes(site, stage)
     timing.add_passes(layout.micro_batches, forward, backward)
-    sent = _gradient_sum(site, stage.trainable)
+    sent = sum(_gradient_sums(site, stage.trainable))
     if layout.overlaps:
         # The first gradients are ready after the last unit's backward, the last bucket after all of it.
         least = site.time("all_reduce", min(BUCKET, stage.trainable * layout.reduce_bytes), site.data)
         sent = max(least, sent - backward.total)
     # In one process, broadcasting parameters and reducing gradients cost an all-reduce per micro-batch.
-    times = layout.micro_batches if layout.one_process else 1
+    times = layout.micro_batches if layout.one_process or layout.reduces_each else 1
     timing.add("data", times * sent if layout.data > 1 else 0.0)
 
 
-def _gradient_sum(site: Site, elements: int) -> float:
-    """Seconds of reducing gradients to the ranks that update them."""
+def _gradient_sums(site: Site, elements: int) -> tuple[float, float]:
+    """Seconds of reducing gradients to the ranks that update them, and of summing those over replicas."""
     layout = site.step_layout
     size = elements * layout.reduce_bytes
     if layout.optimizer_over > 1 or layout.gradients_over > 1:
         across = site.time("all_reduce", size / layout.shards, site.replica)
-        return site.time("reduce_scatter", size, site.shard) + across
-    return site.time("all_reduce", size, site.data)
+        return site.time("reduce_scatter", size, site.shard), across
+    return site.time("all_reduce", size, site.data), 0.0
 
 
 def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
@@ -267,7 +275,7 @@ def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
     moves = {
         unit.name: (
             site.time("all_gather", unit.elements * layout.compute_bytes, site.shard),
-            _gradient_sum(site, unit.trainable) if unit.trainable else 0.0,
+            _gradient_sums(site, unit.trainable) if unit.trainable else (0.0, 0.0),
             [
                 sum(_sending(site, group, own[way]) for (_, group), own in zip(site.inner, unit.sent, strict=True))
                 for way in (0, 1)
@@ -279,11 +287,12 @@ def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
     timing.add_passes(layout.micro_batches, forward, backward)
     ahead = [(unit.forward + moves[unit.name][2][0], moves[unit.name][0], 0.0) for unit in stage.units]
     regathers = 1.0 if layout.reshards else 0.0
-    last = [
-        (unit.backward + sends[1], regathers * gather, reduce)
-        for unit, (gather, reduce, sends) in ((unit, moves[unit.name]) for unit in reversed(stage.units))
-    ]
-    back = [(compute, gather, 0.0) for compute, gather, _ in last]  # gradients are reduced in the last micro-batch only
+    back, last = [], []
+    for unit in reversed(stage.units):
+        gather, (reduce, across), sends = moves[unit.name]
+        compute, regather = unit.backward + sends[1], regathers * gather
+        back.append((compute, regather, reduce if layout.reduces_each else 0.0))
+        last.append((compute, regather, reduce + across))
     exposed = layout.micro_batches * _exposed(ahead) + (layout.micro_batches - 1) * _exposed(back) + _exposed(last)
     # Links catch up while the device waits for the host.
     timing.add("data", max(0.0, exposed - layout.micro_batches * (forward.host + backward.host)))
@@ -325,7 +334,7 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
     timing.add("stages", hops * site.time("send", max(stage.output for stage in stages[:-1]), site.neighbour))
     busiest = max(stages, key=lambda stage: stage.trainable)
     if layout.data > 1:
-        timing.add("data", _gradient_sum(site, busiest.trainable * layout.virtual))
+        timing.add("data", sum(_gradient_sums(site, busiest.trainable * layout.virtual)))
     if layout.gathers:
         size = busiest.elements * layout.virtual * layout.compute_bytes
         timing.add("data", site.time("all_gather", size, site.shard))

@@ -72,7 +72,10 @@ class Parallel:
         return self._engine.parameters()  # type: ignore[no-any-return]
 
     def micro_batch(self, *, last: bool = True) -> AbstractContextManager[Any]:
-        """Context for forward and backward of one micro-batch; gradients are reduced in the last one only."""
+        """Context for forward and backward of one micro-batch; every rank must run as many of them.
+
+        Sharded gradients are reduced in each, unless the strategy says `sync=last`; others in the last one only.
+        """
         return self._engine.accumulating(last)  # type: ignore[no-any-return]
 
     def backward(self, loss: torch.Tensor, *, last: bool = True) -> None:

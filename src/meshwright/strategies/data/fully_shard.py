@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.facts.job import NamedParameters
+from meshwright.facts.strategy import Strategy
 from meshwright.strategies.data.summing import sum_gradients
 from meshwright.strategies.data.used_parameters import UsedParameters
 from meshwright.strategies.engine import ApplyContext, Engine, HeldTensor
@@ -55,19 +56,27 @@ class WholeParameters:
 
 class FsdpEngine(Engine):
     def __init__(
-        self, model: nn.Module, root: FSDPModule, ranks: int, whole: WholeParameters, used: UsedParameters | None
+        self,
+        model: nn.Module,
+        root: FSDPModule,
+        strategy: Strategy,
+        whole: WholeParameters,
+        used: UsedParameters | None,
     ) -> None:
         super().__init__(model)
         self._root, self._whole, self._used = root, whole, used
-        self._last = True
+        self._each = strategy.reduces_each
+        self._reduces = True
+        """Whether the current micro-batch's gradients are reduced, with those of earlier ones that were not."""
         self.keeps_gathered = False
-        self.gradient_scale = float(ranks)
+        self.gradient_scale = float(strategy.data_ranks)
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
-        self._last = last
-        self._root.set_requires_gradient_sync(last)
-        self._root.set_is_last_backward(last)
+        self._reduces = last or self._each
+        self._root.set_requires_gradient_sync(self._reduces)
+        self._root.set_is_last_backward(self._reduces)
+        self._root.set_requires_all_reduce(last)  # hsdp: shards are summed over replicas once a step
         if self.keeps_gathered:
             # Weights do not change between micro-batches, so parameters can stay gathered until the last one.
             self._root.set_reshard_after_backward(last)
@@ -75,7 +84,7 @@ class FsdpEngine(Engine):
 
     def backward(self, loss: torch.Tensor) -> None:
         if self._used is not None:
-            loss = self._used.attach_used_elsewhere(loss, last=self._last)
+            loss = self._used.attach_used_elsewhere(loss, reduces=self._reduces)
         loss.backward()
 
     def finish(self) -> None:
@@ -113,7 +122,7 @@ def shard(model: nn.Module, context: ApplyContext, *, reshard: bool, whole: froz
     assert context.mesh is not None
     kept = WholeParameters([p for n, p in model.named_parameters() if n in whole], context.mesh, context.device)
     used = UsedParameters(model, context.mesh, blocks) if context.facts.by_value else None
-    engine = FsdpEngine(model, root, context.strategy.data_ranks, kept, used)
+    engine = FsdpEngine(model, root, context.strategy, kept, used)
     engine.keeps_gathered = not reshard
     return engine
 

@@ -120,12 +120,11 @@ class Bucket:
         self._work, self._sent = None, torch.empty(0)
 
     def finish(self, keep_whole: bool) -> None:
-        """Wait for the sum and give each shard its gradient; None if no rank has one."""
+        """Wait for the sum and add it to each shard's gradient, which stays None while no rank has one."""
         self.wait()
         exists = on_any_rank(self._missing, self._reduced[self.width :])
         for (piece, columns), used in zip(self._columns(), exists, strict=True):
             if not used:
-                piece.shard.grad = None
                 continue
             local = piece.chunk(piece.parameter, self.rank)
             reduced = self._reduced[columns][: local.numel()].view(local.shape)
@@ -133,7 +132,10 @@ class Bucket:
             kept = piece.whole_gradient() if piece.parameter.is_contiguous() else None
             if keep_whole and kept is not None:
                 reduced = piece.chunk(kept, self.rank).copy_(reduced)
-            piece.shard.grad = piece.as_shard(reduced)
+            if piece.shard.grad is None:
+                piece.shard.grad = piece.as_shard(reduced)
+            else:
+                piece.shard.grad.to_local().add_(reduced)
         self._reduced = torch.empty(0)
         self.arrived.clear()
 
@@ -183,10 +185,11 @@ class ShardedUpdateEngine(Engine):
     def __init__(self, model: nn.Module, context: ApplyContext, *, keep_whole: bool) -> None:
         super().__init__(model)
         assert context.mesh is not None
-        self._mesh, self._keep_whole, self._last = context.mesh, keep_whole, True
+        self._mesh, self._keep_whole = context.mesh, keep_whole
+        self._each, self._reduces = context.strategy.reduces_each, True
         self._under_way: Bucket | None = None
         self._next = 0
-        """The number of buckets reduced so far in this step."""
+        """The number of buckets whose reduction has started, of this micro-batch or step."""
         self._masters = _masters(model, context)
         # Frozen parameters are not updated, but their masters are kept if computing uses a lowered copy.
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad or n in self._masters]
@@ -203,12 +206,20 @@ class ShardedUpdateEngine(Engine):
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
-        self._last = last
+        self._reduces = last or self._each
         yield
+        if self._each and not last:
+            self._finish_buckets()
 
     @torch.no_grad()
     def finish(self) -> None:
         refuse_gradients(piece.name for piece in self._unused if piece.whole_gradient() is not None)
+        self._finish_buckets()
+        self._sum_scalars()
+
+    @torch.no_grad()
+    def _finish_buckets(self) -> None:
+        """Reduce what is left, and give the shards their gradients."""
         for bucket in self._buckets[self._next :]:  # delayed by a parameter without a gradient, or by a pipeline
             for piece in bucket.pieces:
                 piece.take_gradient()
@@ -216,7 +227,6 @@ class ShardedUpdateEngine(Engine):
         for bucket in self._buckets:
             bucket.finish(self._keep_whole)
         self._next = 0
-        self._sum_scalars()
 
     def parameters(self) -> NamedParameters:
         return NamedParameters((n, piece.shard) for n, piece in self._pieces.items() if piece.parameter.requires_grad)
@@ -279,7 +289,7 @@ class ShardedUpdateEngine(Engine):
             if engine is None or its_bucket is None or its_piece is None:
                 return
             its_piece.take_gradient()
-            if engine._last:
+            if engine._reduces:
                 engine._arrived(its_bucket, its_piece)
 
         return on_gradient

@@ -27,27 +27,30 @@ class UsedParameters:
     def __init__(self, model: nn.Module, mesh: DeviceMesh, blocks: Mapping[str, nn.Module]) -> None:
         self._model, self._mesh = model, mesh
         self._used: set[str] = set()
-        self._unused: set[str] = set()
+        self._unused: set[str] | None = None
+        """Parameters of blocks that no rank has used in this step; None before its first reduction."""
         self._in_blocks = {f"{block}.{name}" for block, module in blocks.items() for name in _trained(module)}
         for name, block in blocks.items():
             wrap_forward(block, self._around(name))
 
-    def attach_used_elsewhere(self, loss: torch.Tensor, *, last: bool) -> torch.Tensor:
-        """In the last micro-batch, attach to the loss the parameters that only other ranks used in this step."""
+    def attach_used_elsewhere(self, loss: torch.Tensor, *, reduces: bool) -> torch.Tensor:
+        """Attach to the loss the parameters that only other ranks have used since gradients were reduced last."""
         around = {name: p for name, p in _trained(self._model).items() if name not in self._in_blocks}
         self._used |= _reached([loss], around)
-        if not last:
+        if not reduces:
             return loss
         used = self._by_any_rank(loss.device)
         others = [parameter for name, parameter in around.items() if name in used - self._used]
-        self._unused, self._used = self._in_blocks - used, set()
+        self._unused = (self._in_blocks if self._unused is None else self._unused) - used
+        self._used = set()
         return _Attach.apply(loss, *others) if others else loss
 
     def forget_unused(self) -> None:
         """Drop the gradients of parameters that no rank used, after backward."""
         for name, parameter in self._model.named_parameters():
-            if name in self._unused:
+            if name in (self._unused or ()):
                 parameter.grad = None
+        self._unused = None
 
     def _around(self, block: str) -> Callable[..., Any]:
         def around(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

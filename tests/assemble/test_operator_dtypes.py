@@ -241,7 +241,7 @@ def test_ordinary_transformers_keep_what_they_kept(monkeypatch: pytest.MonkeyPat
     assert [measure_costs(*known, "bf16") for known in described] == with_table
 
 
-def test_compiled_in_one_graph() -> None:
+def test_compiled_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mixed(nn.Module):
         def forward(self, x: Tensor, buffer: Tensor, weight: Tensor) -> Tensor:
             with computing_in(BF16):
@@ -256,7 +256,9 @@ def test_compiled_in_one_graph() -> None:
         return graph
 
     given = made(2, 4), made(2, 4, dtype=FP32), made(3, 4)
-    compiled = torch.compile(Mixed(), backend=keep, fullgraph=True)
+    compiled = Mixed()
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=keep, fullgraph=True))
+    operator_dtypes.compile_outside(compiled)
     assert torch.equal(compiled(*given), Mixed()(*given))
     assert len(graphs) == 1
     assert any(node.kwargs.get("dtype") == FP32 for node in graphs[0].graph.nodes)

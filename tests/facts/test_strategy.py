@@ -208,7 +208,7 @@ def test_unknown_terms(text: str, parts: list[str]) -> None:
         ("auto,tp=2", "'auto'", "'tp=2'"),
         ("ddp,sync=last", "ddp", "sync=last"),
         ("fsdp:no-shard,sync=last", "fsdp", "reduced once"),
-        ("fsdp,pp=2,sync=last", "pp=2:1f1b", "sync=last"),
+        ("fsdp,pp=2,sync=last", "'pp=2'", "sync=last"),
         ("zero2,sync=last,engine=deepspeed", "engine=deepspeed", "sync=last"),
     ],
 )

@@ -126,11 +126,6 @@ def into(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def compilable_unflatten(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    """`Tensor.unflatten` by its function: PyTorch 2.11 breaks the graph at the method's `super()` inside a mode."""
-    return torch.unflatten(*args, **kwargs)
-
-
 def _dtypes(args: Any, kwargs: Any) -> list[torch.dtype]:
     """Floating dtypes among the arguments, each once."""
     found: list[torch.dtype] = []
@@ -213,7 +208,6 @@ def functions(names: str) -> Iterator[Any]:
 
 
 RULES: dict[Any, Rule] = {func: rule for rule, names in _TABLE for func in functions(names)}
-RULES[Tensor.unflatten] = compilable_unflatten
 
 
 _MODES = {dtype: OperatorDtypes(dtype) for dtype in LOW}
@@ -240,6 +234,7 @@ def compile_outside(module: nn.Module) -> None:
 
     torch.compile can trace a mode that the code enters. A mode that is already active breaks the graph at checkpoints.
     """
+    torch.compiler.allow_in_graph(Tensor.unflatten)  # inside a mode, its `super()` would break the graph
     module.compile()
 
     def without_callers_mode(compiled: Callable[..., Any]) -> Callable[..., Any]:

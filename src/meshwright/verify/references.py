@@ -45,21 +45,23 @@ from meshwright.verify.strategy_steps import run_steps
 from meshwright.verify.verdict import FAILED, REFUSED, Verdict, judge, judge_loss, without_verdict
 
 
-def reference_of(strategy: Strategy, facts: ModelFacts, global_batch: int) -> Strategy:
+def reference_of(strategy: Strategy, facts: ModelFacts, global_batch: int, *, dropout: bool = False) -> Strategy:
     """One process with the same precision, and with the strategy's micro-batches where its results depend on them.
 
-    With BatchNorm they are the samples of each statistic, over all ranks.
+    With dropout they are those whose masks are drawn together; with BatchNorm, the samples of each statistic, over all
+    ranks.
     """
-    size = None
+    size = _drawn_together(strategy, global_batch) if dropout else global_batch
     if facts.batch_norms:
         # A pipeline with BatchNorm has a single micro-batch: others were refused.
         count = 1 if is_pipelined(strategy) else micro_steps(global_batch, strategy.data_ranks, strategy.micro_batch)
-        size = -(-global_batch // count) if count > 1 else None
-    elif keeps_dropout(strategy, facts, global_batch):
-        together = _drawn_together(strategy, global_batch)
-        size = together if together < global_batch else None
+        size = -(-global_batch // count)
     return Strategy(
-        data="single", precision=strategy.precision, pure=strategy.pure, autocast=strategy.autocast, micro_batch=size
+        data="single",
+        precision=strategy.precision,
+        pure=strategy.pure,
+        autocast=strategy.autocast,
+        micro_batch=size if size < global_batch else None,
     )
 
 
@@ -117,8 +119,8 @@ class LocalReferences:
 
     def of(self, strategy: Strategy) -> Reference:
         """In float64 if the strategy computes in fp32 and can run in float64, as can the model."""
-        key = reference_of(strategy, self._facts, self._job.global_batch)
         dropout = keeps_dropout(strategy, self._facts, self._job.global_batch)
+        key = reference_of(strategy, self._facts, self._job.global_batch, dropout=dropout)
         double = not strategy.number_format.is_low and _takes_double(strategy) and self._double.runs
         name = f"{key}{' in float64' * double}{' with dropout' * dropout}"
         if name not in self._made:

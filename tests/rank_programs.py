@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from typing import Any
 
@@ -68,24 +67,6 @@ def states(world: World, strategy: str) -> tuple[dict[str, int], dict[str, int]]
     made.step(seeded_batch(job, 0))
     made.forward_backward(seeded_batch(job, 1))
     return dict(held_states(made).memory), promised_states(made.facts, made.strategy)
-
-
-def held_between(world: World, strategy: str) -> int:
-    """Bytes that have come to this rank's tensors between its first micro-batch and its last: gradients."""
-    job = replace(tiny_jobs.transformer, model=Wide)
-    made, found = trainer(world, job, strategy), []
-    made.step(seeded_batch(job, 0))
-    accumulating = made.engine.accumulating
-
-    def watched(last: bool) -> Any:
-        tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.device.type == "cpu"]
-        locals_ = [one.to_local() if hasattr(one, "to_local") else one for one in tensors]
-        found.append(sum({s.data_ptr(): s.nbytes() for s in (one.untyped_storage() for one in locals_)}.values()))
-        return accumulating(last)
-
-    made.engine.accumulating = watched  # type: ignore[method-assign]
-    made.forward_backward(seeded_batch(job, 1))
-    return found[-1] - found[0]
 
 
 class Wide(nn.Module):

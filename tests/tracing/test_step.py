@@ -152,7 +152,6 @@ def test_sharded_gradients_are_reduced_in_each_micro_batch_or_once(strategy: str
     each, last = (trace(f"{strategy},mb=1{how}", 4, layers=layers) for how in ("", ",sync=last"))
     assert sent(last, "reduce_scatter", axis) == pytest.approx(4 * weights(layers), rel=0.01)
     assert sent(each, "reduce_scatter", axis) == pytest.approx(4 * sent(last, "reduce_scatter", axis))
-    assert sent(each, "all_reduce", "replica") == sent(last, "all_reduce", "replica")
     assert last.peak - each.peak > 0.7 * (1 - 1 / shards) * 4 * weights(layers)
 
 

@@ -249,7 +249,7 @@ def _plain(timing: Timing, site: Site, stage: StageWork) -> None:
     layout = site.step_layout
     forward, backward = stage_passes(site, stage)
     timing.add_passes(layout.micro_batches, forward, backward)
-    sent = sum(_gradient_sums(site, stage.trainable))
+    sent = _gradient_sum(site, stage.trainable)
     if layout.overlaps:
         # The first gradients are ready after the last unit's backward, the last bucket after all of it.
         least = site.time("all_reduce", min(BUCKET, stage.trainable * layout.reduce_bytes), site.data)
@@ -259,14 +259,14 @@ def _plain(timing: Timing, site: Site, stage: StageWork) -> None:
     timing.add("data", times * sent if layout.data > 1 else 0.0)
 
 
-def _gradient_sums(site: Site, elements: int) -> tuple[float, float]:
-    """Seconds of reducing gradients to the ranks that update them, and of summing those over replicas."""
+def _gradient_sum(site: Site, elements: int) -> float:
+    """Seconds of reducing gradients to the ranks that update them."""
     layout = site.step_layout
     size = elements * layout.reduce_bytes
     if layout.optimizer_over > 1 or layout.gradients_over > 1:
         across = site.time("all_reduce", size / layout.shards, site.replica)
-        return site.time("reduce_scatter", size, site.shard), across
-    return site.time("all_reduce", size, site.data), 0.0
+        return site.time("reduce_scatter", size, site.shard) + across
+    return site.time("all_reduce", size, site.data)
 
 
 def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
@@ -275,7 +275,7 @@ def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
     moves = {
         unit.name: (
             site.time("all_gather", unit.elements * layout.compute_bytes, site.shard),
-            _gradient_sums(site, unit.trainable) if unit.trainable else (0.0, 0.0),
+            _gradient_sum(site, unit.trainable) if unit.trainable else 0.0,
             [
                 sum(_sending(site, group, own[way]) for (_, group), own in zip(site.inner, unit.sent, strict=True))
                 for way in (0, 1)
@@ -287,12 +287,11 @@ def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
     timing.add_passes(layout.micro_batches, forward, backward)
     ahead = [(unit.forward + moves[unit.name][2][0], moves[unit.name][0], 0.0) for unit in stage.units]
     regathers = 1.0 if layout.reshards else 0.0
-    back, last = [], []
-    for unit in reversed(stage.units):
-        gather, (reduce, across), sends = moves[unit.name]
-        compute, regather = unit.backward + sends[1], regathers * gather
-        back.append((compute, regather, reduce if layout.reduces_each else 0.0))
-        last.append((compute, regather, reduce + across))
+    last = [
+        (unit.backward + sends[1], regathers * gather, reduce)
+        for unit, (gather, reduce, sends) in ((unit, moves[unit.name]) for unit in reversed(stage.units))
+    ]
+    back = [(compute, gather, reduce if layout.reduces_each else 0.0) for compute, gather, reduce in last]
     exposed = layout.micro_batches * _exposed(ahead) + (layout.micro_batches - 1) * _exposed(back) + _exposed(last)
     # Links catch up while the device waits for the host.
     timing.add("data", max(0.0, exposed - layout.micro_batches * (forward.host + backward.host)))
@@ -334,7 +333,7 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
     timing.add("stages", hops * site.time("send", max(stage.output for stage in stages[:-1]), site.neighbour))
     busiest = max(stages, key=lambda stage: stage.trainable)
     if layout.data > 1:
-        timing.add("data", sum(_gradient_sums(site, busiest.trainable * layout.virtual)))
+        timing.add("data", _gradient_sum(site, busiest.trainable * layout.virtual))
     if layout.gathers:
         size = busiest.elements * layout.virtual * layout.compute_bytes
         timing.add("data", site.time("all_gather", size, site.shard))

@@ -73,10 +73,11 @@ class FsdpEngine(Engine):
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
+        # FSDP2 could sum hsdp's shards over replicas once a step (`set_requires_all_reduce`), but it adds up flat
+        # buffers: if micro-batches use different parameters, one's gradient would silently become another's.
         self._reduces = last or self._each
         self._root.set_requires_gradient_sync(self._reduces)
         self._root.set_is_last_backward(self._reduces)
-        self._root.set_requires_all_reduce(last)  # hsdp: shards are summed over replicas once a step
         if self.keeps_gathered:
             # Weights do not change between micro-batches, so parameters can stay gathered until the last one.
             self._root.set_reshard_after_backward(last)

@@ -1,4 +1,4 @@
-"""Describe many models on shadows and on fake tensors, and say where the two differ.
+"""Describe many models on meta tensors and on fake tensors, and say where the two differ.
 
     PYTHONPATH=src:tests python benchmarks/meta_pass_check.py          # three minutes
     PYTHONPATH=src:tests python benchmarks/meta_pass_check.py Llama T5
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from architecture_jobs import ARCHITECTURES, HABITS
-from meshwright.describe import observe
+from meshwright.describe import pass_tensors
 from meshwright.describe.meta_pass import NotOnMeta, meta_pass
 from meshwright.describe.model import describe
 from meshwright.facts.job import Job
@@ -26,7 +26,7 @@ from meshwright.tracing import costs
 EXAMPLES = ("gpt", "cnn", "resnet", "resnet_groupnorm", "hf_gpt2", "hf_llama", "hf_vit")
 PRESETS = ("llama3.2-1b", "gpt2", "bert-base", "vit-base", "resnet-50")
 gave_way: list[str] = []
-"""Why passes on shadows failed."""
+"""Why passes on meta tensors failed."""
 
 
 @contextmanager
@@ -57,8 +57,7 @@ def jobs() -> dict[str, Job]:
 
 def look(job: Job, way: Any) -> tuple[Any, Any, float]:
     """The description, the costs and the seconds it took; an error stands for what it prevented."""
-    for module in (observe, costs):
-        module.shadows = way  # type: ignore[attr-defined]
+    pass_tensors.meta_pass = way
     began = time.perf_counter()
     try:
         facts = describe(job)

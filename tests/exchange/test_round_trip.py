@@ -111,6 +111,8 @@ def test_what_has_an_equal_comes_back(to: str, text: str, tmp_path: Path) -> Non
     [
         ("deepspeed", "fsdp=4,pp=2:1f1b,mb=1", "pp=2:1f1b", "fsdp=8,mb=1,engine=deepspeed"),
         ("deepspeed", "hsdp=2x4,mb=1", "hsdp=2x4", "fsdp=8,mb=1,engine=deepspeed"),
+        ("deepspeed", "zero2=8,mb=1,sync=last", "sync=last", "zero2=8,mb=1,engine=deepspeed"),
+        ("torchtitan", "fsdp=8,mb=1,sync=last", "sync=last", "fsdp=8,mb=1"),
         ("deepspeed", "zero1=8,ac=full,mb=1", "ac=full", "zero1=8,mb=1,engine=deepspeed"),
         ("accelerate", "zero1=8", "zero1=8", "zero1=8,engine=deepspeed"),
         ("accelerate", "ddp=4,tp=2", "ddp=4", "fsdp=4,tp=2"),

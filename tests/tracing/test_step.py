@@ -147,12 +147,15 @@ def test_fsdp_gathers_twice_and_scatters_once() -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp:grad-op", "zero2,bf16", "hsdp=2x2"])
 def test_sharded_gradients_are_reduced_in_each_micro_batch_or_once(strategy: str) -> None:
-    """Four micro-batches on each of four ranks. Reduced in each, gradients rest in shards; once, they rest whole."""
+    """Four micro-batches on each of four ranks. Reduced in each, gradients rest in shards; once, they rest whole.
+
+    The difference of the peaks is less than that: while a unit's gradients are reduced, they are whole in both.
+    """
     layers, axis, shards = 8, "shard" if "hsdp" in strategy else "data", 2 if "hsdp" in strategy else 4
     each, last = (trace(f"{strategy},mb=1{how}", 4, layers=layers) for how in ("", ",sync=last"))
     assert sent(last, "reduce_scatter", axis) == pytest.approx(4 * weights(layers), rel=0.01)
     assert sent(each, "reduce_scatter", axis) == pytest.approx(4 * sent(last, "reduce_scatter", axis))
-    assert last.peak - each.peak > 0.7 * (1 - 1 / shards) * 4 * weights(layers)
+    assert last.peak - each.peak > 0.5 * (1 - 1 / shards) * 4 * weights(layers)
 
 
 @pytest.mark.parametrize("strategy", ["zero1,bf16", "zero2", "hsdp=2x4", "fsdp:grad-op,bf16", "single,fp16,mb=8"])

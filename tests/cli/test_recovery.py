@@ -58,6 +58,7 @@ def test_without_restarts(call: Call, folder: Path) -> None:
 
 
 @slow
+@pytest.mark.thorough
 def test_restarts_are_used_up(call: Call, folder: Path) -> None:
     (folder / "job.py").write_text(JOB + RAISE + sample_at(6, ranks=2, rank=1))
     done = call(*TWO_RANKS, "--max-restarts", 1)

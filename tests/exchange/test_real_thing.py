@@ -81,6 +81,7 @@ def write(path: Path, text: str, to: str, ranks: int, **rest: Any) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_accelerate_launches_ddp_on_two_cpu_ranks(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     config = write(tmp_path / "accelerate.yaml", "ddp", "accelerate", 2, device="cpu")

@@ -62,7 +62,8 @@ def test_every_strategy_loads_every_other(pools: dict[int, RankPool], folder: Pa
     assert [problem for move in moves if (problem := move.problem())] == []
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_masters_and_loss_scale_move(pools: dict[int, RankPool], folder: Path, precision: str) -> None:
     """What is saved again right after loading is the same bit by bit: fp32 masters, though DeepSpeed computes in less.
 

@@ -60,6 +60,7 @@ def test_traced_memory(bench: ModuleType) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_traced_memory_of_compiled_models(bench: ModuleType) -> None:
     found = [bench.errors_of(row, bench.trace(row))["traced"] for row in map(row_of, COMPILED)]
     assert mean(map(abs, found)) < 0.03 and min(found) > -0.03

@@ -47,11 +47,11 @@ def test_every_policy_on_other_models(two_ranks: RankPool, job: str, policy: str
 
 
 def test_dropout_is_on_where_one_process_can_draw_the_masks(four_ranks: RankPool) -> None:
-    strategies = ["ddp", "zero2,mb=1", "fsdp,mb=1,ac=full", "fsdp,bf16", "tp=2,ddp", "ddp,compile"]
-    *on, divided, compiled = four_ranks(rank_programs.verdicts, "transformer", strategies)[0]
+    strategies = ["ddp", "fsdp,mb=1,ac=full", "fsdp,bf16", "tp=2,ddp"]
+    *on, divided = four_ranks(rank_programs.verdicts, "transformer", strategies)[0]
     assert all(verdict.equal and "with dropout" in verdict.reference and verdict.note is None for verdict in on), on
     (uneven,) = four_ranks(rank_programs.verdicts, "uneven", ["ddp"])[0]
-    assert all(one.equal and "dropout was off" in one.note for one in (divided, compiled, uneven))
+    assert all(one.equal and "dropout was off" in one.note for one in (divided, uneven))
 
 
 def test_batch_norm_over_micro_batches(four_ranks: RankPool) -> None:

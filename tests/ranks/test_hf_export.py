@@ -14,7 +14,7 @@ from rank_pool import RankPool
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("strategy", ["tp=2,fsdp", "pp=2:1f1b,fsdp"])
+@pytest.mark.parametrize("strategy", ["tp=2,fsdp", pytest.param("pp=2:1f1b,fsdp", marks=pytest.mark.thorough)])
 def test_transformers_opens_what_four_ranks_trained(four_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -31,7 +31,7 @@ def test_four_ranks_equal_one(four_ranks: RankPool, make: Callable[[], nn.Module
     check(four_ranks(programs.differences, make))
 
 
-@pytest.mark.parametrize("change", ["ac=full", "ac=selective", "compile"])
+@pytest.mark.parametrize("change", ["ac=full", "ac=selective", pytest.param("compile", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("make", [programs.Residual, programs.Tied, programs.Encoder])
 def test_under_policies(two_ranks: RankPool, make: Callable[[], nn.Module], change: str) -> None:
     check(two_ranks(programs.differences, make, change))

@@ -24,7 +24,7 @@ thorough: lint
 	$(TWO_FILES) -m "thorough or not thorough"
 
 fast: lint
-	$(BIN)/python -m pytest -m "not slow and not thorough" $(FAST)
+	$(TWO_FILES) -m "not slow and not thorough" $(FAST)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,8 +1,17 @@
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 from rank_pool import RankPool
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_group_left() -> Iterator[None]:
+    """A file leaves no process group of this process to the next one."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

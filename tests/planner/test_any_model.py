@@ -37,6 +37,8 @@ CONFIGS: list[PretrainedConfig] = [
     T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=256),
     ViTConfig(**SMALL, intermediate_size=128, image_size=32, patch_size=8),
 ]
+OFTEN = ("llama", "falcon", "t5", "vit")
+"""Examples hold more of GPT-2 and ViT; the other decoders differ little from these."""
 
 
 @pytest.mark.parametrize("name", ["gpt", "cnn", "resnet", "resnet_groupnorm", "hf_gpt2", "hf_llama", "hf_vit"])
@@ -46,7 +48,11 @@ def test_every_example(name: str) -> None:
     assert all(each.peak > 0 and each.forecast.step > 0 for each in found.plans)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(c, marks=[] if c.model_type in OFTEN else [pytest.mark.thorough]) for c in CONFIGS],
+    ids=lambda config: config.model_type,
+)
 def test_configs(config: PretrainedConfig, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     found = plan(load_job(f"hf:{tmp_path}:seq=32,batch=16"), EIGHT, PlanOptions(fast=True))

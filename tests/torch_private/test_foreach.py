@@ -1,7 +1,7 @@
 import torch
 
 from meshwright.torch_private.fake_tensors import FakeTensorMode
-from meshwright.torch_private.foreach import clipping_by_lists, foreach_mul_, foreach_norm
+from meshwright.torch_private.foreach import clipping_by_lists, foreach_copy_, foreach_mul_, foreach_norm
 from meshwright.torch_private.modes import TorchDispatchMode
 
 
@@ -14,6 +14,14 @@ def test_tensors_are_scaled_together() -> None:
 
 def test_norms_are_taken_together() -> None:
     assert [float(norm) for norm in foreach_norm([torch.ones(4), torch.ones(9)])] == [2, 3]
+
+
+def test_copies_change_dtypes_and_keep_strides() -> None:
+    source = [torch.randn(3, 4).t(), torch.randn(5)]
+    target = [torch.empty_like(tensor, dtype=torch.bfloat16) for tensor in source]
+    foreach_copy_(target, source)
+    assert all(torch.equal(low, full.to(torch.bfloat16)) for low, full in zip(target, source, strict=True))
+    assert target[0].stride() == (1, 4)
 
 
 def test_fake_tensors_are_clipped_together() -> None:

@@ -4,8 +4,8 @@ Under `bf16` and `fp16` a model computes with parameters cast to that dtype. Flo
 block are cast too; buffers are not; the loss sees outputs in fp32. Operators that lose accuracy in 16 bits compute in
 fp32 (`operator_dtypes.py`). Gradients are cast to fp32 before they are summed over micro-batches or ranks, and the
 optimizer updates fp32 masters. FSDP2 and our ZeRO cast parameters themselves, so that they can send and keep the
-16-bit ones; otherwise a parameter is cast where it is read. (`torch.autocast` depends on the strategy: a transformer's
-residual stream is fp32 under DDP and bf16 under FSDP2. `bf16:autocast` selects it.)
+16-bit ones; otherwise a step casts all of them first (`low_copies.py`). (`torch.autocast` depends on the strategy: a
+transformer's residual stream is fp32 under DDP and bf16 under FSDP2. `bf16:autocast` selects it.)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from meshwright.assemble.autocast import Region, run_within
+from meshwright.assemble.low_copies import ATTRIBUTE, NO_COPY, ReadCopies
 from meshwright.assemble.operator_dtypes import computing_in
 from meshwright.describe.dtypes import LOW
 from meshwright.describe.observe import call_loss
@@ -53,7 +54,7 @@ def apply_precision(
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
     else:
-        cast_parameters(model, dtype, left_to_cast)
+        cast_parameters(model, dtype, left_to_cast, blocks=blocks)
     batch_norm_in_fp32(model, dtype)
     cast_borders(model, blocks, dtype)
 
@@ -73,17 +74,22 @@ def follow_table(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
         wrap_forward(module, _following(dtype))
 
 
-def cast_parameters(model: nn.Module, dtype: torch.dtype, only: Collection[str] | None = None) -> None:
+def cast_parameters(
+    model: nn.Module, dtype: torch.dtype, only: Collection[str] | None = None, *, blocks: Iterable[nn.Module] = ()
+) -> None:
     """Make every read of a parameter return a copy in `dtype`; gradients flow back to the original.
 
-    Each module gets a subclass of its class on which its parameters are properties. So the copy is made where the
-    parameter is used, inside regions that checkpointing repeats and that torch.compile traces.
+    Each module gets a subclass of its class on which its parameters are properties. They return the step's copies
+    while a step holds some (`low_copies.py`), which are made and cast back a block at a time. At other times a copy is
+    made where the parameter is used.
     """
+    block_of = {id(module): block for block in blocks for module in block.modules()}
     chosen = {id(p) for n, p in model.named_parameters() if p.is_floating_point() and (only is None or n in only)}
     for module in model.modules():
         names = tuple(n for n, p in module.named_parameters(recurse=False) if id(p) in chosen)
         if names and not isinstance(module, BatchNorm):
             module.__class__ = _reading_in(type(module), names, dtype)  # type: ignore[arg-type]  # hashable
+            vars(module)[ATTRIBUTE] = ReadCopies(names, block_of.get(id(module)))
 
 
 def batch_norm_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
@@ -168,7 +174,13 @@ def _reading_in(cls: Any, names: tuple[str, ...], dtype: torch.dtype) -> type[nn
 
 
 def _reader(name: str, dtype: torch.dtype) -> Callable[[nn.Module], torch.Tensor]:
-    return lambda self: self._parameters[name].to(dtype)  # type: ignore[union-attr]  # it is there, else not in names
+    def read(self: nn.Module) -> torch.Tensor:
+        parameter: torch.Tensor = self._parameters[name]  # type: ignore[assignment]  # it is there, else not in names
+        original, copy = self.__dict__[ATTRIBUTE].get(name, NO_COPY)
+        # A data strategy, an inner axis or `functional_call` may have put another tensor in its place for a call.
+        return copy if original is parameter else parameter.to(dtype)
+
+    return read
 
 
 @dataclass

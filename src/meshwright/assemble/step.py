@@ -20,6 +20,7 @@ from meshwright.assemble.deepspeed_pipeline import build_deepspeed_pipeline
 from meshwright.assemble.device_placement import Devices, devices_for
 from meshwright.assemble.error_context import naming_optimizer, naming_strategy
 from meshwright.assemble.gathering import Gathering
+from meshwright.assemble.low_copies import LowCopies
 from meshwright.assemble.operator_dtypes import recomputing
 from meshwright.assemble.optimizer import HostCopies, refuse_coupled_shards, take_fused_kernels
 from meshwright.assemble.passes import Dropout, Losses, Passes, PlainPasses
@@ -132,6 +133,7 @@ class Trainer:
             self.passes = self._build_passes()
         self.engine = self.passes.engine
         self.engine.model.train()
+        self._low = LowCopies(self.engine.model, DTYPES[strategy.precision])
         self._own = self.engine.parameters()
         on_host = strategy.offload == "optimizer" and not isinstance(self.engine, OptimizingEngine)
         self.host = HostCopies(self._own, self.axes.data_on_host()) if on_host else None
@@ -212,7 +214,7 @@ class Trainer:
         expected = self.facts.weight_per_sample if own.regular else None
         # A weight that depends on the data is not known yet: divide by the samples now and correct that below.
         divisor = own.samples * (expected if expected is not None else 1.0)
-        with naming_strategy(self.strategy, self.engine.model):
+        with naming_strategy(self.strategy, self.engine.model), self._low.shared(len(own.pieces)):
             totals = self.passes.backward(own, self._scale_up() / divisor, self.steps)
         if self.wish_to_stop:
             totals[2] = 1.0
@@ -251,8 +253,9 @@ class Trainer:
     def evaluate(self, batches: Iterable[Any]) -> float:
         self.engine.model.eval()
         totals = torch.zeros(2, device=self.world.device, dtype=torch.float64)
-        for batch in batches:
-            totals += self.passes.forward(self._part(batch))
+        with self._low.shared():
+            for batch in batches:
+                totals += self.passes.forward(self._part(batch))
         self.engine.model.train()
         return float(Totals(local=totals, summed=totals, work=self.world.start_sum(totals), known_weight=None).mean)
 

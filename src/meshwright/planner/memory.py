@@ -55,7 +55,7 @@ def _of_rank(step_layout: StepLayout, stages: tuple[StageWork, ...], rank: int) 
         "temporary": WORKSPACE,
     }
     if not step_layout.gradients_rest:
-        memory |= _with_gradients(step_layout, own[0])
+        memory |= _with_gradients(step_layout, own[0], memory["parameters"])
     memory["logits"] = min(logits, memory["activations"])
     memory["activations"] -= memory["logits"]
     if step_layout.one_process:
@@ -78,7 +78,12 @@ def _states(step_layout: StepLayout, own: list[StageWork], flights: tuple[int, .
 
 
 def _cast(step_layout: StepLayout, own: list[StageWork], flights: tuple[int, ...]) -> float:
-    """Elements of casts that are kept for backward, over all micro-batches in flight; one block if blocks recompute."""
+    """Elements of copies in the compute dtype: of all parameters, or of those that each backward pass needs.
+
+    If blocks recompute, backward needs those of one block.
+    """
+    if not step_layout.casts_each:
+        return sum(stage.elements for stage in own)
     cast = 0
     for stage, count in zip(own, flights, strict=True):
         around, blocks, one = stage.cast
@@ -94,21 +99,25 @@ def _activations(own: list[StageWork], flights: tuple[int, ...]) -> tuple[float,
     return others + resting, own[fullest].climb
 
 
-def _with_gradients(step_layout: StepLayout, stage: StageWork) -> dict[str, float]:
-    """Activations, gradients and gathered parameters at the moment when their sum is largest.
+def _with_gradients(step_layout: StepLayout, stage: StageWork, parameters: float) -> dict[str, float]:
+    """Parameters, activations, gradients and gathered parameters at the moment when their sum is largest.
 
-    Backward frees a unit's activations and allocates its gradients, so the peak is at the loss or at the first unit.
+    Backward frees a unit's activations and copies and allocates its gradients, so the peak is at the loss or at the
+    first unit.
     """
     each = step_layout.gradient_bytes / step_layout.gradients_over
+    freed = 0 if step_layout.casts_each or step_layout.offload == "params" else step_layout.cast_bytes
     inside, outside = _gathered(step_layout, [stage], True), _gathered(step_layout, [stage], False)
     before, gradients = stage.kept, 0.0
-    fullest = {"activations": 0.0, "gradients": stage.trainable * each, "gathered": outside}
+    least = parameters - stage.elements * freed
+    fullest = {"parameters": least, "activations": 0.0, "gradients": stage.trainable * each, "gathered": outside}
     for unit in reversed(stage.units):
         before -= unit.kept
         here = before + max(unit.backward_peak, 0.0 if gradients else unit.forward_peak)
-        moment = {"activations": here, "gradients": gradients, "gathered": inside if unit.is_block else outside}
+        moment = {"parameters": parameters, "activations": here, "gradients": gradients}
+        moment["gathered"] = inside if unit.is_block else outside
         fullest = max(fullest, moment, key=lambda held: sum(held.values()))
-        gradients += unit.trainable * each
+        parameters, gradients = parameters - unit.elements * freed, gradients + unit.trainable * each
     return fullest
 
 

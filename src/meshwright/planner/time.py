@@ -184,7 +184,7 @@ def _launching(site: Site, unit: UnitWork, *, backward: bool) -> float:
     plain = each = site.hardware.launch + layout.host.operator
     if unit.intercepted:
         each += layout.host.divided[backward]
-    casts = unit.tensors if layout.cast_bytes else 0
+    casts = unit.tensors if layout.cast_bytes and layout.casts_each else 0
     if layout.recompute == "none" or not unit.is_block:
         return launches * each + casts * plain
     again = casts * plain + layout.host.repeated if backward else 0.0
@@ -195,9 +195,10 @@ def _launching(site: Site, unit: UnitWork, *, backward: bool) -> float:
 def _preparing(site: Site, unit: UnitWork, *, backward: bool) -> float:
     """Device seconds of casting or copying a unit's parameters before they are read."""
     layout = site.step_layout
-    repeats = backward and layout.recompute != "none" and unit.is_block
+    repeats = layout.casts_each and layout.recompute != "none" and unit.is_block
     if layout.cast_bytes and (not backward or repeats):
-        return moving(unit.elements * (layout.parameter_bytes + layout.compute_bytes), site.hardware)
+        passes = 1 if layout.casts_each else layout.micro_batches
+        return moving(unit.elements * (layout.parameter_bytes + layout.compute_bytes), site.hardware) / passes
     if layout.gathers and layout.host.gathers_by_copy and (layout.reshards or not backward):
         return moving(unit.elements * 2 * layout.compute_bytes, site.hardware)
     return 0.0

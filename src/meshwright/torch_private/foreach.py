@@ -15,6 +15,9 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 """The 2-norm of each tensor."""
 
+foreach_copy_ = torch._foreach_copy_
+"""Copy tensors into others, which may have other dtypes."""
+
 
 def clipping_by_lists() -> AbstractContextManager[Any]:
     """Context in which clipping by norm uses foreach operators on every device, as it does on GPUs."""

@@ -87,9 +87,10 @@ def _with_parts(
 ) -> Any:
     """Run a layer with divided parameters, swapped in for the call because data strategies need the plain ones."""
     originals = {name: p for name in cuts if (p := module._parameters.get(name)) is not None}
-    for name, parameter in originals.items():
+    for name in originals:
         cut = cuts[name]
-        module._parameters[name] = as_parameter(divided(parameter, cut.dim, mesh, cut.pieces))  # type: ignore[assignment]
+        low: torch.Tensor = getattr(module, name)  # a copy, if the model computes in a smaller dtype
+        module._parameters[name] = as_parameter(divided(low, cut.dim, mesh, cut.pieces))  # type: ignore[assignment]
     try:
         with tensor_region(mesh), along_sequence(sums_along_sequence):
             return forward(*args, **kwargs)

@@ -1,0 +1,127 @@
+"""One copy of the parameters in the compute dtype for all micro-batches of a step.
+
+Casting a parameter where it is read costs two small kernels per parameter and micro-batch, and a pipeline would hold a
+copy per micro-batch in flight. So a step first casts all parameters, a block at a time in few kernels, and modules read
+those copies. Gradients of a block's copies are cast together too, when the last of them is complete.
+
+Copies exist only while a step or an evaluation runs: nobody can change a master behind them. (A model that changes its
+own parameters in forward is refused under 16-bit dtypes.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.torch_private.foreach import foreach_copy_
+
+LARGE = 1 << 20
+"""Elements from which a parameter outside of blocks has a group of its own: a head's gradient should not wait for the
+embedding's."""
+ATTRIBUTE = "_low_copies"
+"""The module's attribute that holds its `ReadCopies`."""
+NO_COPY = (None, None)
+
+
+class ReadCopies(dict[str, tuple[nn.Parameter, torch.Tensor]]):
+    """The present copies of a module's own parameters, by name, each with the parameter that it is a copy of."""
+
+    def __init__(self, names: Sequence[str] = (), group: Any = None) -> None:
+        """`names` are the parameters that are read as copies; copies of one `group` are made together."""
+        super().__init__()
+        self.names, self.group = tuple(names), group
+
+    def __deepcopy__(self, memo: Any) -> ReadCopies:
+        return ReadCopies()  # tensors of a graph cannot be copied, and the copied module casts where it reads
+
+    def __reduce__(self) -> tuple[type[ReadCopies], tuple[()]]:
+        return ReadCopies, ()
+
+
+Place = tuple[ReadCopies, str, nn.Parameter]
+"""Where a copy is read: the module's copies, the parameter's name in the module, and the parameter."""
+
+
+class LowCopies:
+    """The copies of a model's parameters, where `cast_parameters` made its modules read copies."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        groups: dict[Any, list[Place]] = {}
+        for module in model.modules():
+            read: ReadCopies | None = vars(module).get(ATTRIBUTE)
+            for name in read.names if read is not None else ():
+                parameter = module._parameters[name]
+                assert read is not None and parameter is not None
+                group = parameter if parameter.numel() >= LARGE and read.group is None else read.group
+                groups.setdefault((group, parameter.device), []).append((read, name, parameter))
+        self._groups = list(groups.values())
+
+    @contextmanager
+    def shared(self, passes: int | None = None) -> Iterator[None]:
+        """Hold copies of the masters as they are now; a group's are freed after this many backward passes."""
+        groups = [Group(places, self._dtype, passes) for places in self._groups]
+        try:
+            yield
+        finally:
+            for group in groups:
+                group.free()
+
+
+class Group:
+    """Copies that are made by one call, and whose gradients are cast by one."""
+
+    def __init__(self, places: Sequence[Place], dtype: torch.dtype, passes: int | None) -> None:
+        self._places, self._left = places, passes
+        parameters = list({id(parameter): parameter for _, _, parameter in places}.values())
+        copies = _cast_all([parameter.detach() for parameter in parameters], [dtype] * len(parameters))
+        trained = [(p, copy) for p, copy in zip(parameters, copies, strict=True) if p.requires_grad]
+        found = {id(p): copy for p, copy in zip(parameters, copies, strict=True)}
+        if trained and torch.is_grad_enabled():
+            linked = _Link.apply(self, [copy for _, copy in trained], *(p for p, _ in trained))
+            found |= {id(p): copy for (p, _), copy in zip(trained, linked, strict=True)}
+        for read, name, parameter in places:
+            read[name] = parameter, found[id(parameter)]
+
+    def passed_backward(self) -> None:
+        if self._left is not None:
+            self._left -= 1
+            if self._left == 0:
+                self.free()
+
+    def free(self) -> None:
+        for read, name, _ in self._places:
+            read.pop(name, None)
+
+
+class _Link(torch.autograd.Function):
+    """Returns the copies as functions of the masters. Nothing is saved, so many backward passes may run through it."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, copies: list[torch.Tensor], *masters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.group, ctx.dtypes = group, [master.dtype for master in masters]
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.group.passed_backward()
+        present = [gradient for gradient in gradients if gradient is not None]
+        dtypes = [d for d, gradient in zip(ctx.dtypes, gradients, strict=True) if gradient is not None]
+        cast = iter(_cast_all(present, dtypes))
+        return None, None, *(None if gradient is None else next(cast) for gradient in gradients)
+
+
+def _cast_all(tensors: list[torch.Tensor], dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+    """The tensors in these dtypes, with the strides they have."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):  # a gradient of a gradient
+        return [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    if any(tensor.layout != torch.strided for tensor in tensors):
+        return [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    found = [torch.empty_like(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    foreach_copy_(found, tensors)
+    return found

@@ -15,6 +15,9 @@ from meshwright import Job
 
 WIDTH, VOCABULARY, LENGTH = 16, 31, 8  # 31 does not divide by 2 or 4: shards are uneven
 
+MANY = 211
+"""A vocabulary that makes them as large as a block."""
+
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -48,6 +51,15 @@ class Transformer(nn.Module):
         for block in self.blocks:
             y = block(y)
         return self.head(y)
+
+
+class Untied(Transformer):
+    """An embedding and a head as large as a block, so that each is a shard unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(MANY, WIDTH)
+        self.head = nn.Linear(WIDTH, MANY, bias=False)
 
 
 class OwnLoss(Transformer):
@@ -169,6 +181,9 @@ transformer = Job(
 )
 masked = replace(transformer, loss=masked_loss, max_norm=None)
 partial = replace(transformer, model=Partial)
+untied = replace(transformer, model=Untied)
+finer_units = replace(untied, units=("MultiheadAttention", "blocks.*.up", "head"))
+units_by_size = replace(untied, units=800)
 uneven = replace(transformer, global_batch=7)
 own_loss = replace(
     transformer,

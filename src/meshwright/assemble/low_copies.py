@@ -42,6 +42,13 @@ class ReadCopies(dict[str, tuple[nn.Parameter, torch.Tensor]]):
         return ReadCopies, ()
 
 
+def parameters_as_read(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's parameters by name, as copies while a step holds some."""
+    copies = (read for each in module.modules() if (read := vars(each).get(ATTRIBUTE)) is not None)
+    copy_of = {id(parameter): copy for read in copies for parameter, copy in read.values()}
+    return {name: copy_of.get(id(parameter), parameter) for name, parameter in module.named_parameters()}
+
+
 Place = tuple[ReadCopies, str, nn.Parameter]
 """Where a copy is read: the module's copies, the parameter's name in the module, and the parameter."""
 

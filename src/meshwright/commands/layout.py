@@ -12,11 +12,14 @@ from meshwright.assemble.dry_run import dry_run
 from meshwright.assemble.staging import nominal_batch, tracer
 from meshwright.describe.calls import TensorLeaf
 from meshwright.facts.job import Job
-from meshwright.facts.model import ModelFacts
+from meshwright.facts.model import ModelFacts, ParameterFacts, unit_of
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies import Place, model_axis
+from meshwright.strategies import Place, data_strategy, model_axis
 from meshwright.strategies.pipeline.sizes import count_micro_batches, count_stages, is_pipelined
 from meshwright.strategies.pipeline.stages import Stages, cut_stages, find_crossings, held_parameters
+
+AROUND, WHOLE = "(around the units)", "(whole on every rank)"
+"""Names of the rows for parameters that are in no shard unit, and for those that are not sharded."""
 
 
 def show_layout(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int) -> dict[str, Any]:
@@ -25,6 +28,8 @@ def show_layout(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int) -> 
     resolved = check(job, facts, strategy, place)
     dry_run(job, facts, resolved)
     document: dict[str, Any] = {"strategy": str(resolved), "ranks": ranks, "mesh": mesh_sizes(resolved)}
+    if resolved.traits.shards:
+        document["units"] = _units(facts, resolved)
     for term in resolved.axes:
         document |= model_axis(term).show(term, resolved, facts, job)
     if is_pipelined(resolved):
@@ -34,6 +39,31 @@ def show_layout(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int) -> 
         document["stages"] = _stages(job, facts, resolved, stages, schedule)
         document["schedule"] = _schedule(facts, stages, schedule)
     return document
+
+
+def _units(facts: ModelFacts, strategy: Strategy) -> list[dict[str, Any]]:
+    """What is gathered and reduced together: each shard unit, then the rest, then what every rank keeps whole."""
+    technique = data_strategy(strategy)
+    layout, whole = technique.layout(strategy), technique.kept_whole(facts)
+    units = () if strategy.traits.gathers and facts.blocks_by_value else facts.shard_units
+    groups: dict[str, list[ParameterFacts]] = {name: [] for name in (*units, AROUND, WHOLE)}
+    for parameter in facts.parameters:
+        unit = unit_of(parameter.name, units) or AROUND
+        groups[WHOLE if parameter.name in whole else unit].append(parameter)
+    rows = []
+    for unit, held in groups.items():
+        count = sum(parameter.count for parameter in held)
+        kept = sum(p.count * (layout.parameter_bytes or p.itemsize) for p in held)
+        row = {
+            "unit": unit,
+            "parameters": count,
+            "gathered_bytes": sum(p.count * min(p.itemsize, strategy.number_format.bytes) for p in held),
+            "kept_bytes": kept if unit == WHOLE else -(-kept // layout.parameters),
+            "names": [parameter.name for parameter in held],
+        }
+        if held:
+            rows.append(row)
+    return rows
 
 
 def _stages(

@@ -82,6 +82,12 @@ def _owners(model: nn.Module) -> dict[int, set[int]]:
     return owners
 
 
+def sharing_modules(model: nn.Module) -> frozenset[str]:
+    """Names of the modules that share a parameter with a module outside of them."""
+    owners = _owners(model)
+    return frozenset(name for name, module in model.named_modules() if _shares_outside(owners, module))
+
+
 def _shares_outside(owners: dict[int, set[int]], block: nn.Module) -> bool:
     inside = {id(module) for module in block.modules()}
     return any(owners[id(parameter)] - inside for module in block.modules() for parameter in own_parameters(module))

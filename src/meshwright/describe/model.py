@@ -19,6 +19,7 @@ from meshwright.describe.optimizer import check_optimizer, couplings, optimizer_
 from meshwright.describe.parameter_reads import OutsideReads
 from meshwright.describe.pass_tensors import PassCache
 from meshwright.describe.repeats import find_repeats
+from meshwright.describe.shard_units import candidate_units, usable_units
 from meshwright.describe.tensor_plan import find_tensor_plan
 from meshwright.describe.value_reads import find_value_reads
 from meshwright.errors import JobError
@@ -51,12 +52,18 @@ def describe(job: Job) -> ModelFacts:
     check_optimizer(job, model)
     blocks = find_blocks(model, hint=job.blocks)
     pass_cache = PassCache(find_repeats(model, blocks))
-    outside = OutsideReads(model, blocks)
+    units = candidate_units(model, blocks, job.units)
+    outside = OutsideReads(model, units)
     state = StateWatch(model)
     observed, unseen = observe(job, blueprint, Watches(outside, state), pass_cache=pass_cache)
     refuse_made(state.made)
     if observed and job.blocks is None:  # parameters are gathered when a block is called
         blocks = tuple(name for name in blocks if name in observed.called)
+    if observed:
+        chosen = job.units is not None
+        units = usable_units(units, blocks, observed.called, set(outside.found.values()), chosen=chosen)
+    elif job.units is None:
+        units = blocks  # what else reads a module around them is not known
     # A model that cannot be run is assumed to read values in its blocks, as a mixture of experts does.
     in_blocks, around_blocks = observed is None, False
     if observed and observed.by_value:
@@ -69,6 +76,7 @@ def describe(job: Job) -> ModelFacts:
     return ModelFacts(
         parameters=parameter_facts(model, observed),
         blocks=blocks,
+        shard_units=units,
         calls=tuple(CallFacts(name=c.name, flops=c.flops, reads=tuple(sorted(c.reads))) for c in calls),
         optimizer_slots=optimizer_slots(job, model),
         couplings=couplings(job, model),
@@ -80,7 +88,7 @@ def describe(job: Job) -> ModelFacts:
         read_elsewhere=tuple(sorted(observed.read_elsewhere | read_elsewhere(job, blueprint, pass_cache)))
         if observed
         else (),
-        read_outside=tuple(sorted(name for name, block in outside.found.items() if block in blocks)),
+        read_outside=tuple(sorted(name for name, unit in outside.found.items() if unit in units)),
         moved=find_moved(job, model, state.changed) if observed else (),
         by_value=in_blocks or around_blocks,
         blocks_by_value=around_blocks,

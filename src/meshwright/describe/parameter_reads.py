@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.describe.repeats import PassObserver
+from meshwright.facts.model import unit_of
 from meshwright.recording.memory import names_of_parameters
 from meshwright.recording.wrap_forward import removing
 from meshwright.torch_private.modes import TorchDispatchMode, without_torch_function
@@ -102,27 +103,27 @@ def pass_on(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class OutsideReads(TorchDispatchMode):
-    """Notes which parameters of blocks are read outside their blocks."""
+    """Notes which parameters of shard units are read outside their units."""
 
-    def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, units: Collection[str]) -> None:
         super().__init__()
-        self._model, self._blocks = model, blocks
+        self._model, self._units = model, units
         self.found: dict[str, str] = {}
-        """By parameter, the block that owns it."""
+        """By parameter, the unit that owns it."""
 
     def __enter__(self) -> OutsideReads:
         self.found.clear()  # a failed pass may have come before
         self._running: list[str] = []
         self._owners: dict[int, tuple[str, str]] = {}
         for name, parameter in self._model.named_parameters():
-            if (owner := next((b for b in self._blocks if name.startswith(f"{b}.")), None)) is not None:
+            if owner := unit_of(name, self._units):
                 self._owners[id(parameter)] = name, owner
         self._hooks = []
-        for name in self._blocks:
-            block = self._model.get_submodule(name)
+        for name in self._units:
+            unit = self._model.get_submodule(name)
             self._hooks += [
-                block.register_forward_pre_hook(lambda *_, name=name: self._running.append(name)),
-                block.register_forward_hook(lambda *_, name=name: self._running.remove(name), always_call=True),
+                unit.register_forward_pre_hook(lambda *_, name=name: self._running.append(name)),
+                unit.register_forward_hook(lambda *_, name=name: self._running.remove(name), always_call=True),
             ]
         super().__enter__()
         return self
@@ -135,7 +136,7 @@ class OutsideReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and id(leaf) in self._owners:
-                name, block = self._owners[id(leaf)]
-                if block not in self._running:
-                    self.found[name] = block
+                name, unit = self._owners[id(leaf)]
+                if unit not in self._running:
+                    self.found[name] = unit
         return pass_on(func, args, kwargs)

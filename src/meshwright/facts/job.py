@@ -60,6 +60,9 @@ class Job:
     """Makes a batch of n synthetic samples, for planning, dry runs and verifying."""
     blocks: Sequence[str] | None = None
     """Hint: names of the repeated modules, if they cannot be found."""
+    units: Sequence[str] | int | None = None
+    """Hint: what FSDP gathers together, as classes or names of modules ("LlamaDecoderLayer", "model.layers.*"), or as
+    the least number of parameters of a unit. None: the blocks, and the modules around them that are as large."""
     tensor_plan: Mapping[str, str] | None = None
     """Hint: how tensor parallelism splits each module."""
     stages: Sequence[str] | None = None

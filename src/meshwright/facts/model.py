@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -32,6 +32,14 @@ class ParameterFacts:
         return prod(self.shape)
 
 
+def unit_of(name: str, units: Collection[str]) -> str:
+    """The innermost of these modules that holds a parameter; empty if none does."""
+    while name := name.rpartition(".")[0]:
+        if name in units:
+            return name
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CallFacts:
     """One call in the forward pass, of a block or of a module with parameters outside of blocks."""
@@ -59,7 +67,9 @@ class ModelFacts:
 
     parameters: tuple[ParameterFacts, ...]
     blocks: tuple[str, ...]
-    """Names of the modules that are sharded, recomputed and compiled as units."""
+    """Names of the modules that are recomputed and compiled as units."""
+    shard_units: tuple[str, ...] = ()
+    """Names of the modules whose parameters are gathered and reduced together; the others' are with the model's."""
     calls: tuple[CallFacts, ...] = ()
     """The calls of blocks and of modules around them, in order. A pipeline may cut between them."""
     optimizer_slots: float = 2.0
@@ -81,7 +91,7 @@ class ModelFacts:
     read_elsewhere: tuple[str, ...] = ()
     """Parameters that are read outside of the module that holds them, such as a tied weight in a function call."""
     read_outside: tuple[str, ...] = ()
-    """Parameters of blocks that are read while their block is not running."""
+    """Parameters of shard units that are read while their unit is not running."""
     moved: tuple[MovedFacts, ...] = ()
     """State that forward changes, except BatchNorm's."""
     by_value: bool = False
@@ -119,5 +129,5 @@ class ModelFacts:
             "moved": moved,
             "tensor_plan": plan and TensorPlan.from_json(plan),
         }
-        names = ("blocks", "batch_norms", "read_elsewhere", "read_outside", "couplings")
+        names = ("blocks", "shard_units", "batch_norms", "read_elsewhere", "read_outside", "couplings")
         return cls(**{**document, **values, **{name: tuple(document.get(name, ())) for name in names}})

@@ -6,11 +6,11 @@ from functools import lru_cache
 
 from meshwright import schedules
 from meshwright.facts.forecast import Forecast
-from meshwright.planner.stage_costs import StageCosts, StageWork
+from meshwright.planner.stage_costs import StageCosts, StageWork, UnitWork
 from meshwright.planner.step_layout import StepLayout, stages_of
 
 GATHERED_UNITS = 2
-"""Blocks that FSDP2 holds gathered at a time: the one that computes and the next, which is being gathered."""
+"""Shard units that FSDP2 holds gathered at a time: the one that computes and the next, which is being gathered."""
 WORKSPACE = 64 * 2**20
 """Bytes of cuBLAS's workspaces: 32 MiB on Hopper for each of two threads that compute."""
 FEW = 8
@@ -50,7 +50,7 @@ def _of_rank(step_layout: StepLayout, stages: tuple[StageWork, ...], rank: int) 
     memory = {
         **_states(step_layout, own, flights),
         "activations": kept + climb,
-        "gathered": _gathered(step_layout, own, True),
+        "gathered": max((_gathered(step_layout, own, unit) for stage in own for unit, _ in stage.counted), default=0.0),
         "communication": _buffers(step_layout, own),
         "temporary": WORKSPACE,
     }
@@ -107,7 +107,8 @@ def _with_gradients(step_layout: StepLayout, stage: StageWork, parameters: float
     """
     each = step_layout.gradient_bytes / step_layout.gradients_over
     freed = 0 if step_layout.casts_each or step_layout.offload == "params" else step_layout.cast_bytes
-    inside, outside = _gathered(step_layout, [stage], True), _gathered(step_layout, [stage], False)
+    gathered = {id(unit): _gathered(step_layout, [stage], unit) for unit, _ in stage.counted}
+    outside = min(gathered.values(), default=0.0)
     before, gradients = stage.kept, 0.0
     least = parameters - stage.elements * freed
     fullest = {"parameters": least, "activations": 0.0, "gradients": stage.trainable * each, "gathered": outside}
@@ -115,23 +116,24 @@ def _with_gradients(step_layout: StepLayout, stage: StageWork, parameters: float
         before -= unit.kept
         here = before + max(unit.backward_peak, 0.0 if gradients else unit.forward_peak)
         moment = {"parameters": parameters, "activations": here, "gradients": gradients}
-        moment["gathered"] = inside if unit.is_block else outside
+        moment["gathered"] = gathered[id(unit)]
         fullest = max(fullest, moment, key=lambda held: sum(held.values()))
         parameters, gradients = parameters - unit.elements * freed, gradients + unit.trainable * each
     return fullest
 
 
-def _gathered(step_layout: StepLayout, own: list[StageWork], inside: bool) -> float:
-    """Gathered parameters, and gradients before they are scattered; `inside` tells whether a block is running."""
+def _gathered(step_layout: StepLayout, own: list[StageWork], running: UnitWork) -> float:
+    """Bytes of gathered parameters, and of gradients before they are scattered, while a unit runs."""
     if not step_layout.gathers:
         return 0.0
-    low = step_layout.compute_bytes
-    blocks = [unit.elements for stage in own for unit in stage.units if unit.is_block]
-    whole = sum(stage.elements for stage in own)
-    rest = whole - sum(blocks)  # gathered with the model's root, and kept
-    held = GATHERED_UNITS * inside * max(blocks, default=0) + rest if step_layout.reshards else whole
-    gradients = inside * max(blocks, default=0) * (low + step_layout.reduce_bytes)
-    return held * low + gradients
+    low, units = step_layout.compute_bytes, [unit for stage in own for unit in stage.units]
+    blocks = max((unit.gathered_with for unit in units if unit.is_block), default=0)
+    unit = blocks if running.is_block else running.gathered_with
+    held = sum(stage.elements for stage in own)
+    if step_layout.reshards:
+        around = max(0, held - sum(unit.in_units for unit in units))  # gathered with the model's root, and kept
+        held = around + (GATHERED_UNITS if running.is_block else 1) * unit
+    return held * low + unit * (low + step_layout.reduce_bytes)
 
 
 def _buffers(step_layout: StepLayout, own: list[StageWork]) -> float:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from meshwright.errors import Refused
 from meshwright.facts.costs import Kernel, ModelCosts, UnitCosts
 from meshwright.facts.hardware import Hardware
-from meshwright.facts.model import ModelFacts
+from meshwright.facts.model import ModelFacts, unit_of
 from meshwright.facts.strategy import AxisTerm
 from meshwright.planner import kernels
 from meshwright.planner.collectives import seconds
@@ -66,6 +66,10 @@ class UnitWork:
     backward_peak: float
     elements: int
     """Elements of the parameters that the unit reads, on this rank."""
+    gathered_with: int
+    """Elements that FSDP gathers for it: those of the largest shard unit that it runs."""
+    in_units: int
+    """How many of its own elements are in shard units; the others are gathered for the whole step."""
     trainable: int
     tensors: int
     """Number of parameters that the unit reads."""
@@ -145,6 +149,7 @@ class StageCosts:
         self.collective = lru_cache(maxsize=1 << 16)(partial(seconds, hardware=hardware))
         self._divisions = lru_cache(maxsize=64)(self._divide)
         self._holdings = lru_cache(maxsize=512)(self._hold)
+        self._unit_sizes = lru_cache(maxsize=64)(self._size_units)
         cut = cut_by_compute if by_compute else cut_stages
         self._borders = lru_cache(maxsize=64)(lambda count: cut(facts, count) if count > 1 else None)
 
@@ -213,12 +218,26 @@ class StageCosts:
             trainable += part if trained else 0
         return elements, trainable
 
+    def _by_shard_unit(self, names: set[str]) -> dict[str, set[str]]:
+        """Parameters by the shard unit that holds them, without those that no unit holds."""
+        found: dict[str, set[str]] = {}
+        for name in names:
+            if unit := unit_of(name, self._facts.shard_units):
+                found.setdefault(unit, set()).add(name)
+        return found
+
+    def _size_units(self, inner: Inner) -> dict[str, int]:
+        """The elements of each shard unit."""
+        return {name: self._held(held, inner)[0] for name, held in self._by_shard_unit(set(self._names)).items()}
+
     def _unit_work(self, unit: UnitCosts, case: _Case) -> UnitWork:
         micro_batch, compiled = case.micro_batch, case.compiled
         stream = self._stream(case.policy, micro_batch)
         shares = [division.share(unit, micro_batch, stream) for division in self._divisions(case.inner)]
         parts = prod(share.parts for share in shares)
-        elements, trainable = self._held({self._first[name] for name in unit.parameters}, case.inner)
+        read = {self._first[name] for name in unit.parameters}
+        elements, trainable = self._held(read, case.inner)
+        shard_units = self._by_shard_unit(read)
         forward, backward = (
             sum(
                 kernels.seconds(kernel, micro_batch, _kernel_parts(kernel, shares), self._hardware, compiled)
@@ -244,6 +263,8 @@ class StageCosts:
             forward_peak=unit.forward_peak.at(micro_batch) / parts + gathered,
             backward_peak=unit.backward_peak.at(micro_batch) / parts + gathered - saved,
             elements=elements,
+            gathered_with=max((self._unit_sizes(case.inner)[name] for name in shard_units), default=0),
+            in_units=sum(self._held(names, case.inner)[0] for names in shard_units.values()),
             trainable=trainable,
             tensors=len(unit.parameters),
             multiplies=any(kernel.kind in ("matmul", "convolution") for kernel in unit.forward),

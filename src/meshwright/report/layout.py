@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -9,12 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.report.tables import make_table
-from meshwright.units import show_bytes
+from meshwright.units import show_bytes, show_count
 
 
 def layout_page(document: dict[str, Any]) -> Group:
     mesh = " x ".join(f"{name} {size}" for name, size in document["mesh"].items()) or "one process"
     parts: list[RenderableType] = [Text(f"{document['strategy']} on {document['ranks']} ranks: {mesh}", style="bold")]
+    if "units" in document:
+        parts.append(_units(document["units"]))
     if "tensor" in document:
         columns = ("module", "role", "divides", "why")
         parts.append(_table("tensor parallelism: how each layer is sharded", columns, document["tensor"]))
@@ -30,6 +33,21 @@ def _table(title: str, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> 
     table = make_table(title, columns)
     for row in rows:
         table.add_row(*(str(row[column]) for column in columns))
+    return table
+
+
+def _units(units: list[dict[str, Any]]) -> Table:
+    """One row for consecutive units of the same size, as a model's blocks are."""
+    table = make_table("units: what is gathered and reduced together", ("unit",), ("parameters", "gathered", "kept"))
+    for _, group in groupby(units, key=lambda row: (row["gathered_bytes"], row["kept_bytes"])):
+        alike = list(group)
+        names = [row["unit"] for row in alike]
+        name = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]} ({len(names)} units)"
+        size = alike[0]
+        table.add_row(
+            name, show_count(size["parameters"]), show_bytes(size["gathered_bytes"]), show_bytes(size["kept_bytes"])
+        )
+    table.caption = "each: gathered in the dtype of the computation; kept by one rank between steps, before other axes"
     return table
 
 

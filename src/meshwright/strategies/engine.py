@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -57,8 +57,16 @@ class ApplyContext:
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The model's blocks; on a stage of a pipeline, those whose parameters it holds."""
-        blocks = [model.get_submodule(name) for name in self.facts.blocks]
-        return [block for block in blocks if any(True for _ in block.parameters())] if self.pipelined else blocks
+        return list(self._held(model, self.facts.blocks).values())
+
+    def shard_units(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The model's shard units by name, inner ones first; on a stage of a pipeline, those it holds."""
+        innermost_first = sorted(self.facts.shard_units, key=lambda name: -name.count("."))
+        return self._held(model, innermost_first)
+
+    def _held(self, model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+        modules = {name: model.get_submodule(name) for name in names}
+        return {n: m for n, m in modules.items() if not self.pipelined or any(True for _ in m.parameters())}
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from meshwright.assemble import recompute
+from meshwright.assemble.low_copies import parameters_as_read
 from meshwright.describe.as_on_cuda import as_compiled
 from meshwright.errors import one_line
 from meshwright.torch_private.modules import lend_tensors
@@ -127,7 +128,7 @@ class Compiled:
     def _state(self) -> dict[str, Tensor]:
         if self._module is None:
             return {}
-        return dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+        return parameters_as_read(self._module) | dict(self._module.named_buffers())
 
     def _find(self, names: list[str], tree: TreeSpec, others: list[Any], given: list[Tensor]) -> CompiledGraph | None:
         compiler = self._compiler

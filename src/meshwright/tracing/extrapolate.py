@@ -208,6 +208,7 @@ def _rename_facts(facts: ModelFacts, rename: Callable[[str], str | None]) -> Mod
         facts,
         parameters=tuple(replace(p, names=renamed(p.names)) for p in facts.parameters if renamed(p.names)),
         blocks=renamed(facts.blocks),
+        shard_units=renamed(facts.shard_units),
         calls=tuple(
             replace(call, name=new, reads=renamed(call.reads))
             for call in facts.calls

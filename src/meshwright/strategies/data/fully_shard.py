@@ -1,4 +1,4 @@
-"""Apply FSDP2 to a model's blocks, and run steps with it; parameters that it cannot shard stay whole on every rank."""
+"""Apply FSDP2 to a model's units, and run steps with it; parameters that it cannot shard stay whole on every rank."""
 
 from __future__ import annotations
 
@@ -105,24 +105,25 @@ class FsdpEngine(Engine):
 
 
 def shard(model: nn.Module, context: ApplyContext, *, reshard: bool, whole: frozenset[str]) -> FsdpEngine:
-    """Apply FSDP2 to every block and to the rest; `reshard` frees a block's parameters between forward and backward.
+    """Apply FSDP2 to every unit and to the rest; `reshard` frees a unit's parameters between forward and backward.
 
     Under a pipeline they stay gathered for all micro-batches of a step. If samples decide which blocks run, the model
     is gathered as one unit, because a rank cannot gather a block that another rank does not call.
     """
     reshard = reshard and not context.pipelined
     ignored = {p for name, p in model.named_parameters(remove_duplicate=False) if name in whole}
-    names = {id(module): name for name, module in model.named_modules()}
-    blocks = {names[id(block)]: block for block in context.blocks(model) if not context.facts.blocks_by_value}
-    for block in blocks.values():
-        if any(parameter not in ignored for parameter in block.parameters()):
-            _fully_shard(block, context, ignored, reshard=reshard)
-    # The root's parameters (the head) end forward and begin backward: PyTorch's default keeps them gathered.
+    units = {} if context.facts.blocks_by_value else context.shard_units(model)
+    last = next((call.name for call in reversed(context.facts.calls) if call.reads), "")
+    for name, unit in units.items():
+        if any(parameter not in ignored for parameter in unit.parameters()):
+            # Backward begins with the last unit (the head), so it stays gathered.
+            _fully_shard(unit, context, ignored, reshard=reshard and name != last)
+    # The root's parameters are around the units: PyTorch's default keeps them gathered.
     root = _fully_shard(model, context, ignored, reshard=None if reshard else False)
     context.fill()
     assert context.mesh is not None
     kept = WholeParameters([p for n, p in model.named_parameters() if n in whole], context.mesh, context.device)
-    used = UsedParameters(model, context.mesh, blocks) if context.facts.by_value else None
+    used = UsedParameters(model, context.mesh, units) if context.facts.by_value else None
     engine = FsdpEngine(model, root, context.strategy, kept, used)
     engine.keeps_gathered = not reshard
     return engine

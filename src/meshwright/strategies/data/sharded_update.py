@@ -2,10 +2,10 @@
 
 Every parameter is cut along dim 0 like in FSDP2, so optimizer state keeps the parameter's name and global coordinates.
 (`ZeroRedundancyOptimizer` assigns whole parameters to ranks, so the rank with the embedding has too much, and it needs
-an optimizer class while a job has a factory.) A bucket is a block: its gradients are reduce-scattered during backward
+an optimizer class while a job has a factory.) A bucket is a shard unit: its gradients are reduce-scattered in backward
 as soon as they are complete, and its parameters are gathered after the update.
 
-Samples may decide which parameters a rank uses, so all ranks reduce buckets in one fixed order, the last block first.
+Samples may decide which parameters a rank uses, so all ranks reduce buckets in one fixed order, the last unit first.
 An incomplete bucket delays those after it until the end of backward. Each row of a bucket also carries a flag per
 parameter, which tells a rank without a gradient whether another rank has it.
 """
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright.errors import JobError
 from meshwright.facts.job import NamedParameters
-from meshwright.facts.model import ModelFacts
+from meshwright.facts.model import ModelFacts, unit_of
 from meshwright.strategies.collectives import all_gather, reduce_scatter
 from meshwright.strategies.data.summing import on_any_rank, refuse_gradients, sum_over_ranks
 from meshwright.strategies.engine import ApplyContext, Engine, HeldTensor, whole
@@ -198,7 +198,7 @@ class ShardedUpdateEngine(Engine):
         used = {n: p for n, p in trained.items() if n not in context.unused}
         self._unused = [piece for name, piece in trained.items() if name not in used]
         self._scalars = [piece for piece in used.values() if not piece.parameter.shape]
-        self._buckets = [Bucket(group, self._mesh) for group in _by_block(used, context.facts)]
+        self._buckets = [Bucket(group, self._mesh) for group in _by_unit(used, context.facts)]
         for bucket in self._buckets:
             for piece in bucket.pieces:
                 piece.parameter.register_post_accumulate_grad_hook(self._hook(bucket, piece))
@@ -339,15 +339,12 @@ def _masters(model: nn.Module, context: ApplyContext) -> dict[str, torch.Tensor]
     return masters
 
 
-def _by_block(pieces: dict[str, ShardedParameter], facts: ModelFacts) -> list[list[ShardedParameter]]:
-    """Pieces grouped by block and dtype, in the order in which backward completes them.
-
-    Pieces outside blocks, such as embeddings, come last.
-    """
+def _by_unit(pieces: dict[str, ShardedParameter], facts: ModelFacts) -> list[list[ShardedParameter]]:
+    """Pieces grouped by unit and dtype, in the order in which backward completes them; those of no unit come last."""
     groups: dict[tuple[str, torch.dtype, torch.dtype], list[ShardedParameter]] = {}
     for name, piece in pieces.items():
         if piece.parameter.shape:
-            block = next((b for b in facts.blocks if name.startswith(f"{b}.")), "")
-            groups.setdefault((block, piece.parameter.dtype, piece.shard.dtype), []).append(piece)
-    called = {name: place for place, name in enumerate((*facts.blocks, *(call.name for call in facts.calls)))}
+            unit = unit_of(name, facts.shard_units)
+            groups.setdefault((unit, piece.parameter.dtype, piece.shard.dtype), []).append(piece)
+    called = {name: place for place, name in enumerate((*facts.shard_units, *(call.name for call in facts.calls)))}
     return [groups[key] for key in sorted(groups, key=lambda key: called.get(key[0], -1), reverse=True)]

@@ -68,6 +68,7 @@ class Case:
     strategy: str
     ranks: int = 1
     rank: int = 0
+    steps: int = STEPS
 
 
 def _cases() -> list[Case]:
@@ -94,7 +95,15 @@ def _cases() -> list[Case]:
         Case(f"{eight},batch=16", "tp=4,fsdp,bf16", 16),
         *(Case(f"{three},batch=16", "pp=4:1f1b,bf16,mb=2", 4, rank) for rank in (0, 1, 3)),
     ]
-    return singles + worlds
+    long = "preset:llama3-8b:seq=8192"
+    accumulated = [
+        Case(f"{long},batch={n}", f"fsdp,bf16,ac=selective{mb}", 8, 0, 2) for n, mb in ((8, ""), (64, ",mb=1"))
+    ]
+    accumulated += [
+        Case(f"{long},batch=64", f"{data},bf16,ac=selective,mb=1", 8, 0, 2) for data in ("zero2", "hsdp=2x4")
+    ]
+    accumulated += [Case(f"{long},batch=64", "fsdp,bf16,ac=selective,mb=1,sync=last", 8, 0, 2)]
+    return singles + worlds + accumulated
 
 
 class EncoderDecoder(nn.Module):
@@ -162,7 +171,7 @@ def measure(case: Case, alone: Any, detail: bool) -> dict[str, Any]:
         trainer.step(batch)
         torch.cuda.reset_peak_memory_stats()
         seconds = []
-        for _ in range(STEPS):
+        for _ in range(case.steps):
             torch.cuda.synchronize()
             start = time.perf_counter()
             trainer.step(batch)

@@ -15,7 +15,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.plan import ForeignChoice, Plan, Ranking, Refusal
 from meshwright.facts.strategy import Strategy, divisors
 from meshwright.planner.explain import explain
-from meshwright.planner.search import TIE, best_of_each_kind, choose, refuse
+from meshwright.planner.search import TIE, best_of_each_kind, choose, refuse, safe_room
 from meshwright.units import GIB, show_seconds
 
 
@@ -33,7 +33,8 @@ def rank(
     started, known = started or time.perf_counter(), len(planner.notes)
     found = planner.search(cluster, options)
     # Every strategy that the user named is listed or refused; of a search, only the best of each kind.
-    plans = choose(planner.context(cluster), found.plans if options.strategies else best_of_each_kind(found.plans))
+    context = planner.context(cluster)
+    plans = choose(context, found.plans if options.strategies else best_of_each_kind(found.plans))
     unfit: list[Plan] = []
     if not options.fast:
         plans, unfit = planner.trace_first(cluster, plans, options.finalists)
@@ -41,7 +42,7 @@ def rank(
     return Ranking(
         job=name,
         cluster=str(cluster),
-        plans=tuple(explain(plans if options.strategies else plans[: options.listed])),
+        plans=tuple(explain(plans if options.strategies else plans[: options.listed], safe=safe_room(context))),
         refused=(*found.refused, *(Refusal(strategy=str(plan.strategy), reason=plan.why[0]) for plan in unfit)),
         candidates=found.candidates,
         seconds=time.perf_counter() - started,

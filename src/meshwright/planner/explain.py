@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 from meshwright.facts.plan import Plan
+from meshwright.planner.candidates import complexity
 from meshwright.planner.search import TIE
 from meshwright.units import GIB
 
@@ -20,26 +22,37 @@ CAUSES = {
 """Descriptions of the causes of time, except the communication of an axis."""
 
 
-def explain(plans: list[Plan]) -> list[Plan]:
-    """Add reasons to plans: the first is compared with the next slower one, the others with the first."""
+def explain(plans: list[Plan], *, safe: float = inf) -> list[Plan]:
+    """Add reasons to plans: the first is compared with the next slower one, the others with the first.
+
+    Plans with a peak above `safe` bytes may not fit, considering the error of forecasts.
+    """
     if not plans:
         return []
     first, *others = plans
-    return [replace(first, why=_why_first(first, others)), *(replace(p, why=_why_not(p, first)) for p in others)]
+    return [replace(first, why=_why_first(first, others, safe)), *(replace(p, why=_why_not(p, first)) for p in others)]
 
 
-def _why_first(first: Plan, others: list[Plan]) -> tuple[str, ...]:
+def _why_first(first: Plan, others: list[Plan], safe: float) -> tuple[str, ...]:
     sentences = [f"{_share(first)}."]
     ties = [plan for plan in others if abs(plan.forecast.step / first.forecast.step - 1) <= TIE]
     slower = [plan for plan in others if plan.forecast.step > first.forecast.step * (1 + TIE)]
-    if ties:
-        names = ", ".join(str(plan.strategy) for plan in ties[:3])
-        names += f" and {len(ties) - 3} more" if len(ties) > 3 else ""
-        sentences.append(f"Equally fast within the error bar, but more complex: {names}.")
+    crowded = [plan for plan in ties if plan.forecast.peak > safe >= first.forecast.peak]
+    if crowded:
+        sentences.append(f"Equally fast within the error bar, but with too little memory to spare: {_listed(crowded)}.")
+    if rest := [plan for plan in ties if plan not in crowded]:
+        simplest = all(complexity(plan.strategy) > complexity(first.strategy) for plan in rest)
+        compared = "but more complex" if simplest else "and not simpler"
+        sentences.append(f"Equally fast within the error bar, {compared}: {_listed(rest)}.")
     if slower:
         longer = slower[0].forecast.step / first.forecast.step - 1
         sentences.append(f"{slower[0].strategy} would take {longer:.0%} longer: {_difference(slower[0], first)}.")
     return tuple(sentences)
+
+
+def _listed(plans: list[Plan]) -> str:
+    names = ", ".join(str(plan.strategy) for plan in plans[:3])
+    return names + (f" and {len(plans) - 3} more" if len(plans) > 3 else "")
 
 
 def _why_not(plan: Plan, first: Plan) -> tuple[str, ...]:

@@ -25,8 +25,9 @@ from meshwright.strategies import Place, data_strategy, model_axis
 from meshwright.strategies.moved_state import refuse_moved
 from meshwright.units import GIB
 
-TIE = 0.03
-"""Plans whose times differ by less than this share count as equally fast."""
+TIE = 0.05
+"""Plans whose times differ by less than this share count as equally fast: of published pairs of runs that a forecast
+put this near to each other, it named the faster one in 57 % (docs/planner.md)."""
 ROOM = 0.93
 """Share of a device's memory up to which a plan fits safely, considering the error of forecasts."""
 ERROR_BARS = {"account": {"memory": 0.10, "time": 0.20}, "trace": {"memory": 0.03, "time": 0.20}}
@@ -105,14 +106,14 @@ class _Known:
         smallest = self._full.get(_policies(candidate))
         if smallest is not None and size >= smallest:
             return f"does not fit with mb={smallest} either"
-        if candidate.offload and (*_axes(candidate), candidate.recompute, size) in self._fits:
+        if candidate.offload and (*_axes(candidate), candidate.recompute, candidate.sync, size) in self._fits:
             return "fits without offloading, which is faster"
         return self._refused.get((*_axes(candidate), size), "")
 
     def considered(self, candidate: Strategy, *, fits: bool) -> None:
         size = candidate.micro_batch or 0
         if fits:
-            self._fits.add((*_axes(candidate), candidate.recompute, size))
+            self._fits.add((*_axes(candidate), candidate.recompute, candidate.sync, size))
         elif candidate.micro_batch is not None:
             self._full.setdefault(_policies(candidate), size)
 
@@ -236,11 +237,16 @@ def best_of_each_kind(plans: list[Plan]) -> list[Plan]:
     return sorted(kinds.values(), key=lambda plan: plan.forecast.step)
 
 
+def safe_room(context: PlanContext) -> float:
+    """Bytes of a device up to which a plan fits safely."""
+    return ROOM * usable(context.hardware)
+
+
 def choose(context: PlanContext, plans: list[Plan]) -> list[Plan]:
     """Fastest first, except that the least complex plan leads those that tie; one that fits safely is preferred."""
     if not plans:
         return []
-    fastest, enough = plans[0].forecast.step, ROOM * usable(context.hardware)
+    fastest, enough = plans[0].forecast.step, safe_room(context)
     ties = [plan for plan in plans if plan.forecast.step <= fastest * (1 + TIE)]
     first = min(ties, key=lambda plan: (plan.forecast.peak > enough, complexity(plan.strategy), plan.forecast.step))
     return [first, *(plan for plan in plans if plan is not first)]

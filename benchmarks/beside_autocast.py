@@ -50,6 +50,7 @@ class Workload:
     model: Callable[[], nn.Module]
     sample: Callable[[int], Batch]
     samples: int
+    loss_over: str = "samples"
 
     @property
     def job(self) -> Job:
@@ -57,7 +58,7 @@ class Workload:
             model=self.model,
             inputs=lambda batch: batch,
             loss=lambda output, batch: (output.loss * first_length(batch), first_length(batch)),
-            loss_over="batch",
+            loss_over=self.loss_over,
             optimizer=lambda params: AdamW(params, lr=1e-4, fused=torch.cuda.is_available()),
             sample=self.sample,
             global_batch=self.samples,
@@ -91,7 +92,8 @@ def clip(*, quick: bool) -> Workload:
         def forward(self, **inputs: Any) -> Any:
             return super().forward(**inputs, return_loss=True)
 
-    return Workload(name="CLIP-B/32", model=lambda: WithLoss(config), sample=sample, samples=4 if quick else 128)
+    samples = 4 if quick else 128
+    return Workload(name="CLIP-B/32", model=lambda: WithLoss(config), sample=sample, samples=samples, loss_over="batch")
 
 
 def swin(*, quick: bool) -> Workload:

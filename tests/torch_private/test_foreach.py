@@ -1,7 +1,7 @@
 import torch
 
 from meshwright.torch_private.fake_tensors import FakeTensorMode
-from meshwright.torch_private.foreach import clipping_by_lists, foreach_copy_, foreach_mul_, foreach_norm
+from meshwright.torch_private.foreach import clipping_by_lists, foreach_copy_, foreach_mul_, foreach_norm, unflatten
 from meshwright.torch_private.modes import TorchDispatchMode
 
 
@@ -14,6 +14,14 @@ def test_tensors_are_scaled_together() -> None:
 
 def test_norms_are_taken_together() -> None:
     assert [float(norm) for norm in foreach_norm([torch.ones(4), torch.ones(9)])] == [2, 3]
+
+
+def test_parts_of_a_flat_tensor_share_its_memory() -> None:
+    flat = torch.arange(8.0)
+    parts = unflatten(flat, [torch.empty(2, 3), torch.empty(()), torch.empty(1)])
+    assert [part.shape for part in parts] == [(2, 3), (), (1,)]
+    flat.zero_()
+    assert not any(part.any() for part in parts)
 
 
 def test_copies_change_dtypes_and_keep_strides() -> None:

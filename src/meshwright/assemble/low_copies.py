@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.torch_private.foreach import foreach_copy_
+from meshwright.torch_private.foreach import foreach_copy_, unflatten
+from meshwright.torch_private.modes import without_torch_function
 
 LARGE = 1 << 20
 """Elements from which a parameter outside of blocks has a group of its own: a head's gradient should not wait for the
@@ -57,7 +58,6 @@ class LowCopies:
     """The copies of a model's parameters, where `cast_parameters` made its modules read copies."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        self._dtype = dtype
         groups: dict[Any, list[Place]] = {}
         for module in model.modules():
             read: ReadCopies | None = vars(module).get(ATTRIBUTE)
@@ -66,32 +66,42 @@ class LowCopies:
                 assert read is not None and parameter is not None
                 group = parameter if parameter.numel() >= LARGE and read.group is None else read.group
                 groups.setdefault((group, parameter.device), []).append((read, name, parameter))
-        self._groups = list(groups.values())
+        self._groups = [Group(places, dtype) for places in groups.values()]
 
     @contextmanager
     def shared(self, passes: int | None = None) -> Iterator[None]:
         """Hold copies of the masters as they are now; a group's are freed after this many backward passes."""
-        groups = [Group(places, self._dtype, passes) for places in self._groups]
+        for group in self._groups:
+            group.make(passes)
         try:
             yield
         finally:
-            for group in groups:
+            for group in self._groups:
                 group.free()
 
 
 class Group:
     """Copies that are made by one call, and whose gradients are cast by one."""
 
-    def __init__(self, places: Sequence[Place], dtype: torch.dtype, passes: int | None) -> None:
-        self._places, self._left = places, passes
-        parameters = list({id(parameter): parameter for _, _, parameter in places}.values())
-        copies = _cast_all([parameter.detach() for parameter in parameters], [dtype] * len(parameters))
-        trained = [(p, copy) for p, copy in zip(parameters, copies, strict=True) if p.requires_grad]
-        found = {id(p): copy for p, copy in zip(parameters, copies, strict=True)}
-        if trained and torch.is_grad_enabled():
-            linked = _Link.apply(self, [copy for _, copy in trained], *(p for p, _ in trained))
-            found |= {id(p): copy for (p, _), copy in zip(trained, linked, strict=True)}
-        for read, name, parameter in places:
+    def __init__(self, places: Sequence[Place], dtype: torch.dtype) -> None:
+        self._places, self._dtype = places, dtype
+        self._left: int | None = None
+        parameters = {id(parameter): parameter for _, _, parameter in places}.values()
+        # In one buffer, those of odd sizes come last, because kernels are slower on unaligned memory.
+        self._trained = sorted((p for p in parameters if p.requires_grad), key=lambda p: p.numel() % 8 != 0)
+        self._frozen = [p for p in parameters if not p.requires_grad]
+
+    def make(self, passes: int | None) -> None:
+        """Make the copies and let modules read them, until so many backward passes have run or `free` is called."""
+        self._left = passes
+        with torch.no_grad():
+            copies = cast_all([*self._trained, *self._frozen], self._dtype)
+        linked = copies[: len(self._trained)]
+        if self._trained and torch.is_grad_enabled():
+            linked = _Link.apply(self, linked, *self._trained)
+        found = dict(zip(map(id, self._trained), linked, strict=True))
+        found |= zip(map(id, self._frozen), copies[len(self._trained) :], strict=True)
+        for read, name, parameter in self._places:
             read[name] = parameter, found[id(parameter)]
 
     def passed_backward(self) -> None:
@@ -117,18 +127,23 @@ class _Link(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.group.passed_backward()
-        present = [gradient for gradient in gradients if gradient is not None]
-        dtypes = [d for d, gradient in zip(ctx.dtypes, gradients, strict=True) if gradient is not None]
-        cast = iter(_cast_all(present, dtypes))
-        return None, None, *(None if gradient is None else next(cast) for gradient in gradients)
+        with without_torch_function():  # the mode for recomputing would look at every call
+            dtypes, present = set(ctx.dtypes), [gradient for gradient in gradients if gradient is not None]
+            if len(dtypes) == 1 and len(present) == len(gradients):
+                return None, None, *cast_all(present, dtypes.pop())
+            each = zip(gradients, ctx.dtypes, strict=True)
+            return None, None, *(None if gradient is None else gradient.to(dtype) for gradient, dtype in each)
 
 
-def _cast_all(tensors: list[torch.Tensor], dtypes: list[torch.dtype]) -> list[torch.Tensor]:
-    """The tensors in these dtypes, with the strides they have."""
+def cast_all(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The tensors in another dtype; in one buffer by few kernels, if they are plain."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):  # a gradient of a gradient
-        return [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
-    if any(tensor.layout != torch.strided for tensor in tensors):
-        return [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
-    found = [torch.empty_like(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+        return [tensor.to(dtype) for tensor in tensors]
+    if any(tensor.layout != torch.strided or not tensor.is_contiguous() for tensor in tensors):
+        return [tensor.to(dtype) for tensor in tensors]
+    if not tensors:
+        return []
+    buffer = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=tensors[0].device)
+    found: list[torch.Tensor] = list(unflatten(buffer, tensors))
     foreach_copy_(found, tensors)
     return found

@@ -12,7 +12,7 @@ function runs, so autograd, fake tensors and torch.compile see plain casts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any
 
@@ -35,13 +35,6 @@ Rule = Callable[[Any, torch.dtype, tuple[Any, ...], dict[str, Any]], Any]
 """(function, compute dtype, args, kwargs) -> the function's result."""
 
 
-def _by_rule(func: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    rule = RULES.get(func)
-    if rule is None:
-        return func(*args, **kwargs) if kwargs else func(*args)
-    return rule(func, dtype, args, kwargs or {})
-
-
 class OperatorDtypes(TorchFunctionMode):
     """While active, torch functions compute in the dtype that the table gives them."""
 
@@ -50,7 +43,10 @@ class OperatorDtypes(TorchFunctionMode):
         self.dtype = dtype
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _by_rule(func, self.dtype, args, kwargs)
+        rule = RULES.get(func)
+        if rule is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return rule(func, self.dtype, args, kwargs or {})
 
 
 class Recomputing(OperatorDtypes):
@@ -60,9 +56,10 @@ class Recomputing(OperatorDtypes):
         if func in BACKWARD:
             with engine_wrapped(self._entered):
                 return func(*args, **(kwargs or {}))
-        if torch.is_grad_enabled():
-            return _by_rule(func, self.dtype, args, kwargs)  # PyTorch 2.11 compiles no super() of a mode
-        return func(*args, **kwargs) if kwargs else func(*args)
+        rule = RULES.get(func) if torch.is_grad_enabled() else None
+        if rule is None:  # PyTorch 2.11 compiles no super() of a mode
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return rule(func, self.dtype, args, kwargs or {})
 
     def _entered(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Enter the mode again for the engine's run, because a mode is off inside the function it handles."""
@@ -137,6 +134,8 @@ def _dtypes(args: Any, kwargs: Any) -> list[torch.dtype]:
 
 def _collect(values: Any, found: list[torch.dtype]) -> None:
     for value in values:
+        if value is None or value is True or value is False:
+            continue
         if isinstance(value, Tensor):
             dtype = value.dtype
             if dtype.is_floating_point and dtype not in found:
@@ -218,15 +217,10 @@ def recomputing(dtype: torch.dtype) -> AbstractContextManager[Any]:
     return Recomputing(dtype) if dtype in LOW else nullcontext()
 
 
-@contextmanager
-def computing_in(dtype: torch.dtype) -> Iterator[None]:
+def computing_in(dtype: torch.dtype) -> AbstractContextManager[Any]:
     """Region in which functions follow the table. Regions may nest, because recomputed blocks enter it again."""
     mode = _MODES.get(dtype)
-    if mode is None or any(one is mode for one in function_modes()):
-        yield
-        return
-    with mode:
-        yield
+    return nullcontext() if mode is None or any(one is mode for one in function_modes()) else mode
 
 
 def compile_outside(module: nn.Module) -> None:

@@ -122,6 +122,16 @@ def loss_under(
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating tensors of a tree. Plain containers are quick: this runs in every call of a block."""
+    kind = type(tree)
+    if kind is torch.Tensor:
+        return tree.to(dtype) if tree.is_floating_point() else tree
+    if kind is tuple:
+        return tuple([cast(item, dtype) for item in tree])
+    if kind is dict:
+        return {key: cast(item, dtype) for key, item in tree.items()}
+    if tree is None or kind in (bool, int, float, str):
+        return tree
     return tree_map(lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, tree)
 
 

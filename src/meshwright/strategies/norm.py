@@ -30,6 +30,9 @@ def global_square(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """
     groups: dict[tuple[torch.device, DeviceMesh | None, tuple[Any, ...]], list[torch.Tensor]] = {}
     for gradient in gradients:
+        if type(gradient) is torch.Tensor:
+            groups.setdefault((gradient.device, None, ()), []).append(gradient)
+            continue
         placed = (gradient.device_mesh, gradient.placements) if is_dtensor(gradient) else (None, ())
         groups.setdefault((gradient.device, *placed), []).append(local(gradient))
     squares = [_reduce(_squares(tensors), *key[1:]) for key, tensors in groups.items()]
@@ -68,7 +71,7 @@ def scale_(gradients: Iterable[torch.Tensor], factor: torch.Tensor | float) -> N
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+    return tensor.to_local() if type(tensor) is not torch.Tensor and is_dtensor(tensor) else tensor
 
 
 def _reduce(square: torch.Tensor, mesh: DeviceMesh | None, placements: tuple[Any, ...]) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._utils import _unflatten_dense_tensors
 from torch.nn.utils import clip_grad
 
 foreach_mul_ = torch._foreach_mul_
@@ -14,6 +15,9 @@ foreach_mul_ = torch._foreach_mul_
 
 foreach_norm = torch._foreach_norm
 """The 2-norm of each tensor."""
+
+unflatten = _unflatten_dense_tensors
+"""Consecutive parts of a flat tensor with the shapes of others."""
 
 foreach_copy_ = torch._foreach_copy_
 """Copy tensors into others, which may have other dtypes."""

@@ -44,6 +44,8 @@ from meshwright.tracing import trace_step
 
 GIB = 1 << 30
 STEPS = 5
+AT_ONCE = 6
+"""Cases that are described side by side."""
 NO_LINKS = {side: {"bandwidth": 1e18, "latency": 1e-12} for side in ("within", "between")}
 """A rank of a fake world waits for nobody."""
 PAIRS = {
@@ -258,14 +260,18 @@ def attempt(case: Case, alone: Any, detail: bool, results: Any) -> None:
         results.put({**vars(case), "error": f"{type(error).__name__}: {error}"})
 
 
-def measure_all(path: Path, only: str, detail: bool) -> None:
-    """Each case in a process forked from this one, which never touches the GPU; two at a time, one on the GPU."""
-    waiting = [case for case in _cases() if only in f"{case.job} {case.strategy}"]
+def measure_all(path: Path, only: str, without: list[str], detail: bool) -> None:
+    """Each case in a process forked from this one, which never touches the GPU; some at a time, one on the GPU."""
+    waiting = [
+        case
+        for case in _cases()
+        if only in f"{case.job} {case.strategy}" and not any(text in case.job for text in without)
+    ]
     context = get_context("fork")
     alone, results = context.Lock(), context.Queue()
     running, rows = 0, []
     while waiting or running:
-        while waiting and running < 2:
+        while waiting and running < AT_ONCE:
             context.Process(target=attempt, args=(waiting.pop(0), alone, detail, results)).start()
             running += 1
         rows.append(results.get(timeout=300))
@@ -337,10 +343,11 @@ def main() -> None:
     parser.add_argument("what", choices=["measure", "score"])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--only", default="", help="cases whose text holds this")
+    parser.add_argument("--without", nargs="*", default=[], help="leave out jobs whose text holds one of these")
     parser.add_argument("--detail", action="store_true", help="also keep kernels and what is alive at the peak")
     options = parser.parse_args()
     if options.what == "measure":
-        measure_all(options.json, options.only, options.detail)
+        measure_all(options.json, options.only, options.without, options.detail)
     else:
         score(options.json, options.only)
 

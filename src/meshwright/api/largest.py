@@ -137,7 +137,7 @@ class _Finder:
     def _limit(self, step: _Step, notes: list[str], near: Limit | None) -> Limit:
         """The largest size of a step; `Refused` if it cannot run or one sample does not fit.
 
-        `near` is what fits with fewer micro-batches: the answer is the same or a little less.
+        `near` is what fits with fewer micro-batches: a better start than the account.
         """
         known: dict[int, Plan] = {}
 
@@ -147,15 +147,17 @@ class _Finder:
 
         guess = largest_that(lambda samples: self._account(step, samples).fits)
         below, above = (self._account(step, samples).forecast.peak for samples in (max(guess, 1), guess + 2))
-        samples = settle(excess, near.samples if near else guess, each=(above - below) / (guess + 2 - max(guess, 1)))
+        samples, more = settle(
+            excess, near.samples if near else guess, each=(above - below) / (guess + 2 - max(guess, 1))
+        )
         if not samples:
             raise Refused(f"A micro-batch of one sample {known[1].why[0]}")
         return Limit(
             samples=samples,
             global_batch=step.batch(samples),
             plan=known[samples],
-            larger=_larger(samples + 1, known[samples + 1]) if samples < MOST else None,
-            fails_from=_fails_from(known, samples, self._context.hardware) if samples < MOST else None,
+            larger=_larger(more, known[more]) if more <= MOST else None,
+            fails_from=_fails_from(known, samples, self._context.hardware) if more <= MOST else None,
         )
 
     def _account(self, step: _Step, samples: int, *, timed: bool = False) -> Plan:

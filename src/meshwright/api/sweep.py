@@ -55,7 +55,7 @@ def sweep(
         batch = place.batch or known.job.global_batch
         planner = Planner(known.job, known.facts, batch, options.calibration, known.costs)
         points.append(_point(planner, place, options))
-    stops = [Stop(point.value, point.plans) for point in points]
+    stops = [Stop(point.value, point.plans, point.best) for point in points]
     return Sweep(
         job=job,
         cluster=str(cluster),

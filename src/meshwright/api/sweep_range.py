@@ -14,6 +14,8 @@ UNITS: Mapping[str, str] = {"devices": "devices", "batch": "samples", "sequence"
 """The unit of each quantity that can be swept."""
 MOST = 64
 """The largest number of points."""
+NEAR = 1.5
+"""Points of a range that doubles are at least this factor apart."""
 _NUMBER = re.compile(r"[0-9]{1,12}(?:\.[0-9]{1,6})?")
 _FORMS = "Write devices=8..1024, which doubles from 8 to 1024, or a list such as devices=8,16,64"
 
@@ -51,8 +53,10 @@ def _values(text: str, quantity: str, written: str) -> tuple[float, ...]:
     start, end = _number(text, quantity, first), _number(text, quantity, last)
     if end < start:
         raise BadInput(f"--sweep {text!r} ends before it starts; write {quantity}={last}..{first}.")
-    doublings = range(math.floor(math.log2(end / start)) + 1)
-    return tuple(dict.fromkeys([*(start * 2**times for times in doublings), end]))
+    values = [start * 2**times for times in range(math.floor(math.log2(end / start)) + 1)]
+    # The end is always a point; a doubling just below it would add nothing.
+    below = [value for value in values if value * NEAR <= end]
+    return (*below, end)
 
 
 def _number(text: str, quantity: str, word: str) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,4 +56,5 @@ def print_sweep(
         raise typer.Exit(1)
 
 
-_tell = partial(print, file=sys.stderr, flush=True)
+def _tell(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)

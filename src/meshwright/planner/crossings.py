@@ -20,25 +20,28 @@ def kind_of(strategy: Strategy) -> str:
 
 @dataclass(frozen=True)
 class Stop:
-    """The value of one point of a sweep, and the step of each kind that fits there."""
+    """One point of a sweep."""
 
     value: float
     plans: Mapping[str, Plan]
+    """The best plan of each kind that fits there."""
+    best: str | None
+    """The kind that leads; None if nothing fits."""
 
 
 def lead_changes(stops: Sequence[Stop]) -> list[Crossing]:
-    """Where the fastest kind changes. A tie changes nothing: the earlier leader keeps the lead."""
+    """Where the leading kind changes. A kind that ties with the fastest keeps its lead."""
     found: list[Crossing] = []
-    leader, before = "", None
+    leader: str | None = None
+    before: Stop | None = None
     for stop in stops:
-        if not stop.plans:
+        if stop.best is None:
             continue
-        fastest = min(stop.plans, key=lambda kind: stop.plans[kind].forecast.step)
-        if before is None:
-            leader = fastest
-        elif crossing := _overtakes(before, stop, leader, fastest):
-            found.append(crossing)
-            leader = fastest
+        if leader is None or before is None:
+            leader = stop.best
+        elif not _keeps_lead(stop, leader):
+            found.append(_overtakes(before, stop, leader, stop.best))
+            leader = stop.best
         before = stop
     return found
 
@@ -46,19 +49,22 @@ def lead_changes(stops: Sequence[Stop]) -> list[Crossing]:
 def overtakings(stops: Sequence[Stop]) -> list[Crossing]:
     """Where the order of any two kinds changes by more than a tie."""
     kinds = list(dict.fromkeys(kind for stop in stops for kind in stop.plans))
-    found: list[Crossing] = []
-    for pair in combinations(kinds, 2):
-        both = [Stop(stop.value, {kind: stop.plans[kind] for kind in pair if kind in stop.plans}) for stop in stops]
-        found += lead_changes(both)
+    found = [one for pair in combinations(kinds, 2) for one in lead_changes([_only(stop, pair) for stop in stops])]
     return sorted(found, key=lambda crossing: crossing.value)
 
 
-def _overtakes(before: Stop, stop: Stop, leader: str, rival: str) -> Crossing | None:
-    if rival == leader:
-        return None
+def _only(stop: Stop, kinds: tuple[str, ...]) -> Stop:
+    plans = {kind: stop.plans[kind] for kind in kinds if kind in stop.plans}
+    return Stop(stop.value, plans, min(plans, key=lambda kind: plans[kind].forecast.step, default=None))
+
+
+def _keeps_lead(stop: Stop, leader: str) -> bool:
+    fastest = min(plan.forecast.step for plan in stop.plans.values())
+    return leader in stop.plans and stop.plans[leader].forecast.step <= fastest * (1 + TIE)
+
+
+def _overtakes(before: Stop, stop: Stop, leader: str, rival: str) -> Crossing:
     theirs, own = stop.plans.get(leader), stop.plans[rival]
-    if theirs is not None and own.forecast.step * (1 + TIE) >= theirs.forecast.step:
-        return None
     last = theirs or before.plans.get(leader)
     return Crossing(
         value=stop.value,

@@ -25,6 +25,8 @@ class SweepChart:
     unit: str
     amount: Callable[[dict[str, Any]], float]
     """The drawn number of a plan."""
+    from_zero: bool = False
+    """Whether the axis starts at 0; if not, it spans the lines, which may be close together."""
     limit: float | None = None
     """The device's memory, drawn as a dashed line."""
 
@@ -36,7 +38,7 @@ def sweep_charts(document: Document) -> list[tuple[SweepChart, Plot]]:
     speed = SweepChart(
         title="Speed",
         note=f"{unit.capitalize()} per device, of the fastest plan of each kind that fits.",
-        unit=unit,
+        unit=f"{unit} per device",
         amount=lambda plan: speed_of(plan, per_device=True),
     )
     memory = SweepChart(
@@ -44,6 +46,7 @@ def sweep_charts(document: Document) -> list[tuple[SweepChart, Plot]]:
         note="Reserved on the fullest rank. The dashed line is the device memory available to tensors.",
         unit="GiB",
         amount=lambda plan: float(plan["reserved_gib"]),
+        from_zero=True,
         limit=rooms.pop() if len(rooms) == 1 else None,
     )
     return [(chart, sweep_plot(document, chart)) for chart in (speed, memory)]
@@ -104,7 +107,7 @@ def _layout(document: Document, chart: SweepChart) -> Values:
     marks = {crossing["value"]: crossing["kind"] for crossing in document["crossings"]}
     return shared_layout(
         HEIGHT,
-        margin={"l": 64, "r": 16, "t": 36, "b": 48},
+        margin={"l": 80, "r": 16, "t": 36, "b": 48},
         xaxis=axis(
             type="log",
             title={"text": swept_title(document)},
@@ -113,7 +116,11 @@ def _layout(document: Document, chart: SweepChart) -> Values:
             ticktext=[f"{value:,g}" for value in values],
             fixedrange=True,
         ),
-        yaxis=axis(title={"text": chart.unit}, rangemode="tozero", fixedrange=True),
+        yaxis=axis(
+            title={"text": chart.unit, "standoff": 12},
+            rangemode="tozero" if chart.from_zero else "normal",
+            fixedrange=True,
+        ),
         shapes=[*(_mark(value) for value in marks), *([] if chart.limit is None else [_limit(chart.limit)])],
         annotations=[_name(value, kind) for value, kind in marks.items()],
     )

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.report.tables import Terms, make_table
+from meshwright.units import show_count
 
 Document = dict[str, Any]
 DRAWN = 8
@@ -98,22 +99,25 @@ def _kinds(document: Document, drawn: int) -> RenderableType:
     title = f"{speed_unit(document)} per device (reserved GiB) of the best plan of each kind"
     table = make_table(title, ("kind",), [f"{point['value']:,g}" for point in points])
     for kind in drawn_kinds(document, drawn):
-        table.add_row(kind, *(_cell(plan_of(point, kind), is_best=kind == point["best_kind"]) for point in points))
+        table.add_row(
+            Terms(kind), *(_cell(plan_of(point, kind), is_best=kind == point["best_kind"]) for point in points)
+        )
     return table
 
 
 def _cell(plan: dict[str, Any] | None, *, is_best: bool) -> Text:
     if plan is None:
         return Text("-")
-    shown = f"{speed_of(plan, per_device=True):,.0f} ({plan['reserved_gib']:.0f})"
+    shown = f"{show_count(speed_of(plan, per_device=True))} ({plan['reserved_gib']:.0f})"
     return Text(shown, style="bold" if is_best else "")
 
 
 def _refused(document: Document) -> Text:
-    lines = [
-        f"{value_of(document, point['value'])}: {refusal['strategy']}: {refusal['reason']}"
-        for point in document["points"]
-        for refusal in point["refused"]
-    ]
+    """Each named strategy that has no plan somewhere: where, and why."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for point in document["points"]:
+        for refusal in point["refused"]:
+            groups.setdefault((refusal["strategy"], refusal["reason"]), []).append(f"{point['value']:,g}")
+    lines = [f"{strategy} at {'; '.join(values)}: {reason}" for (strategy, reason), values in groups.items()]
     count = sum(point["candidates"] for point in document["points"])
     return Text("\n".join([*lines, f"{count:,} candidates in {document['seconds']:.1f} s"]))

@@ -1,6 +1,7 @@
 """`plan --largest` and `plan --sweep` as a user calls them."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,14 @@ from meshwright.units import GIB
 
 GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
 RUNNER = CliRunner()
+KNOWN = cache(describe_job)
+
+
+@pytest.fixture(autouse=True)
+def described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Describing a model takes longer than all that is asked about it here."""
+    for module in ("job_planner", "sweep"):
+        monkeypatch.setattr(f"meshwright.api.{module}.describe_job", KNOWN)
 
 
 def call(*words: str) -> Result:
@@ -106,13 +115,15 @@ def test_batchnorm_does_not_accumulate() -> None:
     assert "BatchNorm" in found["notes"][0]
 
 
-def test_a_strategy_that_holds_no_sample_is_a_row_with_the_reason() -> None:
-    found = call("preset:llama3-8b", "--on", "2xT4", "--largest", "--fast", "--strategies", "fsdp,fp16", "--json")
+def test_a_strategy_that_holds_no_sample_is_a_row_with_the_reason(tmp_path: Path) -> None:
+    small = tmp_path / "small.json"
+    small.write_text('{"devices_per_node": 2, "device": "T4", "memory_gib": 2.5}')
+    words = ("preset:gpt2", "--on", str(small), "--largest", "--fast", "--strategies", "ddp,fp16")
+    found = call(*words, "--json")
     assert found.exit_code == 1
     (row,) = json.loads(found.stdout)["results"]
     assert row["reason"].startswith("A micro-batch of one sample needs")
-    shown = call("preset:llama3-8b", "--on", "2xT4", "--largest", "--fast", "--strategies", "fsdp,fp16")
-    assert "A micro-batch of one sample needs" in " ".join(shown.stdout.split())
+    assert "A micro-batch of one sample needs" in " ".join(call(*words).stdout.split())
 
 
 def test_without_names_the_plans_of_the_ranking_are_asked() -> None:
@@ -122,7 +133,7 @@ def test_without_names_the_plans_of_the_ranking_are_asked() -> None:
 
 
 def test_a_sweep_over_devices() -> None:
-    found = document("preset:gpt2-xl:batch=64", "--on", "4xA100-40GB", "--sweep", "devices=2..16", "--no-pipeline")
+    found = document("preset:gpt2:batch=64", "--on", "4xA100-40GB", "--sweep", "devices=2..16", "--no-pipeline")
     assert (found["quantity"], found["unit"]) == ("devices", "devices")
     assert [point["value"] for point in found["points"]] == [2, 4, 8, 16]
     assert [point["cluster"] for point in found["points"]] == [
@@ -155,7 +166,7 @@ def test_named_strategies_are_lines_of_their_own(tmp_path: Path) -> None:
 
 def test_a_sweep_over_sequences_describes_each(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    known = describe_job("preset:gpt2")
+    known = KNOWN("preset:gpt2")
 
     def describe(text: str) -> JobDescription:
         asked.append(text)

@@ -109,7 +109,7 @@ def test_nothing_fits_anywhere() -> None:
     assert text.count("nothing fits") == 4 and "<script" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_browser_draws_it(tmp_path: Path) -> None:
     file = tmp_path / "sweep.html"
     file.write_text(page(make_document()))

@@ -18,6 +18,7 @@ from meshwright.facts.plan import Plan
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.account import CONTEXT, usable
 from meshwright.planner.border import MOST, largest_that, settle
+from meshwright.planner.crossings import kind_of
 from meshwright.planner.memory import in_flight
 from meshwright.planner.search import best_of_each_kind, choose, consider, with_traces
 from meshwright.planner.step_layout import lay_out_step
@@ -67,9 +68,9 @@ def find_largest(
 
 
 def _best(planner: Planner, cluster: Cluster, options: PlanOptions) -> tuple[list[Strategy], tuple[str, ...]]:
-    """The strategies that a ranking would list, without their micro-batch sizes; or advice if nothing fits."""
+    """The best strategy of each kind, without its micro-batch size; or advice if nothing fits."""
     found = planner.search(cluster, options)
-    plans = choose(planner.context(cluster), best_of_each_kind(found.plans))[: options.listed]
+    plans = choose(planner.context(cluster), best_of_each_kind(found.plans, kind_of))[: options.listed]
     strategies = dict.fromkeys(replace(plan.strategy, micro_batch=None) for plan in plans)
     return list(strategies), () if plans else planner.advise(cluster, options, found)
 
@@ -145,17 +146,15 @@ class _Finder:
             known[samples] = plan = self._forecast(step, samples, notes)
             return plan.forecast.peak - self._room if plan.fits or plan.forecast.peak > self._room else 1.0
 
-        guess = largest_that(lambda samples: self._account(step, samples).fits)
-        below, above = (self._account(step, samples).forecast.peak for samples in (max(guess, 1), guess + 2))
-        samples, more = settle(
-            excess, near.samples if near else guess, each=(above - below) / (guess + 2 - max(guess, 1))
-        )
+        start = near.samples if near else max(1, largest_that(lambda size: self._account(step, size).fits))
+        each = self._account(step, start + 1).forecast.peak - self._account(step, start).forecast.peak
+        samples, more = settle(excess, start, each)
         if not samples:
             raise Refused(f"A micro-batch of one sample {known[1].why[0]}")
         return Limit(
             samples=samples,
             global_batch=step.batch(samples),
-            plan=known[samples],
+            plan=replace(known[samples], why=()),
             larger=_larger(more, known[more]) if more <= MOST else None,
             fails_from=_fails_from(known, samples, self._context.hardware) if more <= MOST else None,
         )

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 NOTES = """Needs no GPU. Finalists are traced on fake tensors unless --fast. Exit 1 if nothing fits."""
 
+LISTED, LARGEST_OF = 10, 4
+"""Plans of a ranking, and strategies whose largest sizes are found unless they are named: each takes several traces."""
+
 
 def plan(
     job: Annotated[str, typer.Argument(help="A Python file with a `job`, preset:NAME, or hf:DIR with a config.")],
@@ -33,7 +36,7 @@ def plan(
     tensor: Annotated[bool, typer.Option(help="Consider tensor parallelism.")] = True,
     pipeline: Annotated[bool, typer.Option(help="Consider pipelines.")] = True,
     batch: Annotated[int | None, typer.Option(min=1, help="Global batch; default: the job's.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="Plans to list.")] = 10,
+    top: Annotated[int | None, typer.Option(min=1, help="Plans to list; default: 10, and 4 with --largest.")] = None,
     fast: Annotated[bool, typer.Option("--fast", help="Do not trace the finalists.")] = False,
     calibrate: Annotated[Path | None, typer.Option(help="Fit efficiencies to measured runs, as for validate.")] = None,
     against: Annotated[
@@ -97,7 +100,7 @@ def plan(
         allowed=allowed,
         strategies=named,
         fast=fast,
-        listed=top,
+        listed=top or (LARGEST_OF if largest else LISTED),
         global_batch=batch,
         calibration=fitted,
         against=_read(against, on) if against else None,

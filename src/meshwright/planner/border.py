@@ -38,7 +38,7 @@ def settle(excess: Callable[[int], float], guess: int, each: float, most: int = 
         if low in known and high in known:
             each = (known[high] - known[low]) / (high - low)
         # What an allocator reserves grows in steps, which a straight line follows only slowly: halve now and then.
-        is_slow = len(known) % 3 == 0 and low and high <= most
+        is_slow = len(known) % 4 == 0 and low and high <= most
         size = (low + high) // 2 if is_slow else floor(size - known[size] / max(each, 1.0))
         size = min(max(size, low + 1), high - 1)
     return low, high

@@ -9,43 +9,48 @@ from rich.text import Text
 
 from meshwright.report.tables import Terms, make_table
 
-NONE = "-"
-COLUMNS = ("reserved GiB", "next GiB", "fails from")
+ROWS = {"micro_batch": "micro-batch", "batch": "batch"}
 
 
 def largest_page(document: dict[str, Any]) -> RenderableType:
-    """A row for each strategy, and below it why some have none."""
-    numbers = ("largest micro-batch", *COLUMNS, "largest batch without accumulating", *COLUMNS)
-    table = make_table(f"{document['job']} on {document['cluster']}", ("strategy",), numbers)
+    """A row for each size of each strategy, and below it why some have none."""
+    numbers = ("samples", "reserved GiB", "next GiB", "fails from")
+    table = make_table(f"{document['job']} on {document['cluster']}", ("strategy", "largest"), numbers)
     for result in document["results"]:
-        limits = result["limits"]
-        cells = (*_cells(result["micro_batch"], limits["micro_batch"]), *_cells(result["batch"], limits["batch"]))
-        table.add_row(Terms(result["strategy"]), *cells)
+        sizes = [(row, result[what], result["limits"][what]) for what, row in ROWS.items() if result["limits"][what]]
+        for place, (row, size, limit) in enumerate(sizes or [("nothing", None, None)]):
+            table.add_row("" if place else Terms(result["strategy"]), row, *_cells(size, limit))
+        table.add_section()
     table.caption = "\n".join(_caption(document))
     shown = [table] if document["results"] else []
     return Group(*shown, *(Text(line) for line in (*_reasons(document), *document["advice"])))
 
 
 def _cells(size: int | None, limit: dict[str, Any] | None) -> tuple[str, ...]:
-    """A size with the memory that it and the next larger one need, for COLUMNS."""
+    """A size, the memory that it and the next larger one need, and the size that fails."""
     if size is None or limit is None:
-        return (NONE,) * (1 + len(COLUMNS))
-    traced = "*" if limit["grade"] == "trace" else ""
+        return ("-",) * 4
+    held = f"{limit['reserved_gib']:.1f}{'*' if limit['grade'] == 'trace' else ''}"
     if limit["next"] is None:
-        return f"{size:,} or more", f"{limit['reserved_gib']:.1f}{traced}", NONE, NONE
+        return f"{size:,} or more", held, "-", "-"
     fails = size // limit["samples"] * limit["fails_from"]
-    return f"{size:,}", f"{limit['reserved_gib']:.1f}{traced}", f"{limit['next']['reserved_gib']:.1f}", f"{fails:,}"
+    return f"{size:,}", held, f"{limit['next']['reserved_gib']:.1f}", f"{fails:,}"
 
 
 def _caption(document: dict[str, Any]) -> list[str]:
     limits = [limit for result in document["results"] for limit in result["limits"].values() if limit]
-    lines = [f"{document['room_gib']:.1f} GiB of a device are available; a micro-batch is the samples of one rank"]
-    if limits:
-        bars = " and ".join(f"{bar:.0%}" for bar in sorted({limit["error_bar"]["memory"] for limit in limits}))
-        traced = any(limit["grade"] == "trace" for limit in limits)
-        lines.append(f"{'* traced on fake tensors; ' * traced}memory within {bars}, in 3 of 4 cases")
-        lines.append("from the size in between to the one that fails, the allocator has to return memory")
-    return lines
+    lines = [f"a device has {document['room_gib']:.1f} GiB for tensors"]
+    if not limits:
+        return lines
+    bars = " and ".join(f"{bar:.0%}" for bar in sorted({limit["error_bar"]["memory"] for limit in limits}))
+    traced = any(limit["grade"] == "trace" for limit in limits)
+    return [
+        f"{'* traced on fake tensors; ' * traced}memory within {bars}, in 3 of 4 cases",
+        "micro-batch: samples of one rank; any global batch fits by accumulating",
+        "batch: samples of all ranks without accumulating",
+        *lines,
+        "larger sizes may run until tensors alone fill the device, while the allocator returns memory",
+    ]
 
 
 def _reasons(document: dict[str, Any]) -> list[str]:

@@ -298,7 +298,7 @@ def account_for(row: dict[str, Any]) -> dict[str, float]:
     planner, strategy = _planner(row["job"]), Strategy.parse(row["strategy"]).resolve(row["ranks"])
     nodes = max(1, row["ranks"] // 8)
     cluster = Cluster(nodes=nodes, devices_per_node=min(8, row["ranks"]), device="H200-141GB", hardware=NO_LINKS)
-    planner._measure(strategy.precision, strategy.recompute)
+    planner.measure(strategy.precision, strategy.recompute)
     plan = consider(planner.context(cluster), strategy)
     place = row["rank"] * strategy.stage_ranks // row["ranks"]
     own = plan.stages[place] if plan.stages else plan.forecast

@@ -38,8 +38,8 @@ def facts(job: Job) -> ModelFacts:
 def planner(job: Job, facts: ModelFacts) -> Planner:
     made = Planner(job, facts, job.global_batch)
     for recompute in ("none", "selective", "full"):
-        made._measure("bf16", recompute)
-    made._measure("fp32", "none")
+        made.measure("bf16", recompute)
+    made.measure("fp32", "none")
     return made
 
 

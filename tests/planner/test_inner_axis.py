@@ -65,7 +65,7 @@ def planner() -> Iterator[Planner]:
     register(Samples())
     job = decoder_job(SHAPE, global_batch=16)
     made = Planner(job, describe(job), job.global_batch)
-    made._measure("bf16", "none")
+    made.measure("bf16", "none")
     yield made
     unregister("sp")
 

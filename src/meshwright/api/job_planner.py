@@ -130,16 +130,16 @@ class Planner:
         if options.strategies:
             return self.search_named(cluster, [Strategy.parse(text) for text in options.strategies])
         for precision, recompute in product(options.allowed.precisions, options.allowed.recompute):
-            self._measure(precision, recompute)
+            self.measure(precision, recompute)
         return search(self.context(cluster), candidates(self.facts, cluster, self.global_batch, options.allowed))
 
     def search_named(self, cluster: Cluster, strategies: Sequence[Strategy]) -> SearchResult:
         """Evaluate exactly these strategies."""
         for strategy in strategies:
-            self._measure(strategy.precision, strategy.recompute)
+            self.measure(strategy.precision, strategy.recompute)
         return search(self.context(cluster), strategies, time_all=True, shortcuts=False)
 
-    def _measure(self, precision: str, recompute: str) -> None:
+    def measure(self, precision: str, recompute: str) -> None:
         """Make sure that costs are known under a policy; each precision that an engine runs is traced once."""
         if precision not in BUILT:
             return

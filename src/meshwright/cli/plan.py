@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.outcome import print_result
+from meshwright.cli.plan_modes import print_largest, print_sweep, refuse_together
 from meshwright.importing import importing
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from meshwright.planner.search import PlanContext
 
 NOTES = """Needs no GPU. Finalists are traced on fake tensors unless --fast. Exit 1 if nothing fits."""
+
+LISTED, LARGEST_OF = 10, 4
+"""Plans of a ranking, and strategies whose largest sizes are found unless they are named: each takes several traces."""
 
 
 def plan(
@@ -32,13 +36,20 @@ def plan(
     tensor: Annotated[bool, typer.Option(help="Consider tensor parallelism.")] = True,
     pipeline: Annotated[bool, typer.Option(help="Consider pipelines.")] = True,
     batch: Annotated[int | None, typer.Option(min=1, help="Global batch; default: the job's.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="Plans to list.")] = 10,
+    top: Annotated[int | None, typer.Option(min=1, help="Plans to list; default: 10, and 4 with --largest.")] = None,
     fast: Annotated[bool, typer.Option("--fast", help="Do not trace the finalists.")] = False,
     calibrate: Annotated[Path | None, typer.Option(help="Fit efficiencies to measured runs, as for validate.")] = None,
     against: Annotated[
         Path | None, typer.Option(help="A DeepSpeed, Accelerate or torchtitan config to rank against the plans.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with memory and time charts.")] = None,
+    largest: Annotated[
+        bool, typer.Option("--largest", help="Find the largest micro-batch and batch that fit, instead of a ranking.")
+    ] = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(help="Plan along devices=8..1024, batch=, sequence= or link= (GB/s between nodes); or a list."),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with charts of memory and time or speed.")] = None,
     timeline: Annotated[
         Path | None, typer.Option(help="Write the first pipeline's timeline: FILE.html, or FILE.json for Perfetto.")
     ] = None,
@@ -56,15 +67,25 @@ def plan(
     [bold]meshwright plan job.py --on 8xA100-40GB --against accelerate.yaml[/]
 
     [bold]meshwright plan job.py --on 4xA100-40GB --strategies pp=4:1f1b,bf16 --timeline timeline.html[/]
+
+    [bold]meshwright plan preset:llama3.2-1b:seq=2048 --on 1xH200 --largest --strategies single,bf16[/]
+
+    [bold]meshwright plan preset:llama3-8b --on 8xH100-80GB --sweep devices=8..1024 --html sweep.html[/]
     """
     with importing(briefly=True):
         from meshwright.api.job_planner import PlanOptions, open_planner, read_allowed, read_cluster
         from meshwright.api.plan import rank
+        from meshwright.api.sweep_range import SweepRange
         from meshwright.facts.strategy import Strategy
         from meshwright.report.charts import check_plotly
         from meshwright.report.plan import plan_page
         from meshwright.report.timeline import check_ending
 
+    if largest:
+        refuse_together("--largest", {"--html": html is not None, "--batch": batch is not None, "--sweep": bool(sweep)})
+    if mode := "--largest" if largest else "--sweep" if sweep else "":
+        refuse_together(mode, {"--timeline": timeline is not None, "--against": against is not None})
+    swept = SweepRange.parse(sweep) if sweep is not None else None
     if timeline is not None:
         check_ending(timeline)
     if html is not None:
@@ -79,11 +100,15 @@ def plan(
         allowed=allowed,
         strategies=named,
         fast=fast,
-        listed=top,
+        listed=top or (LARGEST_OF if largest else LISTED),
         global_batch=batch,
         calibration=fitted,
         against=_read(against, on) if against else None,
     )
+    if largest:
+        return print_largest(job, on, options, as_json=as_json)
+    if swept is not None:
+        return print_sweep(job, on, swept, options, html=html, as_json=as_json)
     cluster, started = read_cluster(on), time.perf_counter()
     planner = open_planner(job, options)
     ranking = rank(planner, cluster, options, name=job, started=started)

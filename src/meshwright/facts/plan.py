@@ -118,7 +118,7 @@ class ForeignChoice:
             "reason": self.reason,
             "gain": self.gain,
             "notes": list(self.notes),
-            "plan": None if self.plan is None else _show(self.plan),
+            "plan": None if self.plan is None else show_plan(self.plan),
         }
 
 
@@ -143,7 +143,7 @@ class Ranking:
         return {
             "job": self.job,
             "cluster": self.cluster,
-            "plans": [_show(plan) for plan in self.plans],
+            "plans": [show_plan(plan) for plan in self.plans],
             "refused": [asdict(refusal) for refusal in self.refused],
             "candidates": self.candidates,
             "seconds": self.seconds,
@@ -152,7 +152,8 @@ class Ranking:
         }
 
 
-def _show(plan: Plan) -> dict[str, Any]:
+def show_plan(plan: Plan) -> dict[str, Any]:
+    """A plan as `plan --json` prints it."""
     return {
         "strategy": str(plan.strategy),
         "fits": plan.fits,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -224,15 +224,19 @@ def _host_gib(context: PlanContext, step_layout: StepLayout) -> float:
     return elements * each * context.cluster.devices_per_node / GIB
 
 
-def best_of_each_kind(plans: list[Plan]) -> list[Plan]:
+def _combination(s: Strategy) -> Hashable:
+    """The axes of a strategy with their sizes, and its precision."""
+    return s.data, s.variant, s.hsdp_replicas, s.axes, s.precision
+
+
+def best_of_each_kind(plans: list[Plan], kind_of: Callable[[Strategy], Hashable] = _combination) -> list[Plan]:
     """The fastest plan of each combination of axes, so that a ranking does not list fifty micro-batch sizes of one."""
-    kinds: dict[tuple[object, ...], Plan] = {}
+    kinds: dict[Hashable, Plan] = {}
     for plan in plans:
-        s = plan.strategy
-        kind = (s.data, s.variant, s.hsdp_replicas, s.axes, s.precision)
-        kinds.setdefault(kind, plan)
-        best = kinds[kind]
-        if plan.forecast.step <= best.forecast.step * (1 + TIE) and complexity(s) < complexity(best.strategy):
+        kind = kind_of(plan.strategy)
+        best = kinds.setdefault(kind, plan)
+        is_simpler = complexity(plan.strategy) < complexity(best.strategy)
+        if is_simpler and plan.forecast.step <= best.forecast.step * (1 + TIE):
             kinds[kind] = plan
     return sorted(kinds.values(), key=lambda plan: plan.forecast.step)
 

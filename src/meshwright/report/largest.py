@@ -1,0 +1,60 @@
+"""The largest sizes that fit, for the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from meshwright.report.tables import Terms, make_table
+
+ROWS = {"micro_batch": "micro-batch", "batch": "batch"}
+
+
+def largest_page(document: dict[str, Any]) -> RenderableType:
+    """A row for each size of each strategy, and below it why some have none."""
+    numbers = ("samples", "reserved GiB", "next GiB", "fails from")
+    table = make_table(f"{document['job']} on {document['cluster']}", ("strategy", "largest"), numbers)
+    for result in document["results"]:
+        sizes = [(row, result[what], result["limits"][what]) for what, row in ROWS.items() if result["limits"][what]]
+        for place, (row, size, limit) in enumerate(sizes or [("nothing", None, None)]):
+            table.add_row("" if place else Terms(result["strategy"]), row, *_cells(size, limit))
+        table.add_section()
+    table.caption = "\n".join(_caption(document))
+    shown = [table] if document["results"] else []
+    return Group(*shown, *(Text(line) for line in (*_reasons(document), *document["advice"])))
+
+
+def _cells(size: int | None, limit: dict[str, Any] | None) -> tuple[str, ...]:
+    """A size, the memory that it and the next larger one need, and the size that fails."""
+    if size is None or limit is None:
+        return ("-",) * 4
+    held = f"{limit['reserved_gib']:.1f}{'*' if limit['grade'] == 'trace' else ''}"
+    if limit["next"] is None:
+        return f"{size:,} or more", held, "-", "-"
+    fails = size // limit["samples"] * limit["fails_from"]
+    return f"{size:,}", held, f"{limit['next']['reserved_gib']:.1f}", f"{fails:,}"
+
+
+def _caption(document: dict[str, Any]) -> list[str]:
+    limits = [limit for result in document["results"] for limit in result["limits"].values() if limit]
+    lines = [f"a device has {document['room_gib']:.1f} GiB for tensors"]
+    if not limits:
+        return lines
+    bars = " and ".join(f"{bar:.0%}" for bar in sorted({limit["error_bar"]["memory"] for limit in limits}))
+    traced = any(limit["grade"] == "trace" for limit in limits)
+    return [
+        f"{'* traced on fake tensors; ' * traced}memory within {bars}, in 3 of 4 cases",
+        "micro-batch: samples of one rank; any global batch fits by accumulating",
+        "batch: samples of all ranks without accumulating",
+        *lines,
+        "larger sizes may run until tensors alone fill the device, while the allocator returns memory",
+    ]
+
+
+def _reasons(document: dict[str, Any]) -> list[str]:
+    found = [
+        (result["strategy"], [*filter(None, [result["reason"]]), *result["notes"]]) for result in document["results"]
+    ]
+    return [f"{strategy}: {' '.join(sentences)}" for strategy, sentences in found if sentences]

@@ -77,6 +77,7 @@ def test_one_of_two_ranks(two_ranks: RankPool, tmp_path: Path, rank: int, backgr
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # limits on the sizes of files, above, end a save in the same way
 def test_a_full_disk(tmp_path: Path) -> None:
     """A real one, small enough to fill, in a name space of its own; on one rank and on two."""
     unshare = [shutil.which("unshare") or "unshare", "-Urm", "sh", "-c"]

@@ -55,7 +55,9 @@ def write(folder: Path, config: dict[str, Any]) -> str:
     return f"hf:{folder}"
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough) if name == "t5" else name for name in CONFIGS]
+)
 def test_an_architecture(tmp_path: Path, name: str) -> None:
     job = load_job(write(tmp_path, CONFIGS[name]))
     facts = describe(job)

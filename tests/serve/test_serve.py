@@ -41,7 +41,7 @@ def strategies(document: dict[str, Any]) -> list[tuple[str, float]]:
 CONFIG = {"model": "hf:tiny/config.json", "device": "T4", "precision": ["fp16"]}
 
 
-@pytest.mark.parametrize("value", [TURNED, pytest.param(CONFIG, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("value", [TURNED, pytest.param(CONFIG, marks=pytest.mark.thorough)])
 def test_the_command_gives_the_same_ranking(address: Address, value: dict[str, Any]) -> None:
     status, answer = address.ask(value)
     assert status == 200, answer

@@ -184,7 +184,8 @@ def _launching(site: Site, unit: UnitWork, *, backward: bool) -> float:
     plain = each = site.hardware.launch + layout.host.operator
     if unit.intercepted:
         each += layout.host.divided[backward]
-    casts = unit.tensors if layout.cast_bytes and layout.casts_each else 0
+    # Casts of all parameters at once launch less, but the host's costs were fitted to steps that cast each alone.
+    casts = unit.tensors if layout.cast_bytes else 0
     if layout.recompute == "none" or not unit.is_block:
         return launches * each + casts * plain
     again = casts * plain + layout.host.repeated if backward else 0.0

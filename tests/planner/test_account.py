@@ -1,5 +1,7 @@
 """The quick grade of forecast against papers, and against a trace of the very step."""
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.api.job_planner import Planner
@@ -12,10 +14,12 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.planner.account import usable
-from meshwright.planner.candidates import complexity
+from meshwright.planner.candidates import Allowed, candidates, complexity
+from meshwright.planner.collectives import RankGroup
 from meshwright.planner.memory import forecast_memory
-from meshwright.planner.search import consider
-from meshwright.planner.step_layout import StepLayout
+from meshwright.planner.search import PlanContext, consider
+from meshwright.planner.stage_costs import StageCosts
+from meshwright.planner.step_layout import StepLayout, lay_out_step
 from meshwright.tracing import trace_step
 from promised_states import promised_states
 
@@ -77,7 +81,9 @@ def test_the_zero_paper_s_table(
         ("ddp,bf16", 0.02),
         ("ddp,fp32", 0.02),
         ("zero1,bf16", 0.03),
+        ("zero2,bf16,reduce=bf16", 0.03),
         ("fsdp,bf16", 0.01),
+        ("fsdp,bf16,reduce=bf16", 0.01),
         ("fsdp:grad-op,bf16", 0.01),
         ("hsdp=2x4,bf16", 0.01),
         ("fsdp,bf16,ac=full", 0.01),
@@ -137,3 +143,30 @@ def test_one_process_for_all_devices_is_fuller_and_slower_than_ddp(planner: Plan
 def test_a_device_is_not_all_for_tensors() -> None:
     hardware = hardware_of(EIGHT)
     assert 0.9 * hardware.memory < usable(hardware) < hardware.memory
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "fsdp,mb=1", "zero1,mb=1"])
+def test_gradients_that_are_reduced_in_bf16_take_half_the_link(planner: Planner, strategy: str) -> None:
+    """On a link so slow that nothing hides the messages."""
+    slow = planner.context(Cluster.parse("8x1xH100-80GB"))
+    slow = replace(slow, hardware=replace(slow.hardware, between=replace(slow.hardware.between, bandwidth=1e8)))
+    costs = StageCosts(slow.facts, planner._costs, slow.hardware)
+    slow = replace(slow, stage_costs=costs)
+    full, half = (consider(slow, Strategy.parse(f"{strategy},bf16{how}")) for how in ("", ",reduce=bf16"))
+    ends = data_seconds(slow, strategy)
+    assert full.forecast.time["data"] - half.forecast.time["data"] == pytest.approx(ends / 2, rel=0.1)
+    assert half.forecast.memory["gradients"] == full.forecast.memory["gradients"]
+
+
+def data_seconds(context: PlanContext, strategy: str) -> float:
+    """Seconds of reducing all gradients in fp32."""
+    resolved = Strategy.parse(f"{strategy},bf16").resolve(8)
+    layout = lay_out_step(resolved, context.facts, context.global_batch)
+    elements = context.stage_costs.of(layout)[0].trainable
+    kind = "all_reduce" if layout.optimizer_over == 1 else "reduce_scatter"
+    once = context.stage_costs.collective(kind, 4.0 * elements, RankGroup(8, 1, 8, 1))
+    return once * (layout.micro_batches if layout.reduces_each else 1)
+
+
+def test_the_planner_does_not_choose_how_gradients_are_rounded(facts: ModelFacts) -> None:
+    assert {made.reduce for made in candidates(facts, EIGHT, 64, Allowed())} == {"fp32"}

@@ -121,7 +121,7 @@ class _Known:
 
 
 def _axes(s: Strategy) -> tuple[object, ...]:
-    return s.data, s.data_size, s.variant, s.hsdp_replicas, s.axes, s.precision, s.pure, s.autocast, s.compile
+    return s.data, s.data_size, s.variant, s.hsdp_replicas, s.axes, s.precision, s.pure, s.autocast, s.reduce, s.compile
 
 
 def _policies(s: Strategy) -> tuple[object, ...]:
@@ -228,7 +228,7 @@ def best_of_each_kind(plans: list[Plan]) -> list[Plan]:
     kinds: dict[tuple[object, ...], Plan] = {}
     for plan in plans:
         s = plan.strategy
-        kind = (s.data, s.variant, s.hsdp_replicas, s.axes, s.precision)
+        kind = (s.data, s.variant, s.hsdp_replicas, s.axes, s.precision, s.reduce)
         kinds.setdefault(kind, plan)
         best = kinds[kind]
         if plan.forecast.step <= best.forecast.step * (1 + TIE) and complexity(s) < complexity(best.strategy):

@@ -15,7 +15,7 @@ from meshwright.facts.strategy import AxisTerm
 from meshwright.planner.collectives import RankGroup, group_on
 from meshwright.planner.kernels import moving
 from meshwright.planner.stage_costs import WIDE, StageCosts, StageWork, UnitWork
-from meshwright.planner.step_layout import StepLayout, inner_causes, stages_of
+from meshwright.planner.step_layout import BUCKET, StepLayout, inner_causes, stages_of
 from meshwright.schedules import FAMILIES
 from meshwright.strategies.model_axis import Sent
 
@@ -25,8 +25,6 @@ MESSAGE = 256e6
 """Bytes of the largest message that engines send at once; a larger one is split."""
 DATA_PLACE = 0
 """Place of the data axis in the mesh; axes of a higher place are inside it."""
-BUCKET = 25e6
-"""Bytes of one of DDP's gradient buckets."""
 HOST_BANDWIDTH = 2e11
 """Bytes per second of a two-socket server's memory, shared by its devices: eight channels of DDR4-3200 a socket."""
 
@@ -226,9 +224,14 @@ def _accumulating(site: Site, elements: int) -> float:
         return 0.0
     if layout.reduces_each:
         added = 3 * layout.gradient_bytes / layout.gradients_over if layout.micro_batches > 1 else 0.0
-        cast = layout.compute_bytes + 2 * layout.gradient_bytes if casts else 0.0
+        # FSDP2 casts to the dtype that it sends, our ZeRO to that of the masters.
+        whole = layout.reduce_bytes if layout.gathers else layout.gradient_bytes
+        cast = layout.compute_bytes + 2 * whole if casts else 0.0
         return moving(elements * (cast + added), site.hardware)
-    return moving(elements * (layout.compute_bytes + 2 * layout.gradient_bytes), site.hardware)
+    # Where ranks keep whole sums, these are rounded to be sent and cast back, once a step.
+    rounded = layout.optimizer_over == 1 and layout.reduce_bytes < layout.gradient_bytes
+    back = 2 * rounded * (layout.gradient_bytes + layout.reduce_bytes) / layout.micro_batches
+    return moving(elements * (layout.compute_bytes + 2 * layout.gradient_bytes + back), site.hardware)
 
 
 def _meeting(site: Site, ranks: int) -> float:
@@ -253,7 +256,8 @@ def _plain(timing: Timing, site: Site, stage: StageWork) -> None:
     sent = _gradient_sum(site, stage.trainable)
     if layout.overlaps:
         # The first gradients are ready after the last unit's backward, the last bucket after all of it.
-        least = site.time("all_reduce", min(BUCKET, stage.trainable * layout.reduce_bytes), site.data)
+        last = min(BUCKET / layout.gradient_bytes, stage.trainable) * layout.reduce_bytes
+        least = site.time("all_reduce", last, site.data)
         sent = max(least, sent - backward.total)
     # In one process, broadcasting parameters and reducing gradients cost an all-reduce per micro-batch.
     times = layout.micro_batches if layout.one_process or layout.reduces_each else 1

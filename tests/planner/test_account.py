@@ -170,3 +170,47 @@ def data_seconds(context: PlanContext, strategy: str) -> float:
 
 def test_the_planner_does_not_choose_how_gradients_are_rounded(facts: ModelFacts) -> None:
     assert {made.reduce for made in candidates(facts, EIGHT, 64, Allowed())} == {"fp32"}
+
+
+def linked(planner: Planner, gigabits: float) -> PlanContext:
+    """Two CPU ranks on separate nodes, whose sums within a node would take no time."""
+    context = planner.context(Cluster.parse("2x1xcpu"))
+    near, far = replace(context.hardware.within, bandwidth=1e12, latency=0.0), gigabits * 1e9 / 8
+    link = replace(context.hardware.between, bandwidth=far, latency=0.0)
+    sources = {**context.hardware.sources, "between.bandwidth": "measured", "within.bandwidth": "measured"}
+    hardware = replace(context.hardware, within=near, between=link, sources=sources)
+    costs = StageCosts(context.facts, planner._costs, hardware)
+    return replace(context, hardware=hardware, stage_costs=costs)
+
+
+def times_of(context: PlanContext, strategy: str) -> dict[str, float]:
+    return dict(consider(context, Strategy.parse(strategy)).forecast.time)
+
+
+def test_a_cpu_hides_none_of_fsdp_s_messages(planner: Planner) -> None:
+    context = linked(planner, 1.0)
+    resolved = Strategy.parse("fsdp,mb=8").resolve(2)
+    layout = lay_out_step(resolved, context.facts, context.global_batch)
+    stage, pair = context.stage_costs.of(layout)[0], RankGroup(2, 1, 2, 1)
+    sums = sum(context.stage_costs.collective("all_reduce", 4.0 * unit.trainable, pair) for unit in stage.units)
+    once = times_of(context, "fsdp,mb=8,sync=last")["data"]
+    assert times_of(context, "fsdp,mb=8")["data"] - once == pytest.approx((layout.micro_batches - 1) * sums, rel=0.01)
+
+
+def test_zero_hides_its_sums_unless_the_link_is_slow(planner: Planner) -> None:
+    """What is left on a fast link is the sum of the last bucket, which holds all that is outside of blocks."""
+    fast, slow = linked(planner, 100.0), linked(planner, 0.01)
+    compute = times_of(fast, "zero2,mb=8")["compute"]
+    each, last = (times_of(fast, f"zero2,mb=8{how}")["data"] for how in ("", ",sync=last"))
+    assert 0 < each - last < 0.1 * compute
+    each, last = (times_of(slow, f"zero2,mb=8{how}")["data"] for how in ("", ",sync=last"))
+    assert each - last > compute
+
+
+def test_gloo_s_own_work_is_not_hidden(planner: Planner) -> None:
+    """On one node nothing is slower than that."""
+    here = planner.context(Cluster.parse("2xcpu"))
+    layout = lay_out_step(Strategy.parse("ddp").resolve(2), here.facts, here.global_batch)
+    elements = here.stage_costs.of(layout)[0].trainable
+    whole = here.stage_costs.collective("all_reduce", 4.0 * elements, RankGroup(2, 2, 1, 2))
+    assert times_of(here, "ddp")["data"] == pytest.approx(whole, rel=0.1)

@@ -6,7 +6,7 @@ Compute and communication streams run concurrently, so exposed communication is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -253,12 +253,7 @@ def _plain(timing: Timing, site: Site, stage: StageWork) -> None:
     layout = site.step_layout
     forward, backward = stage_passes(site, stage)
     timing.add_passes(layout.micro_batches, forward, backward)
-    sent = _gradient_sum(site, stage.trainable)
-    if layout.overlaps:
-        # The first gradients are ready after the last unit's backward, the last bucket after all of it.
-        last = min(BUCKET / layout.gradient_bytes, stage.trainable) * layout.reduce_bytes
-        least = site.time("all_reduce", last, site.data)
-        sent = max(least, sent - backward.total)
+    sent = _exposed_sums(site, stage, backward.total) if layout.overlaps else _gradient_sum(site, stage.trainable)
     # In one process, broadcasting parameters and reducing gradients cost an all-reduce per micro-batch.
     times = layout.micro_batches if layout.one_process or layout.reduces_each else 1
     timing.add("data", times * sent if layout.data > 1 else 0.0)
@@ -272,6 +267,47 @@ def _gradient_sum(site: Site, elements: int) -> float:
         across = site.time("all_reduce", size / layout.shards, site.replica)
         return site.time("reduce_scatter", size, site.shard) + across
     return site.time("all_reduce", size, site.data)
+
+
+def _exposed_sums(site: Site, stage: StageWork, backward: float) -> float:
+    """Seconds that backward, and the step after it, wait for gradients that are reduced while it runs."""
+    layout = site.step_layout
+    if layout.optimizer_over == 1:
+        # DDP: the first gradients are ready after the last unit's backward, the last bucket after all of it.
+        last = min(round(BUCKET / layout.gradient_bytes), stage.trainable)
+        exposed = max(_on_the_wire(site, last), _on_the_wire(site, stage.trainable) - backward)
+    else:
+        exposed = _one_at_a_time(site, stage, backward)
+    return exposed + _processor_seconds(site, stage.trainable)
+
+
+def _one_at_a_time(site: Site, stage: StageWork, backward: float) -> float:
+    """ZeRO's buckets: a block's when it is done, and the rest at the end. Each waits for the one before."""
+    pace = backward / max(sum(unit.backward for unit in stage.units), 1e-12)
+    done = link = 0.0
+    for unit in reversed(stage.units):
+        done += unit.backward * pace
+        if unit.is_block and unit.trainable:
+            done = max(done, link)
+            link = done + _on_the_wire(site, unit.trainable)
+    around = max(0, stage.trainable - sum(unit.trainable for unit in stage.units if unit.is_block))
+    return max(done, link) + _on_the_wire(site, around) - backward
+
+
+def _on_the_wire(site: Site, elements: int) -> float:
+    """Seconds of reducing gradients that computing can hide."""
+    return _gradient_sum(site, elements) - _processor_seconds(site, elements)
+
+
+def _processor_seconds(site: Site, elements: int) -> float:
+    """Seconds of reducing gradients that no computing hides: on a CPU, gloo's copies and sums take the same cores.
+
+    They are what the collective takes within a node, where no wire is slower than them.
+    """
+    if not site.is_cpu:
+        return 0.0
+    whole = _gradient_sum(site, elements)
+    return min(whole, _gradient_sum(replace(site, per_node=site.step_layout.ranks), elements))
 
 
 def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
@@ -297,9 +333,15 @@ def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
         for unit, (gather, reduce, sends) in ((unit, moves[unit.name]) for unit in reversed(stage.units))
     ]
     back = [(compute, gather, reduce if layout.reduces_each else 0.0) for compute, gather, reduce in last]
-    exposed = layout.micro_batches * _exposed(ahead) + (layout.micro_batches - 1) * _exposed(back) + _exposed(last)
+    wait = _waiting if site.is_cpu else _exposed
+    exposed = layout.micro_batches * wait(ahead) + (layout.micro_batches - 1) * wait(back) + wait(last)
     # Links catch up while the device waits for the host.
     timing.add("data", max(0.0, exposed - layout.micro_batches * (forward.host + backward.host)))
+
+
+def _waiting(row: list[tuple[float, float, float]]) -> float:
+    """Seconds of all messages: on a CPU, which has no streams, FSDP2 computes nothing while it sends."""
+    return sum(gather + reduce for _, gather, reduce in row)
 
 
 def _exposed(row: list[tuple[float, float, float]]) -> float:

@@ -355,5 +355,14 @@ PLANTED: dict[str, Planted] = {
     "a tied weight on two stages": Planted(unshared, "transformer", "pp=2:1f1b", ("token.weight",)),
     "a stage that is not updated": Planted(stage_not_updated, "transformer", "pp=2:1f1b", ("after step 1",)),
     "no synchronisation, in bf16": Planted(unsynchronised, "transformer", "ddp,bf16", (f"{COPY} after step 1",)),
+    "no synchronisation, reduced in bf16": Planted(
+        unsynchronised, "transformer", "ddp,bf16,reduce=bf16", (f"{COPY} after step 1",)
+    ),
+    "a sample seen twice, reduced in bf16": Planted(
+        sample_seen_twice, "transformer", "zero2,bf16,reduce=bf16", ("token.weight: is", "after step 1")
+    ),
+    "gradients scaled by ranks, reduced in bf16": Planted(
+        scaled_up, "clipped", "fsdp,bf16,reduce=bf16", ("grad_norm at step 1",)
+    ),
     "no update, in bf16": Planted(never_updated, "transformer", "ddp,bf16", ("after step 1",)),
 }

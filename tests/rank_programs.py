@@ -21,6 +21,7 @@ from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_of
 from meshwright.runtime.run import Run
 from meshwright.verify.plain_training import seeded_batch
+from meshwright.verify.strategy_steps import whole_gradients
 from meshwright.verify.verdict import Verdict
 from meshwright.verify.verify import verify
 from promised_states import promised_states
@@ -116,6 +117,13 @@ def sums_over_ranks(world: World, strategy: str) -> int:
     events = profile.events()
     until = next(event.time_range.start for event in events if event.name == AFTER)
     return sum(_is_sum(event.name) and event.time_range.start < until for event in events)
+
+
+def first_gradients(world: World, strategy: str) -> dict[str, torch.Tensor]:
+    """The whole gradients of one step, on rank 0."""
+    made = trainer(world, tiny_jobs.transformer, strategy)
+    made.forward_backward(seeded_batch(made.job, 0))
+    return whole_gradients(made)
 
 
 AFTER = "the step after"

@@ -109,7 +109,7 @@ ACCELERATE = "distributed_type: {kind}\nmixed_precision: {precision}\nnum_proces
 def test_a_choice_falls_into_its_place(tmp_path: Path) -> None:
     recomputing = "fsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}\n"
     found = against(tmp_path, ACCELERATE.format(kind="FSDP", precision="bf16", ranks=8) + recomputing)
-    assert re.fullmatch(r"fsdp=8,bf16,ac=full,mb=[12]", str(found["strategy"]))
+    assert re.fullmatch(r"fsdp=8,bf16,ac=full,mb=[12],reduce=bf16", str(found["strategy"]))
     assert isinstance(found["rank"], int)
     assert found["rank"] > 1
     assert found["reason"] == ""
@@ -135,7 +135,7 @@ def test_a_choice_for_other_machines_is_refused_with_its_reason(tmp_path: Path) 
 def test_deepspeed_s_engine_need_not_be_installed(tmp_path: Path) -> None:
     text = '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}'
     found = against(tmp_path, text)
-    assert found["strategy"] == "zero2=8,bf16,mb=1,engine=deepspeed"
+    assert found["strategy"] == "zero2=8,bf16,mb=1,reduce=bf16,engine=deepspeed"
     assert isinstance(found["rank"], int)
 
 

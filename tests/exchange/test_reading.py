@@ -38,11 +38,11 @@ def read(tmp_path: Path, text: str, **ranks: int) -> str:
 @pytest.mark.parametrize(
     ("sharding", "strategy"),
     [
-        ("FULL_SHARD", "fsdp=16,bf16"),
-        ("1", "fsdp=16,bf16"),
-        ("SHARD_GRAD_OP", "fsdp=16:grad-op,bf16"),
+        ("FULL_SHARD", "fsdp=16,bf16,reduce=bf16"),
+        ("1", "fsdp=16,bf16,reduce=bf16"),
+        ("SHARD_GRAD_OP", "fsdp=16:grad-op,bf16,reduce=bf16"),
         ("NO_SHARD", "fsdp=16:no-shard,bf16"),
-        ("HYBRID_SHARD", "hsdp=2x8,bf16"),
+        ("HYBRID_SHARD", "hsdp=2x8,bf16,reduce=bf16"),
     ],
 )
 def test_accelerate_with_the_first_fsdp(sharding: str, strategy: str, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_accelerate_with_a_file_of_deepspeed_s(tmp_path: Path) -> None:
         "deepspeed_config:\n  deepspeed_config_file: zero3.json\n  zero3_init_flag: true\n"
     )
     found = read_foreign(path)
-    assert str(found.strategy) == "fsdp=8,bf16,offload=params,engine=deepspeed"
+    assert str(found.strategy) == "fsdp=8,bf16,offload=params,reduce=bf16,engine=deepspeed"
     assert found.origin == "accelerate"
     assert "zero_optimization.overlap_comm" in found.ignored
 
@@ -83,6 +83,20 @@ def test_accelerate_without_a_number_of_ranks(left_open: str, tmp_path: Path) ->
 def test_deepspeed_without_a_number_of_ranks(tmp_path: Path) -> None:
     text = '{"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}'
     assert read(tmp_path, text) == "zero2,fp16,mb=4,engine=deepspeed"
+
+
+@pytest.mark.parametrize(
+    ("setting", "reduced"),
+    [
+        ("", ",reduce=bf16"),
+        ('"communication_data_type": "bf16",', ",reduce=bf16"),
+        ('"communication_data_type": "fp32",', ""),
+    ],
+)
+def test_deepspeed_s_reduction(setting: str, reduced: str, tmp_path: Path) -> None:
+    """Without a setting, DeepSpeed sums gradients in the dtype that it computes in."""
+    text = '"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}'
+    assert read(tmp_path, f"{{{setting} {text}}}") == f"zero2,bf16,mb=4{reduced},engine=deepspeed"
 
 
 def test_torchtitan_s_own_defaults(tmp_path: Path) -> None:

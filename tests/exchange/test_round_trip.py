@@ -25,6 +25,8 @@ POLICIES = (
         "engine=deepspeed",
         "ac=selective,offload=params,mb=2,compile",
         "ac=full,offload=nvme:/fast,mb=2,engine=deepspeed",
+        "reduce=bf16",
+        "mb=2,reduce=bf16,engine=deepspeed",
     ),
 )
 SETTINGS = tuple(product((None, 64), ("cuda", "cpu")))
@@ -33,10 +35,17 @@ EXACT = {
         *("zero1=8,mb=4,engine=deepspeed", "zero2=8,bf16,offload=optimizer,mb=1,engine=deepspeed"),
         *("fsdp=8,fp16:pure,mb=2,engine=deepspeed", "fsdp=8,bf16:pure,offload=nvme:/scratch,mb=2,engine=deepspeed"),
         *("ddp=8,mb=1,engine=deepspeed", "single,mb=8,engine=deepspeed"),
+        *("zero1=8,bf16,mb=4,reduce=bf16,engine=deepspeed", "fsdp=8,bf16,mb=1,reduce=bf16,engine=deepspeed"),
     ),
     "accelerate": (
-        *("single", "ddp=8,bf16,compile", "fsdp=8,bf16,ac=full", "fsdp=8:grad-op,fp16,offload=params", "tp=8,bf16"),
-        *("hsdp=2x4,bf16,ac=full,compile", "fsdp=4,tp=2,bf16", "hsdp=2x2,tp=2,fp8", "zero2=8,bf16,engine=deepspeed"),
+        *("single", "ddp=8,bf16,compile", "fsdp=8,bf16,ac=full,reduce=bf16", "fsdp=8:grad-op,fp16,offload=params"),
+        *(
+            "hsdp=2x4,bf16,ac=full,reduce=bf16,compile",
+            "fsdp=4,tp=2,bf16,reduce=bf16",
+            "hsdp=2x2,tp=2,fp8",
+            "tp=8,bf16",
+        ),
+        *("zero2=8,bf16,reduce=bf16,engine=deepspeed", "zero2=8,engine=deepspeed"),
         *("zero1=4,offload=optimizer,engine=deepspeed", "fsdp=8,fp16,offload=params,engine=deepspeed"),
     ),
     "torchtitan": (
@@ -113,6 +122,10 @@ def test_what_has_an_equal_comes_back(to: str, text: str, tmp_path: Path) -> Non
         ("deepspeed", "hsdp=2x4,mb=1", "hsdp=2x4", "fsdp=8,mb=1,engine=deepspeed"),
         ("deepspeed", "zero2=8,mb=1,sync=last", "sync=last", "zero2=8,mb=1,engine=deepspeed"),
         ("torchtitan", "fsdp=8,mb=1,sync=last", "sync=last", "fsdp=8,mb=1"),
+        ("torchtitan", "fsdp=8,bf16,mb=1,reduce=bf16", "reduce=bf16", "fsdp=8,bf16,mb=1"),
+        ("accelerate", "ddp=8,bf16,reduce=bf16", "reduce=bf16", "ddp=8,bf16"),
+        ("accelerate", "fsdp=8,bf16", "reduce=fp32", "fsdp=8,bf16,reduce=bf16"),
+        ("accelerate", "zero2=8,bf16,engine=deepspeed", "reduce=fp32", "zero2=8,bf16,reduce=bf16,engine=deepspeed"),
         ("deepspeed", "zero1=8,ac=full,mb=1", "ac=full", "zero1=8,mb=1,engine=deepspeed"),
         ("accelerate", "zero1=8", "zero1=8", "zero1=8,engine=deepspeed"),
         ("accelerate", "ddp=4,tp=2", "ddp=4", "fsdp=4,tp=2"),

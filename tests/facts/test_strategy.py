@@ -53,7 +53,9 @@ def every_strategy() -> list[Strategy]:
     policies = itertools.product(PRECISION, RECOMPUTE, OFFLOAD, REST)
     synced = [{"data": word, "sync": "last", "micro_batch": 2} for word in ("zero2", "fsdp")]
     once = [Strategy(**merged(data, *p)) for data, *p in itertools.product(synced, PRECISION, RECOMPUTE, OFFLOAD)]
-    return [*(Strategy(**merged(*a, *p)) for a, p in itertools.product(axes, policies)), *once]
+    rounded = [{"data": word, "precision": "bf16", "reduce": "bf16"} for word in ("ddp", "zero1", "zero2", "fsdp")]
+    low = [Strategy(**merged(*parts)) for parts in itertools.product(rounded, RECOMPUTE, OFFLOAD, REST)]
+    return [*(Strategy(**merged(*a, *p)) for a, p in itertools.product(axes, policies)), *once, *low]
 
 
 def merged(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -102,6 +104,9 @@ def test_every_row_prints_something() -> None:
         ("mb=04,compile,fsdp", "fsdp,mb=4,compile"),
         ("sync=last,fsdp,mb=2", "fsdp,mb=2,sync=last"),
         ("ddp,sync=each", "ddp"),
+        ("reduce=bf16,mb=2,zero2,bf16,sync=last", "zero2,bf16,mb=2,sync=last,reduce=bf16"),
+        ("compile,reduce=bf16,bf16:autocast", "bf16:autocast,reduce=bf16,compile"),
+        ("fsdp,bf16,reduce=fp32", "fsdp,bf16"),
         ("offload=nvme:/Data,zero2,engine=deepspeed", "zero2,offload=nvme:/Data,engine=deepspeed"),
     ],
 )
@@ -210,6 +215,16 @@ def test_unknown_terms(text: str, parts: list[str]) -> None:
         ("fsdp:no-shard,sync=last", "fsdp", "reduced once"),
         ("fsdp,pp=2,sync=last", "'pp=2'", "sync=last"),
         ("zero2,sync=last,engine=deepspeed", "engine=deepspeed", "sync=last"),
+        ("ddp,reduce=bf16", "'fp32'", "name bf16"),
+        ("ddp,fp16,reduce=bf16", "'fp16'", "name bf16"),
+        ("zero2,bf16:pure,reduce=bf16", "'bf16:pure'", "always sums gradients in bf16"),
+        ("single,bf16,reduce=bf16", "'single'", "one process"),
+        ("dp=2,bf16,reduce=bf16", "'dp'", "one process"),
+        ("ddp=1,bf16,reduce=bf16", "'ddp=1'", "one rank"),
+        ("auto,bf16,reduce=bf16", "'auto'", "name the axes"),
+        ("fsdp,bf16,sync=last,reduce=bf16", "'sync=last'", "use ddp, zero1 or zero2"),
+        ("fsdp,bf16,pp=2,reduce=bf16", "'pp=2'", "use ddp, zero1 or zero2"),
+        ("fsdp:no-shard,bf16,reduce=bf16", "'fsdp:no-shard'", "use ddp, zero1 or zero2"),
     ],
 )
 def test_contradictory_terms(text: str, first: str, second: str) -> None:
@@ -304,7 +319,8 @@ def test_resolve_fills_the_ranks_or_refuses() -> None:
             found = strategy.resolve(ranks)
         except Refused as refusal:
             assert str(strategy) in str(refusal)
-            assert ranks % strategy.model_ranks or strategy.data_size or strategy.data == "single"
+            fixed = strategy.data_size or strategy.data == "single" or strategy.reduce != "fp32"
+            assert fixed or ranks % strategy.model_ranks
         else:
             assert found.data_ranks * found.model_ranks == ranks
 
@@ -332,3 +348,10 @@ def test_replicas_and_shards(text: str, replicas: int, shards: int) -> None:
 def test_data_ranks_before_resolve_is_an_error() -> None:
     with pytest.raises(ValueError, match="resolve"):
         _ = Strategy.parse("fsdp").data_ranks
+
+
+@pytest.mark.parametrize(("text", "ranks"), [("ddp,bf16,reduce=bf16", 1), ("tp=2,bf16,reduce=bf16", 2)])
+def test_one_data_rank_has_nothing_to_reduce(text: str, ranks: int) -> None:
+    with pytest.raises(Refused, match=r"one data rank.*drop reduce=bf16"):
+        Strategy.parse(text).resolve(ranks)
+    assert Strategy.parse(text).resolve(2 * ranks).reduce == "bf16"

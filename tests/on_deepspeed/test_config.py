@@ -161,10 +161,20 @@ def test_plain_adam_is_not_adamw() -> None:
 
 
 def test_low_precision_sums_contradict_what_bf16_means() -> None:
-    document = {**AGREES, "bf16": {"enabled": True}, "communication_data_type": "bf16"}
+    document = {**AGREES, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
     strategy = Strategy.parse("zero2,bf16,mb=2,engine=deepspeed").resolve(2)
-    with pytest.raises(Refused, match="communication_data_type is 'bf16', and bf16 means"):
+    with pytest.raises(Refused, match="grad_accum_dtype is 'bf16', and bf16 means"):
         check_engine_config(document, JOB, strategy)
+
+
+def test_sums_over_ranks_have_the_strategy_s_dtype() -> None:
+    full, low = (Strategy.parse(f"zero2,bf16,mb=2{how},engine=deepspeed").resolve(2) for how in ("", ",reduce=bf16"))
+    assert [config_of(one, FACTS, max_norm=None)["communication_data_type"] for one in (full, low)] == ["fp32", "bf16"]
+    document = {**AGREES, "bf16": {"enabled": True}, "communication_data_type": "bf16"}
+    assert strategy_of(document).reduce == "bf16"
+    check_engine_config(document, JOB, low)
+    with pytest.raises(Refused, match="communication_data_type is 'bf16', and the strategy has reduce=fp32"):
+        check_engine_config(document, JOB, full)
 
 
 def test_another_engine_has_no_use_for_it() -> None:

@@ -29,6 +29,10 @@ def test_every_stage_under_every_policy(two_ranks: RankPool, policy: str) -> Non
     check(two_ranks, "transformer", [stage + policy for stage in STAGES])
 
 
+def test_gradients_reduced_in_bf16(two_ranks: RankPool) -> None:
+    check(two_ranks, "transformer", [f"{stage},bf16,reduce=bf16" for stage in STAGES[1:]])
+
+
 def test_offload(two_ranks: RankPool) -> None:
     offloaded = ["zero1,offload=optimizer", "zero2,offload=optimizer,mb=1", "zero3,offload=optimizer"]
     check(two_ranks, "transformer", [*offloaded, "zero3,offload=params", "zero2,bf16,offload=optimizer"])

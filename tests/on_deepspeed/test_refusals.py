@@ -46,6 +46,7 @@ def refusal(strategy: str, job: Job = tiny_jobs.transformer, ranks: int = 2) -> 
         ("zero2,bf16:pure", "use bf16, or drop engine=deepspeed"),
         ("ddp,offload=optimizer", "use zero1,offload=optimizer"),
         ("zero2,offload=params", "which only zero3 does; use fsdp"),
+        ("ddp,bf16,reduce=bf16", "use zero1 without a pipeline, or drop reduce=bf16"),
         ("pp=2:gpipe", "use pp=2:1f1b"),
         ("pp=2:1f1b,offload=optimizer", "offload=optimizer is not built for DeepSpeed's pipeline"),
         ("pp=2:1f1b", "give an nn.Sequential, or drop engine=deepspeed"),

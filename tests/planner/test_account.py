@@ -1,5 +1,7 @@
 """The quick grade of forecast against papers, and against a trace of the very step."""
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.api.job_planner import Planner
@@ -12,10 +14,12 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.planner.account import usable
-from meshwright.planner.candidates import complexity
+from meshwright.planner.candidates import Allowed, candidates, complexity
+from meshwright.planner.collectives import RankGroup
 from meshwright.planner.memory import forecast_memory
-from meshwright.planner.search import consider
-from meshwright.planner.step_layout import StepLayout
+from meshwright.planner.search import PlanContext, consider
+from meshwright.planner.stage_costs import StageCosts
+from meshwright.planner.step_layout import StepLayout, lay_out_step
 from meshwright.tracing import trace_step
 from promised_states import promised_states
 
@@ -77,7 +81,9 @@ def test_the_zero_paper_s_table(
         ("ddp,bf16", 0.02),
         ("ddp,fp32", 0.02),
         ("zero1,bf16", 0.03),
+        ("zero2,bf16,reduce=bf16", 0.03),
         ("fsdp,bf16", 0.01),
+        ("fsdp,bf16,reduce=bf16", 0.01),
         ("fsdp:grad-op,bf16", 0.01),
         ("hsdp=2x4,bf16", 0.01),
         ("fsdp,bf16,ac=full", 0.01),
@@ -137,3 +143,74 @@ def test_one_process_for_all_devices_is_fuller_and_slower_than_ddp(planner: Plan
 def test_a_device_is_not_all_for_tensors() -> None:
     hardware = hardware_of(EIGHT)
     assert 0.9 * hardware.memory < usable(hardware) < hardware.memory
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "fsdp,mb=1", "zero1,mb=1"])
+def test_gradients_that_are_reduced_in_bf16_take_half_the_link(planner: Planner, strategy: str) -> None:
+    """On a link so slow that nothing hides the messages."""
+    slow = planner.context(Cluster.parse("8x1xH100-80GB"))
+    slow = replace(slow, hardware=replace(slow.hardware, between=replace(slow.hardware.between, bandwidth=1e8)))
+    costs = StageCosts(slow.facts, planner._costs, slow.hardware)
+    slow = replace(slow, stage_costs=costs)
+    full, half = (consider(slow, Strategy.parse(f"{strategy},bf16{how}")) for how in ("", ",reduce=bf16"))
+    ends = data_seconds(slow, strategy)
+    assert full.forecast.time["data"] - half.forecast.time["data"] == pytest.approx(ends / 2, rel=0.1)
+    assert half.forecast.memory["gradients"] == full.forecast.memory["gradients"]
+
+
+def data_seconds(context: PlanContext, strategy: str) -> float:
+    """Seconds of reducing all gradients in fp32."""
+    resolved = Strategy.parse(f"{strategy},bf16").resolve(8)
+    layout = lay_out_step(resolved, context.facts, context.global_batch)
+    elements = context.stage_costs.of(layout)[0].trainable
+    kind = "all_reduce" if layout.optimizer_over == 1 else "reduce_scatter"
+    once = context.stage_costs.collective(kind, 4.0 * elements, RankGroup(8, 1, 8, 1))
+    return once * (layout.micro_batches if layout.reduces_each else 1)
+
+
+def test_the_planner_does_not_choose_how_gradients_are_rounded(facts: ModelFacts) -> None:
+    assert {made.reduce for made in candidates(facts, EIGHT, 64, Allowed())} == {"fp32"}
+
+
+def linked(planner: Planner, gigabits: float) -> PlanContext:
+    """Two CPU ranks on separate nodes, whose sums within a node would take no time."""
+    context = planner.context(Cluster.parse("2x1xcpu"))
+    near, far = replace(context.hardware.within, bandwidth=1e12, latency=0.0), gigabits * 1e9 / 8
+    link = replace(context.hardware.between, bandwidth=far, latency=0.0)
+    sources = {**context.hardware.sources, "between.bandwidth": "measured", "within.bandwidth": "measured"}
+    hardware = replace(context.hardware, within=near, between=link, sources=sources)
+    costs = StageCosts(context.facts, planner._costs, hardware)
+    return replace(context, hardware=hardware, stage_costs=costs)
+
+
+def times_of(context: PlanContext, strategy: str) -> dict[str, float]:
+    return dict(consider(context, Strategy.parse(strategy)).forecast.time)
+
+
+def test_a_cpu_hides_none_of_fsdp_s_messages(planner: Planner) -> None:
+    context = linked(planner, 1.0)
+    resolved = Strategy.parse("fsdp,mb=8").resolve(2)
+    layout = lay_out_step(resolved, context.facts, context.global_batch)
+    stage, pair = context.stage_costs.of(layout)[0], RankGroup(2, 1, 2, 1)
+    sums = sum(context.stage_costs.collective("all_reduce", 4.0 * unit.trainable, pair) for unit in stage.units)
+    once = times_of(context, "fsdp,mb=8,sync=last")["data"]
+    assert times_of(context, "fsdp,mb=8")["data"] - once == pytest.approx((layout.micro_batches - 1) * sums, rel=0.01)
+
+
+def test_zero_hides_its_sums_unless_the_link_is_slow(planner: Planner) -> None:
+    """What is left on a fast link is the sum of the last bucket, which holds all that is outside of blocks."""
+    fast, slow = linked(planner, 100.0), linked(planner, 0.01)
+    compute = times_of(fast, "zero2,mb=8")["compute"]
+    each, last = (times_of(fast, f"zero2,mb=8{how}")["data"] for how in ("", ",sync=last"))
+    assert 0 < each - last < 0.1 * compute
+    each, last = (times_of(slow, f"zero2,mb=8{how}")["data"] for how in ("", ",sync=last"))
+    assert each - last > compute
+
+
+def test_gloo_s_own_work_is_not_hidden(planner: Planner) -> None:
+    """On one node nothing is slower than that."""
+    here = planner.context(Cluster.parse("2xcpu"))
+    layout = lay_out_step(Strategy.parse("ddp").resolve(2), here.facts, here.global_batch)
+    elements = here.stage_costs.of(layout)[0].trainable
+    whole = here.stage_costs.collective("all_reduce", 4.0 * elements, RankGroup(2, 2, 1, 2))
+    assert times_of(here, "ddp")["data"] == pytest.approx(whole, rel=0.1)

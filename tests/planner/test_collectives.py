@@ -130,3 +130,9 @@ def test_against_published_measurements(gpu: str, kind: str, usual: float, worst
     assert len(errors) >= 7
     assert median(errors) < usual
     assert max(errors) < worst
+
+
+def test_gloo_reduces_and_scatters_by_an_all_reduce() -> None:
+    cpu, pair = hardware("2x1xcpu@1Gbps:ethernet"), RankGroup(2, 1, 2, 1)
+    assert seconds("reduce_scatter", 16 * MIB, pair, cpu) == seconds("all_reduce", 16 * MIB, pair, cpu)
+    assert seconds("reduce_scatter", 16 * MIB, pair, H100) < seconds("all_reduce", 16 * MIB, pair, H100)

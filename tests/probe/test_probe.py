@@ -11,7 +11,7 @@ from meshwright.assemble.world import World
 from meshwright.errors import BadInput, OutputError
 from meshwright.facts.catalogue import hardware_of, is_measured
 from meshwright.facts.cluster import Cluster
-from meshwright.facts.links import ring_bytes, ring_steps
+from meshwright.facts.links import GLOO, ring_bytes, ring_steps
 from meshwright.probe import collectives, machine
 from meshwright.probe import device as probe_device
 from meshwright.probe.collectives import fit_link, layouts
@@ -25,17 +25,18 @@ from rank_pool import RankPool
 CPU = torch.device("cpu")
 
 
-def rows(latency: float, bandwidth: float, *, nodes: int = 1, per_node: int = 4, share: float = 1.0) -> list[dict]:
-    """What a link with these numbers would give."""
+def rows(
+    latency: float, bandwidth: float, *, nodes: int = 1, per_node: int = 4, share: float = 1.0, gloo: bool = False
+) -> list[dict]:
+    """What a link with these numbers would give; gloo all-reduces where it is to reduce and scatter."""
     ranks = nodes * per_node
     place = {"ranks": ranks, "per_node": per_node, "nodes": nodes}
     found = []
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "send"):
+        runs = GLOO.get(kind, kind) if gloo else kind
         for size in (2**14, 2**20, 2**26):
-            wire = ring_bytes(kind, size, ranks) / (bandwidth * share)
-            found.append(
-                {**place, "kind": kind, "bytes": size, "seconds": ring_steps(kind, ranks) * latency + wire, "bus": 0.0}
-            )
+            seconds = ring_steps(runs, ranks) * latency + ring_bytes(runs, size, ranks) / (bandwidth * share)
+            found.append({**place, "kind": kind, "bytes": size, "seconds": seconds, "bus": 0.0})
     return found
 
 
@@ -59,8 +60,9 @@ def test_a_fit_bears_noise_and_no_rows() -> None:
 
 def test_links_within_and_between_nodes_are_told_apart() -> None:
     world = World(ranks=8, local_ranks=4, device=CPU)
-    strided = rows(5e-5, 4e9, nodes=2, per_node=1, share=0.25)  # with three other groups on the node's link
-    links = fit_links([*rows(1e-5, 1e10), *rows(5e-5, 4e9, nodes=2), *strided], world)
+    # Strided groups have three others on the node's link.
+    strided = rows(5e-5, 4e9, nodes=2, per_node=1, share=0.25, gloo=True)
+    links = fit_links([*rows(1e-5, 1e10, gloo=True), *rows(5e-5, 4e9, nodes=2, gloo=True), *strided], world)
     assert links["within"]["bandwidth"] == pytest.approx(1e10, rel=1e-6)
     assert links["between"]["bandwidth"] == pytest.approx(4e9, rel=1e-6)
     assert links["between"]["latency"] == pytest.approx(5e-5, rel=1e-6)

@@ -15,6 +15,7 @@ USUAL = {
     "a permuted cut",
     "betas altered on one rank",
     "no synchronisation, in bf16",
+    "a sample seen twice, reduced in bf16",
 }
 """One of each kind; the rest is of the kinds of these."""
 

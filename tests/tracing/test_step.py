@@ -161,6 +161,33 @@ def test_sharded_gradients_are_reduced_in_each_micro_batch_or_once(strategy: str
     assert last.peak - each.peak > 0.5 * (1 - 1 / shards) * 4 * weights(layers)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "kind", "axis"),
+    [
+        ("ddp", "all_reduce", "data"),
+        ("zero2", "reduce_scatter", "data"),
+        ("fsdp", "reduce_scatter", "data"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("zero1", "reduce_scatter", "data"),
+                ("fsdp:grad-op,mb=1", "reduce_scatter", "data"),
+                ("zero2,mb=1,sync=last", "reduce_scatter", "data"),
+                ("hsdp=2x2", "reduce_scatter", "shard"),
+                ("hsdp=2x2", "all_reduce", "replica"),
+                ("ddp,pp=2:1f1b", "all_reduce", "data"),
+                ("zero1,pp=2:1f1b", "reduce_scatter", "data"),
+            )
+        ),
+    ],
+)
+def test_gradients_that_are_reduced_in_bf16_are_half_the_bytes(strategy: str, kind: str, axis: str) -> None:
+    full, half = (trace(f"{strategy},bf16{how}", 4) for how in ("", ",reduce=bf16"))
+    whole, rounded = (sent(found, kind, axis, "backward") for found in (full, half))
+    assert 0 < rounded == pytest.approx(whole / 2, rel=0.001)
+    assert sent(half, "all_gather", axis) == sent(full, "all_gather", axis)
+
+
 @pytest.mark.parametrize("strategy", ["zero1,bf16", "zero2", "hsdp=2x4", "fsdp:grad-op,bf16", "single,fp16,mb=8"])
 def test_every_data_strategy_is_traced(strategy: str) -> None:
     ranks = 1 if strategy.startswith("single") else 8

@@ -1,11 +1,13 @@
 """What counts as equal, on made-up traces."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from meshwright.verify.bounds import reduction_error
 from meshwright.verify.evidence import Evidence, Reference
 from meshwright.verify.verdict import Verdict, judge, without_verdict
 
@@ -125,3 +127,28 @@ def test_a_refusal_is_a_row() -> None:
     row = without_verdict("tp=2", "refused", "There is no head to divide.").to_json()
     assert row["status"] == "refused" and not row["equal"] and row["loss_max_rel"] is None
     assert row["first_difference"] == "There is no head to divide."
+
+
+def test_a_sum_in_bf16_is_off_by_its_bound_and_not_by_much_less() -> None:
+    """Gradients of n ranks that are rounded and added up one after the other, as a ring does."""
+    for ranks in (2, 8, 64):
+        own = torch.randn(ranks, 20_000, generator=torch.Generator().manual_seed(ranks))
+        summed = own[0].bfloat16()
+        for other in own[1:]:
+            summed = summed + other.bfloat16()
+        exact, found = own.double().sum(0), summed.double()
+        bound = reduction_error(replace(reference("bf16"), reduced_over=ranks))
+        assert bound / 8 < float((found - exact).norm() / exact.norm()) < bound
+        assert abs(float(found.norm() / exact.norm()) - 1) < bound
+        assert float(((found > 0) != (exact > 0)).double().mean()) < bound
+
+
+def test_only_a_sum_in_bf16_widens_bounds() -> None:
+    plain, rounded = reference("bf16"), replace(reference("bf16"), reduced_over=64)
+    assert reduction_error(plain) == 0.0
+    off = trace(norm=1 + 2.0**-5 + 2.0**-6)
+    assert not judge("ddp", off, plain).equal
+    assert judge("ddp", off, rounded).equal
+    assert not judge("ddp", trace(norm=1.1), rounded).equal
+    half_wrong = torch.where(torch.arange(1000) % 4 == 0, -ONES, ONES)  # a rank that trains on half of the batch
+    assert not judge("ddp", trace(half_wrong), rounded).equal

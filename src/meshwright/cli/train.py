@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from meshwright.runtime.request import TrainRequest
 
 NOTES = """A strategy is comma-separated terms: ddp, zero1, zero2, fsdp, fsdp:grad-op, fsdp:no-shard, hsdp=2x4; bf16,
-fp16; ac=selective, ac=full; offload=optimizer, offload=params; mb=4; compile; engine=deepspeed. Under torchrun, Slurm
-or Kubernetes, the launcher sets the ranks."""
+fp16; ac=selective, ac=full; offload=optimizer, offload=params; mb=4; sync=last; reduce=bf16; compile;
+engine=deepspeed. Under torchrun, Slurm or Kubernetes, the launcher sets the ranks."""
 
 
 def train(

@@ -37,6 +37,20 @@ ON_CPU = (
 )
 TENSOR = "The tensor axis divides models of transformers that were loaded with a tp_plan."
 
+
+def _reduced_as_computed(strategy: Strategy) -> Unsupported | None:
+    """FSDP and DeepSpeed sum gradients in the dtype of mixed_precision there, and DDP in that of the parameters."""
+    sharded = strategy.traits.gathers or strategy.engine == "deepspeed"
+    sums = strategy.traits.sized and strategy.data_size != 1
+    there = "bf16" if sharded and sums and strategy.precision == "bf16" else "fp32"
+    if strategy.reduce == there:
+        return None
+    says = "Accelerate sums gradients of FSDP and DeepSpeed in the dtype of mixed_precision"
+    if not sharded:
+        says = "the config has no word for it; pass DistributedDataParallelKwargs(comm_hook=...) in the script"
+    return Unsupported(term=f"reduce={strategy.reduce}", says=says, becomes={"reduce": there})
+
+
 _OPEN: tuple[Rule, ...] = (
     without_autocast(
         lambda s: not s.traits.gathers and s.engine == "torch",
@@ -44,6 +58,7 @@ _OPEN: tuple[Rule, ...] = (
     ),
     without_autocast(lambda s: True, "FSDP and DeepSpeed also cast parameters under Accelerate's mixed_precision"),
     impure(lambda s: True, "Accelerate keeps fp32 masters; load the model in that dtype, with mixed_precision no"),
+    _reduced_as_computed,
     drop("micro_batch", None, "the batch size is the DataLoader's, in the script", head="mb"),
 )
 _TORCH: tuple[Rule, ...] = (

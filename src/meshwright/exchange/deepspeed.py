@@ -94,8 +94,8 @@ def _precision(strategy: Strategy) -> dict[str, Any]:
     word = strategy.precision
     section: dict[str, Any] = {"enabled": True}
     if not strategy.pure:
-        # Our bf16 and fp16 sum gradients in fp32, over micro-batches and over ranks.
-        sums = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+        # Our bf16 and fp16 sum gradients of micro-batches in fp32.
+        sums = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": strategy.reduce}
         return {word: section, **sums}
     section[f"{word}_master_weights_and_grads"] = True
     if word == "bf16":

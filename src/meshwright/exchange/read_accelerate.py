@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.errors import ExchangeError, Unreadable
 from meshwright.exchange.fields import Fields, Imported, axis_fields, read_axes
-from meshwright.exchange.read_deepspeed import Zero, read_deepspeed, zero_terms
+from meshwright.exchange.read_deepspeed import Zero, read_deepspeed, reduce_term, zero_terms
 from meshwright.facts.model_axis import AxisTerm
 from meshwright.facts.strategy import Strategy
 from meshwright.reading import read_json
@@ -44,7 +44,9 @@ def read_accelerate(fields: Fields, *, ranks: int | None = None) -> Imported:
     if kind not in ("NO", "FSDP") and not kind.startswith("MULTI_"):
         raise fields.wrong("distributed_type", "NO, MULTI_GPU, MULTI_CPU, FSDP or DEEPSPEED to be read here")
     axes, notes = _axes(fields, kind, ranks)
-    strategy = Strategy(**axes, **_precision(fields), compile=_compiled(fields))
+    precision = _precision(fields)
+    reduced = _reduced(axes, precision) if kind == "FSDP" else {}
+    strategy = Strategy(**axes, **precision, **reduced, compile=_compiled(fields))
     return _imported(fields, strategy, notes=notes)
 
 
@@ -143,6 +145,12 @@ def _precision(fields: Fields) -> dict[str, Any]:
     return {} if word in ("no", "fp32") else {"precision": word}
 
 
+def _reduced(data: dict[str, Any], precision: dict[str, Any]) -> dict[str, Any]:
+    """Accelerate's FSDP and DeepSpeed sum gradients over ranks in the dtype that they compute in."""
+    word = precision.get("precision", "fp32")
+    return reduce_term(data, word, word)
+
+
 def _compiled(fields: Fields) -> bool:
     dynamo = fields.table("dynamo_config")
     dynamo.skip("dynamo_mode", "dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation")
@@ -159,9 +167,11 @@ def _deepspeed(fields: Fields, ranks: int | None) -> Imported:
         return _with_file(fields, Path(str(named)), ranks)
     plugin.skip("gradient_accumulation_steps")  # says nothing without the micro-batch, which the script sets
     norm = plugin.take("gradient_clipping")
+    terms, precision = zero_terms(plugin, _zero(plugin), ranks), _precision(fields)
     strategy = Strategy(
-        **zero_terms(plugin, _zero(plugin), ranks),
-        **_precision(fields),
+        **terms,
+        **precision,
+        **_reduced(terms, precision),
         compile=_compiled(fields),
         engine="deepspeed",
     )
@@ -201,5 +211,6 @@ def _with_file(fields: Fields, named: Path, ranks: int | None) -> Imported:
         raise ExchangeError(f"{fields.file}: its deepspeed_config_file {str(named)!r} is not a table of settings.")
     found = read_deepspeed(Fields(values, path), ranks=ranks)
     left_open = {} if found.strategy.number_format.is_low else _precision(fields)
+    left_open |= _reduced(vars(found.strategy), left_open) if left_open else {}
     strategy = replace(found.strategy, **left_open, compile=_compiled(fields))
     return _imported(fields, strategy, ignored=found.ignored, global_batch=found.global_batch, max_norm=found.max_norm)

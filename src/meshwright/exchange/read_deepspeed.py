@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.errors import ExchangeError
 from meshwright.exchange.fields import Fields, Imported, axis_fields, read_axes
-from meshwright.facts.data_axis import word_of_stage
+from meshwright.facts.data_axis import find_traits, word_of_stage
 from meshwright.facts.model_axis import AxisTerm
 from meshwright.facts.strategy import Strategy
 
@@ -49,8 +49,10 @@ class DeepSpeedConfig:
     global_batch: int | None = None
     max_norm: float | None = None
     """0.0: no clipping."""
-    gradient_dtypes: Mapping[str, str]
-    """The dtypes of gradient sums, by setting."""
+    accumulates_in: str = "fp32"
+    """The dtype of sums over micro-batches."""
+    reduces_in: str | None = None
+    """The dtype of sums over ranks. None: DeepSpeed takes the compute dtype."""
     optimizer: Mapping[str, Any] | None = None
     scheduler: Mapping[str, Any] | None = None
 
@@ -58,6 +60,7 @@ class DeepSpeedConfig:
 def read_config(fields: Fields) -> DeepSpeedConfig:
     """Read all known settings; `fields.unread()` lists the others."""
     precision, pure = _precision(fields)
+    reduced = fields.word("communication_data_type", "").lower()
     return DeepSpeedConfig(
         zero=_zero(fields.table("zero_optimization")),
         precision=precision,
@@ -67,10 +70,8 @@ def read_config(fields: Fields) -> DeepSpeedConfig:
         accumulation=fields.maybe("gradient_accumulation_steps"),
         global_batch=fields.maybe("train_batch_size"),
         max_norm=fields.real("gradient_clipping"),
-        gradient_dtypes={
-            "data_types.grad_accum_dtype": fields.table("data_types").word("grad_accum_dtype", "fp32"),
-            "communication_data_type": fields.word("communication_data_type", "fp32"),
-        },
+        accumulates_in=fields.table("data_types").word("grad_accum_dtype", "fp32"),
+        reduces_in={"": None, "float32": "fp32", "bfloat16": "bf16"}.get(reduced, reduced),
         optimizer=_job_section(fields, "optimizer"),
         scheduler=_job_section(fields, "scheduler"),
     )
@@ -133,10 +134,12 @@ def read_deepspeed(fields: Fields, *, ranks: int | None = None) -> Imported:
             f"{fields.file}: the batch sizes make {size} data ranks, but there are {ranks} processes; make "
             "train_batch_size the product of micro-batch, accumulation and data ranks, or leave it out."
         )
+    terms = zero_terms(fields, config.zero, size if ranks is None else ranks // tp, alone=tp == 1)
     strategy = Strategy(
-        **zero_terms(fields, config.zero, size if ranks is None else ranks // tp, alone=tp == 1),
+        **terms,
         precision=config.precision,
         pure=config.pure,
+        **reduce_term(terms, config.reduces_in or config.precision, config.precision, pure=config.pure),
         axes=config.axes,
         micro_batch=config.micro_batch,
         engine="deepspeed",
@@ -168,6 +171,13 @@ def zero_terms(fields: Fields, zero: Zero, size: int | None, *, alone: bool = Tr
             raise ExchangeError(f"{fields.file}: state is offloaded to nvme, but nvme_path is missing; set it.")
         return {**data, "offload": "nvme", "nvme": zero.nvme_path}
     return {**data, "offload": "params" if zero.parameters == "cpu" else "optimizer" if zero.optimizer == "cpu" else ""}
+
+
+def reduce_term(data: Mapping[str, Any], dtype: str, precision: str, *, pure: bool = False) -> dict[str, Any]:
+    """The strategy's field for the dtype of sums over ranks, if its data axis has ranks and it is not the default."""
+    traits = find_traits(data.get("data"), data.get("variant", ""))
+    summed = traits.sized and data.get("data_size") != 1 and bool(traits.shards or not traits.gathers)
+    return {"reduce": "bf16"} if summed and dtype == precision == "bf16" and not pure else {}
 
 
 def _data_ranks(fields: Fields, config: DeepSpeedConfig) -> int | None:

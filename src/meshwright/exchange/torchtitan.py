@@ -48,6 +48,7 @@ _ZERO = "torchtitan has no ZeRO-1 and ZeRO-2; FSDP that keeps parameters gathere
 _RULES: tuple[Rule, ...] = (
     axes_missing_in("torchtitan"),
     drop("engine", "torch", "torchtitan runs on PyTorch's own engine"),
+    drop("reduce", "fp32", "torchtitan reduces gradients in float32 alone"),
     *PLAIN_WORDS,
     as_data(zero_alone, "fsdp", _ZERO, variant="grad-op"),
     as_data(lambda s: replicates(s) and s.model_ranks > 1, "fsdp", "torchtitan's DDP goes with no other axis"),

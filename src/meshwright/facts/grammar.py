@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["", "optimizer", "params", "nvme"]
 Sync = Literal["each", "last"]
+Reduce = Literal["fp32", "bf16"]
 Engine = Literal["torch", "deepspeed"]
 
 SUFFIXES = ("pure", "autocast")
@@ -281,6 +282,7 @@ _AFTER = (
     TermRow(forms=("offload=optimizer|params|nvme:DIR",), read=read_offload, show=show_offload),
     TermRow(forms=("mb=N",), read=read_micro_batch, show=show_micro_batch),
     choice("sync", get_args(Sync)),
+    choice("reduce", get_args(Reduce)),
     flag("compile"),
     choice("engine", get_args(Engine)),
 )

@@ -59,6 +59,11 @@ BETWEEN_KINDS = ("infiniband", "roce", "efa", "ethernet")
 """Kinds of links between nodes."""
 
 
+GLOO: Mapping[str, str] = MappingProxyType({"reduce_scatter": "all_reduce"})
+"""Collectives that gloo runs as others: it all-reduces a copy, and each rank keeps its part. Between two ranks on a
+link of 1 Gbit/s, both take the same time (docs/data/accumulation_link.json)."""
+
+
 def ring_steps(kind: str, ranks: int) -> int:
     """Sequential steps in which data moves between neighbours."""
     return {"all_reduce": 2 * (ranks - 1), "send": 1}.get(kind, ranks - 1)

@@ -11,7 +11,7 @@ from math import prod
 from meshwright.errors import Refused, either
 from meshwright.facts import grammar, strategy_rules
 from meshwright.facts.data_axis import DataTraits, find_traits
-from meshwright.facts.grammar import Engine, Offload, Recompute, Sync
+from meshwright.facts.grammar import Engine, Offload, Recompute, Reduce, Sync
 from meshwright.facts.model_axis import MODEL_AXES, AxisTerm, normalised
 from meshwright.facts.precision import FORMATS, NumberFormat
 
@@ -50,6 +50,8 @@ class Strategy:
     """Samples per micro-batch of one rank: `mb=` in text. None: chosen when the run is built."""
     sync: Sync = "each"
     """When sharded gradients are reduced: after each micro-batch, or whole ones after the last. See `reduces_each`."""
+    reduce: Reduce = "fp32"
+    """The dtype in which the data axis sums gradients over ranks; under `pure` they always have the compute dtype."""
     compile: bool = False
     engine: Engine = "torch"
     auto: bool = False
@@ -88,6 +90,8 @@ class Strategy:
         if not _fits(self.model_ranks, self.data_size, ranks):
             raise Refused(_misfit(self, ranks))
         left = ranks // self.model_ranks
+        if left == 1 and self.reduce != "fp32":
+            raise Refused(f"{self} leaves one data rank, which has nothing to sum; drop reduce={self.reduce}.")
         if self.data is not None:
             return replace(self, data_size=left)
         if left > 1:

@@ -20,6 +20,7 @@ _WORDS = {
     "recompute": get_args(grammar.Recompute),
     "offload": get_args(grammar.Offload),
     "sync": get_args(grammar.Sync),
+    "reduce": get_args(grammar.Reduce),
     "engine": get_args(grammar.Engine),
 }
 _OPTIONAL_SIZES = ("data_size", "hsdp_replicas", "micro_batch")
@@ -62,9 +63,31 @@ def clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
             yield str(stage), "sync=last", "a stage's gradients are always reduced after the last micro-batch"
         if strategy.engine == "deepspeed":
             yield "engine=deepspeed", "sync=last", "DeepSpeed reduces sharded gradients after each micro-batch"
+    if strategy.reduce != "fp32":
+        yield from _reduce_clashes(strategy)
     if strategy.variant and strategy.variant not in find_traits(strategy.data).variants:
         owners = " and ".join(word for word, traits in DATA_AXES.items() if strategy.variant in traits.variants)
         yield strategy.data or "no data axis", strategy.variant, f"only {owners} has this suffix"
+
+
+def _reduce_clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
+    term, data = f"reduce={strategy.reduce}", strategy.data or "no data axis"
+    if strategy.auto:
+        yield "auto", term, "the planner does not choose how gradients are rounded; name the axes"
+    if strategy.precision != strategy.reduce:
+        why = f"gradients are rounded to {strategy.reduce} only if the model computes in it; name {strategy.reduce}"
+        yield strategy.precision, term, why
+    if strategy.pure:
+        yield f"{strategy.precision}:pure", term, f"pure always sums gradients in {strategy.precision}"
+    if strategy.traits.one_process:
+        yield data, term, "one process sums no gradients over ranks"
+    if strategy.data_size == 1:
+        yield f"{data}=1", term, "one rank sums no gradients over ranks"
+    if strategy.traits.gathers and not strategy.reduces_each:
+        # FSDP2 has one dtype for both sums.
+        cause = "sync=last" if strategy.sync == "last" else str(strategy.stage_axis or f"{data}:{strategy.variant}")
+        why = f"FSDP2 would also add up whole gradients of micro-batches in {strategy.reduce}; use ddp, zero1 or zero2"
+        yield cause, term, why
 
 
 def _check_words(strategy: Strategy) -> None:

@@ -105,5 +105,5 @@ def complexity(strategy: Strategy) -> int:
     axes = strategy.traits.complexity + sum(term.traits.complexity for term in strategy.axes)
     schedule = FAMILIES[strategy.schedule].complexity if strategy.schedule else 0
     policies = 2 * (strategy.recompute != "none") + 4 * bool(strategy.offload) + 3 * strategy.compile
-    policies += strategy.sync == "last"
+    policies += (strategy.sync == "last") + (strategy.reduce != "fp32")
     return axes + schedule + policies

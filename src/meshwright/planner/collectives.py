@@ -14,7 +14,7 @@ from math import ceil, log2
 
 from meshwright.facts.catalogue import is_measured
 from meshwright.facts.hardware import Hardware, Link
-from meshwright.facts.links import KINDS, LAUNCH, ring_bytes, ring_steps
+from meshwright.facts.links import GLOO, KINDS, LAUNCH, ring_bytes, ring_steps
 
 USUAL_NODE = 8
 """Devices of a node, if a group does not specify them."""
@@ -75,6 +75,8 @@ def seconds(kind: str, bytes: float, group: RankGroup, hardware: Hardware) -> fl
         raise ValueError(f"Unknown collective {kind!r}; known are {', '.join(_COSTS)}.")
     if group.ranks == 1 or bytes <= 0:
         return 0.0
+    if hardware.within.kind == "shared-memory":
+        kind = GLOO.get(kind, kind)
     launch, paths = _paths(group, _Links.of(hardware))
     return launch + min(_COSTS[kind](kind, bytes, group, path) for path in paths)
 

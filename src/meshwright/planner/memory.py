@@ -7,7 +7,7 @@ from functools import lru_cache
 from meshwright import schedules
 from meshwright.facts.forecast import Forecast
 from meshwright.planner.stage_costs import StageCosts, StageWork, UnitWork
-from meshwright.planner.step_layout import StepLayout, stages_of
+from meshwright.planner.step_layout import BUCKET, StepLayout, stages_of
 
 GATHERED_UNITS = 2
 """Shard units that FSDP2 holds gathered at a time: the one that computes and the next, which is being gathered."""
@@ -138,8 +138,15 @@ def _gathered(step_layout: StepLayout, own: list[StageWork], running: UnitWork) 
 
 def _buffers(step_layout: StepLayout, own: list[StageWork]) -> float:
     """Buffers of a gradient sum over ranks, besides the gradients."""
-    if step_layout.data == 1 or step_layout.gathers or step_layout.optimizer_over == 1:
+    if step_layout.data == 1 or step_layout.gathers:
         return 0.0
+    if step_layout.optimizer_over == 1:
+        # DDP sends its own bucket, or a rounded copy of it. A large tensor is a bucket by itself.
+        bucket = max(
+            [BUCKET / step_layout.gradient_bytes, *(u.elements for s in own for u in s.units if not u.is_block)]
+        )
+        copies = step_layout.reduce_bytes < step_layout.gradient_bytes
+        return copies * min(bucket, sum(stage.trainable for stage in own)) * step_layout.reduce_bytes
     return float(max((unit.elements for stage in own for unit in stage.units), default=0) * step_layout.reduce_bytes)
 
 

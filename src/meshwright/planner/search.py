@@ -122,7 +122,7 @@ class _Known:
 
 
 def _axes(s: Strategy) -> tuple[object, ...]:
-    return s.data, s.data_size, s.variant, s.hsdp_replicas, s.axes, s.precision, s.pure, s.autocast, s.compile
+    return s.data, s.data_size, s.variant, s.hsdp_replicas, s.axes, s.precision, s.pure, s.autocast, s.reduce, s.compile
 
 
 def _policies(s: Strategy) -> tuple[object, ...]:
@@ -225,8 +225,8 @@ def _host_gib(context: PlanContext, step_layout: StepLayout) -> float:
 
 
 def _combination(s: Strategy) -> Hashable:
-    """The axes of a strategy with their sizes, and its precision."""
-    return s.data, s.variant, s.hsdp_replicas, s.axes, s.precision
+    """The axes of a strategy with their sizes, its precision, and the dtype in which it reduces."""
+    return s.data, s.variant, s.hsdp_replicas, s.axes, s.precision, s.reduce
 
 
 def best_of_each_kind(plans: list[Plan], kind_of: Callable[[Strategy], Hashable] = _combination) -> list[Plan]:

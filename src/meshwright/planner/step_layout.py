@@ -17,6 +17,9 @@ from meshwright.strategies.pipeline.sizes import count_micro_batches
 MASTER_BYTES = 4
 """Bytes per element of the parameters as models are built: fp32."""
 
+BUCKET = 25e6
+"""Bytes of one of DDP's gradient buckets, before they are rounded to be sent."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HostCosts:
@@ -191,7 +194,7 @@ def lay_out_step(strategy: Strategy, facts: ModelFacts, global_batch: int) -> St
         casts_each=strategy.autocast,
         # Under a pipeline a stage stays gathered for the whole step.
         reshards=traits.reshards and stage is None,
-        reduce_bytes=update_bytes,
+        reduce_bytes=update_bytes if strategy.reduce == "fp32" else FORMATS[strategy.reduce].bytes,
         reduces_each=strategy.reduces_each,
         overlaps=technique.overlaps and stage is None,
         one_process=traits.many_devices,

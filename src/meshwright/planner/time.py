@@ -6,7 +6,7 @@ Compute and communication streams run concurrently, so exposed communication is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -15,7 +15,7 @@ from meshwright.facts.strategy import AxisTerm
 from meshwright.planner.collectives import RankGroup, group_on
 from meshwright.planner.kernels import moving
 from meshwright.planner.stage_costs import WIDE, StageCosts, StageWork, UnitWork
-from meshwright.planner.step_layout import StepLayout, inner_causes, stages_of
+from meshwright.planner.step_layout import BUCKET, StepLayout, inner_causes, stages_of
 from meshwright.schedules import FAMILIES
 from meshwright.strategies.model_axis import Sent
 
@@ -25,8 +25,6 @@ MESSAGE = 256e6
 """Bytes of the largest message that engines send at once; a larger one is split."""
 DATA_PLACE = 0
 """Place of the data axis in the mesh; axes of a higher place are inside it."""
-BUCKET = 25e6
-"""Bytes of one of DDP's gradient buckets."""
 HOST_BANDWIDTH = 2e11
 """Bytes per second of a two-socket server's memory, shared by its devices: eight channels of DDR4-3200 a socket."""
 
@@ -227,9 +225,14 @@ def _accumulating(site: Site, elements: int) -> float:
         return 0.0
     if layout.reduces_each:
         added = 3 * layout.gradient_bytes / layout.gradients_over if layout.micro_batches > 1 else 0.0
-        cast = layout.compute_bytes + 2 * layout.gradient_bytes if casts else 0.0
+        # FSDP2 casts to the dtype that it sends, our ZeRO to that of the masters.
+        whole = layout.reduce_bytes if layout.gathers else layout.gradient_bytes
+        cast = layout.compute_bytes + 2 * whole if casts else 0.0
         return moving(elements * (cast + added), site.hardware)
-    return moving(elements * (layout.compute_bytes + 2 * layout.gradient_bytes), site.hardware)
+    # Where ranks keep whole sums, these are rounded to be sent and cast back, once a step.
+    rounded = layout.optimizer_over == 1 and layout.reduce_bytes < layout.gradient_bytes
+    back = 2 * rounded * (layout.gradient_bytes + layout.reduce_bytes) / layout.micro_batches
+    return moving(elements * (layout.compute_bytes + 2 * layout.gradient_bytes + back), site.hardware)
 
 
 def _meeting(site: Site, ranks: int) -> float:
@@ -251,11 +254,7 @@ def _plain(timing: Timing, site: Site, stage: StageWork) -> None:
     layout = site.step_layout
     forward, backward = stage_passes(site, stage)
     timing.add_passes(layout.micro_batches, forward, backward)
-    sent = _gradient_sum(site, stage.trainable)
-    if layout.overlaps:
-        # The first gradients are ready after the last unit's backward, the last bucket after all of it.
-        least = site.time("all_reduce", min(BUCKET, stage.trainable * layout.reduce_bytes), site.data)
-        sent = max(least, sent - backward.total)
+    sent = _exposed_sums(site, stage, backward.total) if layout.overlaps else _gradient_sum(site, stage.trainable)
     # In one process, broadcasting parameters and reducing gradients cost an all-reduce per micro-batch.
     times = layout.micro_batches if layout.one_process or layout.reduces_each else 1
     timing.add("data", times * sent if layout.data > 1 else 0.0)
@@ -269,6 +268,47 @@ def _gradient_sum(site: Site, elements: int) -> float:
         across = site.time("all_reduce", size / layout.shards, site.replica)
         return site.time("reduce_scatter", size, site.shard) + across
     return site.time("all_reduce", size, site.data)
+
+
+def _exposed_sums(site: Site, stage: StageWork, backward: float) -> float:
+    """Seconds that backward, and the step after it, wait for gradients that are reduced while it runs."""
+    layout = site.step_layout
+    if layout.optimizer_over == 1:
+        # DDP: the first gradients are ready after the last unit's backward, the last bucket after all of it.
+        last = min(round(BUCKET / layout.gradient_bytes), stage.trainable)
+        exposed = max(_on_the_wire(site, last), _on_the_wire(site, stage.trainable) - backward)
+    else:
+        exposed = _one_at_a_time(site, stage, backward)
+    return exposed + _processor_seconds(site, stage.trainable)
+
+
+def _one_at_a_time(site: Site, stage: StageWork, backward: float) -> float:
+    """ZeRO's buckets: a block's when it is done, and the rest at the end. Each waits for the one before."""
+    pace = backward / max(sum(unit.backward for unit in stage.units), 1e-12)
+    done = link = 0.0
+    for unit in reversed(stage.units):
+        done += unit.backward * pace
+        if unit.is_block and unit.trainable:
+            done = max(done, link)
+            link = done + _on_the_wire(site, unit.trainable)
+    around = max(0, stage.trainable - sum(unit.trainable for unit in stage.units if unit.is_block))
+    return max(done, link) + _on_the_wire(site, around) - backward
+
+
+def _on_the_wire(site: Site, elements: int) -> float:
+    """Seconds of reducing gradients that computing can hide."""
+    return _gradient_sum(site, elements) - _processor_seconds(site, elements)
+
+
+def _processor_seconds(site: Site, elements: int) -> float:
+    """Seconds of reducing gradients that no computing hides: on a CPU, gloo's copies and sums take the same cores.
+
+    They are what the collective takes within a node, where no wire is slower than them.
+    """
+    if not site.is_cpu:
+        return 0.0
+    whole = _gradient_sum(site, elements)
+    return min(whole, _gradient_sum(replace(site, per_node=site.step_layout.ranks), elements))
 
 
 def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
@@ -294,9 +334,15 @@ def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
         for unit, (gather, reduce, sends) in ((unit, moves[unit.name]) for unit in reversed(stage.units))
     ]
     back = [(compute, gather, reduce if layout.reduces_each else 0.0) for compute, gather, reduce in last]
-    exposed = layout.micro_batches * _exposed(ahead) + (layout.micro_batches - 1) * _exposed(back) + _exposed(last)
+    wait = _waiting if site.is_cpu else _exposed
+    exposed = layout.micro_batches * wait(ahead) + (layout.micro_batches - 1) * wait(back) + wait(last)
     # Links catch up while the device waits for the host.
     timing.add("data", max(0.0, exposed - layout.micro_batches * (forward.host + backward.host)))
+
+
+def _waiting(row: list[tuple[float, float, float]]) -> float:
+    """Seconds of all messages: on a CPU, which has no streams, FSDP2 computes nothing while it sends."""
+    return sum(gather + reduce for _, gather, reduce in row)
 
 
 def _exposed(row: list[tuple[float, float, float]]) -> float:

@@ -7,7 +7,7 @@ large messages the same weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.assemble.world import World
-from meshwright.facts.links import ring_bytes, ring_steps
+from meshwright.facts.links import GLOO, ring_bytes, ring_steps
 from meshwright.probe.device import SLOW, time_of
 from meshwright.strategies.collectives import all_gather, reduce_scatter
 from meshwright.units import KIB, MIB
@@ -25,6 +25,8 @@ GPU_SIZES = (256 * KIB, 4 * MIB, 64 * MIB, 256 * MIB)
 CPU_SIZES = (16 * KIB, 256 * KIB, 4 * MIB, 16 * MIB)
 RINGS = {"cuda": ("all_gather", "reduce_scatter"), "cpu": ("all_reduce", "all_gather", "reduce_scatter")}
 """Collectives that run as rings, by device: NCCL may sum in the switch or in a tree. Others are only shown."""
+RUNS_AS: dict[str, Mapping[str, str]] = {"cuda": {}, "cpu": GLOO}
+"""Collectives that run as others, by device."""
 _LEAST = 1e-7
 """The least seconds of a hop, which noise could make negative."""
 Run = Callable[[], Any]
@@ -141,12 +143,14 @@ def fit_link(
     launch: float = 0.0,
     devices_per_node: int = 1,
     kinds: Sequence[str] = RINGS["cpu"],
+    runs_as: Mapping[str, str] | None = None,
 ) -> LinkFit | None:
-    """Fit the rows; None without rows.
+    """Fit the rows; None without rows. `runs_as` names collectives that run as others.
 
     A group between nodes has the share of a node's link that its ranks have of the node's devices.
     """
-    points = [_point(row, launch, devices_per_node) for row in rows if row["kind"] in kinds]
+    chosen = [{**row, "kind": (runs_as or {}).get(row["kind"], row["kind"])} for row in rows if row["kind"] in kinds]
+    points = [_point(row, launch, devices_per_node) for row in chosen]
     if not points:
         return None
     latency, inverse = _solve(points)

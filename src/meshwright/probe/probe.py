@@ -21,7 +21,7 @@ from meshwright.facts.cluster import Cluster
 from meshwright.facts.links import LAUNCH
 from meshwright.launch.attempt import own_task, report
 from meshwright.launch.launch import launch
-from meshwright.probe.collectives import RINGS, fit_link, measure_collectives
+from meshwright.probe.collectives import RINGS, RUNS_AS, fit_link, measure_collectives
 from meshwright.probe.device import measure_host_copies, measure_launch, measure_matmuls, measure_memory
 from meshwright.probe.machine import local_cluster, machine_words
 from meshwright.runtime.place import count_ranks, known_device
@@ -99,7 +99,9 @@ def fit_links(rows: list[dict[str, Any]], world: World) -> dict[str, dict[str, f
     overhead = LAUNCH if device == "cuda" else 0.0
     sides = {"within": [row for row in rows if row["nodes"] == 1], "between": [row for row in rows if row["nodes"] > 1]}
     fits = {
-        name: fit_link(side, launch=overhead, devices_per_node=world.local_ranks, kinds=RINGS[device])
+        name: fit_link(
+            side, launch=overhead, devices_per_node=world.local_ranks, kinds=RINGS[device], runs_as=RUNS_AS[device]
+        )
         for name, side in sides.items()
     }
     return {name: asdict(fit) for name, fit in fits.items() if fit is not None}

@@ -52,6 +52,11 @@ class ApplyContext:
         return self.compute_dtype != torch.float32 and not self.strategy.pure and not self.strategy.autocast
 
     @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """The dtype to which gradients are rounded for their sum over ranks; None: that of the masters."""
+        return None if self.strategy.reduce == "fp32" else DTYPES[self.strategy.reduce]
+
+    @property
     def unused(self) -> frozenset[str]:
         return frozenset(self.facts.unused)
 

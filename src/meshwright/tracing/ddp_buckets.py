@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from meshwright.torch_private.collectives import FIRST_BUCKET_BYTES, assign_buckets
@@ -19,14 +19,22 @@ from meshwright.torch_private.tensors import storage_id
 MIB = 1 << 20
 
 
-class Buckets(nn.Module):
-    """Gradients are views into buckets. Each bucket is all-reduced when backward has filled it."""
+@dataclass(frozen=True)
+class Bucket:
+    """The part of PyTorch's `GradBucket` that our communication hooks read."""
 
-    def __init__(
-        self, module: nn.Module, *, process_group: Any = None, bucket_cap_mb: int = 25, **options: Any
-    ) -> None:
+    gradients: torch.Tensor
+
+    def buffer(self) -> torch.Tensor:
+        return self.gradients
+
+
+class Buckets(nn.Module):
+    """Gradients are views into buckets. The communication hook sums each bucket when backward has filled it."""
+
+    def __init__(self, module: nn.Module, *, bucket_cap_mb: int = 25, **options: Any) -> None:
         super().__init__()
-        self.module, self._group, self._synced = module, process_group, True
+        self.module, self._synced = module, True
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]  # the order of the backward pass
         metas = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parameters]
         groups, _ = assign_buckets(metas, [FIRST_BUCKET_BYTES, bucket_cap_mb * MIB])
@@ -37,7 +45,7 @@ class Buckets(nn.Module):
         return self.module(*args, **kwargs)
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Ignored: the fake world always sums a bucket in the same way."""
+        self._state, self._sum = state, hook
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -64,8 +72,7 @@ class Buckets(nn.Module):
                 parameter.grad = view
             waiting.discard(index)
             if self._synced and not waiting:
-                dist.all_reduce(buffer, group=self._group)
-                buffer.div_(self._group.size())
+                self._sum(self._state, Bucket(buffer))
             if not waiting:
                 waiting.update(range(count))
 

@@ -44,6 +44,16 @@ WRONG_SIGNS = 1 / 16
 Adam makes a full step of every sign. A rank that trains on only its half of the batch gets a quarter wrong."""
 
 
+def reduction_error(reference: Reference) -> float:
+    """Relative error of a sum of gradients that ranks round to bf16 and add up in bf16 (`reduce=bf16`); else 0.
+
+    A sum over n ranks rounds each summand once and each of n - 1 partial sums once. Roundings have random signs, so
+    they add up like sqrt(n) of them. An element smaller than this share of its peers may also get the wrong sign.
+    """
+    ranks = reference.reduced_over
+    return math.sqrt(ranks) * ROUNDING["bf16"] if ranks > 1 else 0.0
+
+
 @dataclass(frozen=True)
 class Numbers:
     """One number per step, with the reference's value and the bound."""
@@ -66,19 +76,20 @@ class Numbers:
 
 
 def losses_of(trace: Evidence, reference: Reference) -> Numbers:
-    return _numbers("loss", LOSS_BOUND, reference, lambda one: one.losses, trace)
+    return _numbers("loss", LOSS_BOUND[arithmetic_of(reference)], reference, lambda one: one.losses, trace)
 
 
 def norms_of(trace: Evidence, reference: Reference) -> Numbers:
-    return _numbers("grad_norm", NORM_BOUND, reference, lambda one: one.norms, trace)
+    bound = NORM_BOUND[arithmetic_of(reference)] + reduction_error(reference)
+    return _numbers("grad_norm", bound, reference, lambda one: one.norms, trace)
 
 
 def _numbers(
-    what: str, bounds: dict[str, float], reference: Reference, read: Callable[[Evidence], list[float]], trace: Evidence
+    what: str, bound: float, reference: Reference, read: Callable[[Evidence], list[float]], trace: Evidence
 ) -> Numbers:
     precision, exact = arithmetic_of(reference), read(reference.exact)
     disturbed = zip(*(_relative(read(one), exact) for one in reference.disturbed), strict=True)
-    allowed = [max(bounds[precision], MARGIN[precision] * max(distances)) for distances in disturbed]
+    allowed = [max(bound, MARGIN[precision] * max(distances)) for distances in disturbed]
     return Numbers(what, read(trace), exact, allowed)
 
 
@@ -186,7 +197,8 @@ def first_state(trace: Evidence, reference: Reference, *, at_end: bool) -> str |
         starts = [run.start[name].double() for run in (reference.exact, *reference.disturbed)]
         others = [one[name].double() for one in moved]
         if precision in ("bf16", "fp16"):
-            how = _differs_as_a_whole(starts, found[name].double(), value.double(), others)
+            share = WRONG_SIGNS + reduction_error(reference)
+            how = _differs_as_a_whole(starts, found[name].double(), value.double(), others, share)
         else:
             steps = None if name not in errors else _step_errors(errors[name], value.double() - starts[0], farthest)
             how = _differs(found[name].double(), value.double(), others, steps, precision)
@@ -228,13 +240,13 @@ _SMALL = {"float64": 0.0, "fp32": 1e-2}
 
 
 def _differs_as_a_whole(
-    starts: list[torch.Tensor], found: torch.Tensor, exact: torch.Tensor, moved: list[torch.Tensor]
+    starts: list[torch.Tensor], found: torch.Tensor, exact: torch.Tensor, moved: list[torch.Tensor], share: float
 ) -> str | None:
-    """Words if the movement from the start differs by more than wrong signs or the disturbed runs explain."""
+    """Words if the movement from the start differs by more than a share of wrong signs or disturbed runs explain."""
     movement = exact - starts[0]
     # Small tensors vary: allow three standard deviations of the share. A wrong sign is off by two steps.
-    unlucky = 3 * math.sqrt(WRONG_SIGNS * (1 - WRONG_SIGNS) / movement.numel())
-    turn = 2 * math.sqrt(WRONG_SIGNS + unlucky) * float(movement.norm())
+    unlucky = 3 * math.sqrt(share * (1 - share) / movement.numel())
+    turn = 2 * math.sqrt(share + unlucky) * float(movement.norm())
     others = zip(moved, starts[1:], strict=True)
     disturbed = max((float((other - start - movement).norm()) for other, start in others), default=0.0)
     bound = max(turn, MARGIN["bf16"] * disturbed, MARGIN["fp32"] * ROUNDING["fp32"] * float(exact.norm()))

@@ -52,6 +52,8 @@ class Reference:
     exact: Evidence
     disturbed: list[Evidence]
     """The same training, disturbed by rounding."""
+    reduced_over: int = 1
+    """Ranks whose gradients the compared strategy rounds to bf16 and sums in it; 1: none."""
     narrow: str | None = None
     """The precision that parts of it round to although it runs in float64."""
     note: str | None = None

@@ -17,6 +17,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.place import place_of
+from meshwright.verify.evidence import Reference
 from meshwright.verify.references import LocalReferences, References, keeps_dropout, own_place
 from meshwright.verify.strategy_steps import Plant, run_steps
 from meshwright.verify.verdict import REFUSED, Verdict, judge, without_verdict
@@ -58,7 +59,12 @@ def verify(
         trace = run_steps(
             job, facts, resolved, world, steps=steps, seed=seed, double=double, dropout=dropout, plant=plant
         )
-        verdict = None if reference is None else judge(text, trace, reference)
+        verdict = None if reference is None else judge(text, trace, _widened(reference, resolved))
         if verdict is not None and facts.drops and not dropout:
             verdict = replace(verdict, note="; ".join(note for note in (verdict.note, DROPOUT) if note))
         yield world.gather(verdict)[0]
+
+
+def _widened(reference: Reference, strategy: Strategy) -> Reference:
+    """The reference with the bounds of a strategy that rounds gradients before it sums them over ranks."""
+    return reference if strategy.reduce == "fp32" else replace(reference, reduced_over=strategy.data_ranks)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,14 +51,17 @@ class SummedAfterwardsEngine(Engine):
     gradients without calling the hooks that DDP uses.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, unused: frozenset[str]) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, unused: frozenset[str], dtype: torch.dtype | None = None
+    ) -> None:
+        """`dtype`: to which gradients are rounded for the sum."""
         super().__init__(model)
-        self._group, self._unused = mesh.get_group(), unused
+        self._group, self._unused, self._dtype = mesh.get_group(), unused, dtype
 
     def finish(self) -> None:
         named = list(self.parameters().named())
         refuse_gradients(name for name, p in named if name in self._unused and p.grad is not None)
-        sum_gradients([p for name, p in named if name not in self._unused], self._group)
+        sum_gradients([p for name, p in named if name not in self._unused], self._group, dtype=self._dtype)
 
 
 def replicate(model: nn.Module, context: ApplyContext) -> Engine:
@@ -67,22 +71,25 @@ def replicate(model: nn.Module, context: ApplyContext) -> Engine:
         return Engine(model)
     assert context.mesh is not None
     if context.pipelined:
-        return SummedAfterwardsEngine(model, context.mesh, context.unused)
+        return SummedAfterwardsEngine(model, context.mesh, context.unused, context.reduce_dtype)
+    group = context.mesh.get_group()
     uses_all = not (context.unused or context.facts.unseen or context.facts.by_value)
     if not uses_all:
         model.register_forward_hook(_with_views_of_parameters)
     module = DistributedDataParallel(
         model,
         device_ids=[context.device] if context.device.type == "cuda" else None,
-        process_group=context.mesh.get_group(),
+        process_group=group,
         init_sync=False,  # every rank replayed the same tape
         gradient_as_bucket_view=True,
         find_unused_parameters=not uses_all,
         **_NO_BUFFER_SYNC,
     )
+    # Lambdas, because DDP refuses hooks whose annotations are text.
     if context.fake:
-        ranks = context.strategy.data_ranks
-        module.register_comm_hook(None, lambda state, bucket: _average_in_fake_world(bucket, ranks))
+        module.register_comm_hook(group, lambda own, bucket: _average_in_fake_world(own, bucket, context.reduce_dtype))
+    elif context.reduce_dtype is torch.bfloat16:
+        module.register_comm_hook(group, lambda own, bucket: _average_in_bf16(own, bucket))
     _fix_buckets(module)
     return DdpEngine(model, module, context.strategy.data_ranks, uses_all=uses_all)
 
@@ -122,10 +129,20 @@ def _fix_buckets(module: DistributedDataParallel) -> None:
         parameter.grad = None
 
 
-def _average_in_fake_world(bucket: dist.GradBucket, ranks: int) -> torch.futures.Future[torch.Tensor]:
+def _average_in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """PyTorch's hook, except for complex gradients, which it would cut to their real parts."""
+    hook = bf16_compress_hook if bucket.buffer().is_floating_point() else allreduce_hook
+    return hook(group, bucket)
+
+
+def _average_in_fake_world(
+    group: dist.ProcessGroup, bucket: dist.GradBucket, dtype: torch.dtype | None
+) -> torch.futures.Future[torch.Tensor]:
     """Replaces DDP's own reduction, which waits for a result that the fake process group never gives."""
     buffer = bucket.buffer()
-    dist.all_reduce(buffer)
+    sent = buffer if dtype is None else buffer.to(dtype)
+    dist.all_reduce(sent, group=group)
+    sent.div_(group.size())
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(buffer.div_(ranks))
+    done.set_result(buffer if sent is buffer else buffer.copy_(sent))
     return done

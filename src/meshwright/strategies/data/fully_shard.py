@@ -26,8 +26,14 @@ class WholeParameters:
     plain tensors.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], mesh: DeviceMesh, device: torch.device) -> None:
-        self._mesh = mesh
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        mesh: DeviceMesh,
+        device: torch.device,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._mesh, self._reduce_dtype = mesh, reduce_dtype
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         for parameter in parameters:
             parameter.data = parameter.data.to(device)  # offload=params fills in weights on the host
@@ -42,7 +48,8 @@ class WholeParameters:
     def sum_gradients(self) -> None:
         parameters = [parameter for parameter, _ in self._pairs]
         for axis in range(self._mesh.ndim):
-            sum_gradients(parameters, self._mesh.get_group(axis), share=1.0 / self._mesh.size(axis))
+            group, share = self._mesh.get_group(axis), 1.0 / self._mesh.size(axis)
+            sum_gradients(parameters, group, share=share, dtype=self._reduce_dtype)
         for parameter, twin in self._pairs:
             twin.grad = None if parameter.grad is None else self._replicated(parameter.grad)
 
@@ -122,7 +129,8 @@ def shard(model: nn.Module, context: ApplyContext, *, reshard: bool, whole: froz
     root = _fully_shard(model, context, ignored, reshard=None if reshard else False)
     context.fill()
     assert context.mesh is not None
-    kept = WholeParameters([p for n, p in model.named_parameters() if n in whole], context.mesh, context.device)
+    uncut = [p for n, p in model.named_parameters() if n in whole]
+    kept = WholeParameters(uncut, context.mesh, context.device, context.reduce_dtype)
     used = UsedParameters(model, context.mesh, units) if context.facts.by_value else None
     engine = FsdpEngine(model, root, context.strategy, kept, used)
     engine.keeps_gathered = not reshard
@@ -134,9 +142,8 @@ def _fully_shard(
 ) -> FSDPModule:
     # `assemble/precision.py` casts inputs and outputs, the same way under every strategy.
     lowered = context.compute_dtype if context.lowered else None
-    precision = MixedPrecisionPolicy(
-        param_dtype=lowered, reduce_dtype=torch.float32 if lowered else None, cast_forward_inputs=False
-    )
+    reduced = context.reduce_dtype or (torch.float32 if lowered else None)
+    precision = MixedPrecisionPolicy(param_dtype=lowered, reduce_dtype=reduced, cast_forward_inputs=False)
     return fully_shard(
         module,
         mesh=context.mesh,

@@ -30,7 +30,7 @@ from meshwright.errors import JobError
 from meshwright.facts.job import NamedParameters
 from meshwright.facts.model import ModelFacts, unit_of
 from meshwright.strategies.collectives import all_gather, reduce_scatter
-from meshwright.strategies.data.summing import on_any_rank, refuse_gradients, sum_over_ranks
+from meshwright.strategies.data.summing import message_dtype, on_any_rank, refuse_gradients, sum_over_ranks
 from meshwright.strategies.engine import ApplyContext, Engine, HeldTensor, whole
 
 
@@ -82,8 +82,11 @@ class ShardedParameter:
 class Bucket:
     """Parameters that are sent together as a (ranks, width) matrix, whose row r belongs to rank r."""
 
-    def __init__(self, pieces: list[ShardedParameter], mesh: DeviceMesh) -> None:
+    def __init__(
+        self, pieces: list[ShardedParameter], mesh: DeviceMesh, reduce_dtype: torch.dtype | None = None
+    ) -> None:
         self.pieces = pieces
+        self._dtype = message_dtype(pieces[0].shard.dtype, reduce_dtype)
         self.ranks, self.rank, self.group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
         self.width = sum(piece.width for piece in pieces)
         self.arrived: set[str] = set()
@@ -101,7 +104,7 @@ class Bucket:
         """Start to sum gradients over ranks; each rank gets its row, and the number of ranks with each gradient."""
         like = self.pieces[0].shard
         width = self.width + len(self.pieces)
-        matrix = torch.zeros(self.ranks, width, dtype=like.dtype, device=like.device)
+        matrix = torch.zeros(self.ranks, width, dtype=self._dtype, device=like.device)
         for piece, columns in self._columns():
             if (gradient := piece.whole_gradient()) is not None:
                 self._pack(piece, gradient, matrix[:, columns])
@@ -123,6 +126,7 @@ class Bucket:
         """Wait for the sum and add it to each shard's gradient, which stays None while no rank has one."""
         self.wait()
         exists = on_any_rank(self._missing, self._reduced[self.width :])
+        self._reduced = self._reduced.to(self.pieces[0].shard.dtype)
         for (piece, columns), used in zip(self._columns(), exists, strict=True):
             if not used:
                 continue
@@ -186,6 +190,7 @@ class ShardedUpdateEngine(Engine):
         super().__init__(model)
         assert context.mesh is not None
         self._mesh, self._keep_whole = context.mesh, keep_whole
+        self._reduce_dtype = context.reduce_dtype
         self._each, self._reduces = context.strategy.reduces_each, True
         self._under_way: Bucket | None = None
         self._next = 0
@@ -198,7 +203,7 @@ class ShardedUpdateEngine(Engine):
         used = {n: p for n, p in trained.items() if n not in context.unused}
         self._unused = [piece for name, piece in trained.items() if name not in used]
         self._scalars = [piece for piece in used.values() if not piece.parameter.shape]
-        self._buckets = [Bucket(group, self._mesh) for group in _by_unit(used, context.facts)]
+        self._buckets = [Bucket(group, self._mesh, self._reduce_dtype) for group in _by_unit(used, context.facts)]
         for bucket in self._buckets:
             for piece in bucket.pieces:
                 piece.parameter.register_post_accumulate_grad_hook(self._hook(bucket, piece))
@@ -310,8 +315,8 @@ class ShardedUpdateEngine(Engine):
             piece.take_gradient()
             by_dtype.setdefault(piece.shard.dtype, []).append(piece)
         for pieces in by_dtype.values():
-            likes = [piece.shard.to_local() for piece in pieces]
-            summed = sum_over_ranks([piece.whole_gradient() for piece in pieces], likes, self._mesh.get_group())
+            likes, own = [piece.shard.to_local() for piece in pieces], [piece.whole_gradient() for piece in pieces]
+            summed = sum_over_ranks(own, likes, self._mesh.get_group(), dtype=self._reduce_dtype)
             for piece, gradient in zip(pieces, summed, strict=True):
                 piece.shard.grad = None if gradient is None else piece.as_shard(gradient)
 

@@ -21,35 +21,56 @@ Gradient = torch.Tensor | None
 
 
 @torch.no_grad()
-def sum_gradients(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup, *, share: float = 1.0) -> None:
-    """Give every rank `share` times the sum of all ranks' gradients of these parameters."""
+def sum_gradients(
+    parameters: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    *,
+    share: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Give every rank `share` times the sum of all ranks' gradients of these parameters, taken in `dtype`."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for parameter in parameters:
         by_dtype.setdefault(parameter.dtype, []).append(parameter)
     for alike in by_dtype.values():
         for bucket in _buckets(alike):
-            summed = sum_over_ranks([p.grad for p in bucket], bucket, group, share=share)
+            summed = sum_over_ranks([p.grad for p in bucket], bucket, group, share=share, dtype=dtype)
             for parameter, gradient in zip(bucket, summed, strict=True):
                 parameter.grad = gradient
 
 
 @torch.no_grad()
 def sum_over_ranks(
-    gradients: Sequence[Gradient], likes: Sequence[torch.Tensor], group: dist.ProcessGroup, *, share: float = 1.0
+    gradients: Sequence[Gradient],
+    likes: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    *,
+    share: float = 1.0,
+    dtype: torch.dtype | None = None,
 ) -> list[Gradient]:
-    """The sums, by one message that also counts the ranks with each gradient; `likes` have their shapes."""
+    """The sums, by one message that also counts the ranks with each gradient; `likes` have their shapes.
+
+    The message has `dtype` instead of the gradients' own, if given.
+    """
     if not gradients:
         return []
     given = [torch.zeros_like(like) if g is None else g for g, like in zip(gradients, likes, strict=True)]
     missing = [gradient is None for gradient in gradients]
     flags = given[0].new_tensor([0.0 if gone else 1.0 for gone in missing])
     flat = torch.cat([*(gradient.reshape(-1) for gradient in given), flags])
-    dist.all_reduce(flat, group=group)
+    sent = flat.to(message_dtype(flat.dtype, dtype))
+    dist.all_reduce(sent, group=group)
+    flat = sent.to(flat.dtype)
     *parts, counts = flat.split([*(gradient.numel() for gradient in given), len(given)])
     if share != 1.0:
         flat[: -len(given)].mul_(share)
     exists = on_any_rank(missing, counts)
     return [g.copy_(part.view_as(g)) if yes else None for g, part, yes in zip(given, parts, exists, strict=True)]
+
+
+def message_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype in which gradients are sent: complex ones keep theirs."""
+    return wanted if wanted is not None and own.is_floating_point else own
 
 
 def on_any_rank(missing: Sequence[bool], counts: torch.Tensor) -> list[bool]:

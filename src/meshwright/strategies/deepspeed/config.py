@@ -43,7 +43,7 @@ def _fixed(stage: int, strategy: Strategy, max_norm: float | None) -> dict[str, 
         "zero_optimization": zero_section(strategy),
     }
     if lowered != "fp32":
-        config |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+        config |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": strategy.reduce}
     return config
 
 

@@ -104,6 +104,11 @@ def _wrong_policies(strategy: Strategy, stage: int) -> Iterator[str]:
         yield f"DeepSpeed keeps fp32 masters; use {strategy.precision}, or drop engine=deepspeed."
     if strategy.autocast:
         yield f"autocast is not built for engine=deepspeed; use {strategy.precision}, or drop engine=deepspeed."
+    if strategy.reduce != "fp32" and (not stage or strategy.stage_axis):
+        yield (
+            "DeepSpeed's ddp and its pipeline sum gradients in the dtype of their parameters, which is fp32; "
+            f"use zero1 without a pipeline, or drop reduce={strategy.reduce}."
+        )
     if strategy.offload == "optimizer" and not stage:
         yield "DeepSpeed offloads what ZeRO divides, and ddp divides nothing; use zero1,offload=optimizer."
     if strategy.offload in ("params", "nvme") and stage < 3:

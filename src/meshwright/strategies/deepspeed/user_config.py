@@ -91,6 +91,8 @@ def _strategy_of(config: DeepSpeedConfig) -> Strategy:
     return Strategy(
         data=word_of_stage(config.zero.stage),
         precision=config.precision,
+        # DeepSpeed's default is the compute dtype; a strategy sums in fp32 unless it says otherwise.
+        reduce="bf16" if config.reduces_in == "bf16" and config.precision == "bf16" else "fp32",
         offload=offload,  # type: ignore[arg-type]
         nvme=config.zero.nvme_path if offload == "nvme" else "",
         micro_batch=config.micro_batch,
@@ -132,9 +134,12 @@ def _of_strategy(config: DeepSpeedConfig, strategy: Strategy) -> Iterator[Differ
         whose = f"the strategy has offload={strategy.offload}" if strategy.offload else "the strategy offloads nothing"
         yield Difference("zero_optimization's offload", said.offload or "none", whose)
     if strategy.number_format.is_low:
-        for key, dtype in config.gradient_dtypes.items():
-            if dtype not in ("fp32", "float32"):
-                yield Difference(key, dtype, f"{strategy.precision} means gradients that are summed in fp32")
+        if config.accumulates_in not in ("fp32", "float32"):
+            whose = f"{strategy.precision} means gradients of micro-batches that are summed in fp32"
+            yield Difference("data_types.grad_accum_dtype", config.accumulates_in, whose)
+        if config.reduces_in not in (None, strategy.reduce):
+            whose = f"the strategy has reduce={strategy.reduce}"
+            yield Difference("communication_data_type", config.reduces_in, whose)
 
 
 def _of_batch(config: DeepSpeedConfig, strategy: Strategy, job: Job) -> Iterator[Difference]:

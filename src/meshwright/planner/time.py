@@ -283,16 +283,17 @@ def _exposed_sums(site: Site, stage: StageWork, backward: float) -> float:
 
 
 def _one_at_a_time(site: Site, stage: StageWork, backward: float) -> float:
-    """ZeRO's buckets: a block's when it is done, and the rest at the end. Each waits for the one before."""
+    """ZeRO's buckets: a shard unit's when it is done, and the rest at the end. Each waits for the one before."""
     pace = backward / max(sum(unit.backward for unit in stage.units), 1e-12)
     done = link = 0.0
+    around = stage.trainable
     for unit in reversed(stage.units):
         done += unit.backward * pace
-        if unit.is_block and unit.trainable:
+        if ready := min(unit.trainable, unit.in_units):
             done = max(done, link)
-            link = done + _on_the_wire(site, unit.trainable)
-    around = max(0, stage.trainable - sum(unit.trainable for unit in stage.units if unit.is_block))
-    return max(done, link) + _on_the_wire(site, around) - backward
+            link = done + _on_the_wire(site, ready)
+            around -= ready
+    return max(done, link) + _on_the_wire(site, max(0, around)) - backward
 
 
 def _on_the_wire(site: Site, elements: int) -> float:

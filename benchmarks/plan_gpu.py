@@ -100,12 +100,10 @@ def _cases() -> list[Case]:
     ]
     long = "preset:llama3-8b:seq=8192"
     accumulated = [
-        Case(f"{long},batch={n}", f"fsdp,bf16,ac=selective{mb}", 8, 0, 2) for n, mb in ((8, ""), (64, ",mb=1"))
+        Case(f"{long},batch={n}", f"{data},bf16,ac=selective{mb}", 8, 0, 2)
+        for data in ("fsdp", "zero2", "hsdp=2x4")
+        for n, mb in ((8, ""), (64, ",mb=1"), (64, ",mb=1,sync=last"))
     ]
-    accumulated += [
-        Case(f"{long},batch=64", f"{data},bf16,ac=selective,mb=1", 8, 0, 2) for data in ("zero2", "hsdp=2x4")
-    ]
-    accumulated += [Case(f"{long},batch=64", "fsdp,bf16,ac=selective,mb=1,sync=last", 8, 0, 2)]
     return singles + worlds + accumulated
 
 
@@ -169,7 +167,7 @@ def measure(case: Case, alone: Any, detail: bool) -> dict[str, Any]:
         device = torch.device("cuda", 0)
         world = replace(fake_world(case.ranks, device, rank=case.rank), weightless=True)
         trainer = Trainer(job, facts, Strategy.parse(case.strategy).resolve(case.ranks), world, seed=0)
-        _make_up_weights(trainer)
+        make_up_weights(trainer)
         batch = tree_map(lambda leaf: leaf.pin_memory() if torch.is_tensor(leaf) else leaf, batch)
         trainer.step(batch)
         torch.cuda.reset_peak_memory_stats()
@@ -242,7 +240,7 @@ def _at_peak(alive: dict[int, int], changes: list[dict[str, Any]]) -> list[list[
 
 
 @torch.no_grad()
-def _make_up_weights(trainer: Trainer) -> None:
+def make_up_weights(trainer: Trainer) -> None:
     """Small numbers on the device itself: filling billions of weights from a seed takes minutes."""
     for held in trainer.engine.held():
         local = held.tensor.to_local() if hasattr(held.tensor, "to_local") else held.tensor

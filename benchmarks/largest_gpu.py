@@ -109,7 +109,7 @@ def measure(name: str, strategy: str, ranks: int) -> dict[str, Any]:
     start = time.perf_counter()
     limit = in_process(tell, name, strategy, ranks)
     told = limit["samples"]
-    shown = {key: limit[key] for key in ("samples", "peak_gib", "reserved_gib", "next", "fails_from")}
+    shown = {key: limit[key] for key in ("samples", "peak_gib", "reserved_gib", "next", "returns")}
     print(f"{name} {strategy} on {ranks}: {shown} in {time.perf_counter() - start:.0f} s", flush=True)
     tries: dict[int, dict[str, Any]] = {}
 
@@ -124,7 +124,7 @@ def measure(name: str, strategy: str, ranks: int) -> dict[str, Any]:
         "strategy": strategy,
         "ranks": ranks,
         "told": limit,
-        "runs_to": border(runs, told, limit["fails_from"] or told + 1),
+        "runs_to": border(runs, told, told + 1),
         "tries": [tries[samples] for samples in sorted(tries)],
     }
 

@@ -18,7 +18,7 @@ from meshwright.facts.cluster import Cluster
 from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
-from meshwright.planner.account import usable
+from meshwright.planner.account import capacity, usable
 from meshwright.units import GIB
 
 GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
@@ -54,7 +54,7 @@ def test_the_told_size_fits_and_the_next_does_not() -> None:
     assert ddp["limits"]["micro_batch"]["strategy"] == f"ddp=4,bf16,mb={ddp['micro_batch']}"
     for limit in ddp["limits"].values():
         assert limit["reserved_gib"] <= room < limit["next"]["reserved_gib"]
-        assert limit["next"]["samples"] == limit["samples"] + 1 <= limit["fails_from"]
+        assert limit["next"]["samples"] == limit["samples"] + 1
         assert limit["step_ms"] > 0 and limit["grade"] == "account"
     assert (tp["fits"], tp["micro_batch"], tp["batch"]) == (False, None, None)
     assert "multiple of 3" in tp["reason"]
@@ -63,22 +63,24 @@ def test_the_told_size_fits_and_the_next_does_not() -> None:
 def test_the_border_is_that_of_traced_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace has the last word: here it needs 3 GiB for a sample and rank, and 10 for the rest."""
 
-    def trace(job: Job, facts: object, strategy: Strategy, ranks: int) -> list[Trace]:
+    def trace(job: Job, facts: object, strategy: Strategy, ranks: int, *, whole: bool, capacity: float) -> list[Trace]:
+        assert whole and 38 * GIB < capacity < 39 * GIB
         samples = job.global_batch // ranks // (2 if strategy.micro_batch else 1)
         peak = (10 + 3 * samples) * GIB
-        return [Trace(rank=0, ranks=ranks, memory={"activations": peak}, reserved=peak + GIB)]
+        return [Trace(rank=0, ranks=ranks, memory={"activations": peak}, reserved=peak + 2 * GIB, returns=samples - 7)]
 
     monkeypatch.setattr("meshwright.tracing.trace_roles", trace, raising=False)
     words = ("preset:gpt2", "--on", "2xA100-40GB", "--largest", "--strategies", "ddp,bf16")
     (row,) = document(*words)["results"]
     assert (row["micro_batch"], row["batch"]) == (8, 16)
     limit = row["limits"]["batch"]
-    assert (limit["grade"], limit["peak_gib"], limit["reserved_gib"]) == ("trace", 34, 35)
-    assert limit["next"] == {"samples": 9, "peak_gib": 37, "reserved_gib": 38}
-    assert limit["fails_from"] == 10
+    assert (limit["grade"], limit["peak_gib"], limit["reserved_gib"]) == ("trace", 34, 36)
+    assert limit["next"] == {"samples": 9, "peak_gib": 37, "reserved_gib": 39}
+    assert limit["returns"] == 1
     shown = call(*words)
     assert "ddp=2,bf16: tracing 8 samples in a micro-batch" in shown.stderr
     assert "tracing" not in shown.stdout and "* traced on fake tensors" in shown.stdout
+    assert "16+" in shown.stdout and "returns memory in every step" in shown.stdout
 
 
 @pytest.mark.thorough
@@ -86,7 +88,8 @@ def test_a_real_trace_on_both_sides_of_the_border() -> None:
     (row,) = document("preset:gpt2", "--on", "1xT4", "--largest", "--strategies", "single,fp32")["results"]
     for limit in row["limits"].values():
         assert limit["grade"] == "trace"
-        assert limit["reserved_gib"] <= usable(hardware_of(Cluster.parse("1xT4"))) / GIB < limit["next"]["reserved_gib"]
+        room = capacity(hardware_of(Cluster.parse("1xT4")), ranks=1) / GIB
+        assert limit["reserved_gib"] <= room < limit["next"]["reserved_gib"]
         assert limit["next"]["samples"] == limit["samples"] + 1
 
 

@@ -17,10 +17,10 @@ TRACED = [
     "llama3.2-1b:seq=2048,batch=8 single,bf16,ac=full",
     "llama3.2-1b:seq=2048,batch=64 fsdp,bf16",
     "llama3.2-3b:seq=2048,batch=8 tp=8,bf16",
-    "llama3.2-1b:seq=2048,batch=64 zero1,bf16",
+    "llama3.2-3b:seq=2048,batch=16 pp=4:1f1b,bf16,mb=2",
 ]
 """Those that are traced here. All are by `benchmarks/plan_gpu.py score`, whose table is in docs/planner.md."""
-COMPILED = ["llama3.2-1b:seq=2048,batch=8 single,bf16,compile"]
+COMPILED = ["llama3-8b:seq=4096,batch=8 fsdp,bf16,compile"]
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,7 @@ def test_the_sweep_is_whole() -> None:
 
 @pytest.mark.slow
 def test_account_and_time_of_every_row(bench: ModuleType) -> None:
-    found = [bench.errors_of(row, bench.account_for(row)) for row in ROWS if "outdated" not in row]
-    assert len(found) >= 35
+    found = [bench.errors_of(row, bench.account_for(row)) for row in ROWS]
     assert mean(abs(errors["account"]) for errors in found) < 0.04
     assert mean(abs(errors["time"]) for errors in found) < 0.10
 

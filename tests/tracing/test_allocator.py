@@ -50,3 +50,24 @@ def test_streams_do_not_share() -> None:
     allocator.release(allocator.allocate(30 * MIB, stream=0))
     allocator.allocate(30 * MIB, stream=1)
     assert allocator.reserved == 60 * MIB
+
+
+def test_a_full_device_gets_back_what_is_free_as_a_whole() -> None:
+    allocator = Allocator(capacity=100 * MIB)
+    free, divided = allocator.allocate(40 * MIB, stream=1), [allocator.allocate(20 * MIB) for _ in range(2)]
+    allocator.release(free)
+    assert allocator.allocate(60 * MIB).size == 60 * MIB
+    assert (allocator.reserved, allocator.returns) == (100 * MIB, 1)
+    for chunk in divided:
+        allocator.release(chunk)
+    assert allocator.allocate(20 * MIB).address == divided[0].address
+    assert allocator.returns == 1
+
+
+def test_what_is_partly_used_stays_and_may_be_lacking() -> None:
+    allocator = Allocator(capacity=50 * MIB)
+    chunks = [allocator.allocate(8 * MIB) for _ in range(4)]  # two segments of 20 MiB
+    allocator.release(chunks[0])
+    allocator.release(chunks[2])
+    allocator.allocate(16 * MIB)
+    assert (allocator.reserved, allocator.returns) == (56 * MIB, 1)

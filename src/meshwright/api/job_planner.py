@@ -20,6 +20,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.plan import Plan
 from meshwright.facts.precision import BUILT
 from meshwright.facts.strategy import Strategy
+from meshwright.facts.trace import Trace
 from meshwright.planner.account import usable
 from meshwright.planner.calibrate import Calibration
 from meshwright.planner.candidates import Allowed, candidates
@@ -30,8 +31,10 @@ from meshwright.planner.step_layout import cut_batch
 from meshwright.probe.machine import local_cluster
 from meshwright.tracing.costs import measure_costs
 
-PATIENCE = 10.0
-"""Time budget in seconds for tracing finalists; the first one is always traced."""
+PATIENCE, PATIENCE_FOR_FIRST = 10.0, 90.0
+"""Seconds for tracing finalists, and until one of them fits: the first plan of a ranking should have been traced."""
+UNSEEN = 1.15
+"""What the allocator reserves for the whole model, at most, by what traces of shorter ones show (seen: up to 1.10)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,16 +152,17 @@ class Planner:
 
     def trace_first(self, cluster: Cluster, plans: list[Plan], count: int) -> tuple[list[Plan], list[Plan]]:
         """Trace the memory of plans until `count` of them fit. Returns the plans that fit, and those that do not."""
-        from meshwright.tracing import trace_roles  # slow import that plans without traces do not need
-
         context, rest = self.context(cluster), list(plans)
         traced: list[Plan] = []
         unfit: list[Plan] = []
         started = last = time.perf_counter()
-        while rest and len(traced) < count and (now := time.perf_counter()) + (now - last) <= started + PATIENCE:
+        while rest and len(traced) < count:
+            now = time.perf_counter()
+            if now + (now - last) > started + (PATIENCE if traced else PATIENCE_FOR_FIRST):
+                break
             plan, last = rest.pop(0), now
             try:
-                traces = trace_roles(self._short(plan.strategy), self.facts, plan.strategy, cluster.devices)
+                traces = self._trace(plan.strategy, cluster.devices, room=usable(context.hardware))
             except MeshwrightError as error:
                 self.notes.append(f"{plan.strategy} could not be traced; its closed-form forecast is kept: {error}")
                 traced.append(plan)
@@ -166,6 +170,15 @@ class Planner:
             checked = with_traces(context, plan, traces)
             (traced if checked.fits else unfit).append(checked)
         return [*traced, *rest], unfit
+
+    def _trace(self, strategy: Strategy, ranks: int, room: float) -> list[Trace]:
+        """Traces of shorter models or, if those leave open whether it fits, of the whole one."""
+        from meshwright.tracing import trace_roles  # slow import that plans without traces do not need
+
+        job = self._short(strategy)
+        traces = trace_roles(job, self.facts, strategy, ranks)
+        is_open = max(trace.peak for trace in traces) <= room < UNSEEN * max(trace.reserved for trace in traces)
+        return trace_roles(job, self.facts, strategy, ranks, whole=True) if is_open else traces
 
     def _short(self, strategy: Strategy) -> Job:
         """The job with the smallest batch that fills the strategy: a larger one needs no more memory."""

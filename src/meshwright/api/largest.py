@@ -1,22 +1,24 @@
-"""The largest micro-batch and batch that fit under each strategy: bisect the account, confirm with traced steps."""
+"""The largest micro-batch and batch that run under each strategy.
+
+A trace of the whole model, with a model of the allocator on a device of that capacity, tells whether a size runs. It
+takes seconds, so the search starts where the account, which takes milliseconds, leads to.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import floor
 
 from meshwright import schedules
 from meshwright.api.job_planner import Planner, PlanOptions
 from meshwright.errors import BadInput, MeshwrightError, Refused
 from meshwright.facts.cluster import Cluster
-from meshwright.facts.hardware import Hardware
 from meshwright.facts.largest import Larger, LargestReport, LargestSizes, Limit
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.plan import Plan
 from meshwright.facts.strategy import Strategy
-from meshwright.planner.account import CONTEXT, usable
+from meshwright.planner.account import capacity, usable
 from meshwright.planner.border import MOST, largest_that, settle
 from meshwright.planner.crossings import kind_of
 from meshwright.planner.memory import in_flight
@@ -60,7 +62,7 @@ def find_largest(
     return LargestReport(
         job=name,
         cluster=str(cluster),
-        room=usable(planner.context(cluster).hardware),
+        room=finder.room,
         results=tuple(finder.sizes(strategy) for strategy in strategies),
         seconds=time.perf_counter() - started,
         advice=advice,
@@ -104,7 +106,9 @@ class _Finder:
     def __init__(self, planner: Planner, cluster: Cluster, *, traced: bool, tell: Tell) -> None:
         self._planner, self._cluster, self._traced, self._tell = planner, cluster, traced, tell
         self._context = planner.context(cluster)
-        self._room = usable(self._context.hardware)
+        hardware = self._context.hardware
+        self.room = capacity(hardware, cluster.devices) if traced else usable(hardware)
+        """Bytes that a size may reserve."""
         self._untraceable: set[str] = set()
 
     def sizes(self, named: Strategy) -> LargestSizes:
@@ -141,10 +145,12 @@ class _Finder:
         `near` is what fits with fewer micro-batches: a better start than the account.
         """
         known: dict[int, Plan] = {}
+        returns: dict[int, int] = {}
 
         def excess(samples: int) -> float:
-            known[samples] = plan = self._forecast(step, samples, notes)
-            return plan.forecast.peak - self._room if plan.fits or plan.forecast.peak > self._room else 1.0
+            known[samples], returns[samples] = plan, _ = self._forecast(step, samples, notes)
+            beyond = plan.forecast.peak - self.room
+            return beyond if plan.fits or beyond > 0 else 1.0
 
         start = near.samples if near else max(1, largest_that(lambda size: self._account(step, size).fits))
         each = self._account(step, start + 1).forecast.peak - self._account(step, start).forecast.peak
@@ -156,30 +162,35 @@ class _Finder:
             global_batch=step.batch(samples),
             plan=replace(known[samples], why=()),
             larger=_larger(more, known[more]) if more <= MOST else None,
-            fails_from=_fails_from(known, samples, self._context.hardware) if more <= MOST else None,
+            returns=returns[samples],
         )
 
     def _account(self, step: _Step, samples: int, *, timed: bool = False) -> Plan:
         context = replace(self._context, global_batch=step.batch(samples))
         return consider(context, step.of(samples), time_all=timed)
 
-    def _forecast(self, step: _Step, samples: int, notes: list[str]) -> Plan:
-        """The traced forecast, or the account if the step cannot be traced; a note then says so."""
+    def _forecast(self, step: _Step, samples: int, notes: list[str]) -> tuple[Plan, int]:
+        """The traced forecast, or the account if the step cannot be traced, as a note says then.
+
+        Beside it, how often the allocator returns memory in a step.
+        """
         plan = self._account(step, samples, timed=True)
-        lacks_host_memory = not plan.fits and plan.forecast.peak <= self._room
+        lacks_host_memory = not plan.fits and plan.forecast.peak <= usable(self._context.hardware)
         if not self._traced or lacks_host_memory or str(step.strategy) in self._untraceable:
-            return plan
+            return plan, 0
         from meshwright.tracing import trace_roles  # slow import that the account does not need
 
         self._tell(f"{step.strategy}: tracing {samples} sample{'s' * (samples > 1)} in a micro-batch")
-        job = replace(self._planner.job, global_batch=step.batch(samples))
+        job, strategy = replace(self._planner.job, global_batch=step.batch(samples)), step.of(samples)
         try:
-            traces = trace_roles(job, self._planner.facts, step.of(samples), self._cluster.devices)
+            traces = trace_roles(
+                job, self._planner.facts, strategy, self._cluster.devices, whole=True, capacity=self.room
+            )
         except MeshwrightError as error:
             self._untraceable.add(str(step.strategy))
             notes.append(f"A step could not be traced; its closed-form forecast is used: {error}")
-            return plan
-        return with_traces(self._context, plan, traces)
+            return plan, 0
+        return with_traces(self._context, plan, traces, self.room), max(trace.returns for trace in traces)
 
 
 def _steps(strategy: Strategy, facts: ModelFacts) -> tuple[dict[str, _Step], list[str]]:
@@ -213,12 +224,3 @@ def _fill(strategy: Strategy, facts: ModelFacts) -> tuple[int, bool]:
 
 def _larger(samples: int, plan: Plan) -> Larger:
     return Larger(samples=samples, peak_gib=plan.peak / GIB, reserved_gib=plan.forecast.peak / GIB)
-
-
-def _fails_from(known: dict[int, Plan], samples: int, hardware: Hardware) -> int:
-    """The first size whose tensors alone exceed the device; their bytes are affine in the samples."""
-    least, most = min(known), max(known)
-    each = max(1.0, (known[most].peak - known[least].peak) / (most - least))
-    room = hardware.memory if hardware.device == "cpu" else hardware.memory - CONTEXT
-    beyond = samples + floor((room - known[samples].peak) / each) + 1
-    return min(MOST, max(samples + 1, beyond))

@@ -29,8 +29,8 @@ class Limit:
     """The forecast of that step."""
     larger: Larger | None = None
     """None if even the largest size that is tried fits."""
-    fails_from: int | None = None
-    """Samples whose tensors alone exceed the device. Sizes below it may run while the allocator returns memory."""
+    returns: int = 0
+    """How often the allocator returns memory to the device in a step of this size, which takes time."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -38,7 +38,7 @@ class Limit:
             "global_batch": self.global_batch,
             **show_plan(self.plan),
             "next": None if self.larger is None else asdict(self.larger),
-            "fails_from": self.fails_from,
+            "returns": self.returns,
         }
 
 
@@ -82,7 +82,7 @@ class LargestReport:
     job: str
     cluster: str
     room: float
-    """Bytes of a device that are available for tensors."""
+    """Bytes that a rank may reserve."""
     results: tuple[LargestSizes, ...]
     seconds: float = 0.0
     advice: tuple[str, ...] = ()

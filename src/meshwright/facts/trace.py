@@ -50,6 +50,8 @@ class Trace:
     """Bytes at the peak, by a cause from MEMORY_CAUSES, without the allocator's fragmentation."""
     reserved: int
     """Bytes that the caching allocator would reserve for the same sequence of requests."""
+    returns: int = 0
+    """How often the allocator returns memory to a device of a given capacity in the step, which takes time."""
     operations: tuple[Operation, ...] = ()
     messages: tuple[Message, ...] = ()
     unseen: str = ""

@@ -13,8 +13,9 @@ from meshwright.planner.step_layout import StepLayout
 from meshwright.planner.time import Timing, forecast_time
 from meshwright.units import GIB
 
-CONTEXT = 1.2 * GIB
-"""Bytes that a CUDA process uses besides tensors: its context, and the workspaces of cuBLAS and NCCL."""
+CONTEXT, CONTEXT_ALONE = 1.2 * GIB, 0.75 * GIB
+"""Bytes that a CUDA process uses besides tensors: its context, loaded kernels and, unless it is alone, NCCL's buffers.
+One process on an H200 could reserve all but this (docs/data/largest_gpu.json)."""
 HOST_AHEAD = 1.2
 """Gathered inputs that streams hold in a pipeline whose host runs ahead, relative to those that backward needs. The
 tensors that wait to be scattered are included (published sweep: 1.0 to 1.9)."""
@@ -57,8 +58,15 @@ class Account:
         return self.reserved <= usable(hardware)
 
 
+def capacity(hardware: Hardware, ranks: int) -> float:
+    """Bytes that an allocator can reserve on a device until requests fail."""
+    if hardware.device == "cpu":
+        return float(hardware.memory)
+    return hardware.memory - (CONTEXT if ranks > 1 else CONTEXT_ALONE)
+
+
 def usable(hardware: Hardware) -> float:
-    """Bytes of a device that are available for tensors."""
+    """Bytes of a device that a plan may use."""
     if hardware.device == "cpu":
         return float(hardware.memory)
     return hardware.memory * (1 - MARGIN) - CONTEXT

@@ -256,12 +256,12 @@ def choose(context: PlanContext, plans: list[Plan]) -> list[Plan]:
     return [first, *(plan for plan in plans if plan is not first)]
 
 
-def with_traces(context: PlanContext, plan: Plan, traces: list[Trace]) -> Plan:
-    """The plan with the memory of a step traced on fake tensors."""
+def with_traces(context: PlanContext, plan: Plan, traces: list[Trace], room: float | None = None) -> Plan:
+    """The plan with the memory of a step traced on fake tensors. `room` is what it may reserve, if not the usual."""
     fullest = max(traces, key=lambda trace: trace.reserved)
     memory = {**fullest.memory, "allocator": max(0, fullest.reserved - fullest.peak)}
     forecast = Forecast(memory=memory, time=plan.forecast.time)
-    room = usable(context.hardware)
+    room = usable(context.hardware) if room is None else room
     fits = fullest.reserved <= room
     return replace(
         plan,

@@ -14,7 +14,7 @@ ROWS = {"micro_batch": "micro-batch", "batch": "batch"}
 
 def largest_page(document: dict[str, Any]) -> RenderableType:
     """A row for each size of each strategy, and below it why some have none."""
-    numbers = ("samples", "reserved GiB", "next GiB", "fails from")
+    numbers = ("samples", "reserved GiB", "next GiB")
     table = make_table(f"{document['job']} on {document['cluster']}", ("strategy", "largest"), numbers)
     for result in document["results"]:
         sizes = [(row, result[what], result["limits"][what]) for what, row in ROWS.items() if result["limits"][what]]
@@ -27,29 +27,29 @@ def largest_page(document: dict[str, Any]) -> RenderableType:
 
 
 def _cells(size: int | None, limit: dict[str, Any] | None) -> tuple[str, ...]:
-    """A size, the memory that it and the next larger one need, and the size that fails."""
+    """A size, and the memory that it and the next larger one need."""
     if size is None or limit is None:
-        return ("-",) * 4
+        return ("-",) * 3
     held = f"{limit['reserved_gib']:.1f}{'*' if limit['grade'] == 'trace' else ''}"
     if limit["next"] is None:
-        return f"{size:,} or more", held, "-", "-"
-    fails = size // limit["samples"] * limit["fails_from"]
-    return f"{size:,}", held, f"{limit['next']['reserved_gib']:.1f}", f"{fails:,}"
+        return f"{size:,} or more", held, "-"
+    return f"{size:,}{'+' if limit['returns'] else ''}", held, f"{limit['next']['reserved_gib']:.1f}"
 
 
 def _caption(document: dict[str, Any]) -> list[str]:
     limits = [limit for result in document["results"] for limit in result["limits"].values() if limit]
-    lines = [f"a device has {document['room_gib']:.1f} GiB for tensors"]
+    lines = [f"a rank may reserve {document['room_gib']:.1f} GiB"]
     if not limits:
         return lines
+    returning = [limit["returns"] for limit in limits]
     bars = " and ".join(f"{bar:.0%}" for bar in sorted({limit["error_bar"]["memory"] for limit in limits}))
     traced = any(limit["grade"] == "trace" for limit in limits)
     return [
         f"{'* traced on fake tensors; ' * traced}memory within {bars}, in 3 of 4 cases",
         "micro-batch: samples of one rank; any global batch fits by accumulating",
         "batch: samples of all ranks without accumulating",
+        *(["+ runs, but the allocator returns memory in every step, which takes time"] * any(returning)),
         *lines,
-        "larger sizes may run until tensors alone fill the device, while the allocator returns memory",
     ]
 
 

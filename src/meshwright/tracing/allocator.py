@@ -2,8 +2,9 @@
 
 Rules and sizes are those of c10/cuda/CUDACachingAllocator.cpp with its default settings. A request is rounded up to 512
 bytes and served from the smallest free block of its pool and stream that is large enough. The block is split if enough
-is left over. Free neighbours are merged. Nothing is returned to the device while there is memory. A block that is not
-split counts as allocated in full, so `torch.cuda.max_memory_allocated()` is more than the sum of the requests.
+is left over. Free neighbours are merged. Only if the device has no memory left, segments that are free as a whole are
+returned to it, in all pools, and the request is tried once more. A block that is not split counts as allocated in full,
+so `torch.cuda.max_memory_allocated()` is more than the sum of the requests.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass, field
+from math import inf
 
 MIB = 1 << 20
 ROUNDING = 512
@@ -42,10 +44,19 @@ class SegmentChunk:
 
 @dataclass
 class Allocator:
-    """The segments that were reserved on the device, divided into chunks."""
+    """The segments that are reserved on the device, divided into chunks."""
 
+    capacity: float = inf
+    """Bytes that the device has. If it needs more, the allocator goes on as if it had more."""
     reserved: int = 0
+    """The most bytes that were reserved at a time; more than the capacity if a request could not be met."""
     allocated: int = 0
+    returns: int = 0
+    """How often segments had to be returned to the device."""
+    _held: int = 0
+    """Bytes that are reserved now."""
+    _end: int = 0
+    """The next address."""
     _free: dict[tuple[bool, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     """By pool: sizes and addresses of free chunks, smallest first."""
     _chunks: dict[int, SegmentChunk] = field(default_factory=dict)
@@ -87,10 +98,28 @@ class Allocator:
             length = SMALL_SEGMENT
         else:
             length = LARGE_SEGMENT if size < OWN_SEGMENT else round_up(size, OWN_ROUNDING)
-        chunk = SegmentChunk(self.reserved, length, pool)
+        if self._held + length > self.capacity:
+            self._return_segments()
+        chunk = SegmentChunk(self._end, length, pool)
         self._chunks[chunk.address] = chunk
-        self.reserved += length
+        self._end += length
+        self._held += length
+        self.reserved = max(self.reserved, self._held)
         return chunk
+
+    def _return_segments(self) -> None:
+        """Return all segments to the device that are free as a whole."""
+        self.returns += 1
+        for pool, chunks in self._free.items():
+            kept = []
+            for key in chunks:
+                chunk = self._chunks[key[1]]
+                if chunk.before is None and chunk.after is None:
+                    self._held -= chunk.size
+                    del self._chunks[chunk.address]
+                else:
+                    kept.append(key)
+            self._free[pool] = kept
 
     def _split(self, chunk: SegmentChunk, size: int) -> None:
         rest = SegmentChunk(chunk.address + size, chunk.size - size, chunk.pool, before=chunk, after=chunk.after)

@@ -36,6 +36,7 @@ def extrapolate(shorter: Recorded, longer: Recorded, *, sizes: tuple[int, int], 
     return Recorded(
         peaks=peaks,
         reserved=_peak(peaks) + max(record.reserved - _peak(record.peaks) for record in (shorter, longer)),
+        returns=0,
         operations=_operations(shorter.operations, longer.operations, times),
         messages=_messages(shorter.messages, longer.messages, times),
         stages=longer.stages,

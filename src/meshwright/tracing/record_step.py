@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Any
 from unittest.mock import patch
 
@@ -56,6 +57,8 @@ class Recorded:
     peaks: dict[str, Counter[str]]
     """For each moment of the step (such as forward of the first block), bytes by cause at that moment's peak."""
     reserved: int
+    returns: int
+    """How often the allocator returned memory to the device."""
     operations: Counter[Operation]
     messages: Counter[Message]
     stages: tuple[int, ...]
@@ -63,11 +66,18 @@ class Recorded:
     """Why something that would be compiled was traced as eager."""
 
 
-def record_step(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, rank: int) -> Recorded:
-    """Run two steps of a resolved strategy, and record the second: the first makes the optimizer's state."""
+def record_step(
+    job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, rank: int, capacity: float = inf
+) -> Recorded:
+    """Run two steps of a resolved strategy, and record the second: the first makes the optimizer's state.
+
+    `capacity` is how many bytes the device has. What is reserved is that of both steps.
+    """
     sample = make_batch(job, SAMPLES)
     with _fake_world(ranks, rank) as world, _fake_tensors():
         recorder = StepRecorder(Messages())
+        allocator = recorder.ledger.allocator
+        allocator.capacity = capacity
         compiler = Compiler(recorder, partial(_moment_of, facts.blocks))
         with recorder.recording(), compiler.compiling():
             trainer = Trainer(_watched(job, recorder), facts, strategy, world, seed=0)
@@ -78,12 +88,13 @@ def record_step(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, ran
                 _name_moments(engine.model, facts, recorder)
             batch = _part(job, sample, trainer)
             _step(trainer, batch, recorder)
-            since = recorder.begin()
+            since, returns = recorder.begin(), allocator.returns
             _step(trainer, batch, recorder)
             holders = getattr(trainer.engine, "holders", None)
             return Recorded(
                 peaks=recorder.ledger.peaks(since),
-                reserved=recorder.ledger.allocator.reserved,
+                reserved=allocator.reserved,
+                returns=allocator.returns - returns,
                 operations=recorder.operations.counts,
                 messages=recorder.messages.counts,
                 stages=holders.own if holders is not None else (),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from meshwright.assemble.check import check
 from meshwright.errors import MeshwrightError, Refused, one_line
@@ -32,15 +33,17 @@ def trace_step(
     rank: int = 0,
     device: str = "cuda",
     whole: bool = False,
+    capacity: float = inf,
 ) -> Trace:
     """What `rank` of `ranks` allocates, computes and sends in one optimizer step.
 
-    A model with many equal blocks is extrapolated from two traces with fewer blocks, unless `whole` is set.
+    A model with many equal blocks is extrapolated from two traces with fewer blocks, unless `whole` is set: then
+    `reserved` is exact, and more than `capacity`, the bytes of the device, only if the step does not run on it.
     """
     resolved = _refuse(job, facts, strategy, ranks, device)
     try:
         recorded = None if whole else _from_shorter(job, facts, resolved, ranks, rank)
-        recorded = recorded or record_step(job, facts, resolved, ranks, rank)
+        recorded = recorded or record_step(job, facts, resolved, ranks, rank, capacity)
     except MeshwrightError:
         raise
     except Exception as error:
@@ -51,7 +54,9 @@ def trace_step(
     return _trace(recorded, rank, ranks, _unseen(resolved, recorded))
 
 
-def trace_roles(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int) -> list[Trace]:
+def trace_roles(
+    job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, *, whole: bool = False, capacity: float = inf
+) -> list[Trace]:
     """One trace for each distinct role: the places of a pipeline, or rank 0 if all ranks do the same.
 
     Places between the first and the last do the same, except that earlier ones hold more micro-batches in flight. So
@@ -59,8 +64,8 @@ def trace_roles(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int) -> 
     """
     resolved = _refuse(job, facts, strategy, ranks, "cuda")
     places = resolved.stage_ranks
-    chosen = sorted({0, min(1, places - 1), places - 1})
-    return [trace_step(job, facts, strategy, ranks=ranks, rank=place * ranks // places) for place in chosen]
+    chosen = (place * ranks // places for place in sorted({0, min(1, places - 1), places - 1}))
+    return [trace_step(job, facts, strategy, ranks=ranks, rank=rank, whole=whole, capacity=capacity) for rank in chosen]
 
 
 def _refuse(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, device: str) -> Strategy:
@@ -109,6 +114,7 @@ def _trace(recorded: Recorded, rank: int, ranks: int, unseen: str) -> Trace:
         ranks=ranks,
         memory={cause: size for cause, size in memory.items() if size},
         reserved=recorded.reserved,
+        returns=recorded.returns,
         operations=tuple(replace(operation, count=count) for operation, count in recorded.operations.items()),
         messages=tuple(replace(message, count=count) for message, count in recorded.messages.items()),
         unseen=unseen,

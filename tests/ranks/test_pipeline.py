@@ -65,12 +65,13 @@ def test_what_pipelines_get_wrong(two_ranks: RankPool, job: str) -> None:
 
 
 def test_every_data_strategy(four_ranks: RankPool) -> None:
-    data = ["ddp", "zero1", "zero2", "fsdp", "hsdp=2x1", "hsdp=1x2", "fsdp:grad-op"]
+    data = ["ddp", "zero1", "zero2", "fsdp", "hsdp=2x1", "hsdp=1x2", "fsdp:grad-op,sync=last", "zero2,sync=last"]
     check(four_ranks, "tied", *(f"pp=2:1f1b,{name}" for name in data), "pp=4:1f1b", "layers=2,fsdp")
 
 
 def test_every_way_of_backward_with_data_strategies(four_ranks: RankPool) -> None:
     check(four_ranks, "tied", "pp=2:interleaved,fsdp", "pp=2:zb,fsdp", "pp=2:zb,ddp", "pp=2:zbv,ddp", "pp=2:zbv,zero2")
+    check(four_ranks, "tied", "pp=2:zb,fsdp,sync=last")
 
 
 def test_what_hybrids_get_wrong(four_ranks: RankPool) -> None:

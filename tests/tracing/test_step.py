@@ -161,6 +161,16 @@ def test_sharded_gradients_are_reduced_in_each_micro_batch_or_once(strategy: str
     assert last.peak - each.peak > 0.5 * (1 - 1 / shards) * 4 * weights(layers)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp,pp=2:1f1b", pytest.param("zero2,pp=2:1f1b", marks=pytest.mark.thorough)])
+def test_a_stage_reduces_in_each_micro_batch_or_once(strategy: str) -> None:
+    """Eight micro-batches on each of two data ranks."""
+    layers = 8
+    each, last = (trace(f"{strategy},mb=1{how}", 4, layers=layers) for how in ("", ",sync=last"))
+    assert sent(each, "reduce_scatter", "data") == pytest.approx(8 * sent(last, "reduce_scatter", "data"))
+    # Half of a stage's gradients is in the other rank's shard; while a unit's are reduced, they are whole in both.
+    assert last.peak - each.peak > 0.15 * 4 * weights(layers) / 2
+
+
 @pytest.mark.parametrize(
     ("strategy", "kind", "axis"),
     [
@@ -177,6 +187,7 @@ def test_sharded_gradients_are_reduced_in_each_micro_batch_or_once(strategy: str
                 ("hsdp=2x2", "all_reduce", "replica"),
                 ("ddp,pp=2:1f1b", "all_reduce", "data"),
                 ("zero1,pp=2:1f1b", "reduce_scatter", "data"),
+                ("fsdp,pp=2:1f1b", "reduce_scatter", "data"),
             )
         ),
     ],

@@ -27,6 +27,7 @@ from meshwright.describe.structure import leaves_of, map_tensors, tensors_of
 from meshwright.errors import JobError
 from meshwright.recording.wrap_forward import wrap_forward
 from meshwright.schedules import FAMILIES
+from meshwright.strategies.data.fully_shard import FsdpEngine
 from meshwright.strategies.engine import Engine
 from meshwright.strategies.pipeline.stages import Crossings, Stages, find_crossings
 
@@ -155,6 +156,8 @@ class PipelinePasses:
             fake=self._fake,
             events=self.events,
             recomputing=self._losses.recomputing,
+            done=stage.engine.micro_batch_done,
+            fsdp_reduces=isinstance(stage.engine, FsdpEngine) and stage.engine.reduces_each,
         )
 
     def _examples(self, stage: int) -> tuple[torch.Tensor, ...]:

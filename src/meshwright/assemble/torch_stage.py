@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -72,18 +72,24 @@ class TimedStage(SafeSplitStage):
     events: list[StageEvent] | None = None
     recomputing: AbstractContextManager[Any] = nullcontext()
     """Context for backward."""
+    done: Callable[[], None] = staticmethod(lambda: None)
+    """Called when a micro-batch's gradients of the weights are there."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._timed("F", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._timed("B" if kwargs.get("full_backward", True) else "I", bwd_chunk_id), self.recomputing:
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        whole = kwargs.get("full_backward", True)
+        with self._timed("B" if whole else "I", bwd_chunk_id), self.recomputing:
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            if whole:
+                self.done()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._timed("W", bwd_chunk_id), self.recomputing:
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            self.done()
 
     @contextmanager
     def _timed(self, kind: str, chunk: int) -> Iterator[None]:
@@ -98,8 +104,14 @@ class FakeWorldStage(NoVotes, TimedStage):
 
 
 def make_stage(
-    *args: Any, fake: bool, events: list[StageEvent] | None, recomputing: AbstractContextManager[Any], **kwargs: Any
+    *args: Any,
+    fake: bool,
+    events: list[StageEvent] | None,
+    recomputing: AbstractContextManager[Any],
+    done: Callable[[], None],
+    fsdp_reduces: bool,
+    **kwargs: Any,
 ) -> PipelineStage:
     stage = (FakeWorldStage if fake else TimedStage)(*args, **kwargs)
-    stage.events, stage.recomputing = events, recomputing
+    stage.events, stage.recomputing, stage.done, stage.fsdp_reduces = events, recomputing, done, fsdp_reduces
     return stage

@@ -112,10 +112,9 @@ class Strategy:
     def reduces_each(self) -> bool:
         """Whether gradients are reduced to their shards after each micro-batch, and not once a step.
 
-        Whole gradients are reduced once: a sum of several costs no more memory. In a pipeline's stage, several
-        micro-batches are under way, and gradients stay whole until the last.
+        Whole gradients are reduced once: a sum of several costs no more memory.
         """
-        return self.sync == "each" and "gradients" in self.traits.shards and self.stage_axis is None
+        return self.sync == "each" and "gradients" in self.traits.shards
 
     @property
     def model_ranks(self) -> int:

@@ -59,8 +59,6 @@ def clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
     if strategy.sync == "last":
         if "gradients" not in strategy.traits.shards:
             yield strategy.data or "no data axis", "sync=last", "gradients that are not sharded are always reduced once"
-        if stage := strategy.stage_axis:
-            yield str(stage), "sync=last", "a stage's gradients are always reduced after the last micro-batch"
         if strategy.engine == "deepspeed":
             yield "engine=deepspeed", "sync=last", "DeepSpeed reduces sharded gradients after each micro-batch"
     if strategy.reduce != "fp32":
@@ -85,7 +83,7 @@ def _reduce_clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
         yield f"{data}=1", term, "one rank sums no gradients over ranks"
     if strategy.traits.gathers and not strategy.reduces_each:
         # FSDP2 has one dtype for both sums.
-        cause = "sync=last" if strategy.sync == "last" else str(strategy.stage_axis or f"{data}:{strategy.variant}")
+        cause = "sync=last" if strategy.sync == "last" else f"{data}:{strategy.variant}"
         why = f"FSDP2 would also add up whole gradients of micro-batches in {strategy.reduce}; use ddp, zero1 or zero2"
         yield cause, term, why
 

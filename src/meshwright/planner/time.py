@@ -382,7 +382,9 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
     timing.add("stages", hops * site.time("send", max(stage.output for stage in stages[:-1]), site.neighbour))
     busiest = max(stages, key=lambda stage: stage.trainable)
     if layout.data > 1:
-        timing.add("data", _gradient_sum(site, busiest.trainable * layout.virtual))
+        # After a micro-batch's backward the stage waits for the sum; what zero2 has sent by then is left out.
+        times = layout.micro_batches if layout.reduces_each else 1
+        timing.add("data", times * _gradient_sum(site, busiest.trainable * layout.virtual))
     if layout.gathers:
         size = busiest.elements * layout.virtual * layout.compute_bytes
         timing.add("data", site.time("all_gather", size, site.shard))

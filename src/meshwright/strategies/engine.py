@@ -116,6 +116,9 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
+    def micro_batch_done(self) -> None:
+        """Called by a pipeline after a micro-batch's backward, which no context encloses: others are under way."""
+
     def finish(self) -> None:
         """Complete the gradients after the last backward, so that they are the whole batch's."""
 

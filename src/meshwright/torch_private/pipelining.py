@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc, construct_reverse_graph, get_param_groups
+from torch.distributed.pipelining._backward import (
+    _get_grad_fn_or_grad_acc,
+    construct_reverse_graph,
+    get_param_groups,
+    stage_backward,
+)
 
 __all__ = ["construct_reverse_graph", "get_param_groups"]
 
@@ -15,10 +21,24 @@ graph_node: Callable[[Any], Any] = _get_grad_fn_or_grad_acc
 
 
 class Stage(PipelineStage):
-    """A stage that never sends to its own rank.
+    """A stage that never sends to its own rank, and in which FSDP may reduce gradients in every backward pass.
 
-    In V-shaped schedules two neighbouring stages share a rank, and PyTorch 2.11 would have it send to itself.
+    In V-shaped schedules two neighbouring stages share a rank, and PyTorch 2.11 would have it send to itself. PyTorch
+    keeps FSDP's gradients whole until the last micro-batch.
     """
+
+    fsdp_reduces = False
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        if backward_type != "full" or not self.fsdp_reduces:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        assert isinstance(self.submod, FSDPModule)
+        self.submod.set_is_last_backward(True)
+        self.submod.set_reshard_after_backward(False)
+        self.submod.set_requires_gradient_sync(True)
+        return stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]), None
 
     def kept_of(self, chunk: int) -> tuple[Any, Any]:
         """The outputs and inputs of a micro-batch that are kept from forward to backward."""

@@ -17,6 +17,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.strategies.data.summing import sum_gradients
 from meshwright.strategies.data.used_parameters import UsedParameters
 from meshwright.strategies.engine import ApplyContext, Engine, HeldTensor
+from meshwright.torch_private.fsdp import reduce_gradients
 
 
 class WholeParameters:
@@ -72,7 +73,7 @@ class FsdpEngine(Engine):
     ) -> None:
         super().__init__(model)
         self._root, self._whole, self._used = root, whole, used
-        self._each = strategy.reduces_each
+        self.reduces_each = strategy.reduces_each
         self._reduces = True
         """Whether the current micro-batch's gradients are reduced, with those of earlier ones that were not."""
         self.keeps_gathered = False
@@ -82,7 +83,7 @@ class FsdpEngine(Engine):
     def accumulating(self, last: bool) -> Iterator[None]:
         # FSDP2 could sum hsdp's shards over replicas once a step (`set_requires_all_reduce`), but it adds up flat
         # buffers: if micro-batches use different parameters, one's gradient would silently become another's.
-        self._reduces = last or self._each
+        self._reduces = last or self.reduces_each
         self._root.set_requires_gradient_sync(self._reduces)
         self._root.set_is_last_backward(self._reduces)
         if self.keeps_gathered:
@@ -94,6 +95,10 @@ class FsdpEngine(Engine):
         if self._used is not None:
             loss = self._used.attach_used_elsewhere(loss, reduces=self._reduces)
         loss.backward()
+
+    def micro_batch_done(self) -> None:
+        if self.reduces_each:
+            reduce_gradients(self._root)
 
     def finish(self) -> None:
         if self._used is not None:

@@ -192,6 +192,8 @@ class ShardedUpdateEngine(Engine):
         self._mesh, self._keep_whole = context.mesh, keep_whole
         self._reduce_dtype = context.reduce_dtype
         self._each, self._reduces = context.strategy.reduces_each, True
+        self._is_told = self._each and context.pipelined
+        """Whether a pipeline tells when a micro-batch is done."""
         self._under_way: Bucket | None = None
         self._next = 0
         """The number of buckets whose reduction has started, of this micro-batch or step."""
@@ -213,13 +215,18 @@ class ShardedUpdateEngine(Engine):
     def accumulating(self, last: bool) -> Iterator[None]:
         self._reduces = last or self._each
         yield
-        if self._each and not last:
+        if self._each and not last and not self._is_told:
+            self._finish_buckets()
+
+    def micro_batch_done(self) -> None:
+        if self._is_told:
             self._finish_buckets()
 
     @torch.no_grad()
     def finish(self) -> None:
         refuse_gradients(piece.name for piece in self._unused if piece.whole_gradient() is not None)
-        self._finish_buckets()
+        if not self._is_told:
+            self._finish_buckets()
         self._sum_scalars()
 
     @torch.no_grad()

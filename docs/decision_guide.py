@@ -38,7 +38,17 @@ fp32 masters, and fp16 on V100, which has no bf16. All data, tensor and pipeline
 optimizer are searched; nothing is compiled. Of the plans within {tie} of the fastest, the simplest is chosen. The
 memory available to tensors is {rooms}.
 
-## The first choice
+## By model size and number of devices
+
+![The first choice of each model on 1 to 512 H100](decision-guide.svg)
+
+Drawn by `python docs/decision_chart.py` for H100-80GB, in nodes of eight above eight devices, with the same rules and a
+step of 4,194,304 tokens. From top to bottom, less and less of the states fits on one device, so they are sharded over more
+of them, then recomputed and offloaded. From left to right the links between nodes come in, and the share of a device
+becomes small: `hsdp` keeps the gathers within nodes, and `ddp` returns where a step has so few samples for a device that
+reducing fp32 gradients once is cheapest.
+
+## The first choice on eight devices
 
 Each cell has the axes and policies, the time of a step and the reserved memory of a device, and a comparison with the
 next simpler strategy: how much longer its step takes, or how much memory it needs at least."""

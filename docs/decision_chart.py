@@ -84,7 +84,8 @@ def first_choice(planner: Planner, devices: int) -> Plan | None:
     nodes = f"{devices // 8}x8x" if devices > 8 else f"{devices}x"
     cluster = Cluster.parse(f"{nodes}{DEVICE}")
     found = planner.search(cluster, PlanOptions(fast=True))
-    plans = choose(planner.context(cluster), best_of_each_kind(found.plans))
+    context = planner.context(cluster)
+    plans = choose(context, best_of_each_kind(context, found.plans))
     return plans[0] if plans else None
 
 

@@ -42,11 +42,11 @@ memory available to tensors is {rooms}.
 
 ![The first choice of each model on 1 to 512 H100](decision-guide.svg)
 
-Drawn by `python docs/decision_chart.py` for H100-80GB, in nodes of eight above eight devices, with the same rules and a
-step of 4,194,304 tokens. From top to bottom, less and less of the states fits on one device, so they are sharded over more
-of them, then recomputed and offloaded. From left to right the links between nodes come in, and the share of a device
-becomes small: `hsdp` keeps the gathers within nodes, and `ddp` returns where a step has so few samples for a device that
-reducing fp32 gradients once is cheapest.
+Drawn by `python docs/decision_chart.py` for H100-80GB, in nodes of eight above eight devices, with the same rules
+and a step of 4,194,304 tokens. From top to bottom, less and less of the states fits on one device, so they are
+sharded over more of them, then recomputed and offloaded. From left to right the links between nodes come in, and
+the share of a device becomes small: `hsdp` keeps the gathers within nodes, and `ddp` returns where a step has so
+few samples for a device that reducing fp32 gradients once is cheapest.
 
 ## The first choice on eight devices
 
@@ -185,7 +185,8 @@ class Cell:
 
 def fill(subject: Subject, device: Device) -> Cell:
     found = subject.planner.search(device.cluster, PlanOptions(allowed=allowed(device), fast=True))
-    first = next(iter(choose(subject.planner.context(device.cluster), best_of_each_kind(found.plans))), None)
+    context = subject.planner.context(device.cluster)
+    first = next(iter(choose(context, best_of_each_kind(context, found.plans))), None)
     return Cell(
         subject=subject,
         device=device,

@@ -72,7 +72,8 @@ def find_largest(
 def _best(planner: Planner, cluster: Cluster, options: PlanOptions) -> tuple[list[Strategy], tuple[str, ...]]:
     """The best strategy of each kind, without its micro-batch size; or advice if nothing fits."""
     found = planner.search(cluster, options)
-    plans = choose(planner.context(cluster), best_of_each_kind(found.plans, kind_of))[: options.listed]
+    context = planner.context(cluster)
+    plans = choose(context, best_of_each_kind(context, found.plans, kind_of))[: options.listed]
     strategies = dict.fromkeys(replace(plan.strategy, micro_batch=None) for plan in plans)
     return list(strategies), () if plans else planner.advise(cluster, options, found)
 

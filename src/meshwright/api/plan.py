@@ -34,7 +34,7 @@ def rank(
     found = planner.search(cluster, options)
     # Every strategy that the user named is listed or refused; of a search, only the best of each kind.
     context = planner.context(cluster)
-    plans = choose(context, found.plans if options.strategies else best_of_each_kind(found.plans))
+    plans = choose(context, found.plans if options.strategies else best_of_each_kind(context, found.plans))
     unfit: list[Plan] = []
     if not options.fast:
         plans, unfit = planner.trace_first(cluster, plans, options.finalists)

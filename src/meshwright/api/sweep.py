@@ -121,7 +121,7 @@ def _point(planner: Planner, place: _Place, options: PlanOptions) -> Point:
         plans, refused, candidates = _named(planner, place.cluster, options.strategies)
     else:
         found = planner.search(place.cluster, options)
-        plans = {kind(plan.strategy): plan for plan in best_of_each_kind(found.plans, kind)}
+        plans = {kind(plan.strategy): plan for plan in best_of_each_kind(context, found.plans, kind)}
         refused, candidates = (), found.candidates
     chosen = choose(context, list(plans.values()))
     best = next((kind for kind, plan in plans.items() if chosen and plan is chosen[0]), None)

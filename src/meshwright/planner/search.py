@@ -229,31 +229,34 @@ def _combination(s: Strategy) -> Hashable:
     return s.data, s.variant, s.hsdp_replicas, s.axes, s.precision, s.reduce
 
 
-def best_of_each_kind(plans: list[Plan], kind_of: Callable[[Strategy], Hashable] = _combination) -> list[Plan]:
-    """The fastest plan of each combination of axes, so that a ranking does not list fifty micro-batch sizes of one."""
-    kinds: dict[Hashable, Plan] = {}
+def best_of_each_kind(
+    context: PlanContext, plans: list[Plan], kind_of: Callable[[Strategy], Hashable] = _combination
+) -> list[Plan]:
+    """One plan of each combination of axes, so that a ranking does not list fifty micro-batch sizes of one."""
+    kinds: dict[Hashable, list[Plan]] = {}
     for plan in plans:
-        kind = kind_of(plan.strategy)
-        best = kinds.setdefault(kind, plan)
-        is_simpler = complexity(plan.strategy) < complexity(best.strategy)
-        if is_simpler and plan.forecast.step <= best.forecast.step * (1 + TIE):
-            kinds[kind] = plan
-    return sorted(kinds.values(), key=lambda plan: plan.forecast.step)
+        kinds.setdefault(kind_of(plan.strategy), []).append(plan)
+    return sorted((_preferred(context, alike) for alike in kinds.values()), key=lambda plan: plan.forecast.step)
+
+
+def choose(context: PlanContext, plans: list[Plan]) -> list[Plan]:
+    """The plans, fastest first, except that the preferred one leads."""
+    if not plans:
+        return []
+    first = _preferred(context, plans)
+    return [first, *(plan for plan in plans if plan is not first)]
+
+
+def _preferred(context: PlanContext, plans: list[Plan]) -> Plan:
+    """Of the plans that tie with the fastest, one that fits safely, and the least complex of those."""
+    fastest, enough = min(plan.forecast.step for plan in plans), safe_room(context)
+    ties = [plan for plan in plans if plan.forecast.step <= fastest * (1 + TIE)]
+    return min(ties, key=lambda plan: (plan.forecast.peak > enough, complexity(plan.strategy), plan.forecast.step))
 
 
 def safe_room(context: PlanContext) -> float:
     """Bytes of a device up to which a plan fits safely."""
     return ROOM * usable(context.hardware)
-
-
-def choose(context: PlanContext, plans: list[Plan]) -> list[Plan]:
-    """Fastest first, except that the least complex plan leads those that tie; one that fits safely is preferred."""
-    if not plans:
-        return []
-    fastest, enough = plans[0].forecast.step, safe_room(context)
-    ties = [plan for plan in plans if plan.forecast.step <= fastest * (1 + TIE)]
-    first = min(ties, key=lambda plan: (plan.forecast.peak > enough, complexity(plan.strategy), plan.forecast.step))
-    return [first, *(plan for plan in plans if plan is not first)]
 
 
 def with_traces(context: PlanContext, plan: Plan, traces: list[Trace], room: float | None = None) -> Plan:

@@ -141,7 +141,7 @@ class Trainer:
         """The masters that this rank's optimizer updates, by name."""
         _keep_attributes(self.optimized, self.engine.model)
         if not world.fake:  # collectives transfer nothing there
-            refuse_coupled_shards(job, facts, self._own, strategy)
+            refuse_coupled_shards(job, facts.couplings, self._own, strategy)
         self.optimizer = take_fused_kernels(job.optimizer(self.optimized or _nothing_to_update()))
         self.remembered: OptimizerState = self.optimizer
         """The optimizer's state of each of them."""

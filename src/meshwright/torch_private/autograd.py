@@ -26,3 +26,7 @@ def engine_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> 
 
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 """The id of the backward pass that this thread runs, or -1."""
+
+at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+"""Call a function when the backward pass that this thread runs has ended. A function that was called so may add others,
+which come after those that are there."""

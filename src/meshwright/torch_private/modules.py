@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNormFunction
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.nn.modules.module import _IncompatibleKeys as incompatible_keys
 from torch.nn.utils import stateless
 
-__all__ = ["BatchNorm", "Dropout", "SyncBatchNormFunction"]
+__all__ = ["BatchNorm", "Dropout", "SyncBatchNormFunction", "incompatible_keys"]
 
 REGISTERED = ("_parameters", "_buffers", "_modules")
 """The attributes in which a module keeps its tensors and its children."""
@@ -25,6 +26,23 @@ lend_tensors: Callable[..., AbstractContextManager[Any]] = stateless._reparametr
 def convert_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace every tensor of a module by `change(tensor)`, as `Module.to` does; modules may override it."""
     module._apply(change)
+
+
+class FixedModule(nn.Module):
+    """A module that cannot be moved or cast, by `to`, `half`, `cuda` and the like."""
+
+    def refuse_change(self, what: str) -> None:
+        """Raise an error that names the dtype or the device that was asked for."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FixedModule:
+        for device, dtype in {(p.device, p.dtype) for p in self.parameters()}:
+            changed = fn(torch.empty(0, device=device, dtype=dtype))
+            if changed.dtype != dtype:
+                self.refuse_change(str(changed.dtype).removeprefix("torch."))
+            if changed.device != device:
+                self.refuse_change(str(changed.device))
+        return self
 
 
 class AnyBatchNorm(BatchNorm):

@@ -1,0 +1,222 @@
+"""A model under a strategy in a loop that the user writes: what `Parallel` and the optimizer's hooks work on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.assemble.apply import PlacedEngine, make_whole
+from meshwright.assemble.axes import Axes
+from meshwright.assemble.error_context import naming_strategy
+from meshwright.assemble.optimizer import HostCopies
+from meshwright.assemble.precision import LossScale, raise_small
+from meshwright.assemble.world import World
+from meshwright.describe.structure import map_tensors, tensors_of, to_device
+from meshwright.errors import JobError
+from meshwright.facts.job import NamedParameters
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.recording.dtensor import is_dtensor
+from meshwright.recording.wrap_forward import wrap_forward
+from meshwright.runtime.backward_watch import BackwardWatch
+from meshwright.runtime.loop_checks import LoopChecks, count_samples
+from meshwright.runtime.loop_norm import Part, norm_of, serve_clipping
+from meshwright.strategies.cuts import Cut
+from meshwright.strategies.engine import Engine, OptimizerState
+
+
+class NoOptimizer:
+    """The optimizer's state of a model that has no optimizer."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = []
+        self.state: dict[Any, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": {}, "param_groups": []}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        return
+
+
+class OwnLoop:
+    """One model of a user's loop, with what a checkpoint of it needs."""
+
+    def __init__(
+        self, engine: Engine, facts: ModelFacts, strategy: Strategy, axes: Axes, world: World, *, seed: int
+    ) -> None:
+        """All ranks must make one together."""
+        self.engine, self.facts, self.strategy, self.axes, self.world = engine, facts, strategy, axes, world
+        self.seed, self.steps = seed, 0
+        self.loss_scale = LossScale() if strategy.number_format.scales_loss else None
+        self._own = engine.parameters()
+        self.host = HostCopies(self._own, axes.data_on_host()) if strategy.offload == "optimizer" else None
+        self.optimized = self.host.parameters if self.host else self._own
+        """The parameters that the user's optimizer gets: whole ones, shards or host copies."""
+        self.optimizer: Optimizer | None = None
+        self.schedule: Any = None
+        self.step_was_skipped = False
+        self.watch = BackwardWatch(engine, self.loss_scale)
+        self.checks = LoopChecks(strategy, axes, world)
+        self.watch.ended = self._reduced
+        self._frozen = [(name, p) for name, p in engine.model.named_parameters() if not p.requires_grad]
+        self._put_back: list[tuple[nn.Parameter, torch.Tensor]] = []
+        counted = engine.counted()
+        named = zip(self.optimized.named(), self._own, strict=True)
+        self._parts = {id(p): self._part(name, counted is None or id(own) in counted) for (name, p), own in named}
+        self.watch_calls()
+        if axes.inner or axes.stages is not None or any(is_dtensor(parameter) for parameter in self.optimized):
+            serve_clipping(self)
+
+    def watch_calls(self) -> None:
+        """Watch the model's calls and backward passes."""
+        self.watch.hook_parameters()
+        wrap_forward(self.engine.model, self._around)
+
+    @property
+    def remembered(self) -> OptimizerState:
+        return self.optimizer if self.optimizer is not None else NoOptimizer()
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter as the user sees it: what the optimizer updates, and frozen ones."""
+        updated = dict(self.optimized.named())
+        for name, parameter in self.engine.model.named_parameters():
+            yield name, updated.get(name, parameter)
+
+    def gradient_parts(self) -> Iterator[tuple[torch.Tensor, Part]]:
+        for parameter in self.optimized:
+            if parameter.grad is not None:
+                yield parameter.grad, self._parts[id(parameter)]
+
+    def _part(self, name: str, counts: bool) -> Part:
+        """How a parameter's gradient counts in a norm."""
+        cut, stages = self.engine.cut_of(name), self.axes.stages
+        meshes = [cut.mesh] if isinstance(cut, Cut) else []
+        return Part(tuple(meshes if stages is None else [*meshes, stages]), counts)
+
+    def _around(self, model: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Run the model's forward, on whatever way it was called."""
+        differentiable = torch.is_grad_enabled()
+        samples = 0
+        if differentiable:
+            self._refuse_unfrozen()
+            self.checks.before_call(model, args, kwargs)
+            samples = count_samples(args, kwargs)
+            if self.loss_scale is not None:
+                args, kwargs = map_tensors(self.watch.enter, (args, kwargs))
+        with naming_strategy(self.strategy, model), ExitStack() as stack:
+            stack.enter_context(self.engine.region())
+            output = make_whole(forward(*args, **kwargs), self.axes)
+            if isinstance(self.engine, PlacedEngine):
+                output = to_device(output, self.world.device)
+        if self.strategy.number_format.is_low:
+            output = raise_small(output)
+        return self._watched(output, samples) if differentiable else output
+
+    def _watched(self, output: Any, samples: int) -> Any:
+        """The output, whose backward pass will be noticed."""
+        first = next((tensor for tensor in tensors_of(output) if tensor.requires_grad), None)
+        left = [samples]
+
+        def leave(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor is first:
+                tensor = self.engine.attach_used_elsewhere(tensor)
+            return self.watch.leave(tensor, left)
+
+        return map_tensors(leave, output)
+
+    def _refuse_unfrozen(self) -> None:
+        self.engine.follow_requires_grad()
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise JobError(
+                    f"{name} was frozen when mw.parallelize laid the model out and requires a gradient now, which would "
+                    f"not be reduced under {self.strategy}; set requires_grad before mw.parallelize."
+                )
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.watch.no_sync()
+
+    def _reduced(self, samples: int) -> None:
+        self.checks.reduced(samples)
+        if self.host is not None:
+            self.host.add_gradients()
+
+    def before_zero_grad(self) -> None:
+        """Called before gradients are cleared."""
+        if self.watch.unreduced and self._hides_gradients:
+            raise JobError(
+                f"zero_grad() was called after {self.watch.unreduced} backward passes under no_sync(), whose gradients "
+                f"{self.strategy} still holds for the next reduction; run the last micro-batch's backward outside of "
+                "no_sync() first."
+            )
+        self.watch.forget()
+
+    @property
+    def _hides_gradients(self) -> bool:
+        """Whether gradients that are not reduced yet are elsewhere than on the optimizer's parameters."""
+        return self.host is not None or any(is_dtensor(parameter) for parameter in self._own)
+
+    def before_step(self, parameters: list[nn.Parameter]) -> None:
+        """Called before an optimizer updates these of the model's parameters. All ranks call it."""
+        if self.watch.unreduced:
+            raise JobError(
+                f"optimizer.step() was called after {self.watch.unreduced} backward passes under no_sync(), so its "
+                "gradients are this rank's alone; run the last micro-batch's backward outside of no_sync()."
+            )
+        self.checks.before_step()
+        self.step_was_skipped = False
+        if self.loss_scale is not None:
+            self._skip_overflow(parameters)
+
+    def _skip_overflow(self, parameters: list[nn.Parameter]) -> None:
+        """Take the gradients away for this step if fp16 overflowed on any rank; optimizers pass over such parameters."""
+        assert self.loss_scale is not None
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            return
+        self.step_was_skipped = not isfinite(float(norm_of(gradients)))
+        self.loss_scale.after(not self.step_was_skipped)
+        if self.step_was_skipped:
+            self._put_back = [(p, p.grad) for p in parameters if p.grad is not None]
+            for parameter, _ in self._put_back:
+                parameter.grad = None
+
+    def after_step(self) -> None:
+        """Called after an optimizer has updated some of the model's parameters. All ranks call it."""
+        for parameter, gradient in self._put_back:
+            parameter.grad = gradient
+        self._put_back = []
+        if not self.step_was_skipped:
+            if self.host is not None:
+                self.host.give_all_parameters()
+            self.engine.updated()
+
+    @torch.no_grad()
+    def put(self, state: dict[str, torch.Tensor]) -> None:
+        """Load whole tensors by the unsplit model's names into what this rank holds. All ranks call it."""
+        for held in self.engine.held():
+            if held.name in state:
+                value = state[held.name].to(device=held.tensor.device, dtype=held.tensor.dtype)
+                value = held.cut.take(value) if isinstance(held.cut, Cut) else value
+                _copy_part(value, held.tensor)
+        self.engine.loaded()
+        if self.host is not None:
+            self.host.take_parameters()
+
+
+def _copy_part(value: torch.Tensor, target: Any) -> None:
+    if not is_dtensor(target):
+        target.copy_(value)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = target.device_mesh, target.placements
+    on_mesh = value.to(mesh.device_type)
+    target.to_local().copy_(distribute_tensor(on_mesh, mesh, placements, src_data_rank=None).to_local())

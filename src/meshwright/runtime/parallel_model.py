@@ -1,0 +1,130 @@
+"""`Parallel`: a laid-out model that a user's loop can treat like the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.checkpoint.folder import find_checkpoint
+from meshwright.checkpoint.load import load
+from meshwright.checkpoint.manifest import RunState
+from meshwright.checkpoint.save import Saver, save_at
+from meshwright.errors import JobError
+from meshwright.runtime.own_loop import OwnLoop
+from meshwright.torch_private.modules import FixedModule, incompatible_keys
+
+
+class Parallel(FixedModule):
+    """The model that `parallelize` returns. It is called, trained and evaluated like the user's own, `module`.
+
+    Each data rank calls it on its own samples and calls `backward` on the mean loss over them. When the pass ends,
+    gradients are averaged over the ranks. Attributes and methods that it does not have are the model's.
+    """
+
+    def __init__(self, loop: OwnLoop) -> None:
+        super().__init__()
+        self.module = loop.engine.model
+        self._loop = loop
+        self.strategy, self.world, self.device = loop.strategy, loop.world, loop.world.device
+        self.data_ranks = 1 if loop.strategy.traits.many_devices else loop.axes.data_ranks
+        self.data_rank = loop.axes.data_rank if self.data_ranks > 1 else 0
+        self._saver: Saver | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._loop.engine(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters to give to an optimizer, by the model's own names: whole ones, or this rank's shards."""
+        start = f"{prefix}." if prefix else ""
+        yield from ((f"{start}{name}", parameter) for name, parameter in self._loop.named())
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context for backward passes of all but the last micro-batch of a step; every rank must run as many.
+
+        Whole gradients are then reduced once, in the first pass outside of it. Sharded ones are reduced in each pass
+        anyway, unless the strategy says `sync=last`.
+        """
+        return self._loop.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._loop.before_zero_grad()
+        super().zero_grad(set_to_none)
+
+    def global_mean(self, total: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
+        """The mean loss over the samples of all data ranks, from this rank's sum of losses and their number (or weight).
+
+        It can be differentiated where ranks have different numbers of samples. All data ranks must call it.
+        """
+        checks = self._loop.checks
+        checks.weighted = True
+        sums = torch.stack([total.detach().double(), torch.as_tensor(weight, device=total.device).detach().double()])
+        summed = checks.sum_over_data(sums)
+        # Gradients are averaged over the ranks, not summed. The value is the mean of all, the gradient this rank's share.
+        own = total * (self.data_ranks / summed[1]).to(total.dtype)
+        return own + ((summed[0] / summed[1]).to(total.dtype) - own).detach()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether fp16 gradients overflowed, so that the last optimizer step updated nothing."""
+        return self._loop.step_was_skipped
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Every parameter and buffer whole, by the model's own names, on the CPU. All ranks must call it."""
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        return {f"{prefix}{name}": tensor.detach().cpu().clone() for name, tensor in self._loop.engine.state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load whole tensors by the model's own names. All ranks must call it with the same values."""
+        wanted = {name for parameter in self._loop.facts.parameters for name in parameter.names}
+        wanted |= {held.name for held in self._loop.engine.held()}
+        missing, unexpected = sorted(wanted - set(state_dict)), sorted(set(state_dict) - wanted)
+        if strict and (missing or unexpected):
+            what = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}, which the model does not have"
+            raise JobError(f"The state given to load_state_dict {what}; give strict=False to load the rest.")
+        self._loop.put({name: state_dict[name] for name in wanted if name in state_dict})
+        return incompatible_keys(missing, unexpected)
+
+    def save(self, path: str | Path, *, samples: int = 0) -> None:
+        """Write a checkpoint that any strategy on any number of ranks loads, `mw.setup` included. All ranks call it.
+
+        It holds the optimizer and the scheduler that were given to `parallelize`. `samples` is the loop's position.
+        """
+        if self._saver is None:
+            self._saver = Saver(self._loop)
+        save_at(self._saver, samples, Path(path))
+
+    def load(self, path: str | Path) -> RunState:
+        """Continue from a checkpoint of `save`, `train` or `mw.setup`; without an optimizer, with its weights alone."""
+        return load(self._loop, find_checkpoint(Path(path)))
+
+    def close(self) -> None:
+        """Leave the process group, which ends all models of the loop."""
+        if self._saver is not None:
+            self._saver.close()
+        self.world.leave()
+
+    def refuse_change(self, what: str) -> None:
+        raise JobError(
+            f"The model is laid out under {self.strategy} and cannot be moved or cast to {what}; name device and "
+            "precision in mw.parallelize(model, strategy, device=...)."
+        )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise JobError(
+            "A laid-out model cannot be copied with its hooks and shards; lay out a second one, and give it the state: "
+            "other = mw.parallelize(...); other.load_state_dict(model.state_dict())."
+        )
+

@@ -325,16 +325,20 @@ def run_plainly() -> dict[str, Outcome]:
 
 def run_loops(world: World, strategy: str, names: list[str] | None = None) -> dict[str, Outcome | str]:
     """Each loop under a strategy, or the error that refused it."""
-    model = mw.parallelize(Net, strategy, seed=0, world=world, sample=batch(0)[0] if "=" in strategy else None)
+    described = {"sample": batch(0)[0], "tensor_plan": {"leave": "whole"}} if "=" in strategy else {}
+    model = mw.parallelize(Net, strategy, seed=0, world=world, **described)
     start = model.state_dict()
     found: dict[str, Outcome | str] = {}
     for name in names or LOOPS:
         model.zero_grad()
         model.load_state_dict(start)
+        if model.loop.loss_scale is not None:
+            model.loop.loss_scale.value = 1024.0  # at which nothing overflows
         try:
             told = LOOPS[name](Side(model, model.data_rank, model.data_ranks))
             found[name] = model.state_dict(), told
         except Exception as error:
             import traceback
+
             found[name] = f"{type(error).__name__}: {error}" + traceback.format_exc()
     return found

@@ -97,7 +97,9 @@ class HostCopies:
     @torch.no_grad()
     def add_gradients(self) -> None:
         """Add the device's gradients to the host's, and free them: for loops in which several passes may do so."""
-        new = {index: self._copy(device.grad) for index, (device, _) in enumerate(self._pairs) if device.grad is not None}
+        new = {
+            index: self._copy(device.grad) for index, (device, _) in enumerate(self._pairs) if device.grad is not None
+        }
         _wait(self._pairs)
         for index, gradient in new.items():
             device, host = self._pairs[index]

@@ -64,6 +64,7 @@ class RankEngine(Engine):
         super().__init__(models[0] if len(models) == 1 else nn.ModuleList(models), engines[0].module)
         self.engines, self.axes, self.cuts, self.holders = engines, axes, cuts, holders
         self.gradient_scale, self.averages_scaled = engines[0].gradient_scale, engines[0].averages_scaled
+        self.updates_copies = engines[0].updates_copies
         self._pristine = pristine
         self._groups = self._groups_of_shared() if holders else {}
         self._whole, self._cut = self._norm_parameters()
@@ -105,7 +106,7 @@ class RankEngine(Engine):
         return [leaf for engine in self.engines for leaf in engine.leaves()]
 
     def reduces(self, asked: bool) -> bool:
-        return [engine.reduces(asked) for engine in self.engines][0]
+        return all([engine.reduces(asked) for engine in self.engines])
 
     def begin_backward(self) -> None:
         for engine in self.engines:

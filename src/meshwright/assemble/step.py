@@ -228,6 +228,13 @@ class Trainer:
             scale_(self._gradients(), divisor / sums.weight)
         self._pending = sums, own.samples, divisor
 
+    def take_totals(self) -> Totals:
+        """The loss of the last `forward_backward`, for a loop that makes the update itself."""
+        if self._pending is None:
+            raise JobError("take_totals() was called without a forward_backward(batch) before it.")
+        (totals, _, _), self._pending = self._pending, None
+        return totals
+
     def update(self) -> StepResult:
         """Clip by the global norm, and step the optimizer and its schedule."""
         if self._pending is None:

@@ -1,8 +1,8 @@
 """Complete a model's gradients at the end of every backward pass, whoever starts it.
 
-A user's loop calls `loss.backward()`, so nothing of ours surrounds the pass. Hooks on the model's outputs and parameters
-notice that a pass has reached the model, and autograd calls back when the pass has ended. Then gradients are averaged
-over the ranks, before the loop can read, clip or apply them.
+A user's loop calls `loss.backward()`, so nothing of ours surrounds the pass. Hooks on the model's outputs and
+parameters notice that a pass has reached the model, and autograd calls back when the pass has ended. Then gradients are
+averaged over the ranks, before the loop can read, clip or apply them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from meshwright.torch_private.autograd import at_end_of_backward, backward_id
 class BackwardWatch:
     """Watches the backward passes of one model.
 
-    Under fp16 the loss scale exists only inside the model: gradients are scaled up where they enter it at an output, and
-    down where they leave it to a parameter or an input. So loss and gradients in the loop are never scaled.
+    Under fp16 the loss scale exists only inside the model: gradients are scaled up where they enter it at an output,
+    and down where they leave it to a parameter or an input. So loss and gradients in the loop are never scaled.
     """
 
     def __init__(self, engine: Engine, loss_scale: LossScale | None) -> None:

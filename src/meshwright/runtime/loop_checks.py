@@ -1,4 +1,4 @@
-"""What ranks compare while a user's loop runs: mistakes that no rank could see alone, and that would train on silently."""
+"""What ranks compare while a user's loop runs: mistakes that no rank sees alone, and that would go on silently."""
 
 from __future__ import annotations
 
@@ -82,6 +82,12 @@ class LoopChecks:
                     "model.global_mean(loss_sum, samples), or drop the uneven batch (DataLoader(drop_last=True))."
                 )
 
+    def on_any_data_rank(self, found: bool) -> bool:
+        flag = torch.tensor([float(found)])
+        if self._batch_group is not None:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, self._batch_group)
+        return bool(flag)
+
     def sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
         if self._batch_group is not None:
             dist.all_reduce(value, group=self._batch_group)
@@ -106,7 +112,9 @@ def _random_state(device: torch.device) -> torch.Tensor:
 
 def _draws(model: nn.Module) -> bool:
     """Whether the model has a dropout module, or a probability that a function may use."""
-    return any("dropout" in type(module).__name__.lower() or getattr(module, "dropout", 0) for module in model.modules())
+    return any(
+        "dropout" in type(module).__name__.lower() or getattr(module, "dropout", 0) for module in model.modules()
+    )
 
 
 def _same(value: torch.Tensor, group: dist.ProcessGroup) -> bool:

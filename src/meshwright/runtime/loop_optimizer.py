@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from meshwright.assemble.check import refuse_optimizer
 from meshwright.assemble.optimizer import refuse_coupled_shards
 from meshwright.describe.optimizer import couplings_of
 from meshwright.errors import JobError, Refused
@@ -106,11 +107,8 @@ def _refuse_coupled(optimizer: Optimizer, loop: OwnLoop) -> None:
     job = _job(rebuilt(optimizer, {id(p): name for name, p in loop.optimized.named()}))
     shapes = [(p.name, p.shape) for p in loop.facts.parameters if p.trainable]
     found = couplings_of(job, shapes)
-    if found and strategy.splits_tensors:
-        raise Refused(
-            f"{type(optimizer).__name__}'s update of one element depends on the rest of its tensor, and {strategy} gives "
-            "it parts of tensors; use ddp, zero1 or fsdp, or an optimizer like AdamW."
-        )
+    if reason := refuse_optimizer(found, strategy):
+        raise Refused(reason)
     refuse_coupled_shards(job, found, loop.optimized, strategy)
 
 
@@ -154,11 +152,13 @@ def _hook_zero_grad(optimizer: Optimizer, loop: OwnLoop) -> None:
 def take_over(
     given: Optimizer | MakeOptimizer, loop: OwnLoop, before: dict[int, tuple[str, nn.Parameter]]
 ) -> Optimizer:
-    """The optimizer for the laid-out model: made by the user's function, or the user's own with its parameters replaced.
+    """The optimizer for the laid-out model: made by the user's function, or the user's with its parameters replaced.
 
     `before` are the parameters that the model had before, by identity.
     """
-    optimizer = _with_parameters_replaced(given, loop, before) if isinstance(given, Optimizer) else given(loop.optimized)
+    optimizer = (
+        _with_parameters_replaced(given, loop, before) if isinstance(given, Optimizer) else given(loop.optimized)
+    )
     if not isinstance(optimizer, Optimizer):
         raise JobError(
             f"mw.parallelize(optimizer=...) takes a torch optimizer, or a function from parameters to one, but it gave "
@@ -175,7 +175,7 @@ def _with_parameters_replaced(
     kind = type(optimizer).__name__
     if optimizer.state:
         raise JobError(
-            f"The {kind} given to mw.parallelize has state already, which belongs to the parameters before the model was "
+            f"The {kind} given to mw.parallelize has state already, of the parameters that the model had before it was "
             "laid out; give a function instead, optimizer=lambda params: ..., and load state afterwards."
         )
     now = dict(loop.named())
@@ -186,5 +186,6 @@ def _with_parameters_replaced(
                 f"The {kind} given to mw.parallelize holds a parameter of shape {tuple(strange[0].shape)} that is not "
                 "the model's. Lay out all models first, and then build one optimizer from their parameters()."
             )
-        group["params"] = [now[before[id(p)][0]] for p in group["params"]]
+        names = [before[id(parameter)][0] for parameter in group["params"]]
+        group["params"] = [now[name] for name in names if name in now]  # another stage may hold it
     return optimizer

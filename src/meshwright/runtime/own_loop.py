@@ -19,7 +19,6 @@ from meshwright.assemble.precision import LossScale, raise_small
 from meshwright.assemble.world import World
 from meshwright.describe.structure import map_tensors, tensors_of, to_device
 from meshwright.errors import JobError
-from meshwright.facts.job import NamedParameters
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.dtensor import is_dtensor
@@ -29,6 +28,7 @@ from meshwright.runtime.loop_checks import LoopChecks, count_samples
 from meshwright.runtime.loop_norm import Part, norm_of, serve_clipping
 from meshwright.strategies.cuts import Cut
 from meshwright.strategies.engine import Engine, OptimizerState
+from meshwright.strategies.norm import local
 
 
 class NoOptimizer:
@@ -70,6 +70,8 @@ class OwnLoop:
         counted = engine.counted()
         named = zip(self.optimized.named(), self._own, strict=True)
         self._parts = {id(p): self._part(name, counted is None or id(own) in counted) for (name, p), own in named}
+        self._applied: torch.Tensor | None = self._fingerprint()
+        """The weights' fingerprint after the last update, until a training call has compared it; None if it has."""
         self.watch_calls()
         if axes.inner or axes.stages is not None or any(is_dtensor(parameter) for parameter in self.optimized):
             serve_clipping(self)
@@ -100,12 +102,24 @@ class OwnLoop:
         meshes = [cut.mesh] if isinstance(cut, Cut) else []
         return Part(tuple(meshes if stages is None else [*meshes, stages]), counts)
 
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+    def global_mean(self, total: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
+        """The mean loss over all data ranks, whose gradient, averaged over the ranks, is the mean's."""
+        self.checks.weighted = True
+        sums = torch.stack([total.detach().double(), torch.as_tensor(weight, device=total.device).detach().double()])
+        summed = self.checks.sum_over_data(sums)
+        own = total * (self.axes.data_ranks / summed[1]).to(total.dtype)
+        return own + ((summed[0] / summed[1]).to(total.dtype) - own).detach()
+
     def _around(self, model: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Run the model's forward, on whatever way it was called."""
         differentiable = torch.is_grad_enabled()
         samples = 0
         if differentiable:
             self._refuse_unfrozen()
+            self._follow_changed_weights()
             self.checks.before_call(model, args, kwargs)
             samples = count_samples(args, kwargs)
             if self.loss_scale is not None:
@@ -136,8 +150,8 @@ class OwnLoop:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise JobError(
-                    f"{name} was frozen when mw.parallelize laid the model out and requires a gradient now, which would "
-                    f"not be reduced under {self.strategy}; set requires_grad before mw.parallelize."
+                    f"{name} was frozen when mw.parallelize laid the model out, and requires a gradient now, which "
+                    f"would not be reduced under {self.strategy}; set requires_grad before mw.parallelize."
                 )
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -176,7 +190,7 @@ class OwnLoop:
             self._skip_overflow(parameters)
 
     def _skip_overflow(self, parameters: list[nn.Parameter]) -> None:
-        """Take the gradients away for this step if fp16 overflowed on any rank; optimizers pass over such parameters."""
+        """Take gradients away for this step if fp16 overflowed on any rank: optimizers pass over such parameters."""
         assert self.loss_scale is not None
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not gradients:
@@ -193,10 +207,34 @@ class OwnLoop:
         for parameter, gradient in self._put_back:
             parameter.grad = gradient
         self._put_back = []
-        if not self.step_was_skipped:
-            if self.host is not None:
-                self.host.give_all_parameters()
-            self.engine.updated()
+        if self.step_was_skipped:
+            self._applied = self._fingerprint()
+        else:
+            self._give_weights()
+
+    def _give_weights(self) -> None:
+        """Give the model the weights that the optimizer has updated."""
+        if self.host is not None:
+            self.host.give_all_parameters()
+        self.engine.updated()
+        self._applied = self._fingerprint()
+
+    def _follow_changed_weights(self) -> None:
+        """Fetch weights that the loop changed by hand since the last step, as it clamps those of a WGAN.
+
+        `p.data.clamp_()` does not even count as a change of `p`, so values are compared.
+        """
+        applied, self._applied = self._applied, None
+        if applied is not None and self.checks.on_any_data_rank(not torch.equal(self._fingerprint(), applied)):
+            self._give_weights()
+            self._applied = None
+
+    @torch.no_grad()
+    def _fingerprint(self) -> torch.Tensor:
+        """Numbers that show whether weights were changed; none if the model computes with the optimizer's."""
+        if self.host is None and not self.engine.updates_copies:
+            return torch.empty(0)
+        return torch.stack([local(parameter).double().sum() for parameter in self.optimized])
 
     @torch.no_grad()
     def put(self, state: dict[str, torch.Tensor]) -> None:
@@ -209,6 +247,7 @@ class OwnLoop:
         self.engine.loaded()
         if self.host is not None:
             self.host.take_parameters()
+        self._applied = None
 
 
 def _copy_part(value: torch.Tensor, target: Any) -> None:

@@ -99,6 +99,8 @@ class Engine:
 
     gradient_scale = 1.0
     """The factor of the loss that turns the engine's average over ranks into a sum."""
+    updates_copies = False
+    """Whether the model computes with other tensors than `parameters()`, which `updated` refreshes."""
     averages_scaled = False
     """Whether `end_backward` undoes the loss scale of what `leaves` accumulate; otherwise a hook does as it arrives."""
 

@@ -68,8 +68,8 @@ class AveragingEngine(Engine):
     """Averages gradients over ranks at the end of each backward pass of a user's loop.
 
     DDP must see every forward call, and every parameter that a call used must get its gradient in the next backward
-    pass. A user's loop may call other methods of the model, or differentiate two losses of one call. The mean of what is
-    already a mean stays as it is, so gradients may accumulate over several passes.
+    pass. A user's loop may call other methods of the model, or differentiate two losses of one call. The mean of what
+    is already a mean stays as it is, so gradients may accumulate over several passes.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:

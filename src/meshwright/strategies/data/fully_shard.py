@@ -17,6 +17,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.strategies.data.summing import sum_gradients
 from meshwright.strategies.data.used_parameters import UsedParameters
 from meshwright.strategies.engine import ApplyContext, Engine, HeldTensor
+from meshwright.strategies.norm import local
 
 
 class WholeParameters:
@@ -143,7 +144,7 @@ class FsdpEngine(Engine):
         for name, parameter in self._sharded.items():
             gradient = parameter.grad if parameter.requires_grad else None  # FSDP2 does not see that it was frozen
             if gradient is not None and factor != 1.0:
-                gradient.to_local().mul_(factor)
+                local(gradient).mul_(factor)
             parameter.grad = joined_gradients(self._before.pop(name, None), gradient)
 
     def follow_requires_grad(self) -> None:
@@ -180,7 +181,7 @@ def joined_gradients(before: Any, new: Any) -> Any:
     """The sum, in the memory of the first; None if there is neither."""
     if before is None or new is None:
         return new if before is None else before
-    before.to_local().add_(new.to_local())
+    local(before).add_(local(new))
     return before
 
 

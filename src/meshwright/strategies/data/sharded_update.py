@@ -188,7 +188,7 @@ class Bucket:
 class ShardedUpdateEngine(Engine):
     """Computes with whole parameters and updates this rank's rows of each."""
 
-    averages_scaled = True
+    averages_scaled = updates_copies = True
 
     def __init__(self, model: nn.Module, context: ApplyContext, *, keep_whole: bool) -> None:
         super().__init__(model)

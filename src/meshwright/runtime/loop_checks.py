@@ -14,6 +14,7 @@ from meshwright.assemble.world import World
 from meshwright.describe.structure import tensors_of
 from meshwright.errors import JobError
 from meshwright.facts.strategy import Strategy
+from meshwright.torch_private.modules import Dropout
 
 COMPARED_CALLS = 3
 """Training calls of which ranks compare the inputs."""
@@ -111,10 +112,9 @@ def _random_state(device: torch.device) -> torch.Tensor:
 
 
 def _draws(model: nn.Module) -> bool:
-    """Whether the model has a dropout module, or a probability that a function may use."""
-    return any(
-        "dropout" in type(module).__name__.lower() or getattr(module, "dropout", 0) for module in model.modules()
-    )
+    """Whether the model has a dropout module that drops, or a probability that a function may use."""
+    chances = (getattr(one, "p" if isinstance(one, Dropout) else "dropout", 0) for one in model.modules())
+    return any(isinstance(chance, float) and chance > 0 for chance in chances)
 
 
 def _same(value: torch.Tensor, group: dist.ProcessGroup) -> bool:

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import Refused
 from meshwright.recording.dtensor import is_dtensor
-from meshwright.strategies.norm import global_square, local
-from meshwright.torch_private.clipping import TotalNorm, wrap_total_norm
+from meshwright.strategies.norm import global_square, local, scale_
+from meshwright.torch_private.clipping import Scaling, TotalNorm, wrap_clipping
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def serve_clipping(holder: HoldsParts) -> None:
     global _wrapped
     _holders.add(holder)
     if not _wrapped:
-        wrap_total_norm(_with_parts)
+        wrap_clipping(_with_parts, _on_any_tensors)
         _wrapped = True
 
 
@@ -85,6 +85,18 @@ def _with_parts(plain: TotalNorm) -> TotalNorm:
         return norm
 
     return total_norm
+
+
+def _on_any_tensors(plain: Scaling) -> Scaling:
+    def clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: Any = None) -> None:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if len({is_dtensor(gradient) for gradient in gradients}) > 1:  # of models under several strategies
+            scale_(gradients, torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0))
+        else:
+            plain(parameters, max_norm, total_norm, foreach)
+
+    return clip
 
 
 def _largest(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -19,6 +19,7 @@ from meshwright.assemble.optimizer import refuse_coupled_shards
 from meshwright.describe.optimizer import couplings_of
 from meshwright.errors import JobError, Refused
 from meshwright.facts.job import Job, NamedParameters
+from meshwright.facts.lr_schedule import required
 from meshwright.runtime.own_loop import OwnLoop
 
 MakeOptimizer = Callable[[NamedParameters], Optimizer]
@@ -33,6 +34,7 @@ def claim(loop: OwnLoop) -> None:
     updated = {id(parameter) for parameter in loop.optimized}
     for parameter in loop.optimized:
         vars(parameter)[_OWNER] = ref
+        vars(parameter).pop(_STRANGER, None)
     for name, parameter in loop.engine.model.named_parameters():
         if parameter.requires_grad and id(parameter) not in updated:
             vars(parameter)[_STRANGER] = (
@@ -41,10 +43,11 @@ def claim(loop: OwnLoop) -> None:
             )
 
 
-def disown(parameters: dict[int, tuple[str, nn.Parameter]]) -> None:
-    """Mark the parameters that a model had before it was laid out."""
+def disown(parameters: dict[int, tuple[str, nn.Parameter]], loop: OwnLoop) -> None:
+    """Mark the parameters that a model had before it was laid out, and does not have any more."""
+    kept = {id(parameter) for _, parameter in loop.named()}
     for name, parameter in parameters.values():
-        if _OWNER not in vars(parameter):
+        if id(parameter) not in kept:
             vars(parameter)[_STRANGER] = (
                 f"The optimizer holds {name} as it was before mw.parallelize laid the model out, so it would train "
                 "nothing; give it to mw.parallelize(optimizer=...), or build it from model.parameters() afterwards."
@@ -61,6 +64,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for loop, parameters in _loops_of(optimizer):
         if _needs_check(optimizer, loop):
             adopt(optimizer, loop)
+        if loop.loss_scale is not None and (kwargs.get("closure") or any(callable(arg) for arg in args[1:])):
+            raise JobError(
+                f"optimizer.step(closure) computes gradients during the step, and {loop.strategy} must know before it "
+                "whether they overflowed; call step() without a closure, or use bf16."
+            )
         loop.before_step(parameters)
 
 
@@ -104,6 +112,11 @@ def _refuse_coupled(optimizer: Optimizer, loop: OwnLoop) -> None:
     strategy = loop.strategy
     if not strategy.traits.shards and not strategy.axes:
         return
+    if wanted := required(type(optimizer).step)[1:]:
+        raise Refused(
+            f"{type(optimizer).__name__}.step({wanted[0].name}) compares sums over all parameters, of which a rank of "
+            f"{strategy} has parts; use ddp, or an optimizer like AdamW."
+        )
     job = _job(rebuilt(optimizer, {id(p): name for name, p in loop.optimized.named()}))
     shapes = [(p.name, p.shape) for p in loop.facts.parameters if p.trainable]
     found = couplings_of(job, shapes)

@@ -70,11 +70,18 @@ class OwnLoop:
         counted = engine.counted()
         named = zip(self.optimized.named(), self._own, strict=True)
         self._parts = {id(p): self._part(name, counted is None or id(own) in counted) for (name, p), own in named}
+        self._seen = self._parameters_seen()
         self._applied: torch.Tensor | None = self._fingerprint()
         """The weights' fingerprint after the last update, until a training call has compared it; None if it has."""
         self.watch_calls()
         if axes.inner or axes.stages is not None or any(is_dtensor(parameter) for parameter in self.optimized):
             serve_clipping(self)
+
+    def _parameters_seen(self) -> dict[str, nn.Parameter]:
+        updated = dict(self.optimized.named())
+        masters: dict[str, Any] = {held.name: held.tensor for held in self.engine.held()}
+        named = self.engine.model.named_parameters()
+        return {name: updated.get(name, masters.get(name, parameter)) for name, parameter in named}
 
     def watch_calls(self) -> None:
         """Watch the model's calls and backward passes."""
@@ -87,9 +94,7 @@ class OwnLoop:
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter as the user sees it: what the optimizer updates, and frozen ones."""
-        updated = dict(self.optimized.named())
-        for name, parameter in self.engine.model.named_parameters():
-            yield name, updated.get(name, parameter)
+        yield from self._seen.items()
 
     def gradient_parts(self) -> Iterator[tuple[torch.Tensor, Part]]:
         for parameter in self.optimized:
@@ -119,7 +124,7 @@ class OwnLoop:
         samples = 0
         if differentiable:
             self._refuse_unfrozen()
-            self._follow_changed_weights()
+            self.follow_changed_weights()
             self.checks.before_call(model, args, kwargs)
             samples = count_samples(args, kwargs)
             if self.loss_scale is not None:
@@ -146,6 +151,9 @@ class OwnLoop:
         return map_tensors(leave, output)
 
     def _refuse_unfrozen(self) -> None:
+        if self.host is not None:
+            for own, host in zip(self._own, self.optimized, strict=True):
+                own.requires_grad_(host.requires_grad)
         self.engine.follow_requires_grad()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
@@ -166,11 +174,15 @@ class OwnLoop:
         """Called before gradients are cleared."""
         if self.watch.unreduced and self._hides_gradients:
             raise JobError(
-                f"zero_grad() was called after {self.watch.unreduced} backward passes under no_sync(), whose gradients "
+                f"zero_grad() was called after {self._passes} under no_sync(), whose gradients "
                 f"{self.strategy} still holds for the next reduction; run the last micro-batch's backward outside of "
                 "no_sync() first."
             )
         self.watch.forget()
+
+    @property
+    def _passes(self) -> str:
+        return f"{self.watch.unreduced} backward pass{'es' * (self.watch.unreduced > 1)}"
 
     @property
     def _hides_gradients(self) -> bool:
@@ -181,7 +193,7 @@ class OwnLoop:
         """Called before an optimizer updates these of the model's parameters. All ranks call it."""
         if self.watch.unreduced:
             raise JobError(
-                f"optimizer.step() was called after {self.watch.unreduced} backward passes under no_sync(), so its "
+                f"optimizer.step() was called after {self._passes} under no_sync(), so its "
                 "gradients are this rank's alone; run the last micro-batch's backward outside of no_sync()."
             )
         self.checks.before_step()
@@ -219,22 +231,24 @@ class OwnLoop:
         self.engine.updated()
         self._applied = self._fingerprint()
 
-    def _follow_changed_weights(self) -> None:
-        """Fetch weights that the loop changed by hand since the last step, as it clamps those of a WGAN.
+    def follow_changed_weights(self) -> None:
+        """Fetch weights that the loop changed by hand since the last step, as for a WGAN. All ranks call it.
 
         `p.data.clamp_()` does not even count as a change of `p`, so values are compared.
         """
         applied, self._applied = self._applied, None
         if applied is not None and self.checks.on_any_data_rank(not torch.equal(self._fingerprint(), applied)):
-            self._give_weights()
-            self._applied = None
+            if self.host is not None:
+                self.host.give_all_parameters()
+            self.engine.loaded()
 
     @torch.no_grad()
     def _fingerprint(self) -> torch.Tensor:
         """Numbers that show whether weights were changed; none if the model computes with the optimizer's."""
         if self.host is None and not self.engine.updates_copies:
             return torch.empty(0)
-        return torch.stack([local(parameter).double().sum() for parameter in self.optimized])
+        sums = [local(parameter).double().sum().cpu() for parameter in self._seen.values()]
+        return torch.stack(sums) if sums else torch.empty(0)
 
     @torch.no_grad()
     def put(self, state: dict[str, torch.Tensor]) -> None:

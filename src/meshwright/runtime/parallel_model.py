@@ -98,6 +98,7 @@ class Parallel(FixedModule):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # its overloads
         """Every parameter and buffer whole, by the model's own names, on the CPU. All ranks must call it."""
+        self.loop.follow_changed_weights()
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         return {f"{prefix}{name}": tensor.detach().cpu().clone() for name, tensor in self.loop.engine.state()}
 
@@ -119,6 +120,7 @@ class Parallel(FixedModule):
         """
         if self._saver is None:
             self._saver = Saver(self.loop)
+        self.loop.follow_changed_weights()
         save_at(self._saver, samples, Path(path))
 
     def load(self, path: str | Path) -> RunState:

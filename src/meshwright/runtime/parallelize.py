@@ -121,7 +121,7 @@ def parallelize(
     asked.refuse_unsuited()
     before = asked.parameters_before()
     found = lay_out_loop(asked, options.get("world") or enter_world(options.get("device")))
-    disown(before)
+    disown(before, found.loop)
     claim(found.loop)
     if optimizer is None:
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -26,8 +25,8 @@ class PipelineLoop(OwnLoop):
     def watch_calls(self) -> None:
         """The schedule completes gradients after many backward passes."""
 
-    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.optimized.named()
+    def _parameters_seen(self) -> dict[str, nn.Parameter]:
+        return dict(self.optimized.named())
 
     def call(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise JobError(

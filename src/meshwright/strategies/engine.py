@@ -130,8 +130,11 @@ class Engine:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def reduces(self, asked: bool) -> bool:
-        """Prepare for backward passes of a user's loop, and say whether each of them reduces its gradients."""
-        return asked
+        """Prepare for backward passes of a user's loop, and say whether their gradients will be complete.
+
+        A loop asks for it in all passes but those under `no_sync`.
+        """
+        return True
 
     def begin_backward(self) -> None:
         """Called in a user's loop when a backward pass reaches the model."""

@@ -78,6 +78,9 @@ class AveragingEngine(Engine):
         self._group, self._share, self._dtype = mesh.get_group(), 1.0 / mesh.size(), dtype
         self._trained = self.leaves()
 
+    def reduces(self, asked: bool) -> bool:
+        return asked
+
     def end_backward(self, *, reduced: bool, factor: float) -> None:
         if reduced:
             trained = [parameter for parameter in self._trained if parameter.requires_grad]

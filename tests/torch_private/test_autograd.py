@@ -11,6 +11,7 @@ from meshwright.torch_private.autograd import (
     backward_id,
     engine_wrapped,
     run_engine,
+    wrap_engine,
 )
 
 
@@ -47,6 +48,19 @@ def test_the_engine_is_wrapped(backward: Callable[..., Any]) -> None:
     assert len(calls) == 2
     backward((x * 3).sum(), x)
     assert len(calls) == 2
+
+
+def test_the_engine_is_wrapped_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", torch.autograd._engine_run_backward)
+    calls = []
+
+    def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (calls.append(1), run(*args, **kwargs))[1]
+
+    wrap_engine(wrap)
+    x = torch.ones(2, requires_grad=True)
+    x.sum().backward()
+    assert calls == [1] and x.grad is not None
 
 
 def test_a_backward_pass_has_a_number() -> None:

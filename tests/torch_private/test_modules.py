@@ -18,6 +18,7 @@ from meshwright.torch_private.modules import (
     convert_tensors,
     extra_padding,
     incompatible_keys,
+    is_compiled,
     lend_tensors,
     overrides_convolution,
     padding_of_both_sides,
@@ -92,8 +93,9 @@ def test_a_compiled_call_is_wrapped() -> None:
     module = nn.Linear(2, 2)
     wrap_compiled_call(module, wrap)
     module(torch.ones(2))
-    assert calls == []
+    assert calls == [] and not is_compiled(module)
     module.compile(backend="eager")
+    assert is_compiled(module)
     wrap_compiled_call(module, wrap)
     module(torch.ones(2))
     assert calls == [1]

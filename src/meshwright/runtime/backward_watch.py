@@ -101,7 +101,7 @@ class BackwardWatch:
     def _arrived(self) -> None:
         if backward_id() == self._pass:
             return
-        self._pass = backward_id()
+        self._pass, self._samples = backward_id(), 0  # an earlier pass may have failed
         self._engine.begin_backward()
         # In two steps, to come after FSDP2, which queues its own end of the pass after this.
         at_end_of_backward(lambda: at_end_of_backward(self._end))

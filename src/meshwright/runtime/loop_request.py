@@ -54,15 +54,19 @@ class LoopRequest:
                 raise Refused(f"{strategy}: {term.word} completes gradients once per step; use mw.setup(job, ...).")
         if strategy.stage_axis is not None and strategy.offload == "optimizer":
             raise Refused(f"{strategy}: offload=optimizer with stages needs our loop; use mw.setup(job, ...).")
-        if strategy.stage_axis is not None and self.loss is None:
-            raise JobError(
-                f"{strategy} computes the loss in its last stage, so mw.parallelize must know it: give loss=..., a "
-                "function from (output, batch) to (sum, weight)."
-            )
+        if strategy.stage_axis is not None and not strategy.stage_axis.traits.one_process:
+            self.refuse_unknown_loss()
         if strategy.axes and self.sample is None:
             raise JobError(
                 f"{strategy} divides the model by what one call of it shows; give mw.parallelize an example of a "
                 "batch, sample=..., and inputs=... if the model takes only a part of it."
+            )
+
+    def refuse_unknown_loss(self) -> None:
+        if self.loss is None:
+            raise JobError(
+                f"{self.strategy} computes the loss in its last stage, so mw.parallelize must know it: give loss=..., "
+                "a function from (output, batch) to (sum, weight)."
             )
 
     def parameters_before(self) -> dict[int, tuple[str, nn.Parameter]]:

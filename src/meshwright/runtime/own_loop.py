@@ -17,6 +17,7 @@ from meshwright.assemble.error_context import naming_strategy
 from meshwright.assemble.optimizer import HostCopies
 from meshwright.assemble.precision import LossScale, raise_small
 from meshwright.assemble.world import World
+from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.structure import map_tensors, tensors_of, to_device
 from meshwright.errors import JobError
 from meshwright.facts.model import ModelFacts
@@ -26,9 +27,11 @@ from meshwright.recording.wrap_forward import wrap_forward
 from meshwright.runtime.backward_watch import BackwardWatch
 from meshwright.runtime.loop_checks import LoopChecks, count_samples
 from meshwright.runtime.loop_norm import Part, norm_of, serve_clipping
+from meshwright.runtime.loop_recompute import recompute_in
 from meshwright.strategies.cuts import Cut
 from meshwright.strategies.engine import Engine, OptimizerState
 from meshwright.strategies.norm import local
+from meshwright.torch_private.modules import is_compiled, wrap_compiled_call
 
 
 class NoOptimizer:
@@ -86,7 +89,13 @@ class OwnLoop:
     def watch_calls(self) -> None:
         """Watch the model's calls and backward passes."""
         self.watch.hook_parameters()
-        wrap_forward(self.engine.model, self._around)
+        model = self.engine.model
+        if is_compiled(model):  # around the compiled call, because hooks and collectives would break its graph
+            wrap_compiled_call(model, lambda call: lambda *args, **kwargs: self._around(model, call, args, kwargs))
+        else:
+            wrap_forward(model, self._around)
+        if self.strategy.number_format.is_low and not self.strategy.autocast:
+            recompute_in(DTYPES[self.strategy.precision], self)
 
     @property
     def remembered(self) -> OptimizerState:

@@ -153,6 +153,7 @@ def lay_out_loop(asked: LoopRequest, world: World) -> Parallel:
     axes = lay_axes(resolved, world)
     if axes.stages is not None:
         assert job is not None
+        asked.refuse_unknown_loss()
         trainer = Trainer(replace(job, optimizer=plain_sgd), facts, resolved, world, seed=asked.seed)
         return Parallel(PipelineLoop(trainer), PipelinedBatches(trainer))
     # Only after all checks: adopting a model takes its weights away until it is laid out.

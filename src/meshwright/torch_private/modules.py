@@ -53,6 +53,11 @@ class AnyBatchNorm(BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of a module run what `Module.compile` made of it."""
+    return module._compiled_call_impl is not None
+
+
 def wrap_compiled_call(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Wrap the compiled call of a module; a module that is not compiled is left alone."""
     if module._compiled_call_impl is not None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -333,3 +336,14 @@ def mistakes(world: World, strategy: str) -> dict[str, str]:
         except BadInput as error:
             found[mistake.__name__] = str(error)
     return found
+
+
+def run_script(world: World, script: str, folder: str) -> dict[str, Tensor]:
+    """Run a script as torchrun would have started it, and return the state of its `model`."""
+    ranks = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.ranks, "LOCAL_WORLD_SIZE": world.ranks}
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # they have met already
+    names: dict[str, Any] = {}
+    with patch.dict(os.environ, {key: str(value) for key, value in ranks.items()} | meeting), chdir(folder):
+        exec(script, names)
+    state: dict[str, Tensor] = names["model"].state_dict()
+    return state

@@ -73,13 +73,8 @@ def couplings(job: Job, model: nn.Module) -> tuple[str, ...]:
     A trust ratio or a factored moment depends on the whole tensor, and a norm inside the optimizer on all parameters.
     Such an optimizer computes other updates when it is given shards.
     """
-    return couplings_of(job, [(n, tuple(p.shape)) for n, p in model.named_parameters() if p.requires_grad])
-
-
-def couplings_of(job: Job, shapes: list[tuple[str, tuple[int, ...]]]) -> tuple[str, ...]:
-    """`couplings` for parameters of these names and shapes."""
     try:
-        trial = OptimizerTrial(job, shapes)
+        trial = OptimizerTrial(job, [(n, tuple(p.shape)) for n, p in model.named_parameters() if p.requires_grad])
         whole = trial.run()
         found = {
             "rows": differ(trial.first_half(whole, 0), trial.run(lambda name, value: _half(value, 0))),

@@ -44,17 +44,18 @@ class LoopChecks:
         self._calls += 1
         digest = _digest(args, kwargs)
         for term, mesh in self._axes.inner:
-            if not _same(digest, mesh.get_group()):
+            if not self._is_same(digest, mesh.get_group()):
                 raise JobError(
                     f"The ranks of {term} were given different samples, but they compute one model together. Give them "
                     "the same: DistributedSampler(data, num_replicas=model.data_ranks, rank=model.data_rank)."
                 )
-            if model.training and _draws(model) and not _same(_random_state(self._world.device), mesh.get_group()):
+            state = _random_state(self._world.device)
+            if model.training and _draws(model) and not self._is_same(state, mesh.get_group()):
                 raise JobError(
                     f"The ranks of {term} have different random states, so their dropout masks differ; call "
                     "torch.manual_seed with the same number on all of them before the loop."
                 )
-        if self._calls == 1 and self._batch_group is not None and _same(digest, self._batch_group):
+        if self._calls == 1 and self._batch_group is not None and self._is_same(digest, self._batch_group):
             warnings.warn(
                 "All data ranks were given the same samples in the first call; divide the data with "
                 "DistributedSampler(data, num_replicas=model.data_ranks, rank=model.data_rank).",
@@ -66,7 +67,7 @@ class LoopChecks:
         weighted, self.weighted = self.weighted, False
         if self._batch_group is None or weighted:
             return
-        counts = torch.tensor([samples, -samples])  # on the host: reading it would stall a GPU
+        counts = torch.tensor([samples, -samples], device=_device_of(self._batch_group, self._world.device))
         self._counts.append((counts, dist.all_reduce(counts, dist.ReduceOp.MAX, self._batch_group, async_op=True)))
 
     def before_step(self) -> None:
@@ -83,9 +84,16 @@ class LoopChecks:
                     "model.global_mean(loss_sum, samples), or drop the uneven batch (DataLoader(drop_last=True))."
                 )
 
+    def _is_same(self, value: torch.Tensor, group: dist.ProcessGroup) -> bool:
+        both = torch.cat([value, -value]).to(_device_of(group, self._world.device))
+        dist.all_reduce(both, dist.ReduceOp.MAX, group)
+        most, least = both.chunk(2)
+        return bool((most == -least).all())
+
     def on_any_data_rank(self, found: bool) -> bool:
         flag = torch.tensor([float(found)])
         if self._batch_group is not None:
+            flag = flag.to(_device_of(self._batch_group, self._world.device))
             dist.all_reduce(flag, dist.ReduceOp.MAX, self._batch_group)
         return bool(flag)
 
@@ -117,8 +125,6 @@ def _draws(model: nn.Module) -> bool:
     return any(isinstance(chance, float) and chance > 0 for chance in chances)
 
 
-def _same(value: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    both = torch.cat([value, -value])
-    dist.all_reduce(both, dist.ReduceOp.MAX, group)
-    most, least = both.chunk(2)
-    return bool((most == -least).all())
+def _device_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where a group takes small messages: on the host if it can, because reading a result would stall a GPU."""
+    return torch.device("cpu") if "cpu" in dist.get_backend_config(group) else device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from meshwright.assemble.check import refuse_optimizer
 from meshwright.assemble.optimizer import refuse_coupled_shards
-from meshwright.describe.optimizer import couplings_of
+from meshwright.describe.optimizer import couplings
 from meshwright.errors import JobError, Refused
 from meshwright.facts.job import Job, NamedParameters
 from meshwright.facts.lr_schedule import required
+from meshwright.facts.model import ModelFacts
 from meshwright.runtime.own_loop import OwnLoop
 
 MakeOptimizer = Callable[[NamedParameters], Optimizer]
@@ -118,11 +119,22 @@ def _refuse_coupled(optimizer: Optimizer, loop: OwnLoop) -> None:
             f"{strategy} has parts; use ddp, or an optimizer like AdamW."
         )
     job = _job(rebuilt(optimizer, {id(p): name for name, p in loop.optimized.named()}))
-    shapes = [(p.name, p.shape) for p in loop.facts.parameters if p.trainable]
-    found = couplings_of(job, shapes)
+    found = couplings(job, _WithoutWeights(loop.facts))
     if reason := refuse_optimizer(found, strategy):
         raise Refused(reason)
     refuse_coupled_shards(job, found, loop.optimized, strategy)
+
+
+class _WithoutWeights(nn.Module):
+    """A module that has nothing of a model but the names and shapes of its parameters."""
+
+    def __init__(self, facts: ModelFacts) -> None:
+        super().__init__()
+        self._facts = facts
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for one in self._facts.parameters:
+            yield one.name, nn.Parameter(torch.empty(one.shape, device="meta"), requires_grad=one.trainable)
 
 
 def _job(optimizer: MakeOptimizer) -> Job:

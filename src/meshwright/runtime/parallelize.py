@@ -169,6 +169,9 @@ def _engine(blueprint: Blueprint, setup: RankSetup, asked: LoopRequest) -> Engin
         stages = cut_stages(setup.facts, strategy.stage_ranks, asked.stages)
         return lay_on_devices(blueprint, setup, stages=stages, devices=devices_for(strategy.stage_ranks, world.device))
     engine, cuts = lay_out(blueprint, setup)
+    kind = type(engine)
+    if kind.finish is not Engine.finish and kind.end_backward is Engine.end_backward:
+        raise Refused(f"{strategy}: {kind.__name__} completes gradients once per step; use mw.setup(job, ...).")
     return RankEngine([engine], axes, cuts=cuts) if axes.inner else engine
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from contextlib import chdir
+from contextlib import chdir, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -281,6 +281,17 @@ def mean_of_uneven_parts(model: Any, side: Side) -> None:
     optimizer.step()
 
 
+def uneven_parts_of_one_sum(model: Any, side: Side) -> None:
+    """Seven samples on each rank, in another order: 4 and 3, 3 and 4."""
+    optimizer = sgd(model.parameters())
+    x, y = side.part(batch(0, 14))
+    sizes = [4, 3] if side.rank == 0 else [3, 4]
+    for part in zip(x.split(sizes), y.split(sizes), strict=True):
+        with model.no_sync() if len(part[0]) == sizes[0] else nullcontext():
+            (side.loss(*part) / 2).backward()
+    optimizer.step()
+
+
 def optimizer_of_inner_model(model: Any, side: Side) -> None:
     optimizer = sgd(model.module.parameters())
     side.loss(*side.part(batch(0))).backward()
@@ -315,6 +326,7 @@ MISTAKES = [
     step_of_this_rank_alone,
     zeroed_before_reduced,
     mean_of_uneven_parts,
+    uneven_parts_of_one_sum,
     optimizer_of_inner_model,
     unfrozen_too_late,
     samples_divided_over_all_ranks,

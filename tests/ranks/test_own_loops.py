@@ -106,6 +106,7 @@ TOLD = {
     "step_of_this_rank_alone": "outside of no_sync()",
     "zeroed_before_reduced": "zero_grad() was called after 1 backward pass",
     "mean_of_uneven_parts": "from 3 to 4 samples in one backward pass",
+    "uneven_parts_of_one_sum": "samples in one backward pass",
     "optimizer_of_inner_model": "build it from model.parameters()",
     "unfrozen_too_late": "frozen.weight was frozen when mw.parallelize",
     "samples_divided_over_all_ranks": "were given different samples",
@@ -122,7 +123,13 @@ NO_MISTAKE = {
         "samples_divided_over_all_ranks",
         "coupled_optimizer",
     },
-    "tp=2": {"step_of_this_rank_alone", "zeroed_before_reduced", "mean_of_uneven_parts", "optimizer_of_inner_model"},
+    "tp=2": {
+        "step_of_this_rank_alone",  # there is one data rank
+        "zeroed_before_reduced",
+        "mean_of_uneven_parts",
+        "uneven_parts_of_one_sum",
+        "optimizer_of_inner_model",
+    },
 }
 
 

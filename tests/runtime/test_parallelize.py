@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 import meshwright as mw
 import minimal
 from meshwright.assemble.world import World, alone
-from meshwright.errors import JobError, Refused
+from meshwright.errors import CheckpointError, JobError, Refused
 from meshwright.runtime import parallelize as module_of_parallelize
 from meshwright.runtime import place
 
@@ -123,14 +124,29 @@ def test_a_closure_in_fp16(world: World) -> None:
 
 def test_a_failed_pass_does_not_hide_the_next(world: World) -> None:
     model = mw.parallelize(minimal.mlp, "single", world=world)
-    seen: list[int] = []
+    seen: list[list[int]] = []
     model.loop.watch.ended = seen.append
     hook = next(model.parameters()).register_hook(lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
     with pytest.raises(ZeroDivisionError):
         loss(model).backward()
     hook.remove()
     loss(model).backward()
-    assert seen == [4]
+    assert seen == [[4]]
+
+
+def test_a_checkpoint_forgets_no_optimizer(world: World, tmp_path: Path) -> None:
+    model = mw.parallelize(minimal.mlp, "single", world=world)
+    optimizer = sgd(model.parameters())
+    loss(model).backward()
+    optimizer.step()
+    with pytest.raises(CheckpointError, match="not given to mw"):
+        model.save(tmp_path / "a")
+    model.save(tmp_path / "a", weights_only=True)
+    other, _ = mw.parallelize(minimal.mlp, "single", optimizer=sgd, seed=1, world=world)
+    other.load(tmp_path / "a", weights_only=True)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
+    with pytest.raises(CheckpointError, match="none was given"):
+        model.load(tmp_path / "a")
 
 
 def test_layers_over_devices_of_one_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,11 +30,14 @@ class BackwardWatch:
         self._engine, self._loss_scale = engine, loss_scale
         self._pass = -1
         self._samples = 0
+        """Samples that went through the model in the current pass."""
+        self._passes: list[int] = []
+        """The same for each pass since gradients were reduced last."""
         self.reduces = engine.reduces(True)
         self.unreduced = 0
         """Backward passes whose gradients are not averaged over ranks yet."""
-        self.ended: Callable[[int], None] = lambda samples: None
-        """Told at the end of each reducing pass how many samples went through the model."""
+        self.ended: Callable[[list[int]], None] = lambda samples: None
+        """Told at each reduction how many samples went through the model in each pass."""
 
     def hook_parameters(self) -> None:
         for leaf in self._engine.leaves():
@@ -80,7 +83,7 @@ class BackwardWatch:
 
     def forget(self) -> None:
         """Forget passes that were not reduced."""
-        self.unreduced = 0
+        self.unreduced, self._passes = 0, []
 
     def _hook(self, leaf: nn.Parameter) -> None:
         # A weak reference: Python's collector cannot see a parameter's hooks, so nothing would ever be freed.
@@ -107,8 +110,10 @@ class BackwardWatch:
         at_end_of_backward(lambda: at_end_of_backward(self._end))
 
     def _end(self) -> None:
-        samples, self._samples, self._pass = self._samples, 0, -1
+        self._passes.append(self._samples)
+        self._samples, self._pass = 0, -1
         self._engine.end_backward(reduced=self.reduces, factor=1.0 / self.scale)
         self.unreduced = 0 if self.reduces else self.unreduced + 1
         if self.reduces:
-            self.ended(samples)
+            passes, self._passes = self._passes, []
+            self.ended(passes)

@@ -62,12 +62,16 @@ class LoopChecks:
                 stacklevel=2,
             )
 
-    def reduced(self, samples: int) -> None:
-        """Start to compare how many samples each data rank had in a backward pass."""
+    def reduced(self, samples: list[int]) -> None:
+        """Start to compare how many samples each data rank had in the backward passes of a reduction."""
         weighted, self.weighted = self.weighted, False
         if self._batch_group is None or weighted:
             return
-        counts = torch.tensor([samples, -samples], device=_device_of(self._batch_group, self._world.device))
+        # The second number tells passes of 4 and 3 samples from passes of 3 and 4.
+        told = [sum(samples), sum(place * count for place, count in enumerate(samples, start=1))]
+        counts = torch.tensor(
+            [*told, *(-count for count in told)], device=_device_of(self._batch_group, self._world.device)
+        )
         self._counts.append((counts, dist.all_reduce(counts, dist.ReduceOp.MAX, self._batch_group, async_op=True)))
 
     def before_step(self) -> None:
@@ -76,11 +80,12 @@ class LoopChecks:
         for most_and_least, work in counts:
             if work is not None:
                 work.wait()
-            most, least = most_and_least.tolist()
-            if most + least:
+            most, other, least, different = most_and_least.tolist()
+            if most + least or other + different:
+                had = f"from {-least} to {most}" if most + least else "different numbers of"
                 raise JobError(
-                    f"Data ranks of {self._strategy} had from {-least} to {most} samples in one backward pass, so the "
-                    "mean over ranks of their mean losses is not the mean over samples. Compute the loss as "
+                    f"Data ranks of {self._strategy} had {had} samples in one backward pass, so the mean over "
+                    "ranks of their mean losses is not the mean over samples. Compute the loss as "
                     "model.global_mean(loss_sum, samples), or drop the uneven batch (DataLoader(drop_last=True))."
                 )
 

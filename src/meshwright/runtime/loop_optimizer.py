@@ -104,6 +104,7 @@ def adopt(optimizer: Optimizer, loop: OwnLoop) -> None:
     """Refuse an optimizer whose updates would be wrong on this rank's parts, and hook its `zero_grad`."""
     if loop not in _checked.setdefault(optimizer, weakref.WeakSet()):
         _checked[optimizer].add(loop)
+        loop.updaters.add(optimizer)
         _refuse_coupled(optimizer, loop)
         _hook_zero_grad(optimizer, loop)
 

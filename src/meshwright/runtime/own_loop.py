@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from math import isfinite
 from typing import Any
 
@@ -19,7 +20,7 @@ from meshwright.assemble.precision import LossScale, raise_small
 from meshwright.assemble.world import World
 from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.structure import map_tensors, tensors_of, to_device
-from meshwright.errors import JobError
+from meshwright.errors import CheckpointError, JobError
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.dtensor import is_dtensor
@@ -63,6 +64,8 @@ class OwnLoop:
         self.optimized = self.host.parameters if self.host else self._own
         """The parameters that the user's optimizer gets: whole ones, shards or host copies."""
         self.optimizer: Optimizer | None = None
+        self.updaters: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """All optimizers that were given or have updated the model."""
         self.schedule: Any = None
         self.step_was_skipped = False
         self.watch = BackwardWatch(engine, self.loss_scale)
@@ -174,7 +177,7 @@ class OwnLoop:
     def no_sync(self) -> AbstractContextManager[None]:
         return self.watch.no_sync()
 
-    def _reduced(self, samples: int) -> None:
+    def _reduced(self, samples: list[int]) -> None:
         self.checks.reduced(samples)
         if self.host is not None:
             self.host.add_gradients()
@@ -258,6 +261,31 @@ class OwnLoop:
             return torch.empty(0)
         sums = [local(parameter).double().sum().cpu() for parameter in self._seen.values()]
         return torch.stack(sums) if sums else torch.empty(0)
+
+    def refuse_unsaved(self) -> None:
+        """Raise if a checkpoint would lose the state of an optimizer."""
+        owned = {id(parameter) for parameter in self._seen.values()}
+        held = self.optimizer.param_groups if self.optimizer is not None else []
+        if any(one is not self.optimizer for one in self.updaters):
+            reason = "has an optimizer that was not given to mw.parallelize(optimizer=...)"
+        elif any(id(parameter) not in owned for group in held for parameter in group["params"]):
+            reason = "shares its optimizer with another model"
+        else:
+            return
+        raise CheckpointError(
+            f"The model {reason}, whose state a checkpoint would not hold; save the weights with weights_only=True, "
+            "and the optimizer yourself."
+        )
+
+    @contextmanager
+    def without_optimizer(self) -> Iterator[None]:
+        """Context in which a checkpoint is of the weights alone."""
+        before = self.optimizer, self.schedule
+        self.optimizer = self.schedule = None
+        try:
+            yield
+        finally:
+            self.optimizer, self.schedule = before
 
     @torch.no_grad()
     def put(self, state: dict[str, torch.Tensor]) -> None:

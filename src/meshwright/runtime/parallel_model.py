@@ -14,7 +14,7 @@ from meshwright.checkpoint.folder import find_checkpoint
 from meshwright.checkpoint.load import load
 from meshwright.checkpoint.manifest import RunState
 from meshwright.checkpoint.save import Saver, save_at
-from meshwright.errors import JobError
+from meshwright.errors import CheckpointError, JobError
 from meshwright.runtime.loop_batches import Batches
 from meshwright.runtime.own_loop import OwnLoop
 from meshwright.torch_private.modules import FixedModule, incompatible_keys
@@ -51,6 +51,11 @@ class Parallel(FixedModule):
         """The parameters to give to an optimizer, by the model's own names: whole ones, or this rank's shards."""
         start = f"{prefix}." if prefix else ""
         yield from ((f"{start}{name}", parameter) for name, parameter in self.loop.named())
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context for backward passes of all but the last micro-batch of a step; every rank must run as many.
@@ -113,19 +118,33 @@ class Parallel(FixedModule):
         self.loop.put({name: state_dict[name] for name in wanted if name in state_dict})
         return incompatible_keys(missing, unexpected)
 
-    def save(self, path: str | Path, *, samples: int = 0) -> None:
+    def save(self, path: str | Path, *, samples: int = 0, weights_only: bool = False) -> None:
         """Write a checkpoint that any strategy on any number of ranks loads, `mw.setup` included. All ranks call it.
 
         It holds the optimizer and the scheduler that were given to `parallelize`. `samples` is the loop's position.
         """
+        self.loop.follow_changed_weights()
+        if weights_only:
+            with self.loop.without_optimizer():
+                save_at(Saver(self.loop), samples, Path(path))
+            return
+        self.loop.refuse_unsaved()
         if self._saver is None:
             self._saver = Saver(self.loop)
-        self.loop.follow_changed_weights()
         save_at(self._saver, samples, Path(path))
 
-    def load(self, path: str | Path) -> RunState:
-        """Continue from a checkpoint of `save`, `train` or `mw.setup`; without an optimizer, with its weights alone."""
-        return load(self.loop, find_checkpoint(Path(path)))
+    def load(self, path: str | Path, *, weights_only: bool = False) -> RunState:
+        """Continue from a checkpoint of `save`, `train` or `mw.setup`. All ranks call it."""
+        folder = find_checkpoint(Path(path))
+        if weights_only:
+            with self.loop.without_optimizer():
+                return load(self.loop, folder)
+        if self.loop.optimizer is None:
+            raise CheckpointError(
+                "model.load(path) continues with the checkpoint's optimizer, but none was given to "
+                "mw.parallelize(optimizer=...); give it there, or load the weights alone with weights_only=True."
+            )
+        return load(self.loop, folder)
 
     def close(self) -> None:
         """Leave the process group, which ends all models of the loop."""

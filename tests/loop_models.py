@@ -359,3 +359,42 @@ def run_script(world: World, script: str, folder: str) -> dict[str, Tensor]:
         exec(script, names)
     state: dict[str, Tensor] = names["model"].state_dict()
     return state
+
+
+def gpt2() -> nn.Module:
+    """A model of transformers: tied weights, the loss among its outputs, `generate`."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **drops, bos_token_id=0, eos_token_id=1))
+
+
+def words(step: int) -> Tensor:
+    return torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(step))
+
+
+def train_and_generate(model: Any, rank: int = 0, ranks: int = 1) -> list[int]:
+    optimizer = sgd(model.parameters())
+    model.train()
+    for step in range(STEPS):
+        own = words(step).chunk(ranks)[rank]
+        model(input_ids=own, labels=own).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    made: list[int] = model.generate(words(9)[:1], max_new_tokens=4, do_sample=False).flatten().tolist()
+    return made
+
+
+def generated_plainly() -> tuple[list[int], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = gpt2()
+    return train_and_generate(model), model.state_dict()
+
+
+def generated(world: World, strategy: str) -> tuple[list[int], dict[str, Tensor]]:
+    options: Any = {"sample": {"input_ids": words(0), "labels": words(0)}} if "tp" in strategy else {}
+    model = mw.parallelize(gpt2, strategy, world=world, **options)
+    return train_and_generate(model, model.data_rank, model.data_ranks), model.state_dict()

@@ -102,6 +102,16 @@ def test_a_scaler_of_the_user(two_ranks: RankPool, strategy: str) -> None:
         assert_close(state, references()["clipped"][0], strategy, 1e-5 if "16" in strategy else ROUNDING)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tp=2"])
+def test_a_model_of_transformers(two_ranks: RankPool, strategy: str) -> None:
+    pytest.importorskip("transformers")
+    made, state = loop_models.generated_plainly()
+    for found, after in two_ranks(loop_models.generated, strategy):
+        assert found == made
+        assert_close(after, state, strategy)
+
+
 TOLD = {
     "step_of_this_rank_alone": "outside of no_sync()",
     "zeroed_before_reduced": "zero_grad() was called after 1 backward pass",

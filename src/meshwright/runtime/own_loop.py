@@ -96,6 +96,8 @@ class OwnLoop:
         if is_compiled(model):  # around the compiled call, because hooks and collectives would break its graph
             wrap_compiled_call(model, lambda call: lambda *args, **kwargs: self._around(model, call, args, kwargs))
         else:
+            # First of all, because FSDP2 gathers the weights in such a hook, too.
+            model.register_forward_pre_hook(self._before_call, prepend=True)
             wrap_forward(model, self._around)
         if self.strategy.number_format.is_low and not self.strategy.autocast:
             recompute_in(DTYPES[self.strategy.precision], self)
@@ -118,6 +120,10 @@ class OwnLoop:
         cut, stages = self.engine.cut_of(name), self.axes.stages
         meshes = [cut.mesh] if isinstance(cut, Cut) else []
         return Part(tuple(meshes if stages is None else [*meshes, stages]), counts)
+
+    def _before_call(self, model: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            self.follow_changed_weights()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine(*args, **kwargs)

@@ -3,8 +3,10 @@
 torchrun --nproc-per-node 2 examples/own_loop.py
 """
 
+import torch
 import torch.nn.functional as F
 from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 import meshwright as mw
@@ -17,30 +19,29 @@ MICRO_BATCHES = 2
 
 
 def main() -> None:
-    parallel = mw.parallelize(GPT, "fsdp", seed=0)
-    optimizer = AdamW(parallel.parameters(), lr=1e-3)
-
+    model, optimizer, scheduler = mw.parallelize(
+        GPT,
+        "fsdp",
+        optimizer=lambda params: AdamW(params, lr=1e-3),
+        scheduler=lambda optimizer: CosineAnnealingLR(optimizer, STEPS),
+    )
     data = StdlibText(LENGTH)
-    sampler = DistributedSampler(data, parallel.data_ranks, parallel.data_rank, seed=0)
-    batches = DataLoader(data, BATCH // parallel.data_ranks // MICRO_BATCHES, sampler=sampler, drop_last=True)
+    sampler = DistributedSampler(data, model.data_ranks, model.data_rank, seed=0)
+    batches = iter(DataLoader(data, BATCH // model.data_ranks // MICRO_BATCHES, sampler=sampler, drop_last=True))
 
-    for number, batch in enumerate(batches, start=1):
-        last = number % MICRO_BATCHES == 0  # gradients are reduced once per step
-        with parallel.micro_batch(last=last):
-            logits = parallel(batch["x"].to(parallel.device))
-            loss = F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten().to(parallel.device))
-            parallel.backward(loss / MICRO_BATCHES, last=last)
-        if not last:
-            continue
-        parallel.clip_(1.0)
+    for step in range(1, STEPS + 1):
+        for _ in range(MICRO_BATCHES):
+            batch = next(batches)
+            logits = model(batch["x"].to(model.device))
+            loss = F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten().to(model.device))
+            (loss / MICRO_BATCHES).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        parallel.updated()
-        step = number // MICRO_BATCHES
-        if parallel.data_rank == 0 and step % 10 == 0:
-            print(f"step {step}: loss {loss.item():.3f} on this rank")
-        if step == STEPS:
-            break
-    parallel.close()
+        scheduler.step()
+        optimizer.zero_grad()
+        if model.world.is_main and step % 10 == 0:
+            print(f"step {step}: loss {loss.item():.3f} on this rank, gradient norm {norm.item():.3f}")
+    model.close()
 
 
 if __name__ == "__main__":

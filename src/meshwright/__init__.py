@@ -19,14 +19,15 @@ from meshwright.version import VERSION
 
 if TYPE_CHECKING:
     from meshwright.api.setup import setup
-    from meshwright.runtime.parallelize import Parallel, parallelize
+    from meshwright.runtime.parallel_model import Parallel
+    from meshwright.runtime.parallelize import parallelize
     from meshwright.runtime.run import Run
 
 __version__ = VERSION
 __all__ = ["Cluster", "Forecast", "Job", "Parallel", "Plan", "Run", "Strategy", "parallelize", "setup"]
 
 _LATER = {
-    "Parallel": "meshwright.runtime.parallelize",
+    "Parallel": "meshwright.runtime.parallel_model",
     "Run": "meshwright.runtime.run",
     "parallelize": "meshwright.runtime.parallelize",
     "setup": "meshwright.api.setup",

@@ -4,7 +4,15 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.torch_private.autograd import BackwardCFunction, DeviceType, backward_id, engine_wrapped, run_engine
+from meshwright.torch_private.autograd import (
+    BackwardCFunction,
+    DeviceType,
+    at_end_of_backward,
+    backward_id,
+    engine_wrapped,
+    run_engine,
+    wrap_engine,
+)
 
 
 class Double(torch.autograd.Function):
@@ -42,12 +50,43 @@ def test_the_engine_is_wrapped(backward: Callable[..., Any]) -> None:
     assert len(calls) == 2
 
 
+def test_the_engine_is_wrapped_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", torch.autograd._engine_run_backward)
+    calls = []
+
+    def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (calls.append(1), run(*args, **kwargs))[1]
+
+    wrap_engine(wrap)
+    x = torch.ones(2, requires_grad=True)
+    x.sum().backward()
+    assert calls == [1] and x.grad is not None
+
+
 def test_a_backward_pass_has_a_number() -> None:
     x = torch.ones(2, requires_grad=True)
     seen = []
     x.register_hook(lambda gradient: seen.append(backward_id()))
     x.sum().backward()
     assert seen[0] != -1 and backward_id() == -1
+
+
+def test_a_function_is_called_at_the_end_of_a_backward_pass() -> None:
+    """One that is added by another comes after all that were there; an error reaches the caller of `backward`."""
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen: list[str] = []
+    x.register_hook(lambda _: at_end_of_backward(lambda: at_end_of_backward(lambda: seen.append("late"))))
+    x.register_hook(lambda _: at_end_of_backward(lambda: seen.append("end")))
+    y.register_post_accumulate_grad_hook(lambda _: seen.append("gradient"))
+    (x * y).sum().backward()
+    assert seen == ["gradient", "end", "late"]
+
+    def fail() -> None:
+        raise ValueError("at the end")
+
+    y.register_hook(lambda _: at_end_of_backward(fail))
+    with pytest.raises(ValueError, match="at the end"):
+        y.sum().backward()
 
 
 def test_an_author_s_function_is_told_apart() -> None:

@@ -13,9 +13,12 @@ from meshwright.torch_private.modules import (
     AnyBatchNorm,
     BatchNorm,
     Dropout,
+    FixedModule,
     SyncBatchNormFunction,
     convert_tensors,
     extra_padding,
+    incompatible_keys,
+    is_compiled,
     lend_tensors,
     overrides_convolution,
     padding_of_both_sides,
@@ -90,8 +93,9 @@ def test_a_compiled_call_is_wrapped() -> None:
     module = nn.Linear(2, 2)
     wrap_compiled_call(module, wrap)
     module(torch.ones(2))
-    assert calls == []
+    assert calls == [] and not is_compiled(module)
     module.compile(backend="eager")
+    assert is_compiled(module)
     wrap_compiled_call(module, wrap)
     module(torch.ones(2))
     assert calls == [1]
@@ -143,3 +147,26 @@ def test_a_recurrent_module_reads_its_attributes(kind: Any) -> None:
     cls = type(kind.__name__, (kind,), {"weight_ih_l0": property(weight), **RNN_READS_ATTRIBUTES})
     module.__class__ = cls
     assert torch.equal(module(x)[0], module(x + 1)[0]) and reads
+
+
+class Fixed(FixedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def refuse_change(self, what: str) -> None:
+        raise ValueError(what)
+
+
+def test_a_fixed_module_is_neither_moved_nor_cast() -> None:
+    module = Fixed()
+    assert module.to("cpu") is module and module.float() is module
+    for change, what in ((module.half, "float16"), (lambda: module.to("meta"), "meta")):
+        with pytest.raises(ValueError, match=what):
+            change()
+    assert module.inner.weight.dtype == torch.float32
+
+
+def test_what_load_state_dict_returns() -> None:
+    plain = nn.Linear(2, 2).load_state_dict({"x": torch.ones(1)}, strict=False)
+    assert plain == incompatible_keys(["weight", "bias"], ["x"])

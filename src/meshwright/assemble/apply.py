@@ -47,6 +47,8 @@ class RankSetup:
     world: World
     engine_config: Mapping[str, Any] | None = None
     """The user's DeepSpeed configuration."""
+    own_loop: bool = False
+    """Whether the user writes the loop."""
 
     def context(self, blueprint: Blueprint, cuts: Cuts, *, pipelined: bool) -> ApplyContext:
         """What the data strategy gets; `cuts` may be filled in until it makes the initial weights."""
@@ -59,6 +61,7 @@ class RankSetup:
             fill=lambda: fill(blueprint, world, strategy, cuts),
             fake=world.fake,
             pipelined=pipelined,
+            own_loop=self.own_loop,
             devices=tuple(range(strategy.data_ranks)) if strategy.traits.many_devices else (),
             engine_config=self.engine_config,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.assemble.batch import has_stand_ins, micro_steps
@@ -29,7 +29,7 @@ def check(job: Job, facts: ModelFacts, strategy: Strategy, place: Place) -> Stra
         _refuse_batch(job, facts, resolved)
         or _refuse_whole_batch(job, facts, resolved)
         or _refuse_scatter(job, resolved)
-        or _refuse_optimizer(facts, resolved)
+        or refuse_optimizer(facts.couplings, resolved)
         or (facts.moved and refuse_moved(resolved, facts, _micro_steps(job, resolved)))
         or _refuse_model_axes(job, facts, resolved)
     ):
@@ -103,19 +103,19 @@ def _refuse_offload(strategy: Strategy) -> str | None:
     return None
 
 
-def _refuse_optimizer(facts: ModelFacts, strategy: Strategy) -> str | None:
-    """Refuse an optimizer that reads whole tensors if the strategy would give it parts."""
-    if facts.couplings and strategy.engine == "deepspeed":
+def refuse_optimizer(couplings: Sequence[str], strategy: Strategy) -> str | None:
+    """Why an optimizer with these couplings cannot update what the strategy would give it; None if it can."""
+    if couplings and strategy.engine == "deepspeed":
         return (
             "The optimizer's update of one element depends on others (norms or factors of one tensor or of all), and "
             "DeepSpeed gives it flat parts; drop engine=deepspeed."
         )
-    if facts.couplings and strategy.splits_tensors:
+    if couplings and strategy.splits_tensors:
         return (
             "The optimizer's update of one element depends on the rest of its tensor (norms or factors of it), and "
             f"{strategy} gives it parts of tensors; use ddp, zero1 or fsdp, pp, or an optimizer like AdamW."
         )
-    if "parameters" in facts.couplings and strategy.stage_axis:
+    if "parameters" in couplings and strategy.stage_axis:
         return (
             "The optimizer's update of one parameter depends on others (a norm over all of them), and a stage of "
             f"{strategy} has only some; use ddp, zero1 or fsdp, or an optimizer like AdamW."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch.optim import Adam, AdamW, Optimizer
 from meshwright.describe.optimizer import OptimizerTrial, differ
 from meshwright.errors import Refused, one_line
 from meshwright.facts.job import Job, NamedParameters
-from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.dtensor import is_dtensor
 from meshwright.strategies.engine import whole
@@ -43,13 +42,13 @@ def _is_left_open(group: dict[str, Any]) -> bool:
     return not chosen and all(parameter.is_floating_point() for parameter in group["params"])
 
 
-def refuse_coupled_shards(job: Job, facts: ModelFacts, own: NamedParameters, strategy: Strategy) -> None:
+def refuse_coupled_shards(job: Job, couplings: Sequence[str], own: NamedParameters, strategy: Strategy) -> None:
     """Raise if the job's optimizer updates shards and whole tensors differently. All ranks must call it.
 
     An optimizer that reads whole tensors gets DTensors, whose norms and products are those of the whole tensor. Most
     optimizers work on them unchanged; some mix in plain tensors, or sum only what one rank holds.
     """
-    if not facts.couplings or not any(is_dtensor(parameter) for parameter in own):
+    if not couplings or not any(is_dtensor(parameter) for parameter in own):
         return
     layouts = {name: (p.device_mesh, p.placements) for name, p in own.named() if is_dtensor(p)}
 
@@ -93,6 +92,28 @@ class HostCopies:
             else:
                 self._gradients[index] = self._copy(device.grad)
             host.grad = self._gradients[index]
+        _wait(self._pairs)
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Add the device's gradients to the host's, and free them: for loops in which several passes may do so."""
+        new = {
+            index: self._copy(device.grad) for index, (device, _) in enumerate(self._pairs) if device.grad is not None
+        }
+        _wait(self._pairs)
+        for index, gradient in new.items():
+            device, host = self._pairs[index]
+            if host.grad is None:
+                host.grad = gradient
+            else:
+                local(host.grad).add_(local(gradient))
+            device.grad = None
+
+    @torch.no_grad()
+    def give_all_parameters(self) -> None:
+        """Copy all parameters to the device, and leave the gradients alone."""
+        for device, host in self._pairs:
+            local(device.data).copy_(local(host.data), non_blocking=True)
         _wait(self._pairs)
 
     @torch.no_grad()

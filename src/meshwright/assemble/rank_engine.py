@@ -63,7 +63,8 @@ class RankEngine(Engine):
         models = [engine.model for engine in engines]
         super().__init__(models[0] if len(models) == 1 else nn.ModuleList(models), engines[0].module)
         self.engines, self.axes, self.cuts, self.holders = engines, axes, cuts, holders
-        self.gradient_scale = engines[0].gradient_scale
+        self.gradient_scale, self.averages_scaled = engines[0].gradient_scale, engines[0].averages_scaled
+        self.updates_copies = engines[0].updates_copies
         self._pristine = pristine
         self._groups = self._groups_of_shared() if holders else {}
         self._whole, self._cut = self._norm_parameters()
@@ -101,6 +102,27 @@ class RankEngine(Engine):
         for name, group in self._groups.items():
             self._sum_shared(name, group)
 
+    def leaves(self) -> list[nn.Parameter]:
+        return [leaf for engine in self.engines for leaf in engine.leaves()]
+
+    def reduces(self, asked: bool) -> bool:
+        return all([engine.reduces(asked) for engine in self.engines])
+
+    def begin_backward(self) -> None:
+        for engine in self.engines:
+            engine.begin_backward()
+
+    def end_backward(self, *, reduced: bool, factor: float) -> None:
+        for engine in self.engines:
+            engine.end_backward(reduced=reduced, factor=factor)
+
+    def attach_used_elsewhere(self, output: torch.Tensor) -> torch.Tensor:
+        return self.engines[0].attach_used_elsewhere(output)
+
+    def follow_requires_grad(self) -> None:
+        for engine in self.engines:
+            engine.follow_requires_grad()
+
     def parameters(self) -> NamedParameters:
         return NamedParameters(pair for engine in self.engines for pair in engine.parameters().named())
 
@@ -115,6 +137,9 @@ class RankEngine(Engine):
         if self.axes.stages is not None:
             dist.all_reduce(square, group=self.axes.stages.get_group())
         return square.sqrt()
+
+    def counted(self) -> set[int]:
+        return {id(parameter) for own in (self._whole, *self._cut.values()) for parameter in own}
 
     def _norm_parameters(self) -> tuple[list[nn.Parameter], dict[DeviceMesh, list[nn.Parameter]]]:
         """Parameters whose squares this rank adds to the norm: whole ones, and cut ones by their mesh.

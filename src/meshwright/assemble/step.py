@@ -141,7 +141,7 @@ class Trainer:
         """The masters that this rank's optimizer updates, by name."""
         _keep_attributes(self.optimized, self.engine.model)
         if not world.fake:  # collectives transfer nothing there
-            refuse_coupled_shards(job, facts, self._own, strategy)
+            refuse_coupled_shards(job, facts.couplings, self._own, strategy)
         self.optimizer = take_fused_kernels(job.optimizer(self.optimized or _nothing_to_update()))
         self.remembered: OptimizerState = self.optimizer
         """The optimizer's state of each of them."""
@@ -227,6 +227,13 @@ class Trainer:
         if expected is None and not isinstance(self.engine, OptimizingEngine):
             scale_(self._gradients(), divisor / sums.weight)
         self._pending = sums, own.samples, divisor
+
+    def take_totals(self) -> Totals:
+        """The loss of the last `forward_backward`, for a loop that makes the update itself."""
+        if self._pending is None:
+            raise JobError("take_totals() was called without a forward_backward(batch) before it.")
+        (totals, _, _), self._pending = self._pending, None
+        return totals
 
     def update(self) -> StepResult:
         """Clip by the global norm, and step the optimizer and its schedule."""

@@ -8,19 +8,19 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from meshwright.assemble.step import Trainer
 from meshwright.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
 from meshwright.checkpoint.parts import State, add_parts
+from meshwright.checkpoint.trained import Trained
 from meshwright.errors import WrongCheckpoint
 
 
-def match_run(trainer: Trainer, manifest: Manifest, own: State) -> State:
+def match_run(trainer: Trained, manifest: Manifest, own: State) -> State:
     """Check that a checkpoint fits a run; return `own`, this rank's parameters and buffers, under its names."""
     shapes = {MODEL + p.name: p.shape for p in trainer.facts.parameters}
     shapes |= {name: held.shape for name, held in own.items() if name not in shapes}
     aliases = {MODEL + alias: MODEL + p.name for p in trainer.facts.parameters for alias in p.names[1:]}
     sources = match_names(shapes, manifest, aliases)
-    if manifest.run_state.optimizer is not None:
+    if manifest.run_state.optimizer is not None and trainer.optimizer is not None:
         _match_optimizer(trainer, manifest)
         _match_schedule(trainer, manifest)
     state: State = {}
@@ -60,7 +60,7 @@ def match_names(
     return sources
 
 
-def _match_optimizer(trainer: Trainer, manifest: Manifest) -> None:
+def _match_optimizer(trainer: Trained, manifest: Manifest) -> None:
     saved: Any = manifest.run_state.optimizer
     own, found = type(trainer.optimizer).__name__, saved["class"]
     if own != found:
@@ -76,7 +76,7 @@ def _match_optimizer(trainer: Trainer, manifest: Manifest) -> None:
     _refuse_unshardable_state(trainer, manifest)
 
 
-def _match_schedule(trainer: Trainer, manifest: Manifest) -> None:
+def _match_schedule(trainer: Trained, manifest: Manifest) -> None:
     saved = manifest.run_state.schedule
     found = saved["class"] if saved else "no schedule"
     own = type(trainer.schedule).__name__ if trainer.schedule is not None else "no schedule"
@@ -95,7 +95,7 @@ def group_of(own: list[str], number: int, saved: list[dict[str, Any]]) -> int:
     return found.pop() if found else number
 
 
-def _refuse_unshardable_state(trainer: Trainer, manifest: Manifest) -> None:
+def _refuse_unshardable_state(trainer: Trained, manifest: Manifest) -> None:
     """Refuse optimizer state that has another shape than its sharded parameter: it cannot be sharded the same way."""
     shapes = {p.name: p.shape for p in trainer.facts.parameters}
     divided = {

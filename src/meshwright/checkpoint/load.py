@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 from meshwright import errors
-from meshwright.assemble.step import Trainer
 from meshwright.assemble.world import World
 from meshwright.checkpoint.dcp_planner import PartsLoadPlanner
 from meshwright.checkpoint.integrity import Damage, find_damage, find_gaps, raise_damage
@@ -23,6 +22,7 @@ from meshwright.checkpoint.manifest import OPTIMIZER, RNG, Entry, Manifest, RunS
 from meshwright.checkpoint.parts import State, add_parts, held_parts
 from meshwright.checkpoint.state import model_state, set_rng
 from meshwright.checkpoint.storage import MappedFiles, Reader
+from meshwright.checkpoint.trained import Trained
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.strategies.cuts import Cut, Stretch
 
@@ -32,7 +32,7 @@ _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 T = TypeVar("T")
 
 
-def load(trainer: Trainer, folder: Path) -> RunState:
+def load(trainer: Trained, folder: Path) -> RunState:
     """Load a checkpoint into a run. All ranks call it. Nothing changes if it does not fit or is damaged."""
     world = trainer.world
     manifest = agreed(world, lambda: read_manifest(folder))
@@ -63,7 +63,7 @@ def _damage_of_own_share(folder: Path, manifest: Manifest, world: World) -> list
     return gaps + find_damage(folder, manifest, sorted(manifest.files)[world.rank :: world.ranks])
 
 
-def _load_state(trainer: Trainer, manifest: Manifest, model: State, reader: Reader) -> None:
+def _load_state(trainer: Trained, manifest: Manifest, model: State, reader: Reader) -> None:
     run_state = manifest.run_state
     optimizer_state = _Slots(trainer, manifest)
     generators = _generators(trainer, manifest)
@@ -72,7 +72,7 @@ def _load_state(trainer: Trainer, manifest: Manifest, model: State, reader: Read
     trainer.engine.loaded()
     if trainer.host is not None:
         trainer.host.take_parameters()
-    if run_state.optimizer is not None:
+    if run_state.optimizer is not None and trainer.optimizer is not None:
         _load_optimizer(trainer, run_state.optimizer["groups"], optimizer_state)
     if trainer.schedule is not None and run_state.schedule is not None:
         trainer.schedule.load_state_dict(decode(run_state.schedule["state"]))
@@ -94,7 +94,7 @@ def _read(state: State, reader: Reader) -> None:
 class _Slots:
     """Memory to load the optimizer state of each parameter into."""
 
-    def __init__(self, trainer: Trainer, manifest: Manifest) -> None:
+    def __init__(self, trainer: Trained, manifest: Manifest) -> None:
         self.state: State = {}
         self._values: dict[int, dict[str, torch.Tensor]] = {}
         self._there = trainer.remembered.state
@@ -134,7 +134,7 @@ class _Slots:
         return found
 
 
-def _load_optimizer(trainer: Trainer, saved: list[dict[str, Any]], slots: _Slots) -> None:
+def _load_optimizer(trainer: Trained, saved: list[dict[str, Any]], slots: _Slots) -> None:
     """Use the optimizer's own `load_state_dict`, which puts every value on the right device."""
     optimizer = trainer.remembered
     document = optimizer.state_dict()
@@ -148,7 +148,7 @@ def _load_optimizer(trainer: Trainer, saved: list[dict[str, Any]], slots: _Slots
     optimizer.load_state_dict(document)
 
 
-def _generators(trainer: Trainer, manifest: Manifest) -> dict[str, torch.Tensor]:
+def _generators(trainer: Trained, manifest: Manifest) -> dict[str, torch.Tensor]:
     """Memory for this rank's RNG states; none if the number of ranks changed, since they drew differently."""
     if manifest.run_state.ranks != trainer.world.ranks:
         return {}

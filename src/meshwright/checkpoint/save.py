@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 
 from meshwright.assemble.axes import host_group
-from meshwright.assemble.step import Trainer
 from meshwright.checkpoint.dcp_planner import PartsSavePlanner, share_out
 from meshwright.checkpoint.folder import refuse_taken, sync_folder
 from meshwright.checkpoint.manifest import RunState
 from meshwright.checkpoint.parts import HeldParts, Part, State
 from meshwright.checkpoint.state import Snapshot, group_names, snapshot
 from meshwright.checkpoint.storage import Writer
+from meshwright.checkpoint.trained import Trained
 from meshwright.errors import CheckpointError, MeshwrightError, OutputError, one_line
 
 Box = tuple[str, tuple[int, ...]]
@@ -34,7 +34,7 @@ class Saver:
     next save. A foreground save holds at most three tensors, and none that is already contiguous in host memory.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trained) -> None:
         """All ranks must create one together."""
         self._trainer = trainer
         self._group = host_group(trainer.world)

@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.assemble.rank_engine import RankEngine
-from meshwright.assemble.step import Trainer
 from meshwright.checkpoint.hugging_face import hugging_face_of
 from meshwright.checkpoint.json_state import encode, encode_optimizer
 from meshwright.checkpoint.manifest import MODEL, OPTIMIZER, RNG, RunState
 from meshwright.checkpoint.parts import State, add_parts, held_parts
+from meshwright.checkpoint.trained import Trained
 from meshwright.errors import CheckpointError
 from meshwright.strategies.cuts import Cut, Stretch
 
@@ -33,13 +33,13 @@ class Snapshot:
     run_state: RunState
 
 
-def snapshot(trainer: Trainer, samples: int, groups: GroupNames) -> Snapshot:
+def snapshot(trainer: Trained, samples: int, groups: GroupNames) -> Snapshot:
     """The state between two steps. Tensors are not copied, so it is valid only until the next step."""
     state = model_state(trainer, current_only=True) | _optimizer_state(trainer) | rng_state(trainer)
     return Snapshot(state, _run_state(trainer, samples, groups))
 
 
-def model_state(trainer: Trainer, *, current_only: bool = False) -> State:
+def model_state(trainer: Trained, *, current_only: bool = False) -> State:
     """Every parameter under its first name, and every persistent buffer."""
     first = {name: p.name for p in trainer.facts.parameters for name in p.names}
     state: State = {}
@@ -49,7 +49,7 @@ def model_state(trainer: Trainer, *, current_only: bool = False) -> State:
     return state
 
 
-def group_names(trainer: Trainer) -> GroupNames:
+def group_names(trainer: Trained) -> GroupNames:
     """Collective: a pipeline rank knows only the parameters of its own stages."""
     names = {id(parameter): name for name, parameter in trainer.optimized.named()}
     own = [[names[id(p)] for p in group["params"] if id(p) in names] for group in trainer.remembered.param_groups]
@@ -57,7 +57,7 @@ def group_names(trainer: Trainer) -> GroupNames:
     return [list(dict.fromkeys(name for rank in group for name in rank)) for group in zip(*everyone, strict=True)]
 
 
-def rng_state(trainer: Trainer) -> State:
+def rng_state(trainer: Trained) -> State:
     """This rank's RNG states: torch on host and device, Python and numpy."""
     tensors = {"torch": torch.get_rng_state(), "python": _python_generator(), "numpy": _numpy_generator()}
     if trainer.world.device.type == "cuda":
@@ -79,7 +79,7 @@ def set_rng(kind: str, tensor: torch.Tensor, device: torch.device) -> None:
         np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), int(position), int(has_gauss), gauss))
 
 
-def _optimizer_state(trainer: Trainer) -> State:
+def _optimizer_state(trainer: Trained) -> State:
     state: State = {}
     for name, parameter in trainer.optimized.named():
         for key, value in trainer.remembered.state.get(parameter, {}).items():
@@ -119,7 +119,7 @@ def _needs_no_cut(value: torch.Tensor, parameter: nn.Parameter, cut: Cut | Stret
 NUMBERS = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
 
-def _run_state(trainer: Trainer, samples: int, groups: GroupNames) -> RunState:
+def _run_state(trainer: Trained, samples: int, groups: GroupNames) -> RunState:
     optimizer, schedule = trainer.optimizer, trainer.schedule
     values = [{k: v for k, v in group.items() if k != "params"} for group in trainer.remembered.param_groups]
     return RunState(
@@ -130,7 +130,7 @@ def _run_state(trainer: Trainer, samples: int, groups: GroupNames) -> RunState:
         ranks=trainer.world.ranks,
         tied={alias: p.name for p in trainer.facts.parameters for alias in p.names[1:]},
         hugging_face=hugging_face_of(_one_model(trainer), [name for p in trainer.facts.parameters for name in p.names]),
-        optimizer=encode_optimizer(optimizer, groups, values),
+        optimizer=None if optimizer is None else encode_optimizer(optimizer, groups, values),
         schedule=None
         if schedule is None
         else {"class": type(schedule).__name__, "state": encode(schedule.state_dict(), "The schedule")},
@@ -138,7 +138,7 @@ def _run_state(trainer: Trainer, samples: int, groups: GroupNames) -> RunState:
     )
 
 
-def _one_model(trainer: Trainer) -> nn.Module:
+def _one_model(trainer: Trained) -> nn.Module:
     """The job's model; under a pipeline, one stage of it, which has the same modules."""
     engine = trainer.engine
     return engine.engines[0].model if isinstance(engine, RankEngine) else engine.model

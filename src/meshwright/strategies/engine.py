@@ -37,6 +37,8 @@ class ApplyContext:
     """Whether the other ranks do not exist."""
     pipelined: bool = False
     """Whether a pipeline runs the model: gradients are communicated once, after many backward passes."""
+    own_loop: bool = False
+    """Whether the user writes the loop: each backward pass averages its gradients over ranks when it ends."""
     devices: tuple[int, ...] = field(default=())
     """All CUDA devices of this process; only DataParallel has more than one."""
     engine_config: Mapping[str, Any] | None = None
@@ -97,6 +99,10 @@ class Engine:
 
     gradient_scale = 1.0
     """The factor of the loss that turns the engine's average over ranks into a sum."""
+    updates_copies = False
+    """Whether the model computes with other tensors than `parameters()`, which `updated` refreshes."""
+    averages_scaled = False
+    """Whether `end_backward` undoes the loss scale of what `leaves` accumulate; otherwise a hook does as it arrives."""
 
     def __init__(self, model: nn.Module, module: Callable[..., Any] | None = None) -> None:
         self.model = model
@@ -122,12 +128,44 @@ class Engine:
     def finish(self) -> None:
         """Complete the gradients after the last backward, so that they are the whole batch's."""
 
+    def leaves(self) -> list[nn.Parameter]:
+        """The trained parameters that autograd itself accumulates gradients in."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def reduces(self, asked: bool) -> bool:
+        """Prepare for backward passes of a user's loop, and say whether their gradients will be complete.
+
+        A loop asks for it in all passes but those under `no_sync`.
+        """
+        return True
+
+    def begin_backward(self) -> None:
+        """Called in a user's loop when a backward pass reaches the model."""
+
+    def end_backward(self, *, reduced: bool, factor: float) -> None:
+        """Called in a user's loop at the end of a backward pass that reached the model.
+
+        If `reduced`, add the mean over data ranks of the gradients that came since the last reduction, times `factor`,
+        to the gradients of `parameters()`. The factor undoes fp16's loss scale where `averages_scaled`.
+        """
+
+    def attach_used_elsewhere(self, output: torch.Tensor) -> torch.Tensor:
+        """An output of the model to which parameters are attached that only other ranks' samples use."""
+        return output
+
+    def follow_requires_grad(self) -> None:
+        """Freeze what a user's loop froze among `parameters()`, and train it again, before a forward pass."""
+
     def norm(self, own: NamedParameters) -> torch.Tensor:
         """The 2-norm of all gradients, the same number on every rank.
 
         `own` is the result of `parameters()`, which is slow because it walks over the model.
         """
         return global_norm([p.grad for p in own if p.grad is not None])
+
+    def counted(self) -> set[int] | None:
+        """The ids of those of `parameters()` that this rank counts in a norm; None if it counts all."""
+        return None
 
     def parameters(self) -> NamedParameters:
         """The parameters that this rank's optimizer updates."""

@@ -24,5 +24,14 @@ def engine_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> 
     return patch.object(torch.autograd, name, wrap(getattr(torch.autograd, name)))
 
 
+def wrap_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Like `engine_wrapped`, but from now on."""
+    torch.autograd._engine_run_backward = wrap(torch.autograd._engine_run_backward)
+
+
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 """The id of the backward pass that this thread runs, or -1."""
+
+at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+"""Call a function when the backward pass that this thread runs has ended. A function that was called so may add others,
+which come after those that are there."""

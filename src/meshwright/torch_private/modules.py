@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNormFunction
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.nn.modules.module import _IncompatibleKeys as incompatible_keys
 from torch.nn.utils import stateless
 
-__all__ = ["BatchNorm", "Dropout", "SyncBatchNormFunction"]
+__all__ = ["BatchNorm", "Dropout", "SyncBatchNormFunction", "incompatible_keys"]
 
 REGISTERED = ("_parameters", "_buffers", "_modules")
 """The attributes in which a module keeps its tensors and its children."""
@@ -27,12 +28,34 @@ def convert_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Te
     module._apply(change)
 
 
+class FixedModule(nn.Module):
+    """A module that cannot be moved or cast, by `to`, `half`, `cuda` and the like."""
+
+    def refuse_change(self, what: str) -> None:
+        """Raise an error that names the dtype or the device that was asked for."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FixedModule:
+        for device, dtype in {(p.device, p.dtype) for p in self.parameters()}:
+            changed = fn(torch.empty(0, device=device, dtype=dtype))
+            if changed.dtype != dtype:
+                self.refuse_change(str(changed.dtype).removeprefix("torch."))
+            if changed.device != device:
+                self.refuse_change(str(changed.device))
+        return self
+
+
 class AnyBatchNorm(BatchNorm):
     """A BatchNorm for inputs of any number of dims, as `nn.SyncBatchNorm` is."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of a module run what `Module.compile` made of it."""
+    return module._compiled_call_impl is not None
 
 
 def wrap_compiled_call(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -64,6 +64,29 @@ class SummedAfterwardsEngine(Engine):
         sum_gradients([p for name, p in named if name not in self._unused], self._group, dtype=self._dtype)
 
 
+class AveragingEngine(Engine):
+    """Averages gradients over ranks at the end of each backward pass of a user's loop.
+
+    DDP must see every forward call, and every parameter that a call used must get its gradient in the next backward
+    pass. A user's loop may call other methods of the model, or differentiate two losses of one call. The mean of what
+    is already a mean stays as it is, so gradients may accumulate over several passes.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: to which gradients are rounded for the sum."""
+        super().__init__(model)
+        self._group, self._share, self._dtype = mesh.get_group(), 1.0 / mesh.size(), dtype
+        self._trained = self.leaves()
+
+    def reduces(self, asked: bool) -> bool:
+        return asked
+
+    def end_backward(self, *, reduced: bool, factor: float) -> None:
+        if reduced:
+            trained = [parameter for parameter in self._trained if parameter.requires_grad]
+            sum_gradients(trained, self._group, share=self._share, dtype=self._dtype)
+
+
 def replicate(model: nn.Module, context: ApplyContext) -> Engine:
     """Put a whole copy of the model on every rank."""
     context.fill()
@@ -72,6 +95,8 @@ def replicate(model: nn.Module, context: ApplyContext) -> Engine:
     assert context.mesh is not None
     if context.pipelined:
         return SummedAfterwardsEngine(model, context.mesh, context.unused, context.reduce_dtype)
+    if context.own_loop:
+        return AveragingEngine(model, context.mesh, context.reduce_dtype)
     group = context.mesh.get_group()
     uses_all = not (context.unused or context.facts.unseen or context.facts.by_value)
     if not uses_all:

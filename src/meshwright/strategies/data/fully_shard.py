@@ -17,6 +17,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.strategies.data.summing import sum_gradients
 from meshwright.strategies.data.used_parameters import UsedParameters
 from meshwright.strategies.engine import ApplyContext, Engine, HeldTensor
+from meshwright.strategies.norm import local
 from meshwright.torch_private.fsdp import reduce_gradients
 
 
@@ -54,6 +55,22 @@ class WholeParameters:
         for parameter, twin in self._pairs:
             twin.grad = None if parameter.grad is None else self._replicated(parameter.grad)
 
+    def average(self) -> None:
+        """Like `sum_gradients`, but add what is new to the gradients that the optimizer sees."""
+        before = [twin.grad for _, twin in self._pairs]
+        self.sum_gradients()
+        for (_, twin), gradient in zip(self._pairs, before, strict=True):
+            if gradient is not None:
+                twin.grad = joined_gradients(gradient, twin.grad)
+        self.forget_gradients()
+
+    def leaves(self) -> list[nn.Parameter]:
+        return [parameter for parameter, _ in self._pairs]
+
+    def follow_requires_grad(self) -> None:
+        for parameter, twin in self._pairs:
+            parameter.requires_grad_(twin.requires_grad)
+
     def forget_gradients(self) -> None:
         for parameter, _ in self._pairs:
             parameter.grad = None
@@ -78,6 +95,11 @@ class FsdpEngine(Engine):
         """Whether the current micro-batch's gradients are reduced, with those of earlier ones that were not."""
         self.keeps_gathered = False
         self.gradient_scale = float(strategy.data_ranks)
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        uncut = {id(parameter) for parameter in whole.leaves()}
+        self._sharded = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in uncut}
+        self._before: dict[str, Any] = {}
+        """The sharded parameters' gradients before the current backward pass of a user's loop."""
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
@@ -105,6 +127,50 @@ class FsdpEngine(Engine):
             self._used.forget_unused()
         self._whole.sum_gradients()
 
+    def leaves(self) -> list[nn.Parameter]:
+        return self._whole.leaves()
+
+    def reduces(self, asked: bool) -> bool:
+        self._reduces = asked or self.reduces_each
+        self._root.set_requires_gradient_sync(self._reduces)
+        self._root.set_is_last_backward(self._reduces)
+        return self._reduces
+
+    def begin_backward(self) -> None:
+        for name, parameter in self._sharded.items():
+            self._before[name], parameter.grad = parameter.grad, None
+
+    @torch.no_grad()
+    def end_backward(self, *, reduced: bool, factor: float) -> None:
+        if reduced:
+            if self._used is not None:
+                self._used.forget_unused()
+            self._whole.average()
+        for name, parameter in self._sharded.items():
+            gradient = parameter.grad if parameter.requires_grad else None  # FSDP2 does not see that it was frozen
+            if gradient is not None and factor != 1.0:
+                local(gradient).mul_(factor)
+            parameter.grad = joined_gradients(self._before.pop(name, None), gradient)
+
+    def follow_requires_grad(self) -> None:
+        self._whole.follow_requires_grad()
+
+    def attach_used_elsewhere(self, output: torch.Tensor) -> torch.Tensor:
+        if self._used is None:
+            return output
+        return self._used.attach_used_elsewhere(output, reduces=self._reduces)
+
+    def updated(self) -> None:
+        self._reshard()
+
+    def loaded(self) -> None:
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Drop gathered parameters, which an evaluation leaves behind and which are out of date now."""
+        for unit in self._units:
+            unit.reshard()
+
     def parameters(self) -> NamedParameters:
         return NamedParameters((n, self._whole.optimized(p)) for n, p in super().parameters().named())
 
@@ -114,6 +180,14 @@ class FsdpEngine(Engine):
 
     def forget_gradients(self) -> None:
         self._whole.forget_gradients()
+
+
+def joined_gradients(before: Any, new: Any) -> Any:
+    """The sum, in the memory of the first; None if there is neither."""
+    if before is None or new is None:
+        return new if before is None else before
+    local(before).add_(local(new))
+    return before
 
 
 def shard(model: nn.Module, context: ApplyContext, *, reshard: bool, whole: frozenset[str]) -> FsdpEngine:

@@ -122,11 +122,13 @@ class Bucket:
             self._work.wait()
         self._work, self._sent = None, torch.empty(0)
 
-    def finish(self, keep_whole: bool) -> None:
-        """Wait for the sum and add it to each shard's gradient, which stays None while no rank has one."""
+    def finish(self, keep_whole: bool, share: float = 1.0) -> None:
+        """Wait for the sum and add `share` times it to each shard's gradient, which stays None if no rank has one."""
         self.wait()
         exists = on_any_rank(self._missing, self._reduced[self.width :])
         self._reduced = self._reduced.to(self.pieces[0].shard.dtype)
+        if share != 1.0:
+            self._reduced *= share
         for (piece, columns), used in zip(self._columns(), exists, strict=True):
             if not used:
                 continue
@@ -186,10 +188,13 @@ class Bucket:
 class ShardedUpdateEngine(Engine):
     """Computes with whole parameters and updates this rank's rows of each."""
 
+    averages_scaled = updates_copies = True
+
     def __init__(self, model: nn.Module, context: ApplyContext, *, keep_whole: bool) -> None:
         super().__init__(model)
         assert context.mesh is not None
-        self._mesh, self._keep_whole = context.mesh, keep_whole
+        # A user's loop may reduce several times before an update, each time only what is new.
+        self._mesh, self._keep_whole = context.mesh, keep_whole and not context.own_loop
         self._reduce_dtype = context.reduce_dtype
         self._each, self._reduces = context.strategy.reduces_each, True
         self._is_told = self._each and context.pipelined
@@ -202,6 +207,7 @@ class ShardedUpdateEngine(Engine):
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad or n in self._masters]
         self._pieces = {name: self._piece(name, parameter) for name, parameter in named}
         trained = {n: p for n, p in self._pieces.items() if p.parameter.requires_grad}
+        self._trained = list(trained.values())
         used = {n: p for n, p in trained.items() if n not in context.unused}
         self._unused = [piece for name, piece in trained.items() if name not in used]
         self._scalars = [piece for piece in used.values() if not piece.parameter.shape]
@@ -229,15 +235,31 @@ class ShardedUpdateEngine(Engine):
             self._finish_buckets()
         self._sum_scalars()
 
+    def reduces(self, asked: bool) -> bool:
+        self._reduces = asked or self._each
+        return self._reduces
+
     @torch.no_grad()
-    def _finish_buckets(self) -> None:
+    def end_backward(self, *, reduced: bool, factor: float) -> None:
+        if reduced:
+            self._finish_buckets(factor / self._mesh.size())
+            self._sum_scalars(factor / self._mesh.size())
+            self.forget_gradients()
+
+    def follow_requires_grad(self) -> None:
+        for piece in self._trained:
+            if piece.parameter.requires_grad != piece.shard.requires_grad:
+                piece.parameter.requires_grad_(piece.shard.requires_grad)
+
+    @torch.no_grad()
+    def _finish_buckets(self, share: float = 1.0) -> None:
         """Reduce what is left, and give the shards their gradients."""
         for bucket in self._buckets[self._next :]:  # delayed by a parameter without a gradient, or by a pipeline
             for piece in bucket.pieces:
                 piece.take_gradient()
             self._reduce(bucket)
         for bucket in self._buckets:
-            bucket.finish(self._keep_whole)
+            bucket.finish(self._keep_whole, share)
         self._next = 0
 
     def parameters(self) -> NamedParameters:
@@ -290,7 +312,8 @@ class ShardedUpdateEngine(Engine):
         stride = torch.empty(shape, device="meta").stride()
         placement = Shard(0) if shape else Replicate()
         dtensor = DTensor.from_local(local, self._mesh, [placement], run_check=False, shape=shape, stride=stride)
-        return ShardedParameter(name, parameter, nn.Parameter(dtensor), rows)
+        shard = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+        return ShardedParameter(name, parameter, shard, rows)
 
     def _hook(self, bucket: Bucket, piece: ShardedParameter) -> Any:
         # Weak references: Python's collector cannot see a parameter's hooks, so nothing would ever be freed.
@@ -316,16 +339,19 @@ class ShardedUpdateEngine(Engine):
         while self._next < len(self._buckets) and self._buckets[self._next].is_complete:
             self._reduce(self._buckets[self._next])
 
-    def _sum_scalars(self) -> None:
+    def _sum_scalars(self, share: float = 1.0) -> None:
         by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
         for piece in self._scalars:
             piece.take_gradient()
             by_dtype.setdefault(piece.shard.dtype, []).append(piece)
         for pieces in by_dtype.values():
             likes, own = [piece.shard.to_local() for piece in pieces], [piece.whole_gradient() for piece in pieces]
-            summed = sum_over_ranks(own, likes, self._mesh.get_group(), dtype=self._reduce_dtype)
+            summed = sum_over_ranks(own, likes, self._mesh.get_group(), share=share, dtype=self._reduce_dtype)
             for piece, gradient in zip(pieces, summed, strict=True):
-                piece.shard.grad = None if gradient is None else piece.as_shard(gradient)
+                if gradient is not None and piece.shard.grad is not None:
+                    piece.shard.grad.to_local().add_(gradient)
+                elif gradient is not None:
+                    piece.shard.grad = piece.as_shard(gradient)
 
     @torch.no_grad()
     def _reduce(self, bucket: Bucket) -> None:

@@ -1,0 +1,318 @@
+"""A model under a strategy in a loop that the user writes: what `Parallel` and the optimizer's hooks work on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.assemble.apply import PlacedEngine, make_whole
+from meshwright.assemble.axes import Axes
+from meshwright.assemble.error_context import naming_strategy
+from meshwright.assemble.optimizer import HostCopies
+from meshwright.assemble.precision import LossScale, raise_small
+from meshwright.assemble.world import World
+from meshwright.describe.dtypes import DTYPES
+from meshwright.describe.structure import map_tensors, tensors_of, to_device
+from meshwright.errors import CheckpointError, JobError
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.strategy import Strategy
+from meshwright.recording.dtensor import is_dtensor
+from meshwright.recording.wrap_forward import wrap_forward
+from meshwright.runtime.backward_watch import BackwardWatch
+from meshwright.runtime.loop_checks import LoopChecks, count_samples
+from meshwright.runtime.loop_norm import Part, norm_of, serve_clipping
+from meshwright.runtime.loop_recompute import recompute_in
+from meshwright.strategies.cuts import Cut
+from meshwright.strategies.engine import Engine, OptimizerState
+from meshwright.strategies.norm import local
+from meshwright.torch_private.modules import is_compiled, wrap_compiled_call
+
+
+class NoOptimizer:
+    """The optimizer's state of a model that has no optimizer."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = []
+        self.state: dict[Any, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": {}, "param_groups": []}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        return
+
+
+class OwnLoop:
+    """One model of a user's loop, with what a checkpoint of it needs."""
+
+    def __init__(
+        self, engine: Engine, facts: ModelFacts, strategy: Strategy, axes: Axes, world: World, *, seed: int
+    ) -> None:
+        """All ranks must make one together."""
+        self.engine, self.facts, self.strategy, self.axes, self.world = engine, facts, strategy, axes, world
+        self.seed, self.steps = seed, 0
+        self.loss_scale = LossScale() if strategy.number_format.scales_loss else None
+        self._own = engine.parameters()
+        self.host = HostCopies(self._own, axes.data_on_host()) if strategy.offload == "optimizer" else None
+        self.optimized = self.host.parameters if self.host else self._own
+        """The parameters that the user's optimizer gets: whole ones, shards or host copies."""
+        self.optimizer: Optimizer | None = None
+        self.updaters: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """All optimizers that were given or have updated the model."""
+        self.schedule: Any = None
+        self.step_was_skipped = False
+        self.watch = BackwardWatch(engine, self.loss_scale)
+        self.checks = LoopChecks(strategy, axes, world)
+        self.watch.ended = self._reduced
+        self._frozen = [(name, p) for name, p in engine.model.named_parameters() if not p.requires_grad]
+        self._put_back: list[tuple[nn.Parameter, torch.Tensor]] = []
+        counted = engine.counted()
+        named = zip(self.optimized.named(), self._own, strict=True)
+        self._parts = {id(p): self._part(name, counted is None or id(own) in counted) for (name, p), own in named}
+        self._seen = self._parameters_seen()
+        self._applied: torch.Tensor | None = self._fingerprint()
+        """The weights' fingerprint after the last update, until a training call has compared it; None if it has."""
+        self.watch_calls()
+        if axes.inner or axes.stages is not None or any(is_dtensor(parameter) for parameter in self.optimized):
+            serve_clipping(self)
+
+    def _parameters_seen(self) -> dict[str, nn.Parameter]:
+        updated = dict(self.optimized.named())
+        masters: dict[str, Any] = {held.name: held.tensor for held in self.engine.held()}
+        named = self.engine.model.named_parameters()
+        return {name: updated.get(name, masters.get(name, parameter)) for name, parameter in named}
+
+    def watch_calls(self) -> None:
+        """Watch the model's calls and backward passes."""
+        self.watch.hook_parameters()
+        model = self.engine.model
+        if is_compiled(model):  # around the compiled call, because hooks and collectives would break its graph
+            wrap_compiled_call(model, lambda call: lambda *args, **kwargs: self._around(model, call, args, kwargs))
+        else:
+            # First of all, because FSDP2 gathers the weights in such a hook, too.
+            model.register_forward_pre_hook(self._before_call, prepend=True)
+            wrap_forward(model, self._around)
+        if self.strategy.number_format.is_low and not self.strategy.autocast:
+            recompute_in(DTYPES[self.strategy.precision], self)
+
+    @property
+    def remembered(self) -> OptimizerState:
+        return self.optimizer if self.optimizer is not None else NoOptimizer()
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter as the user sees it: what the optimizer updates, and frozen ones."""
+        yield from self._seen.items()
+
+    def gradient_parts(self) -> Iterator[tuple[torch.Tensor, Part]]:
+        for parameter in self.optimized:
+            if parameter.grad is not None:
+                yield parameter.grad, self._parts[id(parameter)]
+
+    def _part(self, name: str, counts: bool) -> Part:
+        """How a parameter's gradient counts in a norm."""
+        cut, stages = self.engine.cut_of(name), self.axes.stages
+        meshes = [cut.mesh] if isinstance(cut, Cut) else []
+        return Part(tuple(meshes if stages is None else [*meshes, stages]), counts)
+
+    def _before_call(self, model: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            self.follow_changed_weights()
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+    def global_mean(self, total: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
+        """The mean loss over all data ranks, whose gradient, averaged over the ranks, is the mean's."""
+        self.checks.weighted = True
+        sums = torch.stack([total.detach().double(), torch.as_tensor(weight, device=total.device).detach().double()])
+        summed = self.checks.sum_over_data(sums)
+        own = total * (self.axes.data_ranks / summed[1]).to(total.dtype)
+        return own + ((summed[0] / summed[1]).to(total.dtype) - own).detach()
+
+    def _around(self, model: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Run the model's forward, on whatever way it was called."""
+        differentiable = torch.is_grad_enabled()
+        samples = 0
+        if differentiable:
+            self._refuse_unfrozen()
+            self.follow_changed_weights()
+            self.checks.before_call(model, args, kwargs)
+            samples = count_samples(args, kwargs)
+            if self.loss_scale is not None:
+                args, kwargs = map_tensors(self.watch.enter, (args, kwargs))
+        with naming_strategy(self.strategy, model), ExitStack() as stack:
+            stack.enter_context(self.engine.region())
+            output = make_whole(forward(*args, **kwargs), self.axes)
+            if isinstance(self.engine, PlacedEngine):
+                output = to_device(output, self.world.device)
+        if self.strategy.number_format.is_low:
+            output = raise_small(output)
+        return self._watched(output, samples) if differentiable else output
+
+    def _watched(self, output: Any, samples: int) -> Any:
+        """The output, whose backward pass will be noticed."""
+        first = next((tensor for tensor in tensors_of(output) if tensor.requires_grad), None)
+        left = [samples]
+
+        def leave(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor is first:
+                tensor = self.engine.attach_used_elsewhere(tensor)
+            return self.watch.leave(tensor, left)
+
+        return map_tensors(leave, output)
+
+    def _refuse_unfrozen(self) -> None:
+        if self.host is not None:
+            for own, host in zip(self._own, self.optimized, strict=True):
+                own.requires_grad_(host.requires_grad)
+        self.engine.follow_requires_grad()
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise JobError(
+                    f"{name} was frozen when mw.parallelize laid the model out, and requires a gradient now, which "
+                    f"would not be reduced under {self.strategy}; set requires_grad before mw.parallelize."
+                )
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.watch.no_sync()
+
+    def _reduced(self, samples: list[int]) -> None:
+        self.checks.reduced(samples)
+        if self.host is not None:
+            self.host.add_gradients()
+
+    def before_zero_grad(self) -> None:
+        """Called before gradients are cleared."""
+        if self.watch.unreduced and self._hides_gradients:
+            raise JobError(
+                f"zero_grad() was called after {self._passes} under no_sync(), whose gradients "
+                f"{self.strategy} still holds for the next reduction; run the last micro-batch's backward outside of "
+                "no_sync() first."
+            )
+        self.watch.forget()
+
+    @property
+    def _passes(self) -> str:
+        return f"{self.watch.unreduced} backward pass{'es' * (self.watch.unreduced > 1)}"
+
+    @property
+    def _hides_gradients(self) -> bool:
+        """Whether gradients that are not reduced yet are elsewhere than on the optimizer's parameters."""
+        return self.host is not None or any(is_dtensor(parameter) for parameter in self._own)
+
+    def before_step(self, parameters: list[nn.Parameter]) -> None:
+        """Called before an optimizer updates these of the model's parameters. All ranks call it."""
+        if self.watch.unreduced:
+            raise JobError(
+                f"optimizer.step() was called after {self._passes} under no_sync(), so its "
+                "gradients are this rank's alone; run the last micro-batch's backward outside of no_sync()."
+            )
+        self.checks.before_step()
+        self.step_was_skipped = False
+        if self.loss_scale is not None:
+            self._skip_overflow(parameters)
+
+    def _skip_overflow(self, parameters: list[nn.Parameter]) -> None:
+        """Take gradients away for this step if fp16 overflowed on any rank: optimizers pass over such parameters."""
+        assert self.loss_scale is not None
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            return
+        self.step_was_skipped = not isfinite(float(norm_of(gradients)))
+        self.loss_scale.after(not self.step_was_skipped)
+        if self.step_was_skipped:
+            self._put_back = [(p, p.grad) for p in parameters if p.grad is not None]
+            for parameter, _ in self._put_back:
+                parameter.grad = None
+
+    def after_step(self) -> None:
+        """Called after an optimizer has updated some of the model's parameters. All ranks call it."""
+        for parameter, gradient in self._put_back:
+            parameter.grad = gradient
+        self._put_back = []
+        if self.step_was_skipped:
+            self._applied = self._fingerprint()
+        else:
+            self._give_weights()
+
+    def _give_weights(self) -> None:
+        """Give the model the weights that the optimizer has updated."""
+        if self.host is not None:
+            self.host.give_all_parameters()
+        self.engine.updated()
+        self._applied = self._fingerprint()
+
+    def follow_changed_weights(self) -> None:
+        """Fetch weights that the loop changed by hand since the last step, as for a WGAN. All ranks call it.
+
+        `p.data.clamp_()` does not even count as a change of `p`, so values are compared.
+        """
+        applied, self._applied = self._applied, None
+        if applied is not None and self.checks.on_any_data_rank(not torch.equal(self._fingerprint(), applied)):
+            if self.host is not None:
+                self.host.give_all_parameters()
+            self.engine.loaded()
+
+    @torch.no_grad()
+    def _fingerprint(self) -> torch.Tensor:
+        """Numbers that show whether weights were changed; none if the model computes with the optimizer's."""
+        if self.host is None and not self.engine.updates_copies:
+            return torch.empty(0)
+        sums = [local(parameter).double().sum().cpu() for parameter in self._seen.values()]
+        return torch.stack(sums) if sums else torch.empty(0)
+
+    def refuse_unsaved(self) -> None:
+        """Raise if a checkpoint would lose the state of an optimizer."""
+        owned = {id(parameter) for parameter in self._seen.values()}
+        held = self.optimizer.param_groups if self.optimizer is not None else []
+        if any(one is not self.optimizer for one in self.updaters):
+            reason = "has an optimizer that was not given to mw.parallelize(optimizer=...)"
+        elif any(id(parameter) not in owned for group in held for parameter in group["params"]):
+            reason = "shares its optimizer with another model"
+        else:
+            return
+        raise CheckpointError(
+            f"The model {reason}, whose state a checkpoint would not hold; save the weights with weights_only=True, "
+            "and the optimizer yourself."
+        )
+
+    @contextmanager
+    def without_optimizer(self) -> Iterator[None]:
+        """Context in which a checkpoint is of the weights alone."""
+        before = self.optimizer, self.schedule
+        self.optimizer = self.schedule = None
+        try:
+            yield
+        finally:
+            self.optimizer, self.schedule = before
+
+    @torch.no_grad()
+    def put(self, state: dict[str, torch.Tensor]) -> None:
+        """Load whole tensors by the unsplit model's names into what this rank holds. All ranks call it."""
+        for held in self.engine.held():
+            if held.name in state:
+                value = state[held.name].to(device=held.tensor.device, dtype=held.tensor.dtype)
+                value = held.cut.take(value) if isinstance(held.cut, Cut) else value
+                _copy_part(value, held.tensor)
+        self.engine.loaded()
+        if self.host is not None:
+            self.host.take_parameters()
+        self._applied = None
+
+
+def _copy_part(value: torch.Tensor, target: Any) -> None:
+    if not is_dtensor(target):
+        target.copy_(value)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = target.device_mesh, target.placements
+    on_mesh = value.to(mesh.device_type)
+    target.to_local().copy_(distribute_tensor(on_mesh, mesh, placements, src_data_rank=None).to_local())

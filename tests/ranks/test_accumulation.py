@@ -28,7 +28,9 @@ def test_trains_as_plain_pytorch(two_ranks: RankPool, strategy: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("sync", ["", ",sync=last"])
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp", "fsdp:grad-op", "fsdp,bf16", "zero2,bf16"])
+@pytest.mark.parametrize(
+    "strategy", ["zero2", "fsdp", "fsdp:grad-op", "hsdp=1x2", "hsdp=2x1", "fsdp,bf16", "zero2,bf16"]
+)
 def test_every_number_of_micro_batches(two_ranks: RankPool, strategy: str, sync: str) -> None:
     """One, two and five micro-batches of ten samples, and two and four of seven."""
     assert_equal(two_ranks, strategy + sync, samples=10, sizes=(5, 3, 1))

@@ -31,6 +31,9 @@ NO_COPY = (None, None)
 class ReadCopies(dict[str, tuple[nn.Parameter, torch.Tensor]]):
     """The present copies of a module's own parameters, by name, each with the parameter that it is a copy of."""
 
+    changes_are_seen = True
+    """Recorded programs read parameters through the module, and so their copies."""
+
     def __init__(self, names: Sequence[str] = (), group: Any = None) -> None:
         """`names` are the parameters that are read as copies; copies of one `group` are made together."""
         super().__init__()

@@ -41,6 +41,8 @@ class OperatorDtypes(TorchFunctionMode):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
+        self.recorded_as = dtype  # what it does to a function depends on nothing else
+        """Tells the tensor axis that it may record programs under this mode."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = RULES.get(func)

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.strategies.recorder import noted
+
 # torch 2.13 renamed them.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -19,22 +21,32 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 def copy_in(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """A whole tensor for use on every rank; its gradient is the sum over ranks."""
-    return PartialGradient.apply(x, mesh)  # type: ignore[no-any-return]
+    return noted(_partial_gradient, x, mesh)  # type: ignore[no-any-return]
 
 
 def slice_in(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
     """This rank's part along a dim; the gradient is gathered."""
-    return Take.apply(x, dim, mesh)  # type: ignore[no-any-return]
+    return noted(_take, x, dim, mesh)  # type: ignore[no-any-return]
 
 
 def gather(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
     """The ranks' parts concatenated along a dim; the gradient is this rank's part."""
-    return Join.apply(x, dim, 1, False, mesh)  # type: ignore[no-any-return]
+    return join(x, dim, 1, False, mesh)
+
+
+def join(x: torch.Tensor, dim: int, pieces: int, shares: bool, mesh: DeviceMesh) -> torch.Tensor:
+    """The whole tensor from the ranks' parts of its pieces; with `shares`, ranks compute shares of its gradient."""
+    return noted(_join, x, dim, pieces, shares, mesh)  # type: ignore[no-any-return]
 
 
 def add_up(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The sum of the ranks' shares, on every rank; each share gets the sum's gradient."""
-    return AddUp.apply(x, mesh)  # type: ignore[no-any-return]
+    return noted(_add_up, x, mesh)  # type: ignore[no-any-return]
+
+
+def add_up_part(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's part of the sum of the ranks' shares along a dim; the gradient is gathered."""
+    return noted(_add_up_part, x, dim, mesh)  # type: ignore[no-any-return]
 
 
 class Take(torch.autograd.Function):
@@ -113,6 +125,8 @@ def joined(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Te
         return joined(x.view(torch.uint8), dim, pieces, mesh).view(torch.bool)
     gathered = x.new_empty(mesh.size(), *x.shape)
     all_gather(gathered.view(-1), x.contiguous().view(-1), group=mesh.get_group())
+    if pieces == 1:
+        return torch.cat(gathered.unbind(0), dim)
     by_rank = [own.chunk(pieces, dim) for own in gathered]
     return torch.cat([own[piece] for piece in range(pieces) for own in by_rank], dim)
 
@@ -128,3 +142,8 @@ def _summed_part(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
     own = x.new_empty(by_rank.shape[1:])
     reduce_scatter(own.view(-1), by_rank.view(-1), group=mesh.get_group())
     return own
+
+
+# Programs keep them, so they must not be what a recorder puts in the place of `apply` for a while.
+_partial_gradient, _take, _join = PartialGradient.apply, Take.apply, Join.apply
+_add_up, _add_up_part = AddUp.apply, AddUpPart.apply

@@ -35,3 +35,25 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 """Call a function when the backward pass that this thread runs has ended. A function that was called so may add others,
 which come after those that are there."""
+
+def own_functions_wrapped(told: Callable[[str], None]) -> AbstractContextManager[Any]:
+    """Context in which `told(name)` is called before each `torch.autograd.Function.apply`."""
+    plain = torch.autograd.Function.__dict__["apply"].__func__
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        told(cls.__name__)
+        return plain(cls, *args, **kwargs)
+
+    return patch.object(torch.autograd.Function, "apply", classmethod(apply))
+
+
+def hooks_wrapped(told: Callable[[], None]) -> AbstractContextManager[Any]:
+    """Context in which `told()` is called before hooks on saved tensors become active, as checkpointing has them."""
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    plain = hooks.__enter__
+
+    def enter(self: Any) -> Any:
+        told()
+        return plain(self)
+
+    return patch.object(hooks, "__enter__", enter)

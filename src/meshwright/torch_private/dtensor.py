@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -41,3 +42,15 @@ def forget_layouts() -> None:
 
     for name in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
         getattr(debug, name, lambda: None)()
+
+
+def spec_of(tensor: DTensor) -> Any:
+    """The mesh, placements and whole shape of a DTensor."""
+    return tensor._spec
+
+
+def make_dtensor(local: Tensor, spec: Any) -> DTensor:
+    """A DTensor of a local tensor, outside of autograd and without computing anything about it."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, copy(spec), requires_grad=False)  # type: ignore[call-arg]

@@ -93,3 +93,25 @@ def _weights(self: Any) -> list[torch.Tensor]:
 
 RNN_READS_ATTRIBUTES = {"_flat_weights": property(_weights, lambda self, value: None)}
 """Class members that make a subclass of `nn.RNNBase` read its weights as attributes instead of from a list."""
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The attributes in which a module keeps hooks that its call runs."""
+
+OTHER_ATTRIBUTES = (
+    "_non_persistent_buffers_set",
+    "_is_full_backward_hook",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""Attributes of every module that do not change what a call computes."""
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are registered that run in the call of every module."""
+    return bool(nn.modules.module._has_any_global_hook())

@@ -45,3 +45,9 @@ def schema_of(operator: Any) -> torch.FunctionSchema:
 def take_apart(operator: OpOverload, *args: Any) -> Any:
     """Run a composite operator as its decomposition."""
     return operator.decompose(*args)
+
+
+def reads_values(operator: Any) -> bool:
+    """Whether a number or a shape that an operator returns depends on the values of tensors."""
+    tags = getattr(operator, "tags", ())
+    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags

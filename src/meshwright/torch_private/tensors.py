@@ -24,6 +24,10 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+READ_VERSION = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+"""How function modes see that a tensor's version is read."""
+
+
 def storage_id(storage: torch.UntypedStorage) -> int:
     """A number that is unique among live storages."""
     return storage._cdata  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.recording.dtensor import is_dtensor
+from meshwright.strategies.recorder import noted
 from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, local, part, shared, whole
 from meshwright.strategies.tensor.rules import Rule
 from meshwright.torch_private.dtensor import local_tensor
@@ -38,18 +39,31 @@ def attention(
     if heads == 0 or heads % ranks or not _over_heads(mesh, query, key, value):
         return NotImplemented
     own_key, own_value = (_own_heads(x, heads, mesh) for x in (key, value))
-    with own_randomness(query, mesh) if dropout_p else nullcontext():
-        mixed = F.scaled_dot_product_attention(
-            part(query, HEADS, mesh),
-            own_key,
-            own_value,
-            _own_mask(attn_mask, heads, mesh),
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa and own_key.shape[HEADS] != heads // ranks,
-        )
+    own_query, own_mask = part(query, HEADS, mesh), _own_mask(attn_mask, heads, mesh)
+    grouped = enable_gqa and own_key.shape[HEADS] != heads // ranks
+    given = own_query, own_key, own_value, own_mask, dropout_p, is_causal, scale, grouped
+    mixed = noted(_attend_own, mesh, *given) if dropout_p else _attend(*given)
     return divided(mixed, HEADS, mesh)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def _attend_own(mesh: DeviceMesh, query: Tensor, *others: Any) -> Tensor:
+    with own_randomness(query, mesh):
+        return _attend(query, *others)
 
 
 def _over_heads(mesh: DeviceMesh, *tensors: Tensor) -> bool:
@@ -80,8 +94,12 @@ def dropout(
         return NotImplemented
     if not training or p == 0.0:
         return x
+    return divided(noted(_drop_own, local(x), p, mesh), dim_of(x), mesh)
+
+
+def _drop_own(x: Tensor, p: float, mesh: DeviceMesh) -> Tensor:
     with own_randomness(x, mesh):
-        return divided(F.dropout(local(x), p, training=True), dim_of(x), mesh)
+        return F.dropout(x, p, training=True)
 
 
 @contextmanager

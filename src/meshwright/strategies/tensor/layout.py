@@ -16,8 +16,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright.strategies.collectives import Join, copy_in, slice_in
+from meshwright.strategies.collectives import copy_in, join, slice_in
+from meshwright.strategies.recorder import aliased
 from meshwright.strategies.tensor.memory import check_unchanged
+from meshwright.torch_private.dtensor import local_tensor, make_dtensor, spec_of
 
 _PIECES = "_meshwright_pieces"
 
@@ -40,7 +42,7 @@ def pieces_of(x: DTensor) -> int:
 
 def divided(local: torch.Tensor, dim: int, mesh: DeviceMesh, pieces: int = 1) -> DTensor:
     """A tensor that is divided along a dim, from this rank's part."""
-    carrier: DTensor = _Carry.apply(local, dim % local.dim(), pieces, mesh)
+    carrier: DTensor = aliased(_carry, local, dim % local.dim(), pieces, mesh)
     if pieces > 1:
         carrier.__dict__[_PIECES] = pieces
     return carrier
@@ -63,10 +65,52 @@ class _Carry(torch.autograd.Function):
         return torch.cat(own, ctx.dim) if ctx.pieces > 1 else own[0], None, None, None
 
 
+class _CarryAs(_Carry):
+    """`_Carry` of a layout that is known."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: Any, dim: int, pieces: int, mesh: DeviceMesh) -> DTensor:  # type: ignore[override]
+        ctx.dim, ctx.pieces, ctx.mesh = dim, pieces, mesh
+        return make_dtensor(local.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return _Carry.backward(ctx, gradient)[0], None, None, None, None
+
+
+class _Open(torch.autograd.Function):
+    """`DTensor.to_local` for layouts of one dim; it computes nothing about the gradient's layout."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> torch.Tensor:
+        ctx.spec, own = spec_of(x), local_tensor(x)
+        ctx.stride = own.stride()
+        return own.view_as(own)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:
+        if torch.is_grad_enabled() or gradient.stride() != ctx.stride:
+            return DTensor.from_local(gradient, ctx.spec.mesh, ctx.spec.placements, run_check=False)
+        return make_dtensor(gradient, ctx.spec)
+
+
+def closed(own: torch.Tensor, spec: Any, dim: int, pieces: int, mesh: DeviceMesh) -> DTensor:
+    """`divided` for a layout that is known."""
+    carrier: DTensor = _carry_as(own, spec, dim, pieces, mesh)
+    if pieces > 1:
+        carrier.__dict__[_PIECES] = pieces
+    return carrier
+
+
+def opened(x: DTensor) -> torch.Tensor:
+    """`local` of a divided tensor that was checked."""
+    return _open(x) if torch.is_grad_enabled() else local_tensor(x)  # type: ignore[no-any-return]
+
+
 def local(x: DTensor) -> torch.Tensor:
     """This rank's part of a divided tensor; fused tensors keep the order of their pieces."""
     check_unchanged(x)
-    return x.to_local()
+    return aliased(DTensor.to_local, x)  # type: ignore[no-any-return]
 
 
 def part(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
@@ -82,12 +126,15 @@ def part(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
 def whole(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     if not is_divided(x, mesh):
         return x
-    return Join.apply(local(x), dim_of(x), pieces_of(x), False, mesh)  # type: ignore[no-any-return]
+    return join(local(x), dim_of(x), pieces_of(x), False, mesh)
 
 
 def shared(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """A whole tensor for a computation in which each rank computes a share of its gradient."""
     if is_divided(x, mesh) and pieces_of(x) == 1:
-        return Join.apply(local(x), dim_of(x), 1, True, mesh)  # type: ignore[no-any-return]
+        return join(local(x), dim_of(x), 1, True, mesh)
     x = whole(x, mesh)
     return copy_in(x, mesh) if x.requires_grad and torch.is_grad_enabled() else x
+
+
+_carry, _carry_as, _open = _Carry.apply, _CarryAs.apply, _Open.apply

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.describe.dtypes import LOW
+from meshwright.strategies.recorder import noted
 from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, local, part, whole
 from meshwright.strategies.tensor.rules import Rule
 
@@ -35,7 +36,7 @@ def cross_entropy(
         return NotImplemented
     if dim_of(input) != classes:
         return _in_parts(mesh, input, target, ignore_index, reduction)
-    losses = _CrossEntropy.apply(local(input).movedim(classes, -1), target, ignore_index, mesh)
+    losses = noted(_cross_entropy, local(input).movedim(classes, -1), target, ignore_index, mesh)
     return _reduced(losses, target, ignore_index, reduction)
 
 
@@ -81,3 +82,6 @@ class _CrossEntropy(torch.autograd.Function):
         # softmax, minus 1 at targets whose class this rank holds
         change = softmax.scatter_add(-1, here[..., None], (~elsewhere)[..., None].to(softmax.dtype).neg())
         return (change * gradient.masked_fill(ignored, 0)[..., None]).to(ctx.dtype), None, None, None
+
+
+_cross_entropy = _CrossEntropy.apply

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.strategies.collectives import AddUpPart, add_up
+from meshwright.strategies.collectives import add_up, add_up_part
 from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, local, part, pieces_of, shared, whole
 from meshwright.strategies.tensor.rules import Rule
 from meshwright.torch_private.tensors import version_of
@@ -152,7 +152,7 @@ def embedding(
 def add_up_in_stream(share: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The sum of the ranks' shares in the layout of the residual stream."""
     if _along_sequence.get() and has_sequence(share, mesh):
-        return divided(AddUpPart.apply(share, SEQUENCE, mesh), SEQUENCE, mesh)
+        return divided(add_up_part(share, SEQUENCE, mesh), SEQUENCE, mesh)
     return add_up(share, mesh)
 
 

@@ -18,7 +18,7 @@ from meshwright.errors import Refused
 from meshwright.torch_private.dtensor import local_tensor, set_local_tensor
 from meshwright.torch_private.tensors import version_of
 
-_MEMORY, _SEEN, _OUTDATED = "_meshwright_memory", "_meshwright_seen", "_meshwright_outdated"
+_MEMORY, _SEEN, OUTDATED = "_meshwright_memory", "_meshwright_seen", "_meshwright_outdated"
 
 
 @dataclass
@@ -71,7 +71,7 @@ def change(x: DTensor, value: DTensor) -> None:
     x.__dict__[_SEEN] = memory.changes
     for tensor in (copy.tensor() for copy in memory.copies):
         if tensor is not None:
-            tensor.__dict__[_OUTDATED] = True
+            tensor.__dict__[OUTDATED] = True
     set_local_tensor(x, torch.empty_like(local_tensor(x)))
     x.copy_(value)
 
@@ -96,7 +96,7 @@ def check_unchanged(x: DTensor) -> None:
 
 def check_current(x: torch.Tensor) -> None:
     """Raise if the tensor is a gathered copy of a tensor that has changed since."""
-    if getattr(x, _OUTDATED, False):
+    if getattr(x, OUTDATED, False):
         raise _refused(x)
 
 

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
 from meshwright.strategies import intercepted
+from meshwright.strategies.recorder import refuse_recording
 from meshwright.strategies.tensor import rules
 from meshwright.strategies.tensor.attention import attention, dropout
 from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, part, pieces_of, whole
@@ -171,6 +172,7 @@ class DividedFunctions(TorchFunctionMode):
         target = kwargs.get("out", args[0] if args else None)
         if not is_divided(target, self.mesh):
             return self._on_whole(func, args, kwargs)
+        refuse_recording("it changes a divided tensor in place")
         dim = dim_of(target)
         found = self._new_value(func, target, args, kwargs)
         refuse_other_shape(target, found)

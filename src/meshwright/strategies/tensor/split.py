@@ -23,6 +23,7 @@ from meshwright.strategies.tensor.layout import divided, whole
 from meshwright.strategies.tensor.matrix import along_sequence
 from meshwright.strategies.tensor.memory import as_parameter
 from meshwright.strategies.tensor.mode import mode_of, tensor_region
+from meshwright.strategies.tensor.replay import BlockPrograms
 from meshwright.torch_private.trees import tree_map
 
 
@@ -36,9 +37,10 @@ def split_tensors(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, blocks: 
         along = plan.sequence and row.role in ("row", "vocabulary")  # their results are sums over ranks
         run = partial(_with_parts, cuts=_own(cuts, row.module), mesh=mesh, sums_along_sequence=along)
         wrap_forward(modules[row.module], run)
-    for name in (*blocks, ""):
+    for name in blocks:
         if name in modules:
-            wrap_forward(modules[name], partial(_in_region, mesh=mesh))
+            wrap_forward(modules[name], BlockPrograms(mesh))
+    wrap_forward(model, partial(_in_region, mesh=mesh))
     return cuts
 
 

@@ -1,0 +1,227 @@
+"""The conditions under which a recorded program is a block's next call, and where the program's tensors come from.
+
+They are Python source too: one function checks arguments, modules and globals in a few microseconds and returns the
+program's inputs, or None if something differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshwright.strategies.tensor.layout import dim_of, is_divided, opened, pieces_of
+from meshwright.strategies.tensor.memory import OUTDATED, check_unchanged
+from meshwright.strategies.tensor.python_reads import PythonReads, checks_of, is_comparable
+from meshwright.strategies.tensor.record import PLAIN, Unrecordable
+from meshwright.torch_private.dtensor import local_tensor
+from meshwright.torch_private.modules import HOOKS, OTHER_ATTRIBUTES
+
+Place = tuple[int, str, str]
+"""The module's number in its block, the attribute in which it keeps the tensor, and the tensor's name."""
+READ = "read"
+"""In place of an attribute: the tensor is what reading the module's attribute of that name gives."""
+
+
+class Conditions:
+    """Collects conditions and compiles them."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, None] = {}
+        self._constants: dict[str, Any] = {}
+        self._names: dict[int, str] = {}
+
+    def bind(self, value: Any) -> str:
+        """The name of a constant in the source."""
+        if id(value) not in self._names:
+            self._names[id(value)] = f"c{len(self._constants)}"
+            self._constants[self._names[id(value)]] = value
+        return self._names[id(value)]
+
+    def require(self, condition: str) -> None:
+        self._lines[f"if not ({condition}): return None"] = None
+
+    def assign(self, name: str, read: str) -> None:
+        self._lines[f"{name} = {read}"] = None
+
+    def keep(self, read: str, value: Any) -> None:
+        """Require that the expression `read` gives what `value` is now."""
+        for text, constant in checks_of(value):
+            self.require(text.replace("{0}", read).replace("{1}", self.bind(constant)))
+
+    def keep_tensor(self, read: str, value: Tensor, *, carried: bool = False) -> None:
+        """Require a plain tensor with the metadata of `value`; the one that a divided tensor carries has no gradient."""
+        if type(value) not in PLAIN:
+            raise Unrecordable(f"it reads a {type(value).__name__}")
+        shape, dtype, kind = (self.bind(x) for x in (value.shape, value.dtype, type(value)))
+        self.require(f"{read}.__class__ is {kind} and {read}.dtype is {dtype} and {read}.shape == {shape}")
+        stride, device = self.bind(value.stride()), self.bind(value.device)
+        self.require(f"{read}.stride() == {stride} and {read}.device == {device}")
+        if not carried:
+            self.require(f"{read}.requires_grad is {value.requires_grad}")
+
+    def compile(self, returned: str) -> Callable[..., Any]:
+        """A function of (args, kwargs). It may raise KeyError, AttributeError and the like if something differs."""
+        body = "\n    ".join((*self._lines, f"return {returned}"))
+        made = {**self._constants, "__source__": self._lines}
+        exec(_compiled(f"def match(args, kwargs):\n    {body}"), made)
+        return made["match"]  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=1024)
+def _compiled(source: str) -> CodeType:
+    return compile(source, "<conditions of a tensor program>", "exec")
+
+
+class Arguments:
+    """The tensors among a call's arguments, and the conditions that the arguments set."""
+
+    def __init__(self, args: Any, kwargs: Any, mesh: DeviceMesh) -> None:
+        self.tensors: list[Tensor] = []
+        self.conditions = Conditions()
+        self._mesh = mesh
+        self._names: dict[int, str] = {}
+        self._walk("args", tuple(args))
+        self._walk("kwargs", dict(kwargs))
+        names = [self.name_of(tensor) for tensor in self.tensors]
+        if len(names) > 1:  # which of them are one tensor was seen above
+            self.conditions.require(f"len({{{', '.join(f'id({name})' for name in names)}}}) == {len(names)}")
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The name of an argument in the conditions' source; None for another tensor."""
+        return self._names.get(id(tensor))
+
+    def local_names(self) -> list[str]:
+        return [f"{self.name_of(x)}_own" if isinstance(x, DTensor) else f"{self.name_of(x)}" for x in self.tensors]
+
+    def open_carriers(self) -> None:
+        """Read this rank's parts, last of all: it is the only thing that autograd sees."""
+        for tensor in self.tensors:
+            if isinstance(tensor, DTensor):
+                name = self.name_of(tensor)
+                self.conditions.assign(f"{name}_own", f"{self.conditions.bind(opened)}({name})")
+
+    def _walk(self, read: str, value: Any) -> None:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            self._tensor(read, value)
+        elif kind in (tuple, list, dict):
+            self.conditions.require(f"{read}.__class__ is {kind.__name__} and len({read}) == {len(value)}")
+            for key, item in value.items() if kind is dict else enumerate(value):
+                if type(key) not in (str, int):
+                    raise Unrecordable("an argument has keys that are no words")
+                self._walk(f"{read}[{key!r}]", item)
+        elif is_comparable(value):
+            self.conditions.keep(read, value)
+        else:
+            raise Unrecordable(f"an argument is a {kind.__name__}")
+
+    def _tensor(self, read: str, value: Tensor) -> None:
+        known = self.name_of(value)
+        if known is not None:
+            self.conditions.require(f"{read} is {known}")
+            return
+        name = self._names[id(value)] = f"x{len(self.tensors)}"
+        self.tensors.append(value)
+        conditions = self.conditions
+        conditions.assign(name, read)
+        if not is_divided(value, self._mesh):
+            conditions.keep_tensor(name, value)
+            conditions.require(f"{OUTDATED!r} not in {name}.__dict__")
+            return
+        layout = (dim_of(value), pieces_of(value))
+        same = conditions.bind(_is_divided_as)
+        mesh, wanted = conditions.bind(self._mesh), conditions.bind(layout)
+        conditions.require(f"{name}.__class__ is {conditions.bind(DTensor)} and {same}({name}, {mesh}, {wanted})")
+        conditions.require(f"{name}.requires_grad is {value.requires_grad}")
+        conditions.assign(f"{name}_own", f"{conditions.bind(local_tensor)}({name})")
+        own = local_tensor(value)
+        if type(own) not in PLAIN:
+            raise Unrecordable(f"an argument holds a {type(own).__name__}")
+        conditions.keep_tensor(f"{name}_own", own, carried=True)
+        conditions.assign("_", f"{conditions.bind(check_unchanged)}({name})")
+
+
+def _is_divided_as(x: Any, mesh: DeviceMesh, layout: tuple[int, int]) -> bool:
+    return is_divided(x, mesh) and (dim_of(x), pieces_of(x)) == layout
+
+
+def held_tensors(modules: list[nn.Module]) -> Iterator[tuple[Place, Tensor]]:
+    """What a block's modules hold, by place. A parameter that is read as a copy is there twice."""
+    for number, module in enumerate(modules):
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in vars(module)[kind].items():
+                if tensor is None:
+                    continue
+                yield (number, kind, name), tensor
+                if kind == "_parameters" and isinstance(getattr(type(module), name, None), property):
+                    yield (number, READ, name), getattr(module, name)
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield (number, "", name), value
+
+
+def keep_modules(conditions: Conditions, modules: list[nn.Module]) -> None:
+    """Require that a block's modules are what they are now, down to their attributes."""
+    for number, module in enumerate(modules):
+        own, cls = conditions.bind(vars(module)), conditions.bind(type(module))
+        conditions.require(f"{conditions.bind(module)}.__class__ is {cls} and len({own}) == {len(vars(module))}")
+        conditions.require(f"{cls}.forward is {conditions.bind(type(module).forward)}")
+        for name, value in vars(module).items():
+            read = f"{own}[{name!r}]"
+            if name in HOOKS:
+                _refuse_hooks(conditions, read, value, is_block=number == 0)
+            elif name == "_modules":
+                conditions.require(f"{read} == {conditions.bind(dict(value))}")
+            elif name in ("_parameters", "_buffers"):
+                conditions.require(f"{read} is {conditions.bind(value)} and len({read}) == {len(value)}")
+                for key in [key for key, tensor in value.items() if tensor is None]:
+                    conditions.require(f"{read}[{key!r}] is None")
+            elif name not in OTHER_ATTRIBUTES and not getattr(type(value), "changes_are_seen", False):
+                conditions.keep(read, value)
+
+
+def _refuse_hooks(conditions: Conditions, read: str, hooks: Any, *, is_block: bool) -> None:
+    """Hooks of the block itself run around the program; those of modules inside would not run at all."""
+    if is_block:
+        return
+    if hooks:
+        raise Unrecordable("a module inside of it has hooks")
+    conditions.require(f"not {read}")
+
+
+def keep_globals(conditions: Conditions, reads: PythonReads) -> None:
+    for space, name, value in reads.globals_read():
+        read = f"{conditions.bind(space)}[{name!r}]"
+        if is_comparable(value):
+            conditions.keep(read, value)
+        else:
+            conditions.require(f"{read} is {conditions.bind(value)}")
+
+
+def read_held(conditions: Conditions, modules: list[nn.Module], places: list[Place]) -> list[str]:
+    """Assign the held tensors that a program reads, and require their metadata."""
+    names = []
+    for count, (number, kind, name) in enumerate(places):
+        module = modules[number]
+        if kind == READ:
+            read, value = f"{conditions.bind(module)}.{name}", getattr(module, name)
+        elif kind:
+            read, value = f"{conditions.bind(vars(module)[kind])}[{name!r}]", vars(module)[kind][name]
+        else:
+            read, value = f"{conditions.bind(vars(module))}[{name!r}]", vars(module)[name]
+        names.append(f"p{count}")
+        conditions.assign(names[-1], read)
+        conditions.keep_tensor(names[-1], value)
+    return names
+
+
+def torch_state() -> tuple[Any, ...]:
+    """The switches of torch that change what a function does when it is recorded."""
+    return torch.is_grad_enabled(), torch.get_default_dtype()

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-RANKS, LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, SAMPLES = 8, 16, 64, 8, 16, 128, 1
+RANKS, LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, SAMPLES = 8, 24, 64, 8, 16, 128, 2
 SIZES = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS, "intermediate_size": 128}
 TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None, "use_cache": False}
 ROUNDS = 15
@@ -186,7 +186,7 @@ class Megatron(nn.Module):
         x = self.token(x).chunk(RANKS, 1)[0]
         for block in self.blocks:
             x = block(x, cos, sin)
-        return self.head(gather_sequence(x))
+        return self.head(ColumnInput.apply(x))
 
 
 class Operators(TorchDispatchMode):

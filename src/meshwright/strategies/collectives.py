@@ -1,11 +1,13 @@
 """Differentiable collectives over a mesh axis, on plain local tensors.
 
 Autograd calls no `backward` for an input that needs no gradient, so nothing is sent for it. Only `PartialGradient`
-returns a view of its input: autograd forbids in-place changes of such a result, and a model may make them.
+returns a view of its input: autograd forbids in-place changes of such a result, and a model may make them. No function
+mode sees what they do: in backward one is active for blocks that are recomputed.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.strategies.recorder import noted
+from meshwright.torch_private.autograd import direct_apply
+from meshwright.torch_private.modes import without_torch_function
 
 # torch 2.13 renamed them.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -116,34 +120,59 @@ class AddUpPart(torch.autograd.Function):
 
 
 def _own(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Tensor:
-    own = [piece.chunk(mesh.size(), dim)[mesh.get_local_rank()] for piece in x.chunk(pieces, dim)]
-    return torch.cat(own, dim) if pieces > 1 else own[0].clone(memory_format=torch.contiguous_format)
+    axis = _axis_of(mesh)
+    with without_torch_function():
+        own = [piece.chunk(axis.size, dim)[axis.rank] for piece in x.chunk(pieces, dim)]
+        return torch.cat(own, dim) if pieces > 1 else own[0].clone(memory_format=torch.contiguous_format)
 
 
 def joined(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Tensor:
-    if x.dtype == torch.bool:  # not every backend sends it
-        return joined(x.view(torch.uint8), dim, pieces, mesh).view(torch.bool)
-    gathered = x.new_empty(mesh.size(), *x.shape)
-    all_gather(gathered.view(-1), x.contiguous().view(-1), group=mesh.get_group())
-    if pieces == 1:
-        return torch.cat(gathered.unbind(0), dim)
-    by_rank = [own.chunk(pieces, dim) for own in gathered]
-    return torch.cat([own[piece] for piece in range(pieces) for own in by_rank], dim)
+    axis = _axis_of(mesh)
+    with without_torch_function():
+        if x.dtype == torch.bool:  # not every backend sends it
+            return joined(x.view(torch.uint8), dim, pieces, mesh).view(torch.bool)
+        shape, dim = x.shape, dim % x.dim()
+        gathered = x.new_empty((axis.size, *shape))
+        all_gather(gathered.view(-1), x.contiguous().view(-1), group=axis.group)
+        if pieces == 1:  # one copy, or none along dim 0
+            return gathered.movedim(0, dim).reshape((*shape[:dim], axis.size * shape[dim], *shape[dim + 1 :]))
+        by_rank = [own.chunk(pieces, dim) for own in gathered]
+        return torch.cat([own[piece] for piece in range(pieces) for own in by_rank], dim)
 
 
 def _summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    x = x.clone(memory_format=torch.contiguous_format)  # autograd's tensors must not change
-    dist.all_reduce(x, group=mesh.get_group())
-    return x
+    with without_torch_function():
+        x = x.clone(memory_format=torch.contiguous_format)  # autograd's tensors must not change
+        dist.all_reduce(x, group=_axis_of(mesh).group)
+        return x
 
 
 def _summed_part(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
-    by_rank = torch.stack(x.chunk(mesh.size(), dim))
-    own = x.new_empty(by_rank.shape[1:])
-    reduce_scatter(own.view(-1), by_rank.view(-1), group=mesh.get_group())
-    return own
+    axis = _axis_of(mesh)
+    with without_torch_function():
+        shape, dim = x.shape, dim % x.dim()
+        part = shape[dim] // axis.size
+        by_rank = x.reshape((*shape[:dim], axis.size, part, *shape[dim + 1 :])).movedim(dim, 0).contiguous()
+        own = x.new_empty((*shape[:dim], part, *shape[dim + 1 :]))
+        reduce_scatter(own.view(-1), by_rank.view(-1), group=axis.group)
+        return own
 
 
-# Programs keep them, so they must not be what a recorder puts in the place of `apply` for a while.
-_partial_gradient, _take, _join = PartialGradient.apply, Take.apply, Join.apply
-_add_up, _add_up_part = AddUp.apply, AddUpPart.apply
+@dataclass(frozen=True)
+class _Axis:
+    """What a collective asks of a mesh; the mesh takes microseconds to answer."""
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup
+
+
+def _axis_of(mesh: DeviceMesh) -> _Axis:
+    found: _Axis | None = mesh.__dict__.get("_meshwright_axis")
+    if found is None:
+        found = mesh.__dict__["_meshwright_axis"] = _Axis(mesh.size(), mesh.get_local_rank(), mesh.get_group())
+    return found
+
+
+_partial_gradient, _take, _join = direct_apply(PartialGradient), direct_apply(Take), direct_apply(Join)
+_add_up, _add_up_part = direct_apply(AddUp), direct_apply(AddUpPart)

@@ -57,3 +57,12 @@ def hooks_wrapped(told: Callable[[], None]) -> AbstractContextManager[Any]:
         return plain(self)
 
     return patch.object(hooks, "__enter__", enter)
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without its support for functorch's transforms, which takes as long as a small kernel's launch.
+
+    The function must not define `setup_context`. `own_functions_wrapped` does not see it.
+    """
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply

@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 from meshwright.strategies.collectives import copy_in, join, slice_in
 from meshwright.strategies.recorder import aliased
 from meshwright.strategies.tensor.memory import check_unchanged
+from meshwright.torch_private.autograd import direct_apply
 from meshwright.torch_private.dtensor import local_tensor, make_dtensor, spec_of
+from meshwright.torch_private.modes import without_torch_function
 
 _PIECES = "_meshwright_pieces"
 
@@ -54,63 +56,50 @@ class _Carry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> DTensor:
         ctx.dim, ctx.pieces, ctx.mesh = dim, pieces, mesh
-        return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
+        with without_torch_function():
+            return make_dtensor(local.detach(), _spec_of_whole(local, dim, mesh))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         if is_divided(gradient, ctx.mesh) and dim_of(gradient) == ctx.dim:
-            return gradient.to_local(), None, None, None
+            return opened(gradient), None, None, None
         pieces = whole(gradient, ctx.mesh).chunk(ctx.pieces, ctx.dim)
         own = [part(piece, ctx.dim, ctx.mesh) for piece in pieces]
         return torch.cat(own, ctx.dim) if ctx.pieces > 1 else own[0], None, None, None
 
 
-class _CarryAs(_Carry):
-    """`_Carry` of a layout that is known."""
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: Any, dim: int, pieces: int, mesh: DeviceMesh) -> DTensor:  # type: ignore[override]
-        ctx.dim, ctx.pieces, ctx.mesh = dim, pieces, mesh
-        return make_dtensor(local.detach(), spec)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return _Carry.backward(ctx, gradient)[0], None, None, None, None
+def _spec_of_whole(local: torch.Tensor, dim: int, mesh: DeviceMesh) -> Any:
+    """The whole tensor's shape and layout. Each is made once: DTensor takes longer for it than for an operator."""
+    specs = mesh.__dict__.setdefault("_meshwright_specs", {})
+    key = local.shape, local.stride(), local.dtype, dim
+    if key not in specs:
+        specs[key] = spec_of(DTensor.from_local(local.detach(), mesh, [Shard(dim)], run_check=False))
+    return specs[key]
 
 
 class _Open(torch.autograd.Function):
-    """`DTensor.to_local` for layouts of one dim; it computes nothing about the gradient's layout."""
+    """Takes the part out of a DTensor, as `DTensor.to_local` does for gradients of any layout."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:
-        ctx.spec, own = spec_of(x), local_tensor(x)
-        ctx.stride = own.stride()
-        return own.view_as(own)
+        ctx.dim, ctx.mesh, own = dim_of(x), x.device_mesh, local_tensor(x)
+        with without_torch_function():
+            return own.view_as(own)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:
-        if torch.is_grad_enabled() or gradient.stride() != ctx.stride:
-            return DTensor.from_local(gradient, ctx.spec.mesh, ctx.spec.placements, run_check=False)
-        return make_dtensor(gradient, ctx.spec)
-
-
-def closed(own: torch.Tensor, spec: Any, dim: int, pieces: int, mesh: DeviceMesh) -> DTensor:
-    """`divided` for a layout that is known."""
-    carrier: DTensor = _carry_as(own, spec, dim, pieces, mesh)
-    if pieces > 1:
-        carrier.__dict__[_PIECES] = pieces
-    return carrier
+        return _carry(gradient, ctx.dim, 1, ctx.mesh)  # type: ignore[no-any-return]
 
 
 def opened(x: DTensor) -> torch.Tensor:
-    """`local` of a divided tensor that was checked."""
+    """`local` of a divided tensor that nobody has changed."""
     return _open(x) if torch.is_grad_enabled() else local_tensor(x)  # type: ignore[no-any-return]
 
 
 def local(x: DTensor) -> torch.Tensor:
     """This rank's part of a divided tensor; fused tensors keep the order of their pieces."""
     check_unchanged(x)
-    return aliased(DTensor.to_local, x)  # type: ignore[no-any-return]
+    return aliased(opened, x)  # type: ignore[no-any-return]
 
 
 def part(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
@@ -137,4 +126,4 @@ def shared(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return copy_in(x, mesh) if x.requires_grad and torch.is_grad_enabled() else x
 
 
-_carry, _carry_as, _open = _Carry.apply, _CarryAs.apply, _Open.apply
+_carry, _open = direct_apply(_Carry), direct_apply(_Open)

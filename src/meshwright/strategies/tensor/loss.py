@@ -14,6 +14,7 @@ from meshwright.describe.dtypes import LOW
 from meshwright.strategies.recorder import noted
 from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, local, part, whole
 from meshwright.strategies.tensor.rules import Rule
+from meshwright.torch_private.autograd import direct_apply
 
 
 def cross_entropy(
@@ -84,4 +85,4 @@ class _CrossEntropy(torch.autograd.Function):
         return (change * gradient.masked_fill(ignored, 0)[..., None]).to(ctx.dtype), None, None, None
 
 
-_cross_entropy = _CrossEntropy.apply
+_cross_entropy = direct_apply(_CrossEntropy)

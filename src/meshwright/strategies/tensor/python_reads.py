@@ -28,7 +28,7 @@ from meshwright.strategies.tensor.record import Unrecordable
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[2])
 _LIBRARY = str(Path(enum.__file__).parent)
-_UNFORESEEN = ("time", "random", "_random", "secrets", "numpy.random", "posix", "uuid")
+_UNFORESEEN = ("time", "random", "_random", "posix")
 _SIMPLE = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range),
     *(torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size),
@@ -68,7 +68,7 @@ class PythonReads:
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "c_call":
-            if getattr(arg, "__module__", None) in _UNFORESEEN:
+            if getattr(arg, "__module__", None) in _UNFORESEEN and is_of_model(frame.f_code):
                 self.reason = self.reason or f"{arg.__module__}.{arg.__name__} is called"
         elif event == "call" and frame.f_code not in self._seen:
             self._seen.add(frame.f_code)

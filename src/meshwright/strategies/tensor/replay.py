@@ -5,8 +5,8 @@ the first call is recorded while it runs (`record.py`), and the next ones run th
 no divided tensors, none of the model's Python code. Both send the same messages in the same order, so ranks need not
 agree on which of them they run.
 
-A program is compared with the block from time to time: its 4th, 8th, 16th... call runs as it is and is recorded again. A
-program that has become another one although all conditions hold is an error.
+A program is compared with the block from time to time: its 8th, 64th, 512th... call runs as it is and is recorded again.
+A program that has become another one although all conditions hold is an error.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from meshwright.strategies.tensor.conditions import (
     read_held,
     torch_state,
 )
-from meshwright.strategies.tensor.layout import closed, dim_of, is_divided, pieces_of
+from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, pieces_of
 from meshwright.strategies.tensor.matrix import forget_input
 from meshwright.strategies.tensor.mode import DividedFunctions, mode_of, tensor_region
 from meshwright.strategies.tensor.program import Program
 from meshwright.strategies.tensor.python_reads import PythonReads, is_comparable
 from meshwright.strategies.tensor.record import PLAIN, ProgramRecorder, Unrecordable
-from meshwright.torch_private.dtensor import spec_of
 from meshwright.torch_private.modes import function_modes, without_torch_function
 from meshwright.torch_private.modules import has_global_hooks
 
@@ -45,8 +44,8 @@ ATTEMPTS = 3
 """Calls of a block that could not be recorded, after which nobody tries again."""
 PROGRAMS = 8
 """Programs of one block: for training, evaluation, a last batch of another shape and the like."""
-FIRST_CHECK = 4
-"""The call of a program that is compared with the block first."""
+CHECKED = 8
+"""A program is compared with the block in the calls whose number is a power of this."""
 
 _MISSING = (KeyError, AttributeError, IndexError, TypeError)
 """What conditions raise if something they read is not there."""
@@ -67,11 +66,15 @@ class BoundProgram:
     gathered: Counter[str]
     """Functions that ran on gathered tensors."""
     calls: int = 0
+    next_check: int = field(default_factory=lambda: CHECKED)
 
-    @property
     def is_due(self) -> bool:
-        """Whether the next call is one of those that are compared with the block."""
-        return self.calls >= FIRST_CHECK and self.calls & (self.calls - 1) == 0
+        """Count a call, and say whether it is one of those that are compared with the block."""
+        self.calls += 1
+        if self.calls < self.next_check:
+            return False
+        self.next_check *= CHECKED
+        return True
 
 
 @dataclass
@@ -114,8 +117,7 @@ class BlockPrograms:
         if found is None:
             return self._record(block, state, module, forward, args, kwargs, None)
         bound, arguments, inputs = found
-        bound.calls += 1
-        if bound.is_due:
+        if bound.is_due():
             return self._record(block, state, module, forward, args, kwargs, bound)
         with without_torch_function():
             results = bound.run(*inputs)
@@ -297,8 +299,7 @@ class Outputs:
         own = f"kwargs[{len(self.tensors) - 1}]"
         if is_divided(value, self._mesh):
             bind = self._conditions.bind
-            layout = f"{dim_of(value)}, {pieces_of(value)}, {bind(self._mesh)}"
-            return f"{bind(closed)}({own}, {bind(spec_of(value))}, {layout})"
+            return f"{bind(divided)}({own}, {dim_of(value)}, {bind(self._mesh)}, {pieces_of(value)})"
         if type(value) not in PLAIN:
             raise Unrecordable(f"it returns a {type(value).__name__}")
         return own

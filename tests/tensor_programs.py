@@ -32,6 +32,7 @@ from meshwright.strategies.tensor.layout import divided, local, part
 from meshwright.strategies.tensor.matrix import SEQUENCE
 from meshwright.strategies.tensor.memory import as_parameter
 from meshwright.strategies.tensor.mode import mode_of, tensor_region
+from meshwright.strategies.tensor.replay import program_state
 from meshwright.strategies.tensor.split import gathered_functions, split_tensors, to_plain
 from shared_facts import found_once
 
@@ -305,6 +306,10 @@ class Comparison:
     gathered: dict[str, int] = field(default_factory=dict)
     local: float = 1.0
     """The share of all parameters that a rank holds."""
+    replayed: int = 0
+    """Blocks that ran as recorded programs."""
+    unrecorded: list[str] = field(default_factory=list)
+    """Why other blocks could not be recorded."""
 
     @property
     def equal(self) -> bool:
@@ -334,16 +339,26 @@ def compare(world: World, name: str, options: Collection[str] = ()) -> Compariso
     expected = _loss(job, reference, batch)
     expected.backward()
     mode_of(mesh).gathered.clear()
-    with tensor_region(mesh):
-        found = to_plain(_loss(job, called, batch), mesh)
-        found.backward()
-    worst, difference = _worst(model, reference, cuts)
+    # The first pass records the blocks' programs, the second one runs them.
+    worst, difference = "", 0.0
+    for _ in range(2):
+        before = gathered_functions(mesh)
+        model.zero_grad()
+        with tensor_region(mesh):
+            found = to_plain(_loss(job, called, batch), mesh)
+            found.backward()
+        worst, difference = max((worst, difference), _worst(model, reference, cuts), key=lambda pair: pair[1])
+    again = {name: count - before.get(name, 0) for name, count in gathered_functions(mesh).items()}
+    assert again == before or not before, (before, again)
+    programs = [program_state(model.get_submodule(name)) for name in blocks]
     return Comparison(
+        replayed=sum(any(bound.calls for bound in state.programs) for state in programs),
+        unrecorded=sorted({state.reason for state in programs if state.reason}),
         loss=found.item(),
         whole_loss=expected.item(),
         worst=worst,
         difference=difference,
-        gathered=gathered_functions(mesh),
+        gathered=before,
         local=sum(p.numel() for p in model.parameters()) / sum(p.numel() for p in reference.parameters()),
     )
 

@@ -16,6 +16,7 @@ REFUSED_ON_FOUR = {"falcon": "6 heads", "falcon-new": "2 heads"}
 
 def line(name: str, result: Comparison) -> str:
     found = result.refused or f"works, differs by {result.difference:.0e}, holds {result.local:.2f}, {result.gathered}"
+    found += f", {result.replayed} recorded {result.unrecorded}"
     return f"{name:12} {found}"
 
 

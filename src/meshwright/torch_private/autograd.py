@@ -28,6 +28,8 @@ def wrap_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Non
     """Like `engine_wrapped`, but from now on."""
     torch.autograd._engine_run_backward = wrap(torch.autograd._engine_run_backward)
 
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+"""How function modes see `no_grad` and its relatives."""
 
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 """The id of the backward pass that this thread runs, or -1."""

@@ -47,7 +47,9 @@ def take_apart(operator: OpOverload, *args: Any) -> Any:
     return operator.decompose(*args)
 
 
-def reads_values(operator: Any) -> bool:
+def reads_values(operator: Any, args: tuple[Any, ...]) -> bool:
     """Whether a number or a shape that an operator returns depends on the values of tensors."""
     tags = getattr(operator, "tags", ())
+    if operator is _aten.index.Tensor:  # only masks choose how many elements there are
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.strategies import recorder
 from meshwright.strategies.tensor.program import Instruction, Local, Program
 from meshwright.strategies.tensor.rules import functions
-from meshwright.torch_private.autograd import hooks_wrapped, own_functions_wrapped
+from meshwright.torch_private.autograd import SET_GRAD_ENABLED, hooks_wrapped, own_functions_wrapped
 from meshwright.torch_private.modes import TorchDispatchMode, below_all_modes
 from meshwright.torch_private.operators import reads_values
 from meshwright.torch_private.tensors import READ_VERSION, is_meta
@@ -49,7 +49,7 @@ _METADATA |= {
     ).split()
     if hasattr(Tensor, name)
 }
-_METADATA.add(READ_VERSION)
+_METADATA |= {READ_VERSION, SET_GRAD_ENABLED}  # each instruction knows whether gradients are recorded
 _REFUSED = functions(
     "empty empty_like new_empty empty_strided new_empty_strided empty_permuted requires_grad_ retain_grad "
     "register_hook resize_ resize_as_ set_ share_memory_ data_ptr untyped_storage storage backward"
@@ -136,10 +136,10 @@ class ProgramRecorder(TorchFunctionMode):
             self._write(func, args, kwargs, result)
         return result
 
-    def saw_operator(self, operator: Any, types: Any) -> None:
+    def saw_operator(self, operator: Any, types: Any, args: Any) -> None:
         if self._trusted or self.reason is not None:
             return
-        if reads_values(operator):
+        if reads_values(operator, args):
             self.refuse(f"{operator} depends on values")
         elif not self._inside and not any(issubclass(kind, DTensor) for kind in types):
             self.refuse(f"{operator} was called by no torch function")
@@ -233,5 +233,5 @@ class _Operators(TorchDispatchMode):
         self._told = told
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._told.saw_operator(func, types)
+        self._told.saw_operator(func, types, args)
         return func(*args, **(kwargs or {}))

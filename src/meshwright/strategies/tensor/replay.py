@@ -94,25 +94,29 @@ def recording(wanted: bool) -> None:
     _enabled = wanted
 
 
+_states: WeakKeyDictionary[nn.Module, BlockState] = WeakKeyDictionary()
+
+
+def program_state(block: nn.Module) -> BlockState:
+    """What was recorded of a block, or why nothing was."""
+    found = _states.get(block)
+    if found is None:
+        found = _states[block] = BlockState()
+    return found
+
+
 class BlockPrograms:
-    """The programs of a block, in place of its `forward`."""
+    """The programs of blocks, in place of their `forward`."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        self._states: WeakKeyDictionary[nn.Module, BlockState] = WeakKeyDictionary()
-
-    def state_of(self, module: nn.Module) -> BlockState:
-        found = self._states.get(module)
-        if found is None:
-            found = self._states[module] = BlockState()
-        return found
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         state = self._surroundings() if _enabled else None
         forget_input()  # a program knows nothing of the copies of its caller
         if state is None:
             return self._run_plain(forward, args, kwargs)
-        block = self.state_of(module)
+        block = program_state(module)
         found = self._find(block, state, args, kwargs)
         if found is None:
             return self._record(block, state, module, forward, args, kwargs, None)

@@ -37,9 +37,10 @@ def split_tensors(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, blocks: 
         along = plan.sequence and row.role in ("row", "vocabulary")  # their results are sums over ranks
         run = partial(_with_parts, cuts=_own(cuts, row.module), mesh=mesh, sums_along_sequence=along)
         wrap_forward(modules[row.module], run)
+    programs = BlockPrograms(mesh)
     for name in blocks:
         if name in modules:
-            wrap_forward(modules[name], BlockPrograms(mesh))
+            wrap_forward(modules[name], programs)
     wrap_forward(model, partial(_in_region, mesh=mesh))
     return cuts
 

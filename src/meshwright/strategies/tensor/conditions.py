@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -172,7 +172,7 @@ def keep_modules(conditions: Conditions, modules: list[nn.Module]) -> None:
     for number, module in enumerate(modules):
         own, cls = conditions.bind(vars(module)), conditions.bind(type(module))
         conditions.require(f"{conditions.bind(module)}.__class__ is {cls} and len({own}) == {len(vars(module))}")
-        conditions.require(f"{cls}.forward is {conditions.bind(type(module).forward)}")
+        _keep_class(conditions, type(module))
         for name, value in vars(module).items():
             read = f"{own}[{name!r}]"
             if name in HOOKS:
@@ -185,6 +185,17 @@ def keep_modules(conditions: Conditions, modules: list[nn.Module]) -> None:
                     conditions.require(f"{read}[{key!r}] is None")
             elif name not in OTHER_ATTRIBUTES and not getattr(type(value), "changes_are_seen", False):
                 conditions.keep(read, value)
+
+
+def _keep_class(conditions: Conditions, cls: type[nn.Module]) -> None:
+    """Require that the methods and settings of a module's class are those of now."""
+    for one in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        space = conditions.bind(one)
+        for name, value in vars(one).items():
+            if isinstance(value, FunctionType):
+                conditions.require(f"{space}.__dict__[{name!r}] is {conditions.bind(value)}")
+            elif not name.startswith("__") and is_comparable(value):
+                conditions.keep(f"{space}.__dict__[{name!r}]", value)
 
 
 def _refuse_hooks(conditions: Conditions, read: str, hooks: Any, *, is_block: bool) -> None:
@@ -205,21 +216,28 @@ def keep_globals(conditions: Conditions, reads: PythonReads) -> None:
             conditions.require(f"{read} is {conditions.bind(value)}")
 
 
-def read_held(conditions: Conditions, modules: list[nn.Module], places: list[Place]) -> list[str]:
-    """Assign the held tensors that a program reads, and require their metadata."""
+def read_held(
+    conditions: Conditions, modules: list[nn.Module], places: list[Place], held: dict[Place, Tensor]
+) -> list[str]:
+    """Assign the held tensors that a program reads, and require their metadata, and the ties among all of them."""
     names = []
-    for count, (number, kind, name) in enumerate(places):
-        module = modules[number]
-        if kind == READ:
-            read, value = f"{conditions.bind(module)}.{name}", getattr(module, name)
-        elif kind:
-            read, value = f"{conditions.bind(vars(module)[kind])}[{name!r}]", vars(module)[kind][name]
-        else:
-            read, value = f"{conditions.bind(vars(module))}[{name!r}]", vars(module)[name]
-        names.append(f"p{count}")
-        conditions.assign(names[-1], read)
-        conditions.keep_tensor(names[-1], value)
+    for place in places:
+        names.append(f"p{len(names)}")
+        conditions.assign(names[-1], _source(conditions, modules, place))
+        conditions.keep_tensor(names[-1], held[place])
+        for other, tensor in held.items():
+            if tensor is held[place] and other != place and other[1] != READ:
+                conditions.require(f"{_source(conditions, modules, other)} is {names[-1]}")
     return names
+
+
+def _source(conditions: Conditions, modules: list[nn.Module], place: Place) -> str:
+    """The expression that reads a held tensor."""
+    number, kind, name = place
+    if kind == READ:
+        return f"{conditions.bind(modules[number])}.{name}"
+    space = vars(modules[number])[kind] if kind else vars(modules[number])
+    return f"{conditions.bind(space)}[{name!r}]"
 
 
 def torch_state() -> tuple[Any, ...]:

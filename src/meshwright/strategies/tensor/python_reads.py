@@ -12,7 +12,7 @@ import dis
 import enum
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
@@ -43,16 +43,12 @@ class PythonReads:
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self._globals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
+        self._read: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._seen: set[CodeType] = set()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        before, drawn, drawn_by_numpy = sys.getprofile(), random.getstate(), numpy.random.get_state()[2:3]
-        if before is not None:  # a profiler of the user's
-            self.reason = "a profiler is active"
-            yield
-            return
+        drawn, drawn_by_numpy = random.getstate(), numpy.random.get_state()[2:3]
         sys.setprofile(self._event)
         try:
             yield
@@ -62,8 +58,8 @@ class PythonReads:
             self.reason = self.reason or "it draws random numbers of Python or numpy"
 
     def globals_read(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        """Globals that the code names, with their values."""
-        for (_, name), (space, value) in self._globals.items():
+        """Globals that the code names, and attributes of global objects, as the dict that holds each, name and value."""
+        for (_, name), (space, value) in self._read.items():
             yield space, name, value
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
@@ -79,14 +75,26 @@ class PythonReads:
         names, changes = _names(frame.f_code)
         if changes:
             self.reason = self.reason or f"{frame.f_code.co_qualname} changes the variable {changes} outside of itself"
-        for name in names:
-            if name in frame.f_globals:
-                value = frame.f_globals[name]
-                if not isinstance(value, ModuleType):
-                    self._globals[id(frame.f_globals), name] = frame.f_globals, value
+        for chain in names:
+            self._follow(frame.f_globals, chain)
         for name in frame.f_code.co_freevars:
             if isinstance(frame.f_locals.get(name), Tensor | list | dict | set):
                 self.reason = self.reason or f"{frame.f_code.co_qualname} reads {name} of the function around it"
+
+    def _follow(self, space: dict[str, Any], chain: tuple[str, ...]) -> None:
+        """Note what `a.b.c` reads, as far as each is kept in the dict of the one before."""
+        for name in chain:
+            if name not in space:
+                return
+            value = space[name]
+            if not isinstance(value, ModuleType):
+                self._read[id(space), name] = space, value
+            elif value.__name__.partition(".")[0] == "torch":
+                return
+            inner = getattr(value, "__dict__", None)
+            if not isinstance(inner, dict):
+                return
+            space = inner
 
 
 def is_of_model(code: CodeType) -> bool:
@@ -98,14 +106,21 @@ def is_of_model(code: CodeType) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _names(code: CodeType) -> tuple[tuple[str, ...], str]:
-    """The globals that code reads, and the first variable outside of itself that it changes."""
-    read: dict[str, None] = {}
+def _names(code: CodeType) -> tuple[tuple[tuple[str, ...], ...], str]:
+    """The globals that code reads, with the attributes read from them, and a variable outside of itself it changes."""
+    read: dict[tuple[str, ...], None] = {}
     changed = ""
+    chain: tuple[str, ...] = ()
     for step in dis.get_instructions(code):
-        if step.opname == "LOAD_GLOBAL":
-            read[str(step.argval)] = None
-        elif step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            chain = (str(step.argval),)
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
+            chain = (*chain, str(step.argval))
+        elif step.opname not in ("CACHE", "EXTENDED_ARG", "PRECALL"):
+            chain = ()
+        if chain:
+            read[chain] = None
+        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             changed = changed or str(step.argval)
         elif step.opname == "STORE_DEREF" and step.argval in code.co_freevars:
             changed = changed or str(step.argval)
@@ -133,14 +148,12 @@ def checks_of(value: Any, depth: int = 0) -> Iterator[Check]:
         yield "{0} == {1}", copied(value)
     elif isinstance(value, MethodType | partial):
         yield "{0} is {1}", value
-    elif isinstance(value, Mapping | tuple | list | set | frozenset):
-        if depth >= DEEPEST:
-            raise Unrecordable(f"it holds a {kind.__name__} that cannot be compared")
+    elif isinstance(value, tuple | list | dict) and depth < DEEPEST:
         yield "{0} is {1}", value
         yield "len({0}) == {1}", len(value)
-        if isinstance(value, tuple | list):
-            for place, item in enumerate(value):
-                yield from _inner(f"{{0}}[{place}]", item, depth)
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if type(key) in (str, int):
+                yield from _inner(f"{{0}}[{key!r}]", item, depth)
     elif hasattr(value, "__dict__") and depth < DEEPEST:
         yield "{0} is {1}", value
         if is_comparable(vars(value)):

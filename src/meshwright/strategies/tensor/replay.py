@@ -11,6 +11,7 @@ A program that has become another one although all conditions hold is an error.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -178,7 +179,8 @@ class BlockPrograms:
         known: BoundProgram | None,
     ) -> Any:
         """Run the block as it is and record it; with `known`, compare what was recorded with that."""
-        if known is None and (block.failures >= ATTEMPTS or len(block.programs) >= PROGRAMS):
+        full = known is None and (block.failures >= ATTEMPTS or len(block.programs) >= PROGRAMS)
+        if full or sys.getprofile() is not None:  # recording needs the place of a profiler
             return self._run_plain(forward, args, kwargs)
         try:
             with without_torch_function():
@@ -223,8 +225,8 @@ class Draft:
         keep_modules(unchanged, self._modules)
         self._unchanged = unchanged.compile("True")
         keep_modules(self._arguments.conditions, self._modules)
-        held = dict(held_tensors(self._modules))
-        self._recorder = ProgramRecorder(self._arguments.tensors, held, (mesh,))
+        self._held = dict(held_tensors(self._modules))
+        self._recorder = ProgramRecorder(self._arguments.tensors, self._held, (mesh,))
         self._reads = PythonReads()
         self._gathered = Counter(mode_of(mesh).gathered)
 
@@ -240,7 +242,7 @@ class Draft:
         program = self._recorder.program(outputs.tensors)
         conditions = self._arguments.conditions
         keep_globals(conditions, self._reads)
-        held = read_held(conditions, self._modules, list(self._recorder.read))
+        held = read_held(conditions, self._modules, list(self._recorder.read), self._held)
         given = ", ".join(f"{self._arguments.name_of(tensor)}" for tensor in self._arguments.tensors)
         self._arguments.open_carriers()
         inputs = ", ".join((*self._arguments.local_names(), *held))

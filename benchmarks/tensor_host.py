@@ -55,7 +55,14 @@ def build_qwen3() -> nn.Module:
 
 def build_gpt2() -> nn.Module:
     return language_model(
-        "GPT2", n_embd=WIDTH, n_head=HEADS, n_layer=LAYERS, n_positions=LENGTH, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        "GPT2",
+        n_embd=WIDTH,
+        n_head=HEADS,
+        n_layer=LAYERS,
+        n_positions=LENGTH,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
     )
 
 
@@ -286,7 +293,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     tail = "" if asked.precision == "fp32" else f",{asked.precision}"
-    strategies = [f"{words}{tail}{rest}" for words, _, rest in (s.partition(" ") for s in asked.strategies) for rest in [f" {rest}" if rest else ""]]
+    strategies = [
+        f"{words}{tail}{rest}"
+        for words, _, rest in (s.partition(" ") for s in asked.strategies)
+        for rest in [f" {rest}" if rest else ""]
+    ]
     tasks = [(model, strategy) for model in asked.models if model != "hand-written" for strategy in strategies]
     tasks += [("hand-written", "tp=8")] if "hand-written" in asked.models else []
     rows = []
@@ -300,7 +311,12 @@ def main() -> None:
             rows.append(row)
             print(row, flush=True)
     if asked.json:
-        where = {"torch": torch.__version__, "machine": platform.machine(), "layers": LAYERS, "precision": asked.precision}
+        where = {
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "layers": LAYERS,
+            "precision": asked.precision,
+        }
         asked.json.write_text(json.dumps({**where, "rows": rows}, indent=1) + "\n")
 
 

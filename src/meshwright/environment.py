@@ -12,6 +12,8 @@ from pathlib import Path
 
 FOLDER = "MESHWRIGHT_FOLDER"  # for ranks that Meshwright starts: the folder of request, result and failures
 
+PROGRAMS = "MESHWRIGHT_PROGRAMS"  # "0": blocks of the tensor axis run as they are, without recorded programs
+
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 
 
@@ -56,6 +58,10 @@ def own_folder() -> Path | None:
 
 def own_rank() -> int:
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+
+
+def programs_wanted() -> bool:
+    return os.environ.get(PROGRAMS, "1") != "0"
 
 
 def restart_count() -> int:

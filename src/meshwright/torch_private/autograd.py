@@ -68,3 +68,8 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
+
+
+def saves_by_hooks() -> bool:
+    """Whether hooks handle the tensors that autograd saves now, as in a region that is checkpointed."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -3,7 +3,7 @@
 What the tensor region decides for each function is the same in every call of a block with the same shapes and flags. So
 the first call is recorded while it runs (`record.py`), and the next ones run the program on plain local tensors: no mode,
 no divided tensors, none of the model's Python code. Both send the same messages in the same order, so ranks need not
-agree on which of them they run.
+agree on which of them they run. Checkpointed blocks run as they are.
 
 A program is compared with the block from time to time: its 8th, 64th, 512th... call runs as it is and is recorded again.
 A program that has become another one although all conditions hold is an error.
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.environment import programs_wanted
 from meshwright.errors import Refused
 from meshwright.strategies.tensor.conditions import (
     Arguments,
@@ -38,6 +39,7 @@ from meshwright.strategies.tensor.mode import DividedFunctions, mode_of, tensor_
 from meshwright.strategies.tensor.program import Program
 from meshwright.strategies.tensor.python_reads import PythonReads, is_comparable
 from meshwright.strategies.tensor.record import PLAIN, ProgramRecorder, Unrecordable
+from meshwright.torch_private.autograd import backward_id, saves_by_hooks
 from meshwright.torch_private.modes import function_modes, without_torch_function
 from meshwright.torch_private.modules import has_global_hooks
 
@@ -86,7 +88,7 @@ class BlockState:
     """Why the last attempt failed."""
 
 
-_enabled = True
+_enabled = programs_wanted()
 
 
 def recording(wanted: bool) -> None:
@@ -141,6 +143,8 @@ class BlockPrograms:
             return None
         if torch.cuda.is_initialized() and torch.is_autocast_enabled("cuda"):
             return None
+        if backward_id() != -1 or saves_by_hooks():
+            return None  # a checkpointed block must run twice in the same way, which only its own code promises
         modes: dict[Any, None] = {}
         for mode in function_modes():
             if isinstance(mode, DividedFunctions):

@@ -1,4 +1,4 @@
-"""Recorded programs of blocks: equal to the blocks, used only while their conditions hold, refused where they cannot be."""
+"""Recorded programs of blocks: equal to them, used only while conditions hold, refused where they cannot be."""
 
 import random
 from collections.abc import Callable, Iterator

@@ -56,7 +56,7 @@ class Conditions:
             self.require(text.replace("{0}", read).replace("{1}", self.bind(constant)))
 
     def keep_tensor(self, read: str, value: Tensor, *, carried: bool = False) -> None:
-        """Require a plain tensor with the metadata of `value`; the one that a divided tensor carries has no gradient."""
+        """Require a plain tensor with the metadata of `value`. One that a DTensor carries has no gradient."""
         if type(value) not in PLAIN:
             raise Unrecordable(f"it reads a {type(value).__name__}")
         shape, dtype, kind = (self.bind(x) for x in (value.shape, value.dtype, type(value)))
@@ -220,7 +220,7 @@ def read_held(
     conditions: Conditions, modules: list[nn.Module], places: list[Place], held: dict[Place, Tensor]
 ) -> list[str]:
     """Assign the held tensors that a program reads, and require their metadata, and the ties among all of them."""
-    names = []
+    names: list[str] = []
     for place in places:
         names.append(f"p{len(names)}")
         conditions.assign(names[-1], _source(conditions, modules, place))

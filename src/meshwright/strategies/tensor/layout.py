@@ -93,7 +93,7 @@ class _Open(torch.autograd.Function):
 
 def opened(x: DTensor) -> torch.Tensor:
     """`local` of a divided tensor that nobody has changed."""
-    return _open(x) if torch.is_grad_enabled() else local_tensor(x)  # type: ignore[no-any-return]
+    return _open(x) if torch.is_grad_enabled() else local_tensor(x)
 
 
 def local(x: DTensor) -> torch.Tensor:

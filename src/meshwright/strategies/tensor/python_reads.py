@@ -1,8 +1,8 @@
 """What a block's Python code reads and changes beside tensors: the state that a recorded program depends on.
 
 A program leaves the model's Python code out, so it is right only while that code would do the same again. The code that
-ran is known (`sys.setprofile`), and so are the globals that it names and the attributes of the modules and other objects
-that it can reach. All of them are written down as checks; a call for which one fails does not run the program. State that
+ran is known (`sys.setprofile`), and so are the globals that it names and the attributes of modules and other objects in
+reach. All of them are written down as checks; a call for which one fails does not run the program. State that
 cannot be compared, and code whose results nobody can foresee (clocks, random numbers of Python), is refused.
 """
 
@@ -48,17 +48,17 @@ class PythonReads:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        drawn, drawn_by_numpy = random.getstate(), numpy.random.get_state()[2:3]
+        drawn = _random_states()
         sys.setprofile(self._event)
         try:
             yield
         finally:
             sys.setprofile(None)
-        if random.getstate() != drawn or numpy.random.get_state()[2:3] != drawn_by_numpy:
+        if _random_states() != drawn:
             self.reason = self.reason or "it draws random numbers of Python or numpy"
 
     def globals_read(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        """Globals that the code names, and attributes of global objects, as the dict that holds each, name and value."""
+        """Globals that the code names, and attributes of global objects: the dict that holds each, name and value."""
         for (_, name), (space, value) in self._read.items():
             yield space, name, value
 
@@ -97,6 +97,12 @@ class PythonReads:
             space = inner
 
 
+def _random_states() -> tuple[Any, ...]:
+    """The states of Python's and numpy's generators."""
+    of_numpy: Any = numpy.random.get_state()
+    return random.getstate(), of_numpy[1].tobytes(), of_numpy[2]
+
+
 def is_of_model(code: CodeType) -> bool:
     """Whether code is the model author's, and neither torch's, ours, nor Python's own."""
     file = code.co_filename
@@ -120,9 +126,8 @@ def _names(code: CodeType) -> tuple[tuple[tuple[str, ...], ...], str]:
             chain = ()
         if chain:
             read[chain] = None
-        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-            changed = changed or str(step.argval)
-        elif step.opname == "STORE_DEREF" and step.argval in code.co_freevars:
+        captured = step.opname == "STORE_DEREF" and step.argval in code.co_freevars
+        if captured or step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             changed = changed or str(step.argval)
     return tuple(read), changed
 
@@ -138,9 +143,7 @@ def checks_of(value: Any, depth: int = 0) -> Iterator[Check]:
         yield "{0} is {1}", value
     elif kind in _SIMPLE or isinstance(value, enum.Enum):
         yield "({0} is {1} or ({0}.__class__ is {1}.__class__ and {0} == {1}))", value
-    elif isinstance(value, _FIXED):
-        yield "{0} is {1}", value
-    elif isinstance(value, Tensor):
+    elif isinstance(value, (*_FIXED, Tensor)):
         yield "{0} is {1}", value
     elif isinstance(value, nn.Module):
         yield "{0} is {1}", value  # its attributes are compared if it is part of the block
@@ -174,7 +177,7 @@ def _inner(place: str, item: Any, depth: int) -> Iterator[Check]:
 def is_comparable(value: Any) -> bool:
     """Whether a value consists of plain containers and simple values, so that `==` compares all of it."""
     kind = type(value)
-    if kind in _SIMPLE or isinstance(value, enum.Enum) or isinstance(value, _FIXED):
+    if kind in _SIMPLE or isinstance(value, (enum.Enum, *_FIXED)):
         return True
     if kind in (tuple, list, set, frozenset):
         return all(map(is_comparable, value))

@@ -43,10 +43,22 @@ _METADATA = functions(
 )
 _METADATA |= {
     getattr(Tensor, name).__get__
-    for name in (
-        "shape dtype device ndim layout requires_grad is_leaf is_cuda is_cpu is_meta is_mps is_xpu is_sparse is_nested "
-        "is_quantized is_mkldnn itemsize nbytes grad_fn names"
-    ).split()
+    for name in [
+        *(
+            "shape",
+            "dtype",
+            "device",
+            "ndim",
+            "layout",
+            "requires_grad",
+            "is_leaf",
+            "is_cuda",
+            "is_cpu",
+            "is_meta",
+            "is_mps",
+        ),
+        *("is_xpu", "is_sparse", "is_nested", "is_quantized", "is_mkldnn", "itemsize", "nbytes", "grad_fn", "names"),
+    ]
     if hasattr(Tensor, name)
 }
 _METADATA |= {READ_VERSION, SET_GRAD_ENABLED}  # each instruction knows whether gradients are recorded
@@ -71,7 +83,7 @@ class ProgramRecorder(TorchFunctionMode):
         self.reason: str | None = None
         self.read: dict[Any, int] = {}
         """The held tensors that the program reads, and their numbers."""
-        self._held = {id(tensor): (place, tensor) for place, tensor in reversed(held.items())}
+        self._held = {id(tensor): (place, tensor) for place, tensor in reversed(list(held.items()))}
         self._constants = constants
         self._instructions: list[Instruction] = []
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}

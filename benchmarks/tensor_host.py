@@ -5,8 +5,8 @@
 The models are so narrow that the time of a step is the time of its Python code and of launching its operators. One rank
 of a fake world runs, so nothing is sent. Each row has forward and backward of one micro-batch: milliseconds, operators
 (every operator below autograd that computes something, collectives included), microseconds per operator, and that
-beside `single`. `tp=8 as before` runs without recorded programs. The hand-written model is a Llama in Megatron's style: column
-and row layers with explicit collectives, on plain tensors.
+beside `single`. `tp=8 as before` runs without recorded programs. The hand-written model is a Llama in Megatron's style:
+column and row layers with explicit collectives, on plain tensors.
 
 Every case has a process of its own.
 """

@@ -3,14 +3,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.torch_private.autograd import (
+    SET_GRAD_ENABLED,
     BackwardCFunction,
     DeviceType,
     at_end_of_backward,
     backward_id,
+    direct_apply,
     engine_wrapped,
+    hooks_wrapped,
+    own_functions_wrapped,
     run_engine,
+    saves_by_hooks,
     wrap_engine,
 )
 
@@ -102,3 +108,37 @@ def test_a_profile_says_where_a_kernel_ran() -> None:
         DeviceType.CPU,
         DeviceType.CUDA,
     }
+
+
+def test_functions_of_an_author_are_told() -> None:
+    x, seen = torch.ones(2, requires_grad=True), list[str]()
+    with own_functions_wrapped(seen.append):
+        assert Double.apply(x).tolist() == [2, 2]
+        assert direct_apply(Double)(x).tolist() == [2, 2]
+    Double.apply(x).sum().backward()
+    assert seen == ["Double"] and x.grad is not None and x.grad.tolist() == [2, 2]
+
+
+def test_hooks_on_saved_tensors_are_told() -> None:
+    x, seen = torch.ones(2, requires_grad=True), list[bool]()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        seen.append(saves_by_hooks())
+        return x.sin()
+
+    with hooks_wrapped(lambda: seen.append(True)):
+        checkpoint(run, x, use_reentrant=False)
+    assert seen == [True, True] and not saves_by_hooks()
+
+
+def test_a_mode_sees_no_grad() -> None:
+    class Seen(torch.overrides.TorchFunctionMode):
+        functions: list[Any] = []  # noqa: RUF012
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.functions.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Seen() as mode, torch.no_grad():
+        pass
+    assert SET_GRAD_ENABLED in mode.functions

@@ -7,7 +7,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.assemble.world import fake_world
-from meshwright.torch_private.dtensor import forget_layouts, local_tensor, set_local_tensor, shape_search_wrapped
+from meshwright.torch_private.dtensor import (
+    forget_layouts,
+    local_tensor,
+    make_dtensor,
+    set_local_tensor,
+    shape_search_wrapped,
+    spec_of,
+)
 
 
 @pytest.fixture
@@ -41,3 +48,10 @@ def test_the_search_for_a_shape_is_seen_until_it_is_remembered(mesh: DeviceMesh)
         forget_layouts()
         tensor.sin()
         assert len(searches) == 2
+
+
+def test_a_dtensor_is_made_from_a_known_layout(mesh: DeviceMesh) -> None:
+    first = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
+    made = make_dtensor(torch.zeros(2, 3), spec_of(first))
+    assert made.shape == first.shape and made.placements == first.placements and made.device_mesh == mesh
+    assert local_tensor(made).tolist() == [[0, 0, 0]] * 2 and spec_of(made) is not spec_of(first)

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.torch_private.modules import (
+    HOOKS,
+    OTHER_ATTRIBUTES,
     REGISTERED,
     RNN_READS_ATTRIBUTES,
     AnyBatchNorm,
@@ -17,6 +19,7 @@ from meshwright.torch_private.modules import (
     SyncBatchNormFunction,
     convert_tensors,
     extra_padding,
+    has_global_hooks,
     incompatible_keys,
     is_compiled,
     lend_tensors,
@@ -170,3 +173,16 @@ def test_a_fixed_module_is_neither_moved_nor_cast() -> None:
 def test_what_load_state_dict_returns() -> None:
     plain = nn.Linear(2, 2).load_state_dict({"x": torch.ones(1)}, strict=False)
     assert plain == incompatible_keys(["weight", "bias"], ["x"])
+
+
+def test_the_attributes_of_every_module_are_known() -> None:
+    own = {"training", "_parameters", "_buffers", "_modules"}
+    assert set(vars(nn.Module())) == {*own, *HOOKS, *OTHER_ATTRIBUTES}
+
+
+def test_hooks_of_all_modules_are_seen() -> None:
+    assert not has_global_hooks()
+    handle = nn.modules.module.register_module_forward_hook(lambda *given: None)
+    assert has_global_hooks()
+    handle.remove()
+    assert not has_global_hooks()

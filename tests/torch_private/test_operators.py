@@ -23,6 +23,7 @@ from meshwright.torch_private.operators import (
     OpOverload,
     choose_attention,
     flop_registry,
+    reads_values,
     schema_of,
     take_apart,
     unregister,
@@ -146,3 +147,10 @@ def test_operators_of_the_compiler_are_there(name: str) -> None:
     import torch._inductor.inductor_prims  # registers them
 
     assert hasattr(torch.ops.prims, name)
+
+
+def test_operators_that_depend_on_values_are_known() -> None:
+    aten, x = torch.ops.aten, torch.ones(3)
+    assert reads_values(aten._local_scalar_dense.default, (x,)) and reads_values(aten.nonzero.default, (x,))
+    assert reads_values(aten.index.Tensor, (x, [x > 0])) and not reads_values(aten.index.Tensor, (x, [None, x.long()]))
+    assert not reads_values(aten.mul.Tensor, (x, x))

@@ -6,6 +6,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.torch_private.fake_tensors import FakeTensorMode
 from meshwright.torch_private.tensors import (
+    READ_VERSION,
     TensorBase,
     gradient_hooks,
     is_meta,
@@ -89,3 +90,17 @@ def test_hooks_go_to_another_tensor() -> None:
     set_gradient_hooks(bare, *gradient_hooks(hooked))
     bare.sum().backward()
     assert calls == ["gradient", "accumulated"]
+
+
+def test_a_mode_sees_that_a_version_is_read() -> None:
+    seen = []
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Seen():
+        version_of(x)
+    assert READ_VERSION in seen

@@ -2,8 +2,8 @@
 
 What the tensor region decides for each function is the same in every call of a block with the same shapes and flags. So
 the first call is recorded while it runs (`record.py`), and the next ones run the program on plain local tensors: no
-mode, no divided tensors, none of the model's Python code. Both send the same messages in the same order, so ranks need not
-agree on which of them they run. Checkpointed blocks run as they are.
+mode, no divided tensors, none of the model's Python code. Both send the same messages in the same order, so ranks need
+not agree on which of them they run. Checkpointed blocks run as they are.
 
 A program is compared with the block from time to time: its 8th, 64th, 512th... call runs as it is and is recorded
 again. A program that has become another one although all conditions hold is an error.

@@ -1,10 +1,10 @@
-"""Steps of one GPU beside hand-written models, each as rank 0 of a fake world: time, peak memory, time by kind of kernel.
+"""Steps of one GPU beside hand-written models, each as rank 0 of a fake world: time, peak memory, kinds of kernels.
 
     PYTHONPATH=src python benchmarks/gpu_speed.py --json docs/data/gpu_speed.json
     PYTHONPATH=src python benchmarks/gpu_speed.py --tiny      # the same paths on a CPU
 
-Nothing is sent, so a time is what a rank computes and launches. Every case has a process of its own. A row is printed as
-soon as it is measured; one that fails says why, and the others go on.
+Nothing is sent, so a time is what a rank computes and launches. Every case has a process of its own. A row is printed
+as soon as it is measured; one that fails says why, and the others go on.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def make_step(sizes: Sizes, way: str, ranks: int, tensor: bool, device: torch.de
 
 def measure(task: tuple[str, str, str, bool]) -> dict[str, Any]:
     workload, way, kind, tiny = task
-    torch.set_num_threads(1)
+    if kind == "cpu":
+        torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = True
     sizes, ranks, _ = WORKLOADS[workload]
     sizes = replace(sizes, **TINY, samples=ranks if "fsdp" in workload and tiny else 2) if tiny else sizes

@@ -97,10 +97,16 @@ class Pass:
     buffers: dict[str, Tensor]
     random_state: Tensor
 
-    def equals(self, other: "Pass") -> bool:
+    def equals(self, other: "Pass", error: float = 1e-5) -> bool:
+        """Whether another pass found the same; sums over rows in another order differ by `error` at most."""
         pairs = [(self.gradients, other.gradients), (self.buffers, other.buffers)]
-        same = all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)
-        return same and self.loss == other.loss and torch.equal(self.random_state, other.random_state)
+        same = all(a.keys() == b.keys() and all(_near(a[name], b[name], error) for name in a) for a, b in pairs)
+        near = _near(torch.tensor(self.loss), torch.tensor(other.loss), error)
+        return same and near and torch.equal(self.random_state, other.random_state)
+
+
+def _near(a: Tensor, b: Tensor, error: float) -> bool:
+    return bool((a - b).abs().max() <= error * b.abs().max())
 
 
 def run(model: nn.Module, mesh: DeviceMesh, samples: int = 2) -> Pass:
@@ -167,11 +173,15 @@ RECORDED = {
 }
 
 
+@pytest.mark.parametrize("rewritten", [False, True])
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_program_is_its_block_bit_by_bit(mesh: DeviceMesh, name: str) -> None:
+def test_a_program_is_its_block(mesh: DeviceMesh, monkeypatch: Any, name: str, rewritten: bool) -> None:
+    """To the bit as recorded; to rounding once it is rewritten."""
+    if not rewritten:
+        monkeypatch.setattr(replay, "rewrite", lambda program, mesh: program)
     model, other = divide(RECORDED[name], mesh), divide(RECORDED[name], mesh)
     for _ in range(4):
-        assert run(model, mesh).equals(as_it_is(other, mesh))
+        assert run(model, mesh).equals(as_it_is(other, mesh), 1e-5 if rewritten else 0.0)
     assert [state.reason for state in states(model)] == [""] * 3
     assert replayed(model) == 9 and replayed(other) == 0
 

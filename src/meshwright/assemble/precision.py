@@ -26,6 +26,7 @@ from meshwright.describe.observe import call_loss
 from meshwright.facts.job import Job
 from meshwright.facts.precision import FORMATS
 from meshwright.recording.wrap_forward import Around, wrap_forward
+from meshwright.torch_private.modes import without_torch_function
 from meshwright.torch_private.modules import RNN_READS_ATTRIBUTES, BatchNorm
 from meshwright.torch_private.trees import tree_map
 
@@ -124,15 +125,17 @@ def loss_under(
 def cast(tree: Any, dtype: torch.dtype) -> Any:
     """Cast the floating tensors of a tree. Plain containers are quick: this runs in every call of a block."""
     kind = type(tree)
-    if kind is torch.Tensor:
-        return tree.to(dtype) if tree.is_floating_point() else tree
+    if isinstance(tree, torch.Tensor):
+        with without_torch_function():  # modes need not see who reads a dtype
+            found = tree.dtype
+        return tree if found == dtype or not found.is_floating_point else tree.to(dtype)
     if kind is tuple:
         return tuple([cast(item, dtype) for item in tree])
     if kind is dict:
         return {key: cast(item, dtype) for key, item in tree.items()}
     if tree is None or kind in (bool, int, float, str):
         return tree
-    return tree_map(lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, tree)
+    return tree_map(lambda leaf: cast(leaf, dtype) if torch.is_tensor(leaf) else leaf, tree)
 
 
 def raise_small(tree: Any) -> Any:

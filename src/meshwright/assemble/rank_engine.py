@@ -19,6 +19,7 @@ from meshwright.facts.job import NamedParameters
 from meshwright.strategies import inner_axis
 from meshwright.strategies.cuts import Cut, Cuts
 from meshwright.strategies.engine import Engine, HeldTensor, Read
+from meshwright.strategies.model_axis import InnerAxis
 from meshwright.strategies.norm import global_square, local
 
 
@@ -98,7 +99,9 @@ class RankEngine(Engine):
         for engine in self.engines:
             engine.finish()
         for term, mesh in self.axes.inner:
-            inner_axis(term).finish(self.parameters(), mesh)
+            axis = inner_axis(term)
+            if type(axis).finish is not InnerAxis.finish:  # finding the parameters walks over the model
+                axis.finish(self.parameters(), mesh)
         for name, group in self._groups.items():
             self._sum_shared(name, group)
 

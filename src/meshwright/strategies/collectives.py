@@ -16,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.strategies.recorder import noted
 from meshwright.torch_private.autograd import direct_apply
+from meshwright.torch_private.collectives import gather_rows as gathered_rows
+from meshwright.torch_private.collectives import sum_over
+from meshwright.torch_private.collectives import sum_row as summed_row
 from meshwright.torch_private.modes import without_torch_function
 
 # torch 2.13 renamed them.
@@ -40,7 +43,7 @@ def gather(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
 
 def join(x: torch.Tensor, dim: int, pieces: int, shares: bool, mesh: DeviceMesh) -> torch.Tensor:
     """The whole tensor from the ranks' parts of its pieces; with `shares`, ranks compute shares of its gradient."""
-    return noted(_join, x, dim, pieces, shares, mesh)  # type: ignore[no-any-return]
+    return noted(JOIN, x, dim, pieces, shares, mesh)  # type: ignore[no-any-return]
 
 
 def add_up(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -50,7 +53,7 @@ def add_up(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def add_up_part(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
     """This rank's part of the sum of the ranks' shares along a dim; the gradient is gathered."""
-    return noted(_add_up_part, x, dim, mesh)  # type: ignore[no-any-return]
+    return noted(ADD_UP_PART, x, dim, mesh)  # type: ignore[no-any-return]
 
 
 class Take(torch.autograd.Function):
@@ -119,6 +122,32 @@ class AddUpPart(torch.autograd.Function):
         return joined(gradient, ctx.dim, 1, ctx.mesh), None, None
 
 
+class GatherRows(torch.autograd.Function):
+    """The ranks' parts below each other, [ranks, ...]; each rank has a share of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return _rows(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _summed_row(gradient, ctx.mesh), None
+
+
+class AddUpRows(torch.autograd.Function):
+    """This rank's row of the sum of the ranks' shares of [ranks, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return _summed_row(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _rows(gradient, ctx.mesh), None
+
+
 def _own(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Tensor:
     axis = _axis_of(mesh)
     with without_torch_function():
@@ -132,8 +161,7 @@ def joined(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Te
         if x.dtype == torch.bool:  # not every backend sends it
             return joined(x.view(torch.uint8), dim, pieces, mesh).view(torch.bool)
         shape, dim = x.shape, dim % x.dim()
-        gathered = x.new_empty((axis.size, *shape))
-        all_gather(gathered.view(-1), x.contiguous().view(-1), group=axis.group)
+        gathered = _rows(x, mesh)
         if pieces == 1:  # one copy, or none along dim 0
             return gathered.movedim(0, dim).reshape((*shape[:dim], axis.size * shape[dim], *shape[dim + 1 :]))
         by_rank = [own.chunk(pieces, dim) for own in gathered]
@@ -142,20 +170,27 @@ def joined(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Te
 
 def _summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     with without_torch_function():
-        x = x.clone(memory_format=torch.contiguous_format)  # autograd's tensors must not change
-        dist.all_reduce(x, group=_axis_of(mesh).group)
-        return x
+        return sum_over(x, _axis_of(mesh).name)
 
 
 def _summed_part(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
-    axis = _axis_of(mesh)
     with without_torch_function():
         shape, dim = x.shape, dim % x.dim()
-        part = shape[dim] // axis.size
-        by_rank = x.reshape((*shape[:dim], axis.size, part, *shape[dim + 1 :])).movedim(dim, 0).contiguous()
-        own = x.new_empty((*shape[:dim], part, *shape[dim + 1 :]))
-        reduce_scatter(own.view(-1), by_rank.view(-1), group=axis.group)
-        return own
+        ranks = _axis_of(mesh).size
+        by_rank = x.reshape((*shape[:dim], ranks, shape[dim] // ranks, *shape[dim + 1 :])).movedim(dim, 0)
+        return _summed_row(by_rank, mesh)
+
+
+def _rows(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    axis = _axis_of(mesh)
+    with without_torch_function():
+        return gathered_rows(x, axis.size, axis.name)
+
+
+def _summed_row(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    axis = _axis_of(mesh)
+    with without_torch_function():
+        return summed_row(x, axis.size, axis.name)
 
 
 @dataclass(frozen=True)
@@ -165,14 +200,23 @@ class _Axis:
     size: int
     rank: int
     group: dist.ProcessGroup
+    name: str
+    """The group's name."""
 
 
 def _axis_of(mesh: DeviceMesh) -> _Axis:
     found: _Axis | None = mesh.__dict__.get("_meshwright_axis")
     if found is None:
-        found = mesh.__dict__["_meshwright_axis"] = _Axis(mesh.size(), mesh.get_local_rank(), mesh.get_group())
+        found = mesh.__dict__["_meshwright_axis"] = _read_axis(mesh)
     return found
 
 
-_partial_gradient, _take, _join = direct_apply(PartialGradient), direct_apply(Take), direct_apply(Join)
-_add_up, _add_up_part = direct_apply(AddUp), direct_apply(AddUpPart)
+def _read_axis(mesh: DeviceMesh) -> _Axis:
+    group = mesh.get_group()
+    return _Axis(mesh.size(), mesh.get_local_rank(), group, group.group_name)
+
+
+_partial_gradient, _take, _add_up = direct_apply(PartialGradient), direct_apply(Take), direct_apply(AddUp)
+JOIN, ADD_UP_PART = direct_apply(Join), direct_apply(AddUpPart)
+"""What programs have in place of `join` and `add_up_part`."""
+gather_rows, add_up_rows = direct_apply(GatherRows), direct_apply(AddUpRows)

@@ -28,6 +28,7 @@ def wrap_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Non
     """Like `engine_wrapped`, but from now on."""
     torch.autograd._engine_run_backward = wrap(torch.autograd._engine_run_backward)
 
+
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 """How function modes see `no_grad` and its relatives."""
 
@@ -37,6 +38,7 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 """Call a function when the backward pass that this thread runs has ended. A function that was called so may add others,
 which come after those that are there."""
+
 
 def own_functions_wrapped(told: Callable[[str], None]) -> AbstractContextManager[Any]:
     """Context in which `told(name)` is called before each `torch.autograd.Function.apply`."""
@@ -73,3 +75,11 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 def saves_by_hooks() -> bool:
     """Whether hooks handle the tensors that autograd saves now, as in a region that is checkpointed."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def wanted_by_backward(node: Any) -> list[bool]:
+    """Whether the backward pass that runs now wants the gradient of each tensor that a function got.
+
+    `ctx.needs_input_grad` says whether any pass may want it. A pipeline's pass for inputs alone wants no weight's.
+    """
+    return [below is not None and torch._C._will_engine_execute_node(below) for below, _ in node.next_functions]

@@ -1,15 +1,38 @@
-"""Process groups as operators name them, and DDP's buckets (PyTorch 2.11 to 2.13)."""
+"""Process groups as operators name them, functional collectives, and DDP's buckets (PyTorch 2.11 to 2.13)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 COLLECTIVES = ("c10d", "_c10d_functional")
 """Namespaces of collective operators."""
+
+_FUNCTIONAL = torch.ops._c10d_functional
+_GATHER, _SCATTER = _FUNCTIONAL.all_gather_into_tensor.default, _FUNCTIONAL.reduce_scatter_tensor.default
+_SUM, _WAIT = _FUNCTIONAL.all_reduce.default, _FUNCTIONAL.wait_tensor.default
+
+
+def gather_rows(x: Tensor, ranks: int, group: str) -> Tensor:
+    """The ranks' tensors below each other, [ranks, ...]. Less on the host than `torch.distributed`, and compilable."""
+    own = x.contiguous()
+    return _WAIT(_GATHER(own.view(-1), ranks, group)).view(ranks, *own.shape)  # type: ignore[no-any-return]
+
+
+def sum_row(x: Tensor, ranks: int, group: str) -> Tensor:
+    """This rank's row of the sum over ranks of [ranks, ...]."""
+    shares = x.contiguous()
+    return _WAIT(_SCATTER(shares.view(-1), "sum", ranks, group)).view(shares.shape[1:])  # type: ignore[no-any-return]
+
+
+def sum_over(x: Tensor, group: str) -> Tensor:
+    """The sum over ranks, as a new tensor."""
+    return _WAIT(_SUM(x.contiguous(), "sum", group))  # type: ignore[no-any-return]
+
 
 FIRST_BUCKET_BYTES: int = dist._DEFAULT_FIRST_BUCKET_BYTES
 """Size of DDP's first bucket."""

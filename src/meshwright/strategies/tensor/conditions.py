@@ -207,13 +207,14 @@ def _refuse_hooks(conditions: Conditions, read: str, hooks: Any, *, is_block: bo
     conditions.require(f"not {read}")
 
 
-def keep_globals(conditions: Conditions, reads: PythonReads) -> None:
-    for space, name, value in reads.globals_read():
-        read = f"{conditions.bind(space)}[{name!r}]"
-        if is_comparable(value):
-            conditions.keep(read, value)
-        else:
-            conditions.require(f"{read} is {conditions.bind(value)}")
+def keep_reads(conditions: Conditions, reads: PythonReads) -> None:
+    """Require that what the block's code reads beside its arguments and modules is what it is now."""
+    found = [(f"{conditions.bind(space)}[{name!r}]", value) for space, name, value in reads.globals_read()]
+    found += [(f"{conditions.bind(cell)}.cell_contents", value) for cell, value in reads.enclosing_variables()]
+    for read, value in found:
+        if isinstance(value, nn.Module | Tensor):
+            raise Unrecordable(f"it reads a {type(value).__name__} from elsewhere")
+        conditions.keep(read, value)
 
 
 def read_held(

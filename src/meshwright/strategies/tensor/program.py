@@ -6,9 +6,10 @@ programs share their code, whatever blocks they were recorded from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from types import CodeType
 from typing import Any
 
@@ -45,6 +46,12 @@ class Program:
     """Numbers of the tensors that it gets: from its arguments, then from modules."""
     instructions: tuple[Instruction, ...]
     outputs: tuple[int, ...]
+    shapes: Mapping[int, tuple[int, ...]]
+    """The shape of each tensor, by number."""
+
+    def next_number(self) -> Iterator[int]:
+        """Numbers that no tensor has."""
+        return count(max(self.shapes, default=-1) + 1)
 
     def compile(self) -> Callable[..., tuple[torch.Tensor, ...]]:
         """A function of the inputs that returns the outputs."""
@@ -73,7 +80,7 @@ class Program:
         last = dict.fromkeys(self.inputs, 0)
         for place, one in enumerate(self.instructions):
             last |= dict.fromkeys(one.results, place)
-            last |= {local.number: place for local in _locals((one.args, one.kwargs))}
+            last |= {local.number: place for local in locals_in((one.args, one.kwargs))}
         by_place: dict[int, set[int]] = {}
         for number, place in last.items():
             if number not in self.outputs:
@@ -124,16 +131,16 @@ def _same_constant(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and bool(a == b)) or (a != a and b != b)
 
 
-def _locals(tree: Any) -> Iterator[Local]:
+def locals_in(tree: Any) -> Iterator[Local]:
     if isinstance(tree, Local):
         yield tree
     elif isinstance(tree, tuple | list):
         for item in tree:
-            yield from _locals(item)
+            yield from locals_in(item)
     elif isinstance(tree, dict):
-        yield from _locals(tuple(tree.values()))
+        yield from locals_in(tuple(tree.values()))
     elif isinstance(tree, slice):
-        yield from _locals((tree.start, tree.stop, tree.step))
+        yield from locals_in((tree.start, tree.stop, tree.step))
 
 
 @lru_cache(maxsize=256)

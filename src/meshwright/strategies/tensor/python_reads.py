@@ -1,23 +1,39 @@
 """What a block's Python code reads and changes beside tensors: the state that a recorded program depends on.
 
 A program leaves the model's Python code out, so it is right only while that code would do the same again. The code that
-ran is known (`sys.setprofile`), and so are the globals that it names and the attributes of modules and other objects in
-reach. All of them are written down as checks; a call for which one fails does not run the program. State that
-cannot be compared, and code whose results nobody can foresee (clocks, random numbers of Python), is refused.
+ran is known (`sys.setprofile`), and so are the globals and the variables of enclosing functions that it names, and the
+attributes of modules and other objects in reach. All of them are written down as checks; a call for which one fails
+does not run the program. State that cannot be compared, and code whose results nobody can foresee (clocks, files, the
+environment, context variables, torch's switches, random numbers of Python), is refused.
 """
 
 from __future__ import annotations
 
 import dis
 import enum
+import gc
+import os
 import random
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from logging import Logger
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
-from typing import Any
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GenericAlias,
+    MethodType,
+    ModuleType,
+)
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -26,14 +42,24 @@ from torch import Tensor, nn
 from meshwright.strategies.tensor.record import Unrecordable
 
 _TORCH = str(Path(torch.__file__).parent)
+_LAYERS = str(Path(_TORCH, "nn"))
 _OURS = str(Path(__file__).parents[2])
 _LIBRARY = str(Path(enum.__file__).parent)
-_UNFORESEEN = ("time", "random", "_random", "posix")
+_LIBRARIES = sys.stdlib_module_names
+_UNFORESEEN = ("time", "random", "_random", "posix", "io", "_io", "_contextvars", "datetime", "_thread")
+_ENVIRONMENT = os.__file__
+_SWITCHES_SEEN = (
+    *("is_grad_enabled", "_set_grad_enabled", "get_default_dtype", "is_autocast_enabled", "_is_tracing"),
+    *("is_inference_mode_enabled", "_get_tracing_state"),
+)
+"""Functions of torch that read switches which a program's state has, or which exclude programs."""
 _SIMPLE = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range),
     *(torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size),
 )
 _FIXED = (FunctionType, BuiltinFunctionType, type, ModuleType, property)
+_WITHOUT_STATE = (Logger, re.Pattern, type(lru_cache(lambda: None)), ContextVar, GenericAlias, TypeVar)
+"""Objects that decide nothing, or whose reads are seen as calls."""
 DEEPEST = 4
 """Levels of objects in objects that are compared."""
 
@@ -43,8 +69,9 @@ class PythonReads:
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self._read: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
+        self._read: dict[tuple[int, str], tuple[Any, Any]] = {}
         self._seen: set[CodeType] = set()
+        self._enclosed: list[tuple[CodeType, dict[str, Any]]] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -62,27 +89,55 @@ class PythonReads:
         for (_, name), (space, value) in self._read.items():
             yield space, name, value
 
+    def enclosing_variables(self) -> Iterator[tuple[CellType, Any]]:
+        """The variables of enclosing functions that the code reads, and their values."""
+        inside = {const for code in self._seen for const in code.co_consts if isinstance(const, CodeType)}
+        read = [(code, values) for code, values in self._enclosed if code not in inside]  # not made in this call
+        made = _functions_of({code for code, _ in read}) if read else []
+        for code, values in read:
+            closures = [cells for function in made if (cells := _closure(function, code, values)) is not None]
+            if not closures:
+                raise Unrecordable(f"{code.co_qualname} reads variables of the function around it")
+            for cells in closures:
+                yield from ((cells[name], value) for name, value in values.items())
+
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "c_call":
-            if getattr(arg, "__module__", None) in _UNFORESEEN and is_of_model(frame.f_code):
-                self.reason = self.reason or f"{arg.__module__}.{arg.__name__} is called"
+            self._check_call(frame, arg)
         elif event == "call" and frame.f_code not in self._seen:
             self._seen.add(frame.f_code)
             if is_of_model(frame.f_code):
                 self._inspect(frame)
+            elif frame.f_code.co_filename == _ENVIRONMENT:
+                self._refuse("it reads the environment")
+
+    def _check_call(self, caller: FrameType, called: Any) -> None:
+        owner = getattr(called, "__self__", None)
+        if isinstance(owner, ModuleType) and owner.__name__ == "torch._C":
+            known = called.__name__ in _SWITCHES_SEEN or called.__name__.startswith("_has_torch_function")
+            if not known and _asked_by_model(caller):
+                self._refuse(f"torch._C.{called.__name__} is called")
+        elif is_of_model(caller.f_code):
+            source = owner if isinstance(owner, type) else type(owner)
+            module = getattr(called, "__module__", None) or getattr(source, "__module__", None)
+            if module in _UNFORESEEN or isinstance(owner, ContextVar):
+                self._refuse(f"{module}.{called.__name__} is called")
+
+    def _refuse(self, reason: str) -> None:
+        self.reason = self.reason or reason
 
     def _inspect(self, frame: FrameType) -> None:
         names, changes = _names(frame.f_code)
         if changes:
-            self.reason = self.reason or f"{frame.f_code.co_qualname} changes the variable {changes} outside of itself"
+            self._refuse(f"{frame.f_code.co_qualname} changes the variable {changes} outside of itself")
         for chain in names:
             self._follow(frame.f_globals, chain)
-        for name in frame.f_code.co_freevars:
-            if isinstance(frame.f_locals.get(name), Tensor | list | dict | set):
-                self.reason = self.reason or f"{frame.f_code.co_qualname} reads {name} of the function around it"
+        if frame.f_code.co_freevars:
+            values = frame.f_locals
+            self._enclosed.append((frame.f_code, {n: values[n] for n in frame.f_code.co_freevars if n in values}))
 
-    def _follow(self, space: dict[str, Any], chain: tuple[str, ...]) -> None:
-        """Note what `a.b.c` reads, as far as each is kept in the dict of the one before."""
+    def _follow(self, space: Any, chain: tuple[str, ...]) -> None:
+        """Note what `a.b.c` reads, as far as each is kept in the dict of the one before, or of its class."""
         for name in chain:
             if name not in space:
                 return
@@ -91,10 +146,37 @@ class PythonReads:
                 self._read[id(space), name] = space, value
             elif value.__name__.partition(".")[0] == "torch":
                 return
-            inner = getattr(value, "__dict__", None)
-            if not isinstance(inner, dict):
+            if isinstance(value, type):
+                space = next((vars(cls) for cls in value.__mro__ if chain[-1] in vars(cls)), vars(value))
+            elif isinstance(inner := getattr(value, "__dict__", None), dict):
+                space = inner
+            else:
                 return
-            space = inner
+
+
+def _asked_by_model(frame: FrameType) -> bool:
+    """Whether a model's code, or a function of torch that it calls, asks torch for a setting."""
+    if is_of_model(frame.f_code):
+        return True
+    above = frame.f_back
+    own = frame.f_code.co_filename
+    return own.startswith(_TORCH) and not own.startswith(_LAYERS) and above is not None and is_of_model(above.f_code)
+
+
+def _functions_of(codes: set[CodeType]) -> list[FunctionType]:
+    return [found for found in gc.get_referrers(*codes) if isinstance(found, FunctionType) and found.__code__ in codes]
+
+
+def _closure(function: FunctionType, code: CodeType, values: dict[str, Any]) -> dict[str, CellType] | None:
+    """A function's variables of enclosing functions, if it is the one with this code that had these values."""
+    if function.__code__ is not code:
+        return None
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    try:
+        same = all(cells[name].cell_contents is value for name, value in values.items())
+    except ValueError:  # a cell that has no value yet
+        return None
+    return cells if same else None
 
 
 def _random_states() -> tuple[Any, ...]:
@@ -149,7 +231,7 @@ def checks_of(value: Any, depth: int = 0) -> Iterator[Check]:
         yield "{0} is {1}", value  # its attributes are compared if it is part of the block
     elif kind in (tuple, list, dict, set, frozenset) and is_comparable(value):
         yield "{0} == {1}", copied(value)
-    elif isinstance(value, MethodType | partial):
+    elif isinstance(value, (MethodType, partial, *_WITHOUT_STATE)):
         yield "{0} is {1}", value
     elif isinstance(value, tuple | list | dict) and depth < DEEPEST:
         yield "{0} is {1}", value
@@ -159,6 +241,8 @@ def checks_of(value: Any, depth: int = 0) -> Iterator[Check]:
                 yield from _inner(f"{{0}}[{key!r}]", item, depth)
     elif hasattr(value, "__dict__") and depth < DEEPEST:
         yield "{0} is {1}", value
+        if of_class := class_state(kind):
+            yield "{1}.same()", of_class
         if is_comparable(vars(value)):
             yield "{0}.__dict__ == {1}", copied(vars(value))
             return
@@ -167,6 +251,28 @@ def checks_of(value: Any, depth: int = 0) -> Iterator[Check]:
             yield from _inner(f"{{0}}.__dict__[{name!r}]", item, depth)
     else:
         raise Unrecordable(f"it holds a {kind.__name__} that cannot be compared")
+
+
+@dataclass(frozen=True)
+class ClassState:
+    """Settings that objects of a class share."""
+
+    values: tuple[tuple[type, str, Any], ...]
+
+    def same(self) -> bool:
+        return all(vars(cls).get(name) == value for cls, name, value in self.values)
+
+
+def class_state(cls: type) -> ClassState | None:
+    """The comparable attributes of a class and its bases; None if it has none, and for classes of Python and torch."""
+    own = [one for one in cls.__mro__ if one.__module__.partition(".")[0] not in ("builtins", "torch", *_LIBRARIES)]
+    found = [
+        (one, name, copied(value))
+        for one in own
+        for name, value in vars(one).items()
+        if not name.startswith("__") and not isinstance(value, _FIXED) and is_comparable(value)
+    ]
+    return ClassState(tuple(found)) if found else None
 
 
 def _inner(place: str, item: Any, depth: int) -> Iterator[Check]:

@@ -29,6 +29,7 @@ from meshwright.strategies import recorder
 from meshwright.strategies.tensor.program import Instruction, Local, Program
 from meshwright.strategies.tensor.rules import functions
 from meshwright.torch_private.autograd import SET_GRAD_ENABLED, hooks_wrapped, own_functions_wrapped
+from meshwright.torch_private.dtensor import local_tensor
 from meshwright.torch_private.modes import TorchDispatchMode, below_all_modes
 from meshwright.torch_private.operators import reads_values
 from meshwright.torch_private.tensors import READ_VERSION, is_meta
@@ -87,7 +88,7 @@ class ProgramRecorder(TorchFunctionMode):
         self._constants = constants
         self._instructions: list[Instruction] = []
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._count = 0
+        self._shapes: dict[int, tuple[int, ...]] = {}
         self._arguments = [self._number(tensor) for tensor in arguments]
         self._inside = self._trusted = 0
         self._differentiated = torch.is_grad_enabled()
@@ -95,7 +96,8 @@ class ProgramRecorder(TorchFunctionMode):
     def program(self, outputs: list[Tensor]) -> Program:
         """What was recorded, with these results."""
         numbers = tuple(self._known(tensor) for tensor in outputs)
-        return Program((*self._arguments, *self.read.values()), tuple(self._instructions), numbers)
+        inputs = (*self._arguments, *self.read.values())
+        return Program(inputs, tuple(self._instructions), numbers, self._shapes)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -210,7 +212,8 @@ class ProgramRecorder(TorchFunctionMode):
     def _number(self, tensor: Tensor) -> int:
         if not isinstance(tensor, DTensor) and type(tensor) not in PLAIN:
             raise Unrecordable(f"it returns a {type(tensor).__name__}")
-        number, self._count = self._count, self._count + 1
+        number = len(self._shapes)
+        self._shapes[number] = tuple(local_tensor(tensor).shape if isinstance(tensor, DTensor) else tensor.shape)
         self._numbers[id(tensor)] = weakref.ref(tensor), number
         return number
 

@@ -28,8 +28,8 @@ from meshwright.strategies.tensor.conditions import (
     Arguments,
     Conditions,
     held_tensors,
-    keep_globals,
     keep_modules,
+    keep_reads,
     read_held,
     torch_state,
 )
@@ -39,6 +39,7 @@ from meshwright.strategies.tensor.mode import DividedFunctions, mode_of, tensor_
 from meshwright.strategies.tensor.program import Program
 from meshwright.strategies.tensor.python_reads import PythonReads, is_comparable
 from meshwright.strategies.tensor.record import PLAIN, ProgramRecorder, Unrecordable
+from meshwright.strategies.tensor.rewrite import rewrite
 from meshwright.torch_private.autograd import backward_id, saves_by_hooks
 from meshwright.torch_private.modes import function_modes, without_torch_function
 from meshwright.torch_private.modules import has_global_hooks
@@ -245,7 +246,7 @@ class Draft:
         outputs = Outputs(result, self._arguments, self._mesh)
         program = self._recorder.program(outputs.tensors)
         conditions = self._arguments.conditions
-        keep_globals(conditions, self._reads)
+        keep_reads(conditions, self._reads)
         held = read_held(conditions, self._modules, list(self._recorder.read), self._held)
         given = ", ".join(f"{self._arguments.name_of(tensor)}" for tensor in self._arguments.tensors)
         self._arguments.open_carriers()
@@ -254,7 +255,7 @@ class Draft:
             state=state,
             match=conditions.compile(f"({given}{',' if given else ''}), ({inputs}{',' if inputs else ''})"),
             program=program,
-            run=program.compile(),
+            run=rewrite(program, self._mesh).compile(),
             finish=outputs.finish(),
             gathered=Counter(mode_of(self._mesh).gathered) - self._gathered,
         )

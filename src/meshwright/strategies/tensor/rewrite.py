@@ -1,0 +1,222 @@
+"""Rewrites a recorded program into one that computes the same with fewer kernels, as an expert would write it.
+
+1. Linear layers that read the same tensor (query, key and value; gate and up) are one product.
+2. Gathered rows stay in the order in which ranks send them. Ranks' parts of a sequence arrive one after another, and
+   putting each sample's parts beside each other copies the whole tensor. A layer that treats every row alone does not
+   mind their order: only its outputs are put in order, which are a rank's share of the width, or they are scattered
+   again as they are.
+
+A program that changes tensors in place stays as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.strategies.collectives import ADD_UP_PART, JOIN, add_up_rows, gather_rows
+from meshwright.strategies.tensor.product import product
+from meshwright.strategies.tensor.program import Instruction, Local, Program, locals_in
+from meshwright.strategies.tensor.rules import functions
+
+_ELEMENTWISE = functions(
+    "add sub mul div neg square exp sigmoid tanh relu gelu silu to float bfloat16 half double "
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __neg__"
+)
+_CUTS = functions("split chunk split_with_sizes")
+
+
+def rewrite(program: Program, mesh: DeviceMesh) -> Program:
+    if any(_changes_its_input(one) for one in program.instructions):
+        return program
+    return _InSentOrder(_with_joint_products(program), mesh).rewritten()
+
+
+def _changes_its_input(one: Instruction) -> bool:
+    name = getattr(one.function, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or not one.results or bool(one.kwargs.get("inplace")) or "out" in one.kwargs
+
+
+def _with_joint_products(program: Program) -> Program:
+    groups: dict[Any, list[int]] = {}
+    made = {number: place for place, one in enumerate(program.instructions) for number in one.results}
+    for place, one in enumerate(program.instructions):
+        if (key := _product_key(one)) is not None:
+            first = groups.get(key, [place])[0]
+            if all(made.get(local.number, -1) < first for local in locals_in(one.args[1:])):
+                groups.setdefault(key, []).append(place)
+    joint = {places[0]: places for places in groups.values() if _pays(program, places)}
+    dropped = {place for places in joint.values() for place in places}
+    numbers = program.next_number()
+    found: list[Instruction] = []
+    shapes = dict(program.shapes)
+    for place, one in enumerate(program.instructions):
+        if place in joint:
+            found += _joint_product([program.instructions[each] for each in joint[place]], next(numbers), shapes)
+        elif place not in dropped:
+            found.append(one)
+    return replace(program, instructions=tuple(found), shapes=shapes)
+
+
+def _product_key(one: Instruction) -> Any:
+    """Equal for linear layers that may be one product; None for other functions."""
+    if one.function is not F.linear or one.kwargs or not all(isinstance(arg, Local) for arg in one.args[:2]):
+        return None
+    has_bias = len(one.args) > 2 and one.args[2] is not None
+    return one.args[0], has_bias, one.differentiated
+
+
+def _pays(program: Program, places: list[int]) -> bool:
+    """Whether adding up gradients of the input, once per layer, takes longer than joining the weights."""
+    if len(places) < 2:
+        return False
+    products = [program.instructions[place] for place in places]
+    rows = prod(program.shapes[products[0].args[0].number][:-1])
+    outputs = sum(program.shapes[one.results[0]][-1] for one in products)
+    return 3 * (len(products) - 1) * rows >= 4 * outputs
+
+
+def _joint_product(products: list[Instruction], number: int, shapes: dict[int, Any]) -> list[Instruction]:
+    first = products[0]
+    weights = [one.args[1] for one in products]
+    biases = [one.args[2] for one in products] if len(first.args) > 2 and first.args[2] is not None else []
+    outputs = tuple(one.results[0] for one in products)
+    widths = [shapes[output][-1] for output in outputs]
+    shapes[number] = (*shapes[outputs[0]][:-1], sum(widths))
+    args = (first.args[0], len(weights), *weights, *biases)
+    return [
+        replace(first, function=product, args=args, results=(number,)),
+        replace(
+            first, function=Tensor.split_with_sizes, args=(Local(number), widths, -1), results=outputs, single=False
+        ),
+    ]
+
+
+class _InSentOrder:
+    """One pass over a program. `_sent` has the tensors that exist in the order of ranks, [ranks, ..., part, ...]."""
+
+    def __init__(self, program: Program, mesh: DeviceMesh) -> None:
+        self._program, self._mesh, self._ranks = program, mesh, mesh.size()
+        self._shapes = dict(program.shapes)
+        self._numbers = program.next_number()
+        self._found: list[Instruction] = []
+        self._sent: dict[int, tuple[int, int]] = {}
+        """A tensor's number -> the number of its form in the order of ranks, and the dim along which they divide it."""
+        self._ordered: set[int] = set()
+        """Tensors of `_sent` that exist in their own order too."""
+        self._uses: dict[int, list[Instruction]] = {}
+        for one in program.instructions:
+            for local in locals_in((one.args, one.kwargs)):
+                self._uses.setdefault(local.number, []).append(one)
+
+    def rewritten(self) -> Program:
+        for one in self._program.instructions:
+            self._add(one)
+        for number in self._program.outputs:
+            self._order(number, like=None)
+        return replace(self._program, instructions=tuple(self._found), shapes=self._shapes)
+
+    def _add(self, one: Instruction) -> None:
+        if one.function is JOIN and self._is_sequence(one.args[0], one.args[1], one.args[2:4] == (1, True)):
+            self._emit_sent(one, gather_rows, (one.args[0], self._mesh), one.args[1])
+        elif one.function is ADD_UP_PART and self._dim(one.args[0]) == one.args[1]:
+            self._found.append(replace(one, function=add_up_rows, args=(self._form(one.args[0]), self._mesh)))
+        elif (dim := self._dim_of_all(one)) is not None and self._is_by_row(one) and self._stays(one):
+            self._emit_sent(one, one.function, self._in_form(one.args), dim)
+        elif (dim := self._scattered_along(one)) is not None:
+            self._emit_sent(one, one.function, (self._sent_form(one, dim), *one.args[1:]), dim)
+        else:
+            for local in locals_in((one.args, one.kwargs)):
+                self._order(local.number, like=one)
+            self._found.append(one)
+
+    def _is_sequence(self, x: Any, dim: int, shares: bool) -> bool:
+        """Whether gathering along the dim would copy: with one sample, parts come in their order."""
+        shape = self._shapes[x.number]
+        return shares and 0 < dim < len(shape) - 1 and prod(shape[:dim]) > 1
+
+    def _emit_sent(self, one: Instruction, function: Any, args: Any, dim: int) -> None:
+        numbers = tuple(next(self._numbers) for _ in one.results)
+        for number, own in zip(numbers, one.results, strict=True):
+            self._sent[own] = number, dim
+        self._found.append(replace(one, function=function, args=args, results=numbers))
+
+    def _dim(self, value: Any) -> int | None:
+        return self._sent[value.number][1] if isinstance(value, Local) and value.number in self._sent else None
+
+    def _form(self, value: Any) -> Any:
+        return Local(self._sent[value.number][0])
+
+    def _in_form(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(self._form(arg) if self._dim(arg) is not None else arg for arg in args)
+
+    def _dim_of_all(self, one: Instruction) -> int | None:
+        """The dim of the arguments that are in the order of ranks, if all others are as wide as a row or narrower."""
+        if any(True for _ in locals_in(one.kwargs)):
+            return None
+        dims = {self._dim(arg) for arg in one.args if isinstance(arg, Local)} - {None}
+        return dims.pop() if len(dims) == 1 else None
+
+    def _is_by_row(self, one: Instruction) -> bool:
+        if one.function in (F.linear, product):
+            return self._dim(one.args[0]) is not None
+        if one.function in _CUTS:
+            return self._dim(one.args[0]) is not None and (one.kwargs.get("dim") == -1 or one.args[2:] == (-1,))
+        if one.function not in _ELEMENTWISE:
+            return False
+        (result,) = one.results
+        return all(self._broadcasts(arg, self._shapes[result]) for arg in one.args)
+
+    def _broadcasts(self, arg: Any, shape: tuple[int, ...]) -> bool:
+        """Whether an argument of an elementwise function may have the order of ranks, or has none."""
+        if not isinstance(arg, Local):
+            return not any(True for _ in locals_in(arg))
+        given = self._shapes[arg.number]
+        return given == shape if self._dim(arg) is not None else len(given) <= 1
+
+    def _stays(self, one: Instruction) -> bool:
+        """Whether a cut's results are used row by row; if not, they are put in order before they are cut."""
+        return one.function not in _CUTS or any(
+            use.function in _ELEMENTWISE or use.function is F.linear
+            for number in one.results
+            for use in self._uses.get(number, ())
+        )
+
+    def _scattered_along(self, one: Instruction) -> int | None:
+        """The dim along which the sum of a row layer's output is scattered, if nobody else reads it."""
+        if one.function is not F.linear or one.kwargs or not isinstance(one.args[0], Local):
+            return None
+        uses = self._uses.get(one.results[0], [])
+        if len(uses) != 1 or uses[0].function is not ADD_UP_PART:
+            return None
+        given, made, dim = self._shapes[one.args[0].number], self._shapes[one.results[0]], uses[0].args[1]
+        return dim if 0 < dim < len(made) - 1 and prod(made[:dim]) > 1 and given[-1] <= made[-1] else None
+
+    def _sent_form(self, like: Instruction, dim: int) -> Local:
+        """The tensor that a row layer reads, in the order of ranks."""
+        x = like.args[0]
+        shape = self._shapes[x.number]
+        parts = self._emit(like, Tensor.reshape, (x, (*shape[:dim], self._ranks, -1, *shape[dim + 1 :])))
+        moved = self._emit(like, Tensor.movedim, (parts, dim, 0))
+        return self._emit(like, Tensor.contiguous, (moved,))
+
+    def _emit(self, like: Instruction, function: Any, args: tuple[Any, ...]) -> Local:
+        number = next(self._numbers)
+        self._found.append(Instruction(function, args, {}, (number,), True, like.differentiated))
+        return Local(number)
+
+    def _order(self, number: int, like: Instruction | None) -> None:
+        """Put a tensor in its own order, unless it is."""
+        if number not in self._sent or number in self._ordered:
+            return
+        self._ordered.add(number)
+        sent, dim = self._sent[number]
+        like = like or self._program.instructions[-1]
+        moved = self._emit(like, Tensor.movedim, (Local(sent), 0, dim))
+        self._found.append(Instruction(Tensor.flatten, (moved, dim, dim + 1), {}, (number,), True, like.differentiated))

@@ -28,7 +28,7 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 def copy_in(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """A whole tensor for use on every rank; its gradient is the sum over ranks."""
-    return noted(_partial_gradient, x, mesh)  # type: ignore[no-any-return]
+    return noted(COPY_IN, x, mesh)  # type: ignore[no-any-return]
 
 
 def slice_in(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
@@ -95,6 +95,20 @@ class PartialGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _summed(gradient, ctx.mesh), None
+
+
+class PartialGradients(torch.autograd.Function):
+    """Whole tensors, of whose gradients each rank computes shares. Their sums are one message."""
+
+    @staticmethod
+    def forward(ctx: Any, mesh: DeviceMesh, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.mesh = mesh
+        return tuple([x.view_as(x) for x in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with without_torch_function():
+            return None, *_summed_together(gradients, ctx.mesh)
 
 
 class AddUp(torch.autograd.Function):
@@ -173,6 +187,14 @@ def _summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         return sum_over(x, _axis_of(mesh).name)
 
 
+def _summed_together(tensors: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> list[torch.Tensor]:
+    if len({x.dtype for x in tensors}) > 1:
+        return [_summed(x, mesh) for x in tensors]
+    total = sum_over(torch.cat([x.flatten() for x in tensors]), _axis_of(mesh).name)
+    parts = total.split_with_sizes([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+
 def _summed_part(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
     with without_torch_function():
         shape, dim = x.shape, dim % x.dim()
@@ -216,7 +238,8 @@ def _read_axis(mesh: DeviceMesh) -> _Axis:
     return _Axis(mesh.size(), mesh.get_local_rank(), group, group.group_name)
 
 
-_partial_gradient, _take, _add_up = direct_apply(PartialGradient), direct_apply(Take), direct_apply(AddUp)
-JOIN, ADD_UP_PART = direct_apply(Join), direct_apply(AddUpPart)
-"""What programs have in place of `join` and `add_up_part`."""
-gather_rows, add_up_rows = direct_apply(GatherRows), direct_apply(AddUpRows)
+_take, _add_up = direct_apply(Take), direct_apply(AddUp)
+COPY_IN, JOIN, ADD_UP_PART = direct_apply(PartialGradient), direct_apply(Join), direct_apply(AddUpPart)
+"""What programs have in place of `copy_in`, `join` and `add_up_part`."""
+copy_all_in, gather_rows, add_up_rows = (direct_apply(one) for one in (PartialGradients, GatherRows, AddUpRows))
+"""What rewritten programs have."""

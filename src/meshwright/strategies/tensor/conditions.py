@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.strategies.tensor.layout import dim_of, is_divided, opened, pieces_of
+from meshwright.strategies.tensor.layout import dim_of, is_divided, part_of, pieces_of
 from meshwright.strategies.tensor.memory import OUTDATED, check_unchanged
 from meshwright.strategies.tensor.python_reads import PythonReads, checks_of, is_comparable
 from meshwright.strategies.tensor.record import PLAIN, Unrecordable
@@ -105,7 +105,7 @@ class Arguments:
         for tensor in self.tensors:
             if isinstance(tensor, DTensor):
                 name = self.name_of(tensor)
-                self.conditions.assign(f"{name}_own", f"{self.conditions.bind(opened)}({name})")
+                self.conditions.assign(f"{name}_own", f"{self.conditions.bind(part_of)}({name})")
 
     def _walk(self, read: str, value: Any) -> None:
         kind = type(value)

@@ -16,14 +16,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from meshwright.errors import Refused
 from meshwright.strategies.collectives import copy_in, join, slice_in
 from meshwright.strategies.recorder import aliased
-from meshwright.strategies.tensor.memory import check_unchanged
+from meshwright.strategies.tensor.memory import MADE_FROM, check_unchanged
 from meshwright.torch_private.autograd import direct_apply
 from meshwright.torch_private.dtensor import local_tensor, make_dtensor, spec_of
 from meshwright.torch_private.modes import without_torch_function
 
-_PIECES = "_meshwright_pieces"
+_PIECES, _SKIPPED = "_meshwright_pieces", "_meshwright_skipped"
 
 
 def is_divided(x: object, mesh: DeviceMesh) -> TypeGuard[DTensor]:
@@ -94,6 +95,33 @@ class _Open(torch.autograd.Function):
 def opened(x: DTensor) -> torch.Tensor:
     """`local` of a divided tensor that nobody has changed."""
     return _open(x) if torch.is_grad_enabled() else local_tensor(x)
+
+
+def divided_result(own: torch.Tensor, dim: int, mesh: DeviceMesh, pieces: int) -> DTensor:
+    """`divided`, for a block that finds out later which tensor it was made from (`part_of`)."""
+    carrier = divided(own, dim, mesh, pieces)
+    if own.requires_grad:
+        carrier.__dict__[MADE_FROM] = own
+    return carrier
+
+
+def part_of(x: DTensor) -> torch.Tensor:
+    """`opened`, or the very tensor that it was made from, so that gradients need not be carried in between."""
+    own: torch.Tensor | None = x.__dict__.get(MADE_FROM)
+    if own is None or not torch.is_grad_enabled():
+        return opened(x)
+    x.__dict__[_SKIPPED] = True
+    return own
+
+
+def keep_gradients(x: DTensor) -> None:
+    """Let gradients pass through the carrier, because somebody asks for them there."""
+    x.__dict__.pop(MADE_FROM, None)
+    if x.__dict__.get(_SKIPPED):
+        raise Refused(
+            f"The model asks for the gradient of an activation of shape {tuple(x.shape)} (register_hook, retain_grad) "
+            "after a block has read it. Ask for it before, or set MESHWRIGHT_PROGRAMS=0."
+        )
 
 
 def local(x: DTensor) -> torch.Tensor:

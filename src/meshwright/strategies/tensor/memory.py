@@ -19,6 +19,8 @@ from meshwright.torch_private.dtensor import local_tensor, set_local_tensor
 from meshwright.torch_private.tensors import version_of
 
 _MEMORY, _SEEN, OUTDATED = "_meshwright_memory", "_meshwright_seen", "_meshwright_outdated"
+MADE_FROM = "_meshwright_made_from"
+"""The attribute of a block's result that holds the tensor it was made from."""
 
 
 @dataclass
@@ -72,6 +74,7 @@ def change(x: DTensor, value: DTensor) -> None:
     for tensor in (copy.tensor() for copy in memory.copies):
         if tensor is not None:
             tensor.__dict__[OUTDATED] = True
+    x.__dict__.pop(MADE_FROM, None)
     set_local_tensor(x, torch.empty_like(local_tensor(x)))
     x.copy_(value)
 

@@ -25,7 +25,7 @@ from meshwright.strategies import intercepted
 from meshwright.strategies.recorder import refuse_recording
 from meshwright.strategies.tensor import rules
 from meshwright.strategies.tensor.attention import attention, dropout
-from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, part, pieces_of, whole
+from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, keep_gradients, part, pieces_of, whole
 from meshwright.strategies.tensor.loss import cross_entropy
 from meshwright.strategies.tensor.matrix import add_product, embedding, forget_input, linear, matmul
 from meshwright.strategies.tensor.memory import change, check_current, note_views, refuse_other_shape
@@ -90,6 +90,7 @@ _ON_DTENSOR = functions(
     "get_device storage_offset requires_grad_ retain_grad register_hook __len__ __hash__ __repr__ __str__ __format__ "
     "has_names is_same_size __dir__ is_inference _is_view is_tensor is_set_to"
 )
+_OF_GRADIENTS = functions("retain_grad register_hook")
 _VIEWS = functions(
     "view reshape flatten unflatten view_as reshape_as transpose permute swapaxes swapdims movedim squeeze unsqueeze "
     "expand expand_as split chunk split_with_sizes unbind select narrow __getitem__ diagonal unfold detach"
@@ -108,6 +109,9 @@ class DividedFunctions(TorchFunctionMode):
         if func in (Tensor.backward, torch.autograd.backward):
             return self._differentiate(func, args, kwargs)
         if func is torch.autograd.grad:  # gradients are divided like the tensors they belong to
+            for x in tree_leaves(args[1:2] or kwargs.get("inputs")):
+                if is_divided(x, self.mesh):
+                    keep_gradients(x)
             return func(*args, **kwargs)
         tensors = list(_tensors(args, kwargs))
         for tensor in tensors:
@@ -115,6 +119,8 @@ class DividedFunctions(TorchFunctionMode):
         if not any(is_divided(tensor, self.mesh) for tensor in tensors):
             return func(*args, **kwargs)
         if func in _ON_DTENSOR or (_is_property(func) and func not in _RULES):
+            if func in _OF_GRADIENTS:
+                keep_gradients(args[0])
             return func(*args, **kwargs)
         if intercepted.changes_its_input(func, args, kwargs):
             return self._change(func, args, kwargs)

@@ -33,7 +33,7 @@ from meshwright.strategies.tensor.conditions import (
     read_held,
     torch_state,
 )
-from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, pieces_of
+from meshwright.strategies.tensor.layout import dim_of, divided_result, is_divided, pieces_of
 from meshwright.strategies.tensor.matrix import forget_input
 from meshwright.strategies.tensor.mode import DividedFunctions, mode_of, tensor_region
 from meshwright.strategies.tensor.program import Program
@@ -310,7 +310,7 @@ class Outputs:
         own = f"kwargs[{len(self.tensors) - 1}]"
         if is_divided(value, self._mesh):
             bind = self._conditions.bind
-            return f"{bind(divided)}({own}, {dim_of(value)}, {bind(self._mesh)}, {pieces_of(value)})"
+            return f"{bind(divided_result)}({own}, {dim_of(value)}, {bind(self._mesh)}, {pieces_of(value)})"
         if type(value) not in PLAIN:
             raise Unrecordable(f"it returns a {type(value).__name__}")
         return own

@@ -1,7 +1,8 @@
 """Rewrites a recorded program into one that computes the same with fewer kernels, as an expert would write it.
 
-1. Linear layers that read the same tensor (query, key and value; gate and up) are one product.
-2. Gathered rows stay in the order in which ranks send them. Ranks' parts of a sequence arrive one after another, and
+1. Gradients of parameters that every rank holds whole (norms, biases) are summed over ranks in one message.
+2. Linear layers that read the same tensor (query, key and value; gate and up) are one product.
+3. Gathered rows stay in the order in which ranks send them. Ranks' parts of a sequence arrive one after another, and
    putting each sample's parts beside each other copies the whole tensor. A layer that treats every row alone does not
    mind their order: only its outputs are put in order, which are a rank's share of the width, or they are scattered
    again as they are.
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.strategies.collectives import ADD_UP_PART, JOIN, add_up_rows, gather_rows
+from meshwright.strategies.collectives import ADD_UP_PART, COPY_IN, JOIN, add_up_rows, copy_all_in, gather_rows
 from meshwright.strategies.tensor.product import product
 from meshwright.strategies.tensor.program import Instruction, Local, Program, locals_in
 from meshwright.strategies.tensor.rules import functions
@@ -34,13 +35,25 @@ _CUTS = functions("split chunk split_with_sizes")
 def rewrite(program: Program, mesh: DeviceMesh) -> Program:
     if any(_changes_its_input(one) for one in program.instructions):
         return program
-    return _InSentOrder(_with_joint_products(program), mesh).rewritten()
+    return _InSentOrder(_with_joint_products(_with_joint_sums(program, mesh)), mesh).rewritten()
 
 
 def _changes_its_input(one: Instruction) -> bool:
     name = getattr(one.function, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or not one.results or bool(one.kwargs.get("inplace")) or "out" in one.kwargs
+
+
+def _with_joint_sums(program: Program, mesh: DeviceMesh) -> Program:
+    given = {Local(number) for number in program.inputs}
+    sums = [one for one in program.instructions if one.function is COPY_IN and one.args[0] in given]
+    sums = [one for one in sums if one.differentiated]
+    if len(sums) < 2:
+        return program
+    results = tuple(one.results[0] for one in sums)
+    joint = replace(sums[0], function=copy_all_in, args=(mesh, *(one.args[0] for one in sums)), results=results)
+    others = [one for one in program.instructions if one not in sums]
+    return replace(program, instructions=(replace(joint, single=False), *others))
 
 
 def _with_joint_products(program: Program) -> Program:

@@ -48,7 +48,7 @@ def join(x: torch.Tensor, dim: int, pieces: int, shares: bool, mesh: DeviceMesh)
 
 def add_up(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The sum of the ranks' shares, on every rank; each share gets the sum's gradient."""
-    return noted(_add_up, x, mesh)  # type: ignore[no-any-return]
+    return noted(ADD_UP, x, mesh)  # type: ignore[no-any-return]
 
 
 def add_up_part(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
@@ -101,14 +101,14 @@ class PartialGradients(torch.autograd.Function):
     """Whole tensors, of whose gradients each rank computes shares. Their sums are one message."""
 
     @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.mesh = mesh
+    def forward(ctx: Any, group: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
         return tuple([x.view_as(x) for x in tensors])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with without_torch_function():
-            return None, *_summed_together(gradients, ctx.mesh)
+            return None, *_summed_together(gradients, ctx.group)
 
 
 class AddUp(torch.autograd.Function):
@@ -140,26 +140,40 @@ class GatherRows(torch.autograd.Function):
     """The ranks' parts below each other, [ranks, ...]; each rank has a share of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.mesh = mesh
-        return _rows(x, mesh)
+    def forward(ctx: Any, x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+        ctx.ranks, ctx.group = ranks, group
+        return gathered_rows(x, ranks, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed_row(gradient, ctx.mesh), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        with without_torch_function():
+            return summed_row(gradient, ctx.ranks, ctx.group), None, None
 
 
 class AddUpRows(torch.autograd.Function):
     """This rank's row of the sum of the ranks' shares of [ranks, ...]."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.mesh = mesh
-        return _summed_row(x, mesh)
+    def forward(ctx: Any, x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+        ctx.ranks, ctx.group = ranks, group
+        return summed_row(x, ranks, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        with without_torch_function():
+            return gathered_rows(gradient, ctx.ranks, ctx.group), None, None
+
+
+class AddUpAll(torch.autograd.Function):
+    """The sum of the ranks' shares."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
+        return sum_over(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _rows(gradient, ctx.mesh), None
+        return gradient, None
 
 
 def _own(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Tensor:
@@ -187,10 +201,10 @@ def _summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         return sum_over(x, _axis_of(mesh).name)
 
 
-def _summed_together(tensors: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> list[torch.Tensor]:
-    if len({x.dtype for x in tensors}) > 1:
-        return [_summed(x, mesh) for x in tensors]
-    total = sum_over(torch.cat([x.flatten() for x in tensors]), _axis_of(mesh).name)
+def _summed_together(tensors: tuple[torch.Tensor, ...], group: str) -> list[torch.Tensor]:
+    if len(tensors) == 1 or len({x.dtype for x in tensors}) > 1:
+        return [sum_over(x, group) for x in tensors]
+    total = sum_over(torch.cat([x.flatten() for x in tensors]), group)
     parts = total.split_with_sizes([x.numel() for x in tensors])
     return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
@@ -238,8 +252,15 @@ def _read_axis(mesh: DeviceMesh) -> _Axis:
     return _Axis(mesh.size(), mesh.get_local_rank(), group, group.group_name)
 
 
-_take, _add_up = direct_apply(Take), direct_apply(AddUp)
-COPY_IN, JOIN, ADD_UP_PART = direct_apply(PartialGradient), direct_apply(Join), direct_apply(AddUpPart)
-"""What programs have in place of `copy_in`, `join` and `add_up_part`."""
-copy_all_in, gather_rows, add_up_rows = (direct_apply(one) for one in (PartialGradients, GatherRows, AddUpRows))
-"""What rewritten programs have."""
+def group_of(mesh: DeviceMesh) -> str:
+    """The name of a mesh's group, for functional collectives."""
+    return _axis_of(mesh).name
+
+
+_take = direct_apply(Take)
+COPY_IN, JOIN = direct_apply(PartialGradient), direct_apply(Join)
+ADD_UP, ADD_UP_PART = direct_apply(AddUp), direct_apply(AddUpPart)
+"""What programs have in place of `copy_in`, `join`, `add_up` and `add_up_part`."""
+copy_all_in, gather_rows = direct_apply(PartialGradients), direct_apply(GatherRows)
+add_up_all, add_up_rows = direct_apply(AddUpAll), direct_apply(AddUpRows)
+"""What rewritten programs have. They name their group, so they can be compiled."""

@@ -20,7 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.strategies.collectives import ADD_UP_PART, COPY_IN, JOIN, add_up_rows, copy_all_in, gather_rows
+from meshwright.strategies.collectives import (
+    ADD_UP,
+    ADD_UP_PART,
+    COPY_IN,
+    JOIN,
+    add_up_all,
+    add_up_rows,
+    copy_all_in,
+    gather_rows,
+    group_of,
+)
 from meshwright.strategies.tensor.product import product
 from meshwright.strategies.tensor.program import Instruction, Local, Program, locals_in
 from meshwright.strategies.tensor.rules import functions
@@ -45,15 +55,29 @@ def _changes_its_input(one: Instruction) -> bool:
 
 
 def _with_joint_sums(program: Program, mesh: DeviceMesh) -> Program:
-    given = {Local(number) for number in program.inputs}
-    sums = [one for one in program.instructions if one.function is COPY_IN and one.args[0] in given]
-    sums = [one for one in sums if one.differentiated]
-    if len(sums) < 2:
-        return program
-    results = tuple(one.results[0] for one in sums)
-    joint = replace(sums[0], function=copy_all_in, args=(mesh, *(one.args[0] for one in sums)), results=results)
-    others = [one for one in program.instructions if one not in sums]
-    return replace(program, instructions=(replace(joint, single=False), *others))
+    """Sum what is small and there from the start, as a block's own parameters are; others each alone."""
+    small = {Local(number) for number in program.inputs if len(program.shapes[number]) < 2}
+    sums = [one for one in program.instructions if one.function is COPY_IN and one.args[0] in small]
+    joint = _joint_sum([one for one in sums if one.differentiated], mesh)
+    others = [one for one in program.instructions if one.results[0] not in joint[0].results] if joint else ()
+    instructions = [*joint, *(others or program.instructions)]
+    return replace(program, instructions=tuple(_by_group(one, mesh) for one in instructions))
+
+
+def _joint_sum(sums: list[Instruction], mesh: DeviceMesh) -> list[Instruction]:
+    if not sums:
+        return []
+    results, tensors = zip(*((one.results[0], one.args[0]) for one in sums), strict=True)
+    return [replace(sums[0], function=copy_all_in, args=(group_of(mesh), *tensors), results=results, single=False)]
+
+
+def _by_group(one: Instruction, mesh: DeviceMesh) -> Instruction:
+    """A sum by the name of its group."""
+    if one.function is COPY_IN:
+        return replace(one, function=copy_all_in, args=(group_of(mesh), one.args[0]), single=False)
+    if one.function is ADD_UP:
+        return replace(one, function=add_up_all, args=(one.args[0], group_of(mesh)))
+    return one
 
 
 def _with_joint_products(program: Program) -> Program:
@@ -115,7 +139,7 @@ class _InSentOrder:
     """One pass over a program. `_sent` has the tensors that exist in the order of ranks, [ranks, ..., part, ...]."""
 
     def __init__(self, program: Program, mesh: DeviceMesh) -> None:
-        self._program, self._mesh, self._ranks = program, mesh, mesh.size()
+        self._program, self._ranks, self._group = program, mesh.size(), group_of(mesh)
         self._shapes = dict(program.shapes)
         self._numbers = program.next_number()
         self._found: list[Instruction] = []
@@ -137,9 +161,12 @@ class _InSentOrder:
 
     def _add(self, one: Instruction) -> None:
         if one.function is JOIN and self._is_sequence(one.args[0], one.args[1], one.args[2:4] == (1, True)):
-            self._emit_sent(one, gather_rows, (one.args[0], self._mesh), one.args[1])
-        elif one.function is ADD_UP_PART and self._dim(one.args[0]) == one.args[1]:
-            self._found.append(replace(one, function=add_up_rows, args=(self._form(one.args[0]), self._mesh)))
+            self._emit_sent(one, gather_rows, (one.args[0], self._ranks, self._group), one.args[1])
+        elif one.function is ADD_UP_PART and one.args[1] < len(self._shapes[one.args[0].number]) - 1:
+            form = (
+                self._form(one.args[0]) if self._dim(one.args[0]) == one.args[1] else self._sent_form(one, one.args[1])
+            )
+            self._found.append(replace(one, function=add_up_rows, args=(form, self._ranks, self._group)))
         elif (dim := self._dim_of_all(one)) is not None and self._is_by_row(one) and self._stays(one):
             self._emit_sent(one, one.function, self._in_form(one.args), dim)
         elif (dim := self._scattered_along(one)) is not None:
@@ -150,9 +177,8 @@ class _InSentOrder:
             self._found.append(one)
 
     def _is_sequence(self, x: Any, dim: int, shares: bool) -> bool:
-        """Whether gathering along the dim would copy: with one sample, parts come in their order."""
-        shape = self._shapes[x.number]
-        return shares and 0 < dim < len(shape) - 1 and prod(shape[:dim]) > 1
+        """Whether gathered rows may stay in the order of ranks: a dim of rows, and shares of gradients."""
+        return shares and 0 <= dim < len(self._shapes[x.number]) - 1
 
     def _emit_sent(self, one: Instruction, function: Any, args: Any, dim: int) -> None:
         numbers = tuple(next(self._numbers) for _ in one.results)
@@ -209,11 +235,12 @@ class _InSentOrder:
         if len(uses) != 1 or uses[0].function is not ADD_UP_PART:
             return None
         given, made, dim = self._shapes[one.args[0].number], self._shapes[one.results[0]], uses[0].args[1]
-        return dim if 0 < dim < len(made) - 1 and prod(made[:dim]) > 1 and given[-1] <= made[-1] else None
+        return dim if 0 <= dim < len(made) - 1 and given[-1] <= made[-1] else None
 
     def _sent_form(self, like: Instruction, dim: int) -> Local:
-        """The tensor that a row layer reads, in the order of ranks."""
+        """The tensor that a row layer or a sum reads, in the order of ranks."""
         x = like.args[0]
+        self._order(x.number, like)
         shape = self._shapes[x.number]
         parts = self._emit(like, Tensor.reshape, (x, (*shape[:dim], self._ranks, -1, *shape[dim + 1 :])))
         moved = self._emit(like, Tensor.movedim, (parts, dim, 0))

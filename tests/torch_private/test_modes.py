@@ -5,6 +5,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.torch_private.modes import (
     TorchDispatchMode,
+    below_all_modes,
     function_modes,
     outside_of_modes,
     without_innermost_mode,
@@ -80,3 +81,23 @@ def test_modes_see_what_classes_do_not() -> None:
     with Functions() as mode, without_tensor_classes():
         x.exp()
     assert torch.Tensor.exp in mode.seen and Counted.calls == calls
+
+
+def test_a_mode_goes_below_the_others() -> None:
+    class Named(TorchFunctionMode):
+        def __init__(self, name: str, seen: list[str]) -> None:
+            super().__init__()
+            self.name, self.seen = name, seen
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(self.name)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    with Named("outer", seen), Named("inner", seen):
+        with below_all_modes(Named("below", seen)):
+            torch.ones(1).sin()
+        assert seen[-3:] == ["inner", "outer", "below"]
+        seen.clear()
+        torch.ones(1).sin()
+    assert "below" not in seen and "outer" in seen

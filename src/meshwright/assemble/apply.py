@@ -101,7 +101,8 @@ def apply_in_order(
         follow_table(called, dtype)
     whole = list(called) or [model]
     if strategy.recompute != "none":
-        recompute_blocks(list(blocks) or whole, strategy.recompute)
+        by_operator = strategy.compile or strategy.autocast
+        recompute_blocks(list(blocks) or whole, strategy.recompute, by_operator=by_operator)
     if strategy.compile:
         if strategy.number_format.is_low and not strategy.autocast:
             follow_table(blocks or [model], dtype)  # outside the recomputed region, inside the compiled graph

@@ -35,3 +35,17 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 """Call a function when the backward pass that this thread runs has ended. A function that was called so may add others,
 which come after those that are there."""
+
+Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def run_unhooked(hooks: Hooks, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function without the innermost hooks on saved tensors if they are these, which saves calling them."""
+    active = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if active is None or active[0] is not hooks[0]:
+        return func(*args, **kwargs)
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        return func(*args, **kwargs)
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _pop_mode_temporarily,
+    _push_mode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = ["TorchDispatchMode"]
@@ -26,3 +32,20 @@ without_torch_function = torch._C.DisableTorchFunction
 
 without_tensor_classes = torch._C.DisableTorchFunctionSubclass
 """Context in which tensor subclasses do not see torch functions; function modes still do."""
+
+
+@contextmanager
+def below_all_modes(mode: TorchFunctionMode) -> Iterator[None]:
+    """Context in which a function mode is the outermost one: it sees functions after the modes that are active now."""
+    modes = function_modes()
+    for _ in modes:
+        _pop_mode()
+    for one in (mode, *modes):
+        _push_mode(one)
+    try:
+        yield
+    finally:
+        for _ in (mode, *modes):
+            _pop_mode()
+        for one in modes:
+            _push_mode(one)

@@ -7,10 +7,12 @@ import torch
 from meshwright.torch_private.autograd import (
     BackwardCFunction,
     DeviceType,
+    Hooks,
     at_end_of_backward,
     backward_id,
     engine_wrapped,
     run_engine,
+    run_unhooked,
     wrap_engine,
 )
 
@@ -102,3 +104,27 @@ def test_a_profile_says_where_a_kernel_ran() -> None:
         DeviceType.CPU,
         DeviceType.CUDA,
     }
+
+
+def test_a_function_runs_without_hooks_on_saved_tensors() -> None:
+    seen: list[str] = []
+
+    def hooks(name: str) -> Hooks:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            seen.append(name)
+            return tensor.detach()
+
+        return pack, lambda tensor: tensor
+
+    own, other = hooks("own"), hooks("other")
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(*own):
+        run_unhooked(own, torch.exp, (x,), {})
+        assert seen == []
+        torch.exp(x)
+        assert seen == ["own"]
+        with torch.autograd.graph.saved_tensors_hooks(*other):
+            run_unhooked(own, torch.exp, (x,), {})
+        assert seen == ["own", "other"]
+    run_unhooked(own, torch.exp, (x,), {})
+    assert seen == ["own", "other"]

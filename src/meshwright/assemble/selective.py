@@ -38,7 +38,7 @@ _PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
 """Classes of tensors that are known by their storage; other subclasses are kept as they are."""
 _thread = threading.local()
 
-View = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+View = tuple[torch.dtype, torch.Size, tuple[int, ...], Any]
 """A tensor's dtype, shape, strides and offset in its storage."""
 
 
@@ -204,14 +204,15 @@ class _Region(TorchFunctionMode):
         call = self._calls.get(id(storage))
         if call is not None and call.storage() is storage and call.version == version and not tensor.is_conj():
             return _Handle(None, version, call, call.seen_as(_view_of(tensor)))
-        kept = _Handle(tensor if tensor.grad_fn is None else tensor.detach(), version)
+        kept = _Handle(tensor if tensor.grad_fn is None else tensor.detach(), version, None, None)
         if self._fresh is not None:
             self._fresh.append(kept)
         return kept
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[_Handle]]:
         """Run a function; also return the handles of unknown tensors that autograd saved meanwhile."""
-        self._fresh = fresh = []
+        fresh: list[_Handle] = []
+        self._fresh = fresh
         try:
             return func(*args, **kwargs), fresh
         finally:
@@ -267,25 +268,25 @@ class _Region(TorchFunctionMode):
         """
         handles: list[_Handle] = []
         largest = max(numel, SMALLER * numel - 1)
-
-        def hold(value: Any) -> Any:
-            kind = type(value)
-            if kind in _PLAIN:
-                storage = _storage_of(value)
-                if storage is None or storage is result or value.numel() > largest:
-                    raise _CannotHold
-                handles.append(self._handle(value, storage))
-                return handles[-1]
-            if kind is tuple or kind is list:
-                return kind(map(hold, value))
-            if isinstance(value, Tensor):
-                raise _CannotHold
-            return value
-
-        held = _Held(handles, [hold(arg) for arg in args], {key: hold(value) for key, value in kwargs.items()})
+        held = [self._hold_one(arg, handles, result, largest) for arg in args]
+        named = {key: self._hold_one(value, handles, result, largest) for key, value in kwargs.items()}
         if not handles:
             raise _CannotHold
-        return held
+        return _Held(handles, held, named)
+
+    def _hold_one(self, value: Any, handles: list[_Handle], result: Any, largest: int) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            storage = _storage_of(value)
+            if storage is None or storage is result or value.numel() > largest:
+                raise _CannotHold
+            handles.append(self._handle(value, storage))
+            return handles[-1]
+        if kind is tuple or kind is list:
+            return kind([self._hold_one(item, handles, result, largest) for item in value])
+        if isinstance(value, Tensor):
+            raise _CannotHold
+        return value
 
 
 def _unpack(handle: _Handle) -> Tensor:

@@ -20,7 +20,7 @@ make_wrapper = torch.Tensor._make_wrapper_subclass
 """Makes a tensor of a subclass that has a shape and no memory."""
 
 
-version_of: Callable[[torch.Tensor], int] = TensorBase._version.__get__
+version_of: Callable[[torch.Tensor], int] = TensorBase._version.__get__  # type: ignore[attr-defined]
 """How many times a tensor was changed in place."""
 
 

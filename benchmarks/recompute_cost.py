@@ -154,6 +154,11 @@ def show(group: str, rows: list[Row]) -> None:
         )
 
 
+def early(row: Row) -> str:
+    """What is known of a row before it is timed in turns with the others."""
+    return f"first step {row.first:.1f} s, then {row.seconds[0] * 1e3:.1f} ms, {row.peak / GIB:.2f} GiB"
+
+
 class Block(nn.Module):
     """A small block of a transformer."""
 
@@ -207,7 +212,8 @@ def main() -> None:
         for case in cases:
             try:
                 rows.append(build(*case, model, world))
-                print(f"{group:8} | {case[0]:20} | built, first step {rows[-1].first:.1f} s", flush=True)
+                measure(rows[-1:], device, 1)
+                print(f"{group:8} | {case[0]:20} | {early(rows[-1])}", flush=True)
             except Exception as error:
                 print(f"{group:8} | {case[0]:20} | failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
         measure(rows, device, options.rounds)

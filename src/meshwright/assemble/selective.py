@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -166,14 +166,16 @@ class _Region(TorchFunctionMode):
         del self.hooks  # a reference to itself
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func in UNCHANGING:
-            return func(*args, **kwargs)
-        changed = changed_by(func, args, kwargs)
-        if changed is not None:
-            return self._change(changed, func, args, kwargs)
-        known = any(map(self._is_known, args)) or (bool(kwargs) and any(map(self._is_known, kwargs.values())))
-        if func not in CHEAP or not torch.is_grad_enabled():  # off inside of autograd functions, which may hide things
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        cheap = func in CHEAP
+        if not cheap or "inplace" in kwargs or "out" in kwargs:
+            changed = changed_by(func, args, kwargs)
+            if changed is not None:
+                return self._change(changed, func, args, kwargs)
+        known = self._is_known(args) or (kwargs and self._is_known(kwargs.values()))
+        if not cheap or not torch.is_grad_enabled():  # off inside of autograd functions, which may hide things
             return func(*args, **kwargs) if known else run_unhooked(self.hooks, func, args, kwargs)
         if known or func in SAVED_RESULTS:
             result, fresh = self._run(func, args, kwargs)
@@ -188,12 +190,16 @@ class _Region(TorchFunctionMode):
         self._note(func, held, result, storage, fresh)
         return result
 
-    def _is_known(self, value: Any) -> bool:
+    def _is_known(self, values: Iterable[Any]) -> bool:
         """Whether an argument may be the result of a noted call, so that autograd is to save a handle of it."""
-        kind = type(value)
-        if kind in _PLAIN:
-            return id(_storage_of(value)) in self._calls
-        return (kind is list or kind is tuple) and any(map(self._is_known, value))
+        for value in values:
+            kind = type(value)
+            if kind in _PLAIN:
+                if id(_storage_of(value)) in self._calls:
+                    return True
+            elif (kind is list or kind is tuple) and self._is_known(value):
+                return True
+        return False
 
     def handle(self, tensor: Tensor) -> _Handle:
         """What autograd saves, or a noted call holds, in place of a tensor."""
@@ -202,8 +208,10 @@ class _Region(TorchFunctionMode):
     def _handle(self, tensor: Tensor, storage: torch.UntypedStorage | None) -> _Handle:
         version = version_of(tensor)
         call = self._calls.get(id(storage))
-        if call is not None and call.storage() is storage and call.version == version and not tensor.is_conj():
-            return _Handle(None, version, call, call.seen_as(_view_of(tensor)))
+        if call is not None and call.storage() is storage and call.version == version:
+            view = call.seen_as(_view_of(tensor))
+            if view is None or not (tensor.is_conj() or tensor.is_neg()):
+                return _Handle(None, version, call, view)
         kept = _Handle(tensor if tensor.grad_fn is None else tensor.detach(), version, None, None)
         if self._fresh is not None:
             self._fresh.append(kept)

@@ -28,7 +28,8 @@ class SafeSplitStage(Stage):
 
     PyTorch computes a weight's gradient from the node where the weight meets the graph of the stage's inputs. It loses
     the gradient of a branch that meets no input (a second embedding, sent on unchanged), and fails on a weight that is
-    read in several places. Such a stage, and one with compiled blocks, runs its whole backward pass in place of the inputs' part.
+    read in several places. Such a stage runs its whole backward pass in place of the inputs' part. So does one with
+    compiled blocks: each is one node of the graph.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -115,6 +116,6 @@ def make_stage(
 ) -> PipelineStage:
     stage = (FakeWorldStage if fake else TimedStage)(*args, **kwargs)
     if compiled:
-        stage.splits = False  # backward of a compiled block is one node of the graph
+        stage.splits = False
     stage.events, stage.recomputing, stage.done, stage.fsdp_reduces = events, recomputing, done, fsdp_reduces
     return stage

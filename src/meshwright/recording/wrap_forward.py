@@ -28,7 +28,7 @@ def wrap_forward(module: nn.Module, around: Around) -> None:
 
 
 def wrap_call(module: nn.Module, around: Around) -> None:
-    """Like `wrap_forward`, but outside the compiled call of a module that is compiled, which then does not contain it."""
+    """Like `wrap_forward`, but outside what was compiled, if the module is compiled."""
     if not is_compiled(module):
         wrap_forward(module, around)
         return

@@ -99,7 +99,7 @@ class _Call:
     def __init__(self, func: Any, held: _Held, result: Tensor, storage: torch.UntypedStorage) -> None:
         self._again: tuple[Any, _Held] | None = (func, held)
         self._result: Tensor | None = None
-        self._device = result.device.type
+        self._device = "cuda" if result.is_cuda else result.device.type
         self._autocast = _autocast_dtype(self._device)
         self.storage, self.version, self.view = weakref.ref(storage), version_of(result), _view_of(result)
 
@@ -202,8 +202,14 @@ class _Region(TorchFunctionMode):
         return False
 
     def handle(self, tensor: Tensor) -> _Handle:
-        """What autograd saves, or a noted call holds, in place of a tensor."""
-        return self._handle(tensor, _storage_of(tensor))
+        """What autograd saves in place of a tensor."""
+        found = self._handle(tensor, _storage_of(tensor))
+        if found.tensor is not None:
+            if tensor.grad_fn is not None:
+                found.tensor = tensor.detach()  # else a function that saves its result would refer to itself
+            if self._fresh is not None:
+                self._fresh.append(found)
+        return found
 
     def _handle(self, tensor: Tensor, storage: torch.UntypedStorage | None) -> _Handle:
         version = version_of(tensor)
@@ -212,10 +218,7 @@ class _Region(TorchFunctionMode):
             view = call.seen_as(_view_of(tensor))
             if view is None or not (tensor.is_conj() or tensor.is_neg()):
                 return _Handle(None, version, call, view)
-        kept = _Handle(tensor if tensor.grad_fn is None else tensor.detach(), version, None, None)
-        if self._fresh is not None:
-            self._fresh.append(kept)
-        return kept
+        return _Handle(tensor, version, None, None)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[_Handle]]:
         """Run a function; also return the handles of unknown tensors that autograd saved meanwhile."""

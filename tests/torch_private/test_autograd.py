@@ -9,6 +9,7 @@ from meshwright.torch_private.autograd import (
     SET_GRAD_ENABLED,
     BackwardCFunction,
     DeviceType,
+    Hooks,
     at_end_of_backward,
     backward_id,
     direct_apply,
@@ -16,6 +17,7 @@ from meshwright.torch_private.autograd import (
     hooks_wrapped,
     own_functions_wrapped,
     run_engine,
+    run_unhooked,
     saves_by_hooks,
     wrap_engine,
 )
@@ -142,3 +144,27 @@ def test_a_mode_sees_no_grad() -> None:
     with Seen() as mode, torch.no_grad():
         pass
     assert SET_GRAD_ENABLED in mode.functions
+
+
+def test_a_function_runs_without_hooks_on_saved_tensors() -> None:
+    seen: list[str] = []
+
+    def hooks(name: str) -> Hooks:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            seen.append(name)
+            return tensor.detach()
+
+        return pack, lambda tensor: tensor
+
+    own, other = hooks("own"), hooks("other")
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(*own):
+        run_unhooked(own, torch.exp, (x,), {})
+        assert seen == []
+        torch.exp(x)
+        assert seen == ["own"]
+        with torch.autograd.graph.saved_tensors_hooks(*other):
+            run_unhooked(own, torch.exp, (x,), {})
+        assert seen == ["own", "other"]
+    run_unhooked(own, torch.exp, (x,), {})
+    assert seen == ["own", "other"]

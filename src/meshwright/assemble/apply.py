@@ -101,14 +101,23 @@ def apply_in_order(
         follow_table(called, dtype)
     whole = list(called) or [model]
     if strategy.recompute != "none":
-        recompute_blocks(list(blocks) or whole, strategy.recompute)
+        by_operator = strategy.compile or strategy.autocast
+        recompute_blocks(list(blocks) or whole, strategy.recompute, by_operator=by_operator)
     if strategy.compile:
         if strategy.number_format.is_low and not strategy.autocast:
             follow_table(blocks or [model], dtype)  # outside the recomputed region, inside the compiled graph
-        for module in blocks if technique.overlaps and blocks else whole:
+        for module in _compiled_units(model, blocks, setup) or whole:
             compile_outside(module)
     route_calls()
     return cuts
+
+
+def _compiled_units(model: nn.Module, blocks: Sequence[nn.Module], setup: RankSetup) -> Sequence[nn.Module]:
+    """The modules that are compiled separately; none if the model is compiled as one."""
+    if not setup.strategy.stage_axis:
+        return blocks if data_strategy(setup.strategy).overlaps else ()
+    units = dict.fromkeys(call.name for call in setup.facts.calls)  # a stage runs some of them, and skips the others
+    return blocks or [model.get_submodule(name) for name in units]
 
 
 def lay_out(

@@ -124,9 +124,9 @@ def refuse_optimizer(couplings: Sequence[str], strategy: Strategy) -> str | None
 
 
 def _refuse_model_axes(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None:
-    if strategy.compile and strategy.axes:
-        return f"compile is not built for {' and '.join(term.word for term in strategy.axes)}; drop it from {strategy}."
     for term in strategy.axes:
+        if strategy.compile and not term.traits.compiles:
+            return f"compile is not built for {term.word}; drop it from {strategy}."
         if strategy.autocast and not term.traits.autocast:
             return (
                 f"autocast does not reach into the layers that {term.word} divides; use {strategy.precision}, which "

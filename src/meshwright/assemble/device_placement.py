@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import Refused
 from meshwright.facts.model import ModelFacts
-from meshwright.recording.wrap_forward import Around, wrap_forward
+from meshwright.recording.wrap_forward import Around, wrap_call
 from meshwright.strategies.intercepted import changed_by
 from meshwright.strategies.pipeline.stages import Stages
 from meshwright.torch_private.tensors import version_of
@@ -57,7 +57,7 @@ def compute_in_place(model: nn.Module, facts: ModelFacts, stages: Stages, device
         for call in stages.calls_of(stage):
             name = facts.calls[call].name
             if name not in seen:
-                wrap_forward(model.get_submodule(name), _on(devices[stage]))
+                wrap_call(model.get_submodule(name), _on(devices[stage]))
                 seen.add(name)
 
 
@@ -102,6 +102,8 @@ class FollowDevices(TorchFunctionMode):
 
     A function that changes a tensor in place runs on that tensor's device.
     """
+
+    off_in_compiled = True  # a compiled unit's inputs are on its device
 
     def __init__(self, devices: Devices) -> None:
         super().__init__()

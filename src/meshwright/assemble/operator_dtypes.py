@@ -12,7 +12,7 @@ function runs, so autograd, fake tensors and torch.compile see plain casts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import reduce
 from typing import Any
 
@@ -38,6 +38,9 @@ Rule = Callable[[Any, torch.dtype, tuple[Any, ...], dict[str, Any]], Any]
 class OperatorDtypes(TorchFunctionMode):
     """While active, torch functions compute in the dtype that the table gives them."""
 
+    off_in_compiled = True
+    """Whether a compiled module runs without the mode, because it needs none or enters it itself."""
+
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
@@ -53,6 +56,8 @@ class OperatorDtypes(TorchFunctionMode):
 
 class Recomputing(OperatorDtypes):
     """The mode for backward: active where the model's checkpointing recomputes, but not in hooks and derivatives."""
+
+    off_in_compiled = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in BACKWARD:
@@ -235,8 +240,9 @@ def compile_outside(module: nn.Module) -> None:
 
     def without_callers_mode(compiled: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            modes = function_modes()
-            with without_innermost_mode() if modes and type(modes[-1]) is OperatorDtypes else nullcontext():
+            with ExitStack() as stack:
+                while (modes := function_modes()) and getattr(modes[-1], "off_in_compiled", False):
+                    stack.enter_context(without_innermost_mode())
                 return compiled(*args, **kwargs)
 
         return call

@@ -60,11 +60,12 @@ class PipelinePasses:
         trace: Callable[[Any], Flow],
         counts: bool,
         fake: bool = False,
+        compiled: bool = False,
     ) -> None:
         self.engine, self._own, self._stages = engine, own, stages
         self._losses, self._dropout, self._trace = losses, dropout, trace
         self._family = FAMILIES[schedule]
-        self._counts, self._fake = 1.0 if counts else 0.0, fake
+        self._counts, self._fake, self._compiled = 1.0 if counts else 0.0, fake, compiled
         self.events: list[StageEvent] = []
         """The actions of this rank in the last step, with their times."""
         self._routes: dict[Any, Route] = {}
@@ -156,6 +157,7 @@ class PipelinePasses:
             fake=self._fake,
             events=self.events,
             recomputing=self._losses.recomputing,
+            compiled=self._compiled,
             done=stage.engine.micro_batch_done,
             fsdp_reduces=isinstance(stage.engine, FsdpEngine) and stage.engine.reduces_each,
         )

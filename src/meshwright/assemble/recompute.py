@@ -11,16 +11,31 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.assemble.selective import run_selectively
 from meshwright.describe.flops import operator_kind
 from meshwright.recording.wrap_forward import Around, wrap_forward
 from meshwright.torch_private.modules import BatchNorm
 
 
-def recompute_blocks(blocks: list[nn.Module], kind: str) -> None:
-    """Checkpoint each block: `full` keeps only its inputs, `selective` also results that are expensive to compute."""
+def recompute_blocks(blocks: list[nn.Module], kind: str, *, by_operator: bool = False) -> None:
+    """Checkpoint each block: `full` keeps only its inputs, `selective` also results that are expensive to compute.
+
+    `selective` runs single functions again (`selective.py`). `by_operator` selects PyTorch's selective checkpointing,
+    which runs blocks again and looks at every operator: torch.compile traces it, and it sees autocast's casts.
+    """
+    if kind == "selective" and not by_operator:
+        for block in blocks:
+            wrap_forward(block, _by_function)
+        return
     around = _selective if kind == "selective" else _full
     for block in blocks:
         wrap_forward(block, _with_batch_norms(around) if _batch_norms(block) else around)
+
+
+def _by_function(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():  # a user compiles the model
+        return _selective(module, forward, args, kwargs)
+    return run_selectively(forward, args, kwargs)
 
 
 def _full(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, **options: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import nn
 
 from meshwright.describe.calls import Call, ConstantLeaf, Flow, InputLeaf, TensorLeaf, Value
 from meshwright.errors import JobError
-from meshwright.recording.wrap_forward import Around, wrap_forward
+from meshwright.recording.wrap_forward import Around, wrap_call
 from meshwright.strategies.pipeline.stages import Crossings, Stages
 from meshwright.torch_private.trees import tree_leaves, tree_unflatten
 
@@ -61,7 +61,7 @@ class StageModel:
     def watch_calls(self, flow: Flow) -> None:
         """Count the calls of the flow's modules from now on, and run only this stage's."""
         for name in dict.fromkeys(call.name for call in flow.calls):
-            wrap_forward(self.model.get_submodule(name), self._around(name))
+            wrap_call(self.model.get_submodule(name), self._around(name))
 
     def run(
         self, flow: Flow, crossings: Crossings, received: tuple[torch.Tensor, ...], forward: Callable[[], Any]

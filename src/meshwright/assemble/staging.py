@@ -73,6 +73,7 @@ def build_pipeline(setup: RankSetup, losses: Losses, dropout: Dropout) -> Pipeli
         trace=follow,
         counts=axes.first_inside,
         fake=world.fake,
+        compiled=strategy.compile,
     )
 
 

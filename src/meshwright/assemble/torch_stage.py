@@ -28,12 +28,13 @@ class SafeSplitStage(Stage):
 
     PyTorch computes a weight's gradient from the node where the weight meets the graph of the stage's inputs. It loses
     the gradient of a branch that meets no input (a second embedding, sent on unchanged), and fails on a weight that is
-    read in several places. Such a stage runs its whole backward pass in place of the inputs' part.
+    read in several places. Such a stage runs its whole backward pass in place of the inputs' part. So does one with
+    compiled blocks: each is one node of the graph.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._splits: bool | None = None
+        self.splits: bool | None = None
         self._whole: set[int] = set()
 
     def backward_one_chunk(
@@ -52,14 +53,14 @@ class SafeSplitStage(Stage):
 
     def _can_split(self, chunk: int, loss: Any) -> bool:
         """Whether each weight meets the inputs' graph in one place. Checked on the first micro-batch."""
-        if self._splits is None:
+        if self.splits is None:
             outputs, inputs = self.kept_of(chunk)
             edges = construct_reverse_graph(_nodes([loss] if self.is_last else outputs))
             weights = [node for node in _nodes(self.submod.parameters()) if node in edges]
             groups = get_param_groups(_nodes(inputs), weights, edges)
             met = sum(len(group["params"]) for group in groups)
-            self._splits = met == len(weights) and all(len(group["intermediates"]) == 1 for group in groups)
-        return self._splits
+            self.splits = met == len(weights) and all(len(group["intermediates"]) == 1 for group in groups)
+        return self.splits
 
 
 def _nodes(tensors: Any) -> list[Any]:
@@ -110,8 +111,11 @@ def make_stage(
     recomputing: AbstractContextManager[Any],
     done: Callable[[], None],
     fsdp_reduces: bool,
+    compiled: bool,
     **kwargs: Any,
 ) -> PipelineStage:
     stage = (FakeWorldStage if fake else TimedStage)(*args, **kwargs)
+    if compiled:
+        stage.splits = False
     stage.events, stage.recomputing, stage.done, stage.fsdp_reduces = events, recomputing, done, fsdp_reduces
     return stage

@@ -123,9 +123,31 @@ def _kernel(values: Mapping[str, Any]) -> Kernel:
 
 def _recomputed(unit: UnitCosts, kind: str) -> UnitCosts:
     products = [place for place, kernel in enumerate(unit.forward) if kernel.kind != "other"]
-    saved = [unit.forward[place] for place in products if kind == "selective"]
+    if kind == "selective":
+        places = _kept_places(unit.forward)
+        kept = [unit.forward[place].made for place in places]
+        if places and all(kernel.name in _ADDED for kernel in unit.forward[places[-1] + 1 :]):
+            kept.pop()  # the block's last branch, which is only added to the residual stream
+        saved = [unit.forward[place] for place in {*products, *places}]
+    else:
+        kept, saved = [], []
     # Recomputation stops before the last matmul, because backward does not need its result.
     needed = unit.forward[: products[-1]] if products else unit.forward
     again = tuple(kernel for kernel in needed if kernel not in saved)
-    kept = sum((kernel.made for kernel in saved), start=unit.output)
-    return replace(unit, backward=(*again, *unit.backward), kept=kept, backward_peak=unit.backward_peak + unit.output)
+    return replace(
+        unit,
+        backward=(*again, *unit.backward),
+        kept=sum(kept, start=unit.output),
+        backward_peak=unit.backward_peak + unit.output,
+    )
+
+
+_ADDED = ("add", "add_", "_to_copy")
+_DROPOUT = "native_dropout"
+
+
+def _kept_places(forward: tuple[Kernel, ...]) -> list[int]:
+    """Places of the kernels whose results are kept: products, but of a product with dropout what dropout made of it."""
+    chosen = [place for place, kernel in enumerate(forward) if kernel.kind != "other" or kernel.name == _DROPOUT]
+    after = [*(kernel.name for kernel in forward[1:]), ""]
+    return [place for place in chosen if after[place] != _DROPOUT]

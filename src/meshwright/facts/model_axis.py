@@ -38,6 +38,8 @@ class AxisTraits:
     """Whether a rank computes parts of activations between layers, so that state kept in `forward` differs."""
     autocast: bool = True
     """Whether autocast works in the layers that it divides."""
+    compiles: bool = False
+    """Whether torch.compile works on the blocks of a model that it divides."""
     one_process: bool = False
     """Whether it can also run in one process with all devices."""
     engines: tuple[str, ...] = ("torch",)

@@ -89,7 +89,7 @@ def _with_policies(shape: str, samples: int, allowed: Allowed) -> Iterator[Strat
     for precision, recompute, offload, compiled in product(
         allowed.precisions, allowed.recompute, allowed.offload, allowed.compile
     ):
-        if compiled and strategy.axes:
+        if compiled and not _compiles(strategy):
             continue
         if offload and recompute != allowed.recompute[-1]:
             continue  # offloading is only worth its bandwidth if full recomputation does not fit
@@ -98,6 +98,12 @@ def _with_policies(shape: str, samples: int, allowed: Allowed) -> Iterator[Strat
             yield replace(made, micro_batch=size)
             if made.reduces_each and size < samples:
                 yield replace(made, micro_batch=size, sync="last")
+
+
+def _compiles(strategy: Strategy) -> bool:
+    """Whether to search it with torch.compile. Schedules that split backward gain nothing: compiled blocks do not."""
+    splits = bool(strategy.schedule) and FAMILIES[strategy.schedule].splits_backward
+    return not splits and all(term.traits.compiles for term in strategy.axes)
 
 
 def complexity(strategy: Strategy) -> int:

@@ -161,7 +161,7 @@ class StageCosts:
         case = _Case(
             (step_layout.precision, step_layout.recompute),
             step_layout.compile,
-            kernels.KEPT_COMPILED if step_layout.compile and step_layout.gathers else 1.0,
+            _kept_share(step_layout),
             step_layout.micro_batch,
             (step_layout.inner, step_layout.sequence),
             gathered,
@@ -289,6 +289,12 @@ def _kernel_parts(kernel: Kernel, shares: list[UnitShare]) -> int:
 def _part_of(sent: tuple[Sent, ...], others: int) -> tuple[Sent, ...]:
     """One axis's messages when other axes divide the activations too."""
     return sent if others == 1 else tuple(replace(each, bytes=each.bytes / others) for each in sent)
+
+
+def _kept_share(step_layout: StepLayout) -> float:
+    """Share of what blocks keep for backward that remains if they are compiled separately."""
+    separately = step_layout.gathers or step_layout.stage_ranks > 1
+    return kernels.KEPT_COMPILED if step_layout.compile and separately else 1.0
 
 
 def _fused_loss(loss: UnitWork, gradient: float) -> UnitWork:

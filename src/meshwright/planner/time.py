@@ -184,7 +184,7 @@ def _launching(site: Site, unit: UnitWork, *, backward: bool) -> float:
         each += layout.host.divided[backward]
     # Casts of all parameters at once launch less, but the host's costs were fitted to steps that cast each alone.
     casts = unit.tensors if layout.cast_bytes else 0
-    if layout.recompute == "none" or not unit.is_block:
+    if layout.recompute == "none" or layout.compile or not unit.is_block:  # compiled code recomputes by itself
         return launches * each + casts * plain
     again = casts * plain + layout.host.repeated if backward else 0.0
     selecting = (unit.forward_launches + casts) * layout.host.selected if layout.recompute == "selective" else 0.0

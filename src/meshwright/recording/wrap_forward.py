@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.torch_private.modules import is_compiled, wrap_compiled_call
+
 Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -23,6 +25,18 @@ def wrap_forward(module: nn.Module, around: Around) -> None:
     if own is not None:
         cls = _subclass(cls, _unbound(own))
     module.__class__ = _wrapped(cls, around)  # type: ignore[arg-type]  # classes are hashable
+
+
+def wrap_call(module: nn.Module, around: Around) -> None:
+    """Like `wrap_forward`, but outside what was compiled, if the module is compiled."""
+    if not is_compiled(module):
+        wrap_forward(module, around)
+        return
+
+    def wrap(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: around(module, compiled, args, kwargs)
+
+    wrap_compiled_call(module, wrap)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -26,10 +26,13 @@ def changed_by(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 
 def changes_its_input(func: Any, args: Any, kwargs: Any) -> bool:
+    return _is_in_place(func) or kwargs.get("out") is not None or has_inplace(func, args, kwargs)
+
+
+@lru_cache(maxsize=4096)
+def _is_in_place(func: Any) -> bool:
     name = getattr(func, "__name__", "")
-    if (name.endswith("_") and not name.startswith("__")) or name == "__setitem__" or name in IN_PLACE_OPERATORS:
-        return True
-    return kwargs.get("out") is not None or has_inplace(func, args, kwargs)
+    return (name.endswith("_") and not name.startswith("__")) or name == "__setitem__" or name in IN_PLACE_OPERATORS
 
 
 IN_PLACE_OPERATORS = {

@@ -83,3 +83,18 @@ def wanted_by_backward(node: Any) -> list[bool]:
     `ctx.needs_input_grad` says whether any pass may want it. A pipeline's pass for inputs alone wants no weight's.
     """
     return [below is not None and torch._C._will_engine_execute_node(below) for below, _ in node.next_functions]
+
+
+Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def run_unhooked(hooks: Hooks, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function without the innermost hooks on saved tensors if they are these, which saves calling them."""
+    active = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if active is None or active[0] is not hooks[0]:
+        return func(*args, **kwargs)
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        return func(*args, **kwargs)
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)

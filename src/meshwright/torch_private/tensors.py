@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +20,8 @@ make_wrapper = torch.Tensor._make_wrapper_subclass
 """Makes a tensor of a subclass that has a shape and no memory."""
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How many times a tensor was changed in place."""
-    return tensor._version
+version_of: Callable[[torch.Tensor], int] = TensorBase._version.__get__  # type: ignore[attr-defined]
+"""How many times a tensor was changed in place."""
 
 
 READ_VERSION = torch.Tensor._version.__get__  # type: ignore[attr-defined]

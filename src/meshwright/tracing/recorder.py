@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshwright.assemble.selective import is_recomputing
 from meshwright.recording.report_as_cpu import tensors_in
 from meshwright.torch_private.autograd import backward_id
 from meshwright.torch_private.dtensor import local_tensor, shape_search_wrapped
@@ -181,7 +182,8 @@ class StepRecorder(TorchDispatchMode):
         phase = self.step_phase
         if self._in_loss or (phase == "backward" and tensor.numel() in self._outputs):
             return "logits"
-        if phase == "forward" or (phase == "backward" and torch.is_grad_enabled()):  # the latter is recomputation
+        again = is_recomputing() or torch.is_grad_enabled()  # single functions, or a whole block
+        if phase == "forward" or (phase == "backward" and again):
             return "activations"
         return "temporary"
 

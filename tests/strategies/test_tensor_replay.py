@@ -337,11 +337,36 @@ def test_another_shape_and_no_gradients_are_other_programs(mesh: DeviceMesh) -> 
 def test_a_recomputed_block_draws_the_same(mesh: DeviceMesh, kind: str) -> None:
     model, other, plain = (divide(dropout, mesh) for _ in range(3))
     for divided in (model, other):
+        for block in divided.blocks:
+            del block.batch_norm
         recompute_blocks(list(divided.blocks), kind)  # type: ignore[arg-type]
-    for _ in range(3):
+    for _ in range(4):
         found = run(model, mesh)
-        assert found.equals(as_it_is(other, mesh)) and found.equals(as_it_is(plain, mesh))
+        assert found.equals(as_it_is(other, mesh))
+        assert found.loss == pytest.approx(as_it_is(plain, mesh).loss)
+    assert replayed(model) == 9, [state.reason for state in states(model)]
+
+
+def test_recomputing_counts_a_batch_once(mesh: DeviceMesh) -> None:
+    model, other = (divide(RECORDED["statistics"], mesh) for _ in range(2))
+    recompute_blocks(list(model.blocks), "full")  # type: ignore[arg-type]
+    for _ in range(3):
+        assert run(model, mesh).equals(as_it_is(other, mesh))
     assert replayed(model) == 0, "both runs of a checkpointed block are those of its own code"
+
+
+def test_a_checkpointed_block_that_changes_before_backward_is_refused(mesh: DeviceMesh) -> None:
+    model = divide(plain_habit, mesh)
+    for block in model.blocks:  # type: ignore[union-attr]
+        del block.batch_norm
+    recompute_blocks(list(model.blocks), "full")  # type: ignore[arg-type]
+    for _ in range(2):
+        run(model, mesh)
+    x = torch.ones(2, LENGTH, WIDTH)
+    with tensor_region(mesh), pytest.raises(Refused, match="Keep them until backward"):
+        loss = to_plain(model(x), mesh).sum()
+        model.blocks[1].factor = 3.0  # type: ignore[index]
+        loss.backward()
 
 
 def test_a_program_that_became_stale_is_found(mesh: DeviceMesh) -> None:

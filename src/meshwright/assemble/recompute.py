@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from meshwright.assemble.selective import run_selectively
 from meshwright.describe.flops import operator_kind
 from meshwright.recording.wrap_forward import Around, wrap_forward
+from meshwright.strategies.recorder import Choices
 from meshwright.torch_private.modules import BatchNorm
 
 
@@ -41,7 +42,15 @@ def _by_function(module: nn.Module, forward: Callable[..., Any], args: Any, kwar
 def _full(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, **options: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+    if torch.compiler.is_compiling() or _batch_norms(module):  # a program would count a batch twice
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+    made = Choices()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with made.deciding():
+            return forward(*args, **kwargs)
+
+    return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
 
 
 def _selective(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, **options: Any) -> Any:

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.assemble.cheap_functions import CHEAP, CHEAP_IN_PLACE, SAVED_RESULTS, UNCHANGING, stateless
 from meshwright.errors import JobError
 from meshwright.strategies.intercepted import changed_by
+from meshwright.strategies.recorder import SELECTIVE as RECORDED_AS
 from meshwright.torch_private.autograd import Hooks, run_unhooked
 from meshwright.torch_private.fake_tensors import FakeTensor
 from meshwright.torch_private.modes import below_all_modes, without_torch_function
@@ -149,6 +150,8 @@ class _CannotHold(Exception):
 
 class _Region(TorchFunctionMode):
     """Notes the cheap calls of one block's forward pass."""
+
+    recorded_as = RECORDED_AS
 
     def __init__(self) -> None:
         super().__init__()

@@ -72,9 +72,10 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
-def saves_by_hooks() -> bool:
-    """Whether hooks handle the tensors that autograd saves now, as in a region that is checkpointed."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def saves_by_hooks(known: Any = None) -> bool:
+    """Whether hooks other than a `known` one handle the tensors that autograd saves now, as where it checkpoints."""
+    active = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return active is not None and active[0] is not known
 
 
 def wanted_by_backward(node: Any) -> list[bool]:

@@ -35,17 +35,38 @@ without_tensor_classes = torch._C.DisableTorchFunctionSubclass
 
 
 @contextmanager
-def below_all_modes(mode: TorchFunctionMode) -> Iterator[None]:
-    """Context in which a function mode is the outermost one: it sees functions after the modes that are active now."""
+def below_all_modes(
+    mode: TorchFunctionMode, but: Callable[[TorchFunctionMode], bool] = lambda _: False
+) -> Iterator[None]:
+    """Context in which a function mode is the outermost one: it sees functions after the modes that are active now.
+
+    Modes that `but` is true of stay below it.
+    """
     modes = function_modes()
-    for _ in modes:
-        _pop_mode()
-    for one in (mode, *modes):
-        _push_mode(one)
+    below = [one for one in modes if but(one)]
+    with _modes([*below, mode, *(one for one in modes if one not in below)]):
+        yield
+
+
+@contextmanager
+def only_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    """Context in which no other function mode is active."""
+    with _modes([mode]):
+        yield
+
+
+@contextmanager
+def _modes(wanted: list[TorchFunctionMode]) -> Iterator[None]:
+    before = function_modes()
+    _replace(len(before), wanted)
     try:
         yield
     finally:
-        for _ in (mode, *modes):
-            _pop_mode()
-        for one in modes:
-            _push_mode(one)
+        _replace(len(wanted), before)
+
+
+def _replace(count: int, modes: list[TorchFunctionMode]) -> None:
+    for _ in range(count):
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)

@@ -102,7 +102,7 @@ class ProgramRecorder(TorchFunctionMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(below_all_modes(self))
+            stack.enter_context(below_all_modes(self, but=_watches))
             stack.enter_context(_Operators(self))
             stack.enter_context(own_functions_wrapped(self._check_own_function))
             stack.enter_context(hooks_wrapped(lambda: self._refuse_outside("it keeps saved tensors in its own way")))
@@ -227,6 +227,11 @@ class ProgramRecorder(TorchFunctionMode):
         if place not in self.read:
             self.read[place] = self._number(tensor)
         return self.read[place]
+
+
+def _watches(mode: TorchFunctionMode) -> bool:
+    """Whether a mode must see a program's functions too, so that it is not part of the program."""
+    return getattr(mode, "recorded_as", None) == recorder.SELECTIVE
 
 
 def _results(name: str, result: Any) -> tuple[list[Tensor], bool]:

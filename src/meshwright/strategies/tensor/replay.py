@@ -3,7 +3,7 @@
 What the tensor region decides for each function is the same in every call of a block with the same shapes and flags. So
 the first call is recorded while it runs (`record.py`), and the next ones run the program on plain local tensors: no
 mode, no divided tensors, none of the model's Python code. Both send the same messages in the same order, so ranks need
-not agree on which of them they run. Checkpointed blocks run as they are.
+not agree on which of them they run. A checkpointed block runs in backward as it ran in forward.
 
 A program is compared with the block from time to time: its 8th, 64th, 512th... call runs as it is and is recorded
 again. A program that has become another one although all conditions hold is an error.
@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.environment import programs_wanted
 from meshwright.errors import Refused
+from meshwright.strategies.recorder import SELECTIVE, choices
 from meshwright.strategies.tensor.conditions import (
     Arguments,
     Conditions,
@@ -41,7 +42,7 @@ from meshwright.strategies.tensor.python_reads import PythonReads, is_comparable
 from meshwright.strategies.tensor.record import PLAIN, ProgramRecorder, Unrecordable
 from meshwright.strategies.tensor.rewrite import rewrite
 from meshwright.torch_private.autograd import backward_id, saves_by_hooks
-from meshwright.torch_private.modes import function_modes, without_torch_function
+from meshwright.torch_private.modes import function_modes, only_mode, without_torch_function
 from meshwright.torch_private.modules import has_global_hooks
 
 ATTEMPTS = 3
@@ -109,6 +110,40 @@ def program_state(block: nn.Module) -> BlockState:
     return found
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What surrounds a call beside its arguments."""
+
+    state: tuple[Any, ...]
+    """Torch's switches, and what modes are active."""
+    watcher: Any = None
+    """A mode that must see the program's functions."""
+
+
+def _surroundings(mesh: DeviceMesh) -> Surroundings | None:
+    """None where nothing is recorded."""
+    if torch.is_inference_mode_enabled() or has_global_hooks() or torch.is_autocast_enabled("cpu"):
+        return None
+    if torch.cuda.is_initialized() and torch.is_autocast_enabled("cuda"):
+        return None
+    modes: dict[Any, None] = {"divided": None}
+    watcher: Any = None
+    for mode in function_modes():
+        if isinstance(mode, DividedFunctions):
+            if mode.mesh != mesh:
+                return None
+        elif (name := getattr(mode, "recorded_as", None)) is not None:
+            modes[name] = None
+            watcher = mode if name == SELECTIVE else watcher
+        else:
+            return None
+    # A region that the model's author checkpoints must run twice in the same way, which only its own code promises.
+    by_hooks = saves_by_hooks(watcher.hooks[0] if watcher is not None else None)
+    if choices.get() is None and (by_hooks or backward_id() != -1):
+        return None
+    return Surroundings((*torch_state(), *modes), watcher)
+
+
 class BlockPrograms:
     """The programs of blocks, in place of their `forward`."""
 
@@ -116,54 +151,66 @@ class BlockPrograms:
         self._mesh = mesh
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        state = self._surroundings() if _enabled else None
         forget_input()  # a program knows nothing of the copies of its caller
-        if state is None:
-            return self._run_plain(forward, args, kwargs)
+        around, made = _surroundings(self._mesh) if _enabled else None, choices.get()
+        if made is not None and made.repeats:
+            return self._repeat(made.take(), around, module, forward, args, kwargs)
         block = program_state(module)
-        found = self._find(block, state, args, kwargs)
-        if found is None:
-            return self._record(block, state, module, forward, args, kwargs, None)
-        bound, arguments, inputs = found
-        if bound.is_due():
-            return self._record(block, state, module, forward, args, kwargs, bound)
+        found = self._find(block.programs, around, args, kwargs) if around is not None else None
+        known = found[0] if found is not None else None
+        due = known is not None and known.is_due()
+        if made is not None:
+            made.add(None if due else known)
+        if around is None:
+            return self._run_plain(forward, args, kwargs)
+        if found is None or due:
+            return self._record(block, around, module, forward, args, kwargs, known)
+        return self._run(around, *found)
+
+    def _repeat(
+        self,
+        bound: BoundProgram | None,
+        around: Surroundings | None,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Run a checkpointed block again as it ran first."""
+        if bound is None:
+            return self._run_plain(forward, args, kwargs)
+        found = self._find([bound], around, args, kwargs) if around is not None else None
+        if around is None or found is None:
+            raise Refused(
+                f"A checkpointed block ({type(module).__name__}) is not in backward what it was in forward: its "
+                "attributes or settings have changed. Keep them until backward is over."
+            )
+        return self._run(around, *found)
+
+    def _run(
+        self, around: Surroundings, bound: BoundProgram, arguments: tuple[Any, ...], inputs: tuple[Tensor, ...]
+    ) -> Any:
+        mode_of(self._mesh).gathered.update(bound.gathered)
+        if around.watcher is not None:
+            with only_mode(around.watcher):
+                results = bound.run(*inputs)
+        else:
+            with without_torch_function():
+                results = bound.run(*inputs)
+        del inputs
         with without_torch_function():
-            results = bound.run(*inputs)
-            del inputs
-            if bound.gathered:
-                mode_of(self._mesh).gathered.update(bound.gathered)
             return bound.finish(arguments, results)
 
     def _run_plain(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with tensor_region(self._mesh):
             return forward(*args, **kwargs)
 
-    def _surroundings(self) -> tuple[Any, ...] | None:
-        """What surrounds a call beside its arguments; None where nothing is recorded."""
-        if torch.is_inference_mode_enabled() or has_global_hooks() or torch.is_autocast_enabled("cpu"):
-            return None
-        if torch.cuda.is_initialized() and torch.is_autocast_enabled("cuda"):
-            return None
-        if backward_id() != -1 or saves_by_hooks():
-            return None  # a checkpointed block must run twice in the same way, which only its own code promises
-        modes: dict[Any, None] = {}
-        for mode in function_modes():
-            if isinstance(mode, DividedFunctions):
-                if mode.mesh != self._mesh:
-                    return None
-                modes["divided"] = None
-            elif (name := getattr(mode, "recorded_as", None)) is not None:
-                modes[name] = None
-            else:
-                return None
-        return (*torch_state(), *modes, *(() if "divided" in modes else ("divided",)))
-
     def _find(
-        self, block: BlockState, state: Any, args: Any, kwargs: Any
+        self, programs: list[BoundProgram], around: Surroundings, args: Any, kwargs: Any
     ) -> tuple[BoundProgram, tuple[Any, ...], tuple[Tensor, ...]] | None:
         with without_torch_function():
-            for bound in block.programs:
-                if bound.state != state:
+            for bound in programs:
+                if bound.state != around.state:
                     continue
                 try:
                     found = bound.match(args, kwargs)
@@ -176,7 +223,7 @@ class BlockPrograms:
     def _record(
         self,
         block: BlockState,
-        state: Any,
+        around: Surroundings,
         module: nn.Module,
         forward: Callable[..., Any],
         args: Any,
@@ -196,7 +243,7 @@ class BlockPrograms:
             result = draft.call(forward, args, kwargs)
         try:
             with without_torch_function():
-                bound = draft.bind(state, result, args, kwargs)
+                bound = draft.bind(around.state, result, args, kwargs)
         except Unrecordable as why:
             block.failures, block.reason = block.failures + 1, str(why)
             if known is not None:

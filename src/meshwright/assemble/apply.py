@@ -101,9 +101,11 @@ def apply_in_order(
         follow_table(called, dtype)
     whole = list(called) or [model]
     if strategy.recompute != "none":
-        by_operator = strategy.compile or strategy.autocast
+        by_operator = (strategy.compile and not strategy.inner_axes) or strategy.autocast
         recompute_blocks(list(blocks) or whole, strategy.recompute, by_operator=by_operator)
-    if strategy.compile:
+    for term in strategy.inner_axes if strategy.compile else ():
+        inner_axis(term).compile_blocks(blocks)
+    if strategy.compile and not strategy.inner_axes:
         if strategy.number_format.is_low and not strategy.autocast:
             follow_table(blocks or [model], dtype)  # outside the recomputed region, inside the compiled graph
         for module in _compiled_units(model, blocks, setup) or whole:

@@ -94,6 +94,9 @@ def _refuse_compile(strategy: Strategy, facts: ModelFacts) -> str | None:
             f"torch.compile cannot go through a block that is recomputed and has BatchNorm ({facts.batch_norms[0]}); "
             f"drop compile or ac={strategy.recompute}."
         )
+    if strategy.compile and strategy.recompute == "selective" and strategy.inner_axes:
+        word = strategy.inner_axes[0].word
+        return f"ac=selective is not built for compile with {word}; use ac=full, or drop compile or ac=selective."
     return None
 
 

@@ -25,6 +25,7 @@ from meshwright.describe.dtypes import LOW
 from meshwright.describe.observe import call_loss
 from meshwright.facts.job import Job
 from meshwright.facts.precision import FORMATS
+from meshwright.facts.strategy import Strategy
 from meshwright.recording.wrap_forward import Around, wrap_forward
 from meshwright.torch_private.modes import without_torch_function
 from meshwright.torch_private.modules import RNN_READS_ATTRIBUTES, BatchNorm
@@ -120,6 +121,11 @@ def loss_under(
         return call_loss(job, raise_small(output) if is_low else output, batch)
 
     return torch.compile(loss) if compiled else loss
+
+
+def compiles_loss(strategy: Strategy) -> bool:
+    """Whether the loss is compiled too. Inner axes run it by their rules, on divided outputs."""
+    return strategy.compile and not strategy.inner_axes
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -13,7 +13,7 @@ from meshwright.assemble.apply import RankSetup, lay_out, plan_inner_axes
 from meshwright.assemble.autocast import autocast_region
 from meshwright.assemble.passes import Dropout, Losses
 from meshwright.assemble.pipeline import OwnStage, PipelinePasses
-from meshwright.assemble.precision import apply_precision, loss_under
+from meshwright.assemble.precision import apply_precision, compiles_loss, loss_under
 from meshwright.assemble.rank_engine import Holders, RankEngine
 from meshwright.assemble.stage_model import StageModel
 from meshwright.assemble.world import outside_of_modes
@@ -73,7 +73,7 @@ def build_pipeline(setup: RankSetup, losses: Losses, dropout: Dropout) -> Pipeli
         trace=follow,
         counts=axes.first_inside,
         fake=world.fake,
-        compiled=strategy.compile,
+        compiled=compiles_loss(strategy),
     )
 
 

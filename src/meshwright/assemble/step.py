@@ -24,7 +24,7 @@ from meshwright.assemble.low_copies import LowCopies
 from meshwright.assemble.operator_dtypes import recomputing
 from meshwright.assemble.optimizer import HostCopies, refuse_coupled_shards, take_fused_kernels
 from meshwright.assemble.passes import Dropout, Losses, Passes, PlainPasses
-from meshwright.assemble.precision import LossScale, loss_under
+from meshwright.assemble.precision import LossScale, compiles_loss, loss_under
 from meshwright.assemble.rank_engine import RankEngine
 from meshwright.assemble.staging import build_pipeline
 from meshwright.assemble.whole_batch import WholeBatchLoss, WholeBatchPasses
@@ -160,7 +160,7 @@ class Trainer:
         autocast = autocast_region(strategy, world.device.type, fake=world.fake)
         losses = Losses(
             job=job,
-            loss=loss_under(strategy.precision, job, compiled=strategy.compile, autocast=autocast),
+            loss=loss_under(strategy.precision, job, compiled=compiles_loss(strategy), autocast=autocast),
             weight_per_sample=facts.weight_per_sample,
             plain=partial(make_whole, axes=axes),
             # PyTorch's checkpointing restores autocast itself.

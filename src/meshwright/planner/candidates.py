@@ -101,9 +101,13 @@ def _with_policies(shape: str, samples: int, allowed: Allowed) -> Iterator[Strat
 
 
 def _compiles(strategy: Strategy) -> bool:
-    """Whether to search it with torch.compile. Schedules that split backward gain nothing: compiled blocks do not."""
+    """Whether to search it with torch.compile.
+
+    Schedules that split backward gain nothing, because compiled blocks do not; and what tp keeps when it is compiled
+    cannot be foretold.
+    """
     splits = bool(strategy.schedule) and FAMILIES[strategy.schedule].splits_backward
-    return not splits and all(term.traits.compiles for term in strategy.axes)
+    return not splits and not strategy.inner_axes and all(term.traits.compiles for term in strategy.axes)
 
 
 def complexity(strategy: Strategy) -> int:

@@ -7,7 +7,7 @@ of a stage axis run different layers, one stage each, on the pipeline engine.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -119,6 +119,9 @@ class InnerAxis(ModelAxis):
     def whole(self, tree: Any, mesh: DeviceMesh) -> Any:
         """Gather the divided tensors of an output tree, differentiably."""
         return tree
+
+    def compile_blocks(self, blocks: Sequence[nn.Module]) -> None:
+        """Compile what a rank computes of these blocks, in its own way. Called if `traits.compiles`."""
 
     def finish(self, parameters: NamedParameters, mesh: DeviceMesh) -> None:
         """Complete the gradients of whole parameters after the last backward."""

@@ -102,6 +102,8 @@ def _unseen(strategy: Strategy, recorded: Recorded) -> str:
     found = []
     if recorded.uncompiled:
         found.append(f"what cannot be compiled on fake tensors was traced as eager: {recorded.uncompiled}")
+    if strategy.compile and strategy.inner_axes:
+        found.append(f"blocks that {strategy.inner_axes[0].word} divides were traced as eager")
     if strategy.offload == "params":
         found.append("offload=params was traced as if sharded parameters lay on the device")
     return "; ".join(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ class TensorParallel(InnerAxis):
         splits_tensors=True,
         splits_activations=True,
         autocast=False,
+        compiles=True,
         config_fields={
             "torchtitan": "tensor_parallel_degree",
             "accelerate": "parallelism_config_tp_size",
@@ -70,6 +71,11 @@ class TensorParallel(InnerAxis):
         from meshwright.strategies.tensor.mode import tensor_region
 
         return tensor_region(mesh)
+
+    def compile_blocks(self, blocks: Sequence[nn.Module]) -> None:
+        from meshwright.strategies.tensor.replay import compile_programs
+
+        compile_programs(blocks)
 
     def whole(self, tree: Any, mesh: DeviceMesh) -> Any:
         from meshwright.strategies.tensor.split import to_plain

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.environment import programs_wanted
 from meshwright.errors import Refused
 from meshwright.strategies.recorder import SELECTIVE, choices
+from meshwright.strategies.tensor.compiled import compiled
 from meshwright.strategies.tensor.conditions import (
     Arguments,
     Conditions,
@@ -97,6 +98,14 @@ def recording(wanted: bool) -> None:
     """Switch programs on or off in this process. Off, blocks run as they are."""
     global _enabled
     _enabled = wanted
+
+
+_compiling: WeakSet[nn.Module] = WeakSet()
+
+
+def compile_programs(blocks: Iterable[nn.Module]) -> None:
+    """Compile the programs of blocks; their first calls, and those that cannot be recorded, stay as they are."""
+    _compiling.update(blocks)
 
 
 _states: WeakKeyDictionary[nn.Module, BlockState] = WeakKeyDictionary()
@@ -302,10 +311,14 @@ class Draft:
             state=state,
             match=conditions.compile(f"({given}{',' if given else ''}), ({inputs}{',' if inputs else ''})"),
             program=program,
-            run=rewrite(program, self._mesh).compile(),
+            run=self._function(rewrite(program, self._mesh)),
             finish=outputs.finish(),
             gathered=Counter(mode_of(self._mesh).gathered) - self._gathered,
         )
+
+    def _function(self, program: Program) -> Callable[..., tuple[Tensor, ...]]:
+        wanted = self._modules[0] in _compiling
+        return (compiled(program) if wanted else None) or program.compile()
 
     def _refuse_changes(self, args: Any, kwargs: Any) -> None:
         """Refuse a call that changed its modules or its arguments' containers: a program would not."""

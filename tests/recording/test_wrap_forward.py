@@ -139,7 +139,7 @@ def test_what_surrounds_a_call_is_not_compiled() -> None:
 
         return call
 
-    x, first, second = torch.randn(2, WIDTH), Block(), Block()
+    x, first, second = torch.randn(2, WIDTH, requires_grad=True), Block(), Block()
     expected = second(first(x))
     for name, module in (("first", first), ("second", second)):
         module.compile(backend=backend)

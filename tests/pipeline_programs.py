@@ -102,7 +102,7 @@ def splits(world: World, job: str, strategy: str) -> dict[int, bool | None]:
     made.step(seeded_batch(made.job, 0))
     assert isinstance(made.passes, PipelinePasses)
     stages = [stage for schedule in made.passes._schedules.values() for stage in schedule._stages]
-    return {stage.stage_index: stage._splits for stage in stages}
+    return {stage.stage_index: stage.splits for stage in stages}
 
 
 def held_parameters(world: World, job: str, strategy: str) -> int:

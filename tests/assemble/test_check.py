@@ -66,6 +66,8 @@ def test_a_term_without_an_engine_is_named(term: str) -> None:
         ("op=2,hsdp=1x2", 4, "hsdp=1x2,op=2"),
         ("op=2,pp=2:zb", 4, "op=2,pp=2:zb"),
         ("tp=2,ac=full", 2, "tp=2,ac=full"),
+        ("pp=2:zb,compile", 2, "pp=2:zb,compile"),
+        ("layers=2,fsdp,compile", 4, "fsdp=2,layers=2,compile"),
     ],
 )
 def test_the_models_axes_are_sized(text: str, ranks: int, resolved: str) -> None:
@@ -80,7 +82,7 @@ def test_the_models_axes_are_sized(text: str, ranks: int, resolved: str) -> None
         ("pp=4:interleaved", 4, "cannot be cut into 8 stages"),
         ("layers=8", 8, "use at most 4 stages"),
         ("pp=4:1f1b,mb=4", 4, "mb=4 cuts a data rank's 8 samples into 2 micro-batches"),
-        ("pp=2:1f1b,compile", 2, "compile is not built for pp; drop it"),
+        ("tp=2,compile", 2, "compile is not built for tp; drop it"),
         ("pp=2:1f1b,fsdp,offload=params", 4, "offload=params is not built for a pipeline"),
         ("pp=2:1f1b,ddp,offload=params", 4, "needs fsdp or hsdp"),
         ("op=3", 3, "op=3 divides linear, convolution"),

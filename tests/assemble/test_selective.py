@@ -105,6 +105,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "instance norm": lambda body, u, x: F.instance_norm(u, torch.zeros(3), torch.ones(3)).exp(),
     "author's function": lambda body, u, x: Doubled.apply(u.exp()).sin() * u,
     "no gradients": lambda body, u, x: u.exp() * torch.no_grad()(lambda: (x * 2).tanh())(),
+    "inference": lambda body, u, x: (u.exp() + torch.inference_mode()(lambda: torch.ones(WIDTH))()).sin(),
     "parts": changes_a_part,
     "in place": adds_in_place,
     "changed": changes_what_was_read,

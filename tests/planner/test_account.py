@@ -172,6 +172,12 @@ def test_the_planner_does_not_choose_how_gradients_are_rounded(facts: ModelFacts
     assert {made.reduce for made in candidates(facts, EIGHT, 64, Allowed())} == {"fp32"}
 
 
+def test_compile_is_searched_where_blocks_compile(facts: ModelFacts) -> None:
+    found = [made for made in candidates(facts, EIGHT, 64, Allowed(compile=(True,))) if made.axes]
+    assert {made.schedule for made in found} >= {"1f1b", "interleaved"}
+    assert not any(made.inner_axes or made.schedule in ("zb", "zbv") for made in found)
+
+
 def linked(planner: Planner, gigabits: float) -> PlanContext:
     """Two CPU ranks on separate nodes, whose sums within a node would take no time."""
     context = planner.context(Cluster.parse("2x1xcpu"))

@@ -58,6 +58,11 @@ def test_policies(two_ranks: RankPool) -> None:
     check(two_ranks, "tied", "pp=2:1f1b,fp16", "pp=2:zbv,bf16", "pp=2:gpipe,bf16:pure")
 
 
+@pytest.mark.thorough
+def test_compiled(two_ranks: RankPool) -> None:
+    check(two_ranks, "tied", "pp=2:1f1b,compile", "pp=2:zb,compile,bf16", "layers=2,compile,ac=selective")
+
+
 @pytest.mark.parametrize("job", ["masked", "uneven"])
 def test_what_pipelines_get_wrong(two_ranks: RankPool, job: str) -> None:
     """A loss whose weight depends on the data; a batch of seven."""

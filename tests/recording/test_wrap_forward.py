@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.recording.wrap_forward import wrap_forward
+from meshwright.recording.wrap_forward import wrap_call, wrap_forward
 from minimal import WIDTH, Block, Blocks
 
 
@@ -121,3 +121,29 @@ def test_weights_can_still_be_pickled() -> None:
     layer = Named(WIDTH, 2)
     wrap_forward(layer, twice)
     assert pickle.loads(pickle.dumps(layer.state_dict())).keys() == {"weight", "bias"}
+
+
+def test_what_surrounds_a_call_is_not_compiled() -> None:
+    """Alike modules are compiled once, although what surrounds each of them differs."""
+    graphs: list[Any] = []
+    calls: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def around(name: str) -> Any:
+        def call(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            calls.append(name)
+            return args[0] if len(calls) == 4 else forward(*args, **kwargs)
+
+        return call
+
+    x, first, second = torch.randn(2, WIDTH, requires_grad=True), Block(), Block()
+    expected = second(first(x))
+    for name, module in (("first", first), ("second", second)):
+        module.compile(backend=backend)
+        wrap_call(module, around(name))
+    assert torch.equal(second(first(x)), expected)
+    assert torch.equal(second(first(x)), first(x)) and len(graphs) == 1
+    assert calls == ["first", "second", "first", "second", "first"]

@@ -292,7 +292,7 @@ class _Region(TorchFunctionMode):
         kind = type(value)
         if kind in _PLAIN:
             storage = _storage_of(value)
-            if storage is None or storage is result or value.numel() > largest:
+            if storage is None or storage is result or value.numel() > largest or value.is_inference():
                 raise _CannotHold
             handles.append(self._handle(value, storage))
             return handles[-1]

@@ -51,7 +51,8 @@ class HostCosts:
     repeated: float = 0.0
     """For one block that recomputes, besides its launches."""
     selected: float = 0.0
-    """Added to each launch in forward and in recomputation under selective checkpointing, which checks each result."""
+    """Added to each launch of a forward pass, once in forward and once in backward, under selective checkpointing: it
+    notes functions, and exchanges what autograd saved."""
     gathers_by_copy: bool = False
     """Whether gathered parameters are copied to the place that forward reads, as in FSDP2."""
 
@@ -65,12 +66,12 @@ OURS = HostCosts(
     collective=100e-6,
     divided=(290e-6, 75e-6),
     repeated=0.4e-3,
-    selected=50e-6,
+    selected=20e-6,
     gathers_by_copy=True,
 )
 """Our engine, on an H200's host (docs/data/plan_gpu.json): a Llama of 28 blocks takes 381 ms under tp=8, whose
-kernels run 121, and 457 under tp=2; a GPT of 48 blocks 183 ms under fsdp, whose kernels run 119, and 302 under
-ac=selective instead of 137; a ViT of 24 blocks 82 ms under ac=full and 55 without."""
+kernels run 121, and 457 under tp=2; a GPT of 48 blocks 183 ms under fsdp, whose kernels run 119, and 168 under
+ac=selective instead of 136 (benchmarks/recompute_cost.py); a ViT of 24 blocks 82 ms under ac=full and 55 without."""
 
 
 @dataclass(frozen=True, kw_only=True)

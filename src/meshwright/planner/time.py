@@ -186,9 +186,10 @@ def _launching(site: Site, unit: UnitWork, *, backward: bool) -> float:
     casts = unit.tensors if layout.cast_bytes else 0
     if layout.recompute == "none" or layout.compile or not unit.is_block:  # compiled code recomputes by itself
         return launches * each + casts * plain
+    if layout.recompute == "selective":
+        return launches * each + casts * plain + (unit.forward_launches + casts) * layout.host.selected
     again = casts * plain + layout.host.repeated if backward else 0.0
-    selecting = (unit.forward_launches + casts) * layout.host.selected if layout.recompute == "selective" else 0.0
-    return launches * each + casts * plain + again + selecting
+    return launches * each + casts * plain + again
 
 
 def _preparing(site: Site, unit: UnitWork, *, backward: bool) -> float:

@@ -19,6 +19,7 @@ from meshwright.torch_private.autograd import (
     run_engine,
     run_unhooked,
     saves_by_hooks,
+    wanted_by_backward,
     wrap_engine,
 )
 
@@ -168,3 +169,28 @@ def test_a_function_runs_without_hooks_on_saved_tensors() -> None:
         assert seen == ["own", "other"]
     run_unhooked(own, torch.exp, (x,), {})
     assert seen == ["own", "other"]
+
+
+def test_a_function_knows_which_gradients_a_pass_wants() -> None:
+    wanted: list[list[bool]] = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, factor: float, y: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, y)
+            return x * y * factor
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+            wanted.append(wanted_by_backward(ctx))
+            x, y = ctx.saved_tensors
+            return gradients[0] * y, None, gradients[0] * x
+
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    result = Product.apply(x * 2, 1.0, y * 2).sum()
+    torch.autograd.grad(result, x, retain_graph=True)
+    torch.autograd.grad(result, y, retain_graph=True)
+    result.backward()
+    assert wanted == [[True, False], [False, True], [True, True]]
+    (found,) = torch.autograd.grad(Product.apply(x, 3.0, y).sum(), x)
+    assert wanted[-1] == [True, True] and found.tolist() == [3, 3]

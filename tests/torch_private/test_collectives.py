@@ -6,7 +6,15 @@ import torch
 import torch.distributed as dist
 
 from meshwright.assemble.world import fake_world
-from meshwright.torch_private.collectives import COLLECTIVES, FIRST_BUCKET_BYTES, assign_buckets, group_given_as
+from meshwright.torch_private.collectives import (
+    COLLECTIVES,
+    FIRST_BUCKET_BYTES,
+    assign_buckets,
+    gather_rows,
+    group_given_as,
+    sum_over,
+    sum_row,
+)
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.trees import tree_leaves
 
@@ -57,3 +65,13 @@ def test_buckets_fill_up_to_their_limit() -> None:
     groups, _ = assign_buckets(tensors, [1024, 2048])
     assert groups == [[0], [1, 2], [3, 4]]
     assert FIRST_BUCKET_BYTES == 1 << 20
+
+
+@pytest.mark.usefixtures("two_fake_ranks")
+def test_functional_collectives_return_new_tensors() -> None:
+    x, group = torch.arange(6.0).view(2, 3), dist.group.WORLD.group_name
+    with Seen() as seen:
+        found = gather_rows(x, 2, group), sum_row(x, 2, group), sum_over(x, group)
+    assert [tuple(each.shape) for each in found] == [(2, 2, 3), (3,), (2, 3)]
+    assert set(seen.namespaces) == {"_c10d_functional"} and len(seen.groups) == 3
+    assert all(each.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() for each in found)

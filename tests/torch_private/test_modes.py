@@ -7,6 +7,7 @@ from meshwright.torch_private.modes import (
     TorchDispatchMode,
     below_all_modes,
     function_modes,
+    only_mode,
     outside_of_modes,
     without_innermost_mode,
     without_tensor_classes,
@@ -83,16 +84,17 @@ def test_modes_see_what_classes_do_not() -> None:
     assert torch.Tensor.exp in mode.seen and Counted.calls == calls
 
 
+class Named(TorchFunctionMode):
+    def __init__(self, name: str, seen: list[str]) -> None:
+        super().__init__()
+        self.name, self.seen = name, seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(self.name)
+        return func(*args, **(kwargs or {}))
+
+
 def test_a_mode_goes_below_the_others() -> None:
-    class Named(TorchFunctionMode):
-        def __init__(self, name: str, seen: list[str]) -> None:
-            super().__init__()
-            self.name, self.seen = name, seen
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.seen.append(self.name)
-            return func(*args, **(kwargs or {}))
-
     seen: list[str] = []
     with Named("outer", seen), Named("inner", seen):
         with below_all_modes(Named("below", seen)):
@@ -101,3 +103,16 @@ def test_a_mode_goes_below_the_others() -> None:
         seen.clear()
         torch.ones(1).sin()
     assert "below" not in seen and "outer" in seen
+
+
+def test_a_mode_stays_below_others_or_alone() -> None:
+    seen: list[str] = []
+    low, outer, inner = (Named(name, seen) for name in ("low", "outer", "inner"))
+    with low, outer, inner:
+        with below_all_modes(Named("between", seen), but=lambda mode: mode is low):
+            torch.ones(1).sin()
+        assert seen[-4:] == ["inner", "outer", "between", "low"]
+        seen.clear()
+        with only_mode(outer):
+            torch.ones(1).sin()
+        assert set(seen) == {"outer"} and function_modes() == [low, outer, inner]

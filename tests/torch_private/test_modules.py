@@ -12,6 +12,7 @@ from meshwright.torch_private.modules import (
     OTHER_ATTRIBUTES,
     REGISTERED,
     RNN_READS_ATTRIBUTES,
+    SETTINGS,
     AnyBatchNorm,
     BatchNorm,
     Dropout,
@@ -186,3 +187,7 @@ def test_hooks_of_all_modules_are_seen() -> None:
     assert has_global_hooks()
     handle.remove()
     assert not has_global_hooks()
+
+
+def test_settings_are_read_from_one_module() -> None:
+    assert torch.is_grad_enabled.__self__ is SETTINGS is torch._C._get_deterministic_algorithms.__self__

@@ -81,9 +81,17 @@ def saves_by_hooks(known: Any = None) -> bool:
 def wanted_by_backward(node: Any) -> list[bool]:
     """Whether the backward pass that runs now wants the gradient of each tensor that a function got.
 
-    `ctx.needs_input_grad` says whether any pass may want it. A pipeline's pass for inputs alone wants no weight's.
+    `ctx.needs_input_grad` says whether any pass may want it. A pipeline's pass for inputs alone wants no weight's. Of
+    leaves, `torch.autograd.grad` does not tell.
     """
-    return [below is not None and torch._C._will_engine_execute_node(below) for below, _ in node.next_functions]
+    return [below is not None and _is_wanted(below) for below, _ in node.next_functions]
+
+
+def _is_wanted(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return True
 
 
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]

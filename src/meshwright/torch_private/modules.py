@@ -115,3 +115,7 @@ OTHER_ATTRIBUTES = (
 def has_global_hooks() -> bool:
     """Whether hooks are registered that run in the call of every module."""
     return bool(nn.modules.module._has_any_global_hook())
+
+
+SETTINGS = torch._C
+"""The module whose functions read torch's settings."""

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.strategies.tensor.record import Unrecordable
+from meshwright.torch_private.modules import SETTINGS
 
 _TORCH = str(Path(torch.__file__).parent)
 _LAYERS = str(Path(_TORCH, "nn"))
@@ -113,10 +114,10 @@ class PythonReads:
 
     def _check_call(self, caller: FrameType, called: Any) -> None:
         owner = getattr(called, "__self__", None)
-        if isinstance(owner, ModuleType) and owner.__name__ == "torch._C":
+        if owner is SETTINGS:
             known = called.__name__ in _SWITCHES_SEEN or called.__name__.startswith("_has_torch_function")
             if not known and _asked_by_model(caller):
-                self._refuse(f"torch._C.{called.__name__} is called")
+                self._refuse(f"{called.__name__} asks for a setting of torch")
         elif is_of_model(caller.f_code):
             source = owner if isinstance(owner, type) else type(owner)
             module = getattr(called, "__module__", None) or getattr(source, "__module__", None)

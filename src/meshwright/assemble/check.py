@@ -18,6 +18,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.recording.blueprint import model_to_read
 from meshwright.strategies import DATA_STRATEGIES, Place, data_strategy, model_axis
 from meshwright.strategies.deepspeed.user_config import refuse_contradictions, without_job
+from meshwright.strategies.graphs import refuse_cut_losses, refuse_graphs
 from meshwright.strategies.moved_state import refuse_moved
 from meshwright.strategies.pipeline.sizes import count_micro_batches, is_pipelined
 
@@ -28,6 +29,7 @@ def check(job: Job, facts: ModelFacts, strategy: Strategy, place: Place) -> Stra
     if reason := (
         _refuse_batch(job, facts, resolved)
         or _refuse_whole_batch(job, facts, resolved)
+        or refuse_cut_losses(resolved, facts, resolved.data_ranks * _micro_steps(job, resolved))
         or _refuse_scatter(job, resolved)
         or refuse_optimizer(facts.couplings, resolved)
         or (facts.moved and refuse_moved(resolved, facts, _micro_steps(job, resolved)))
@@ -49,6 +51,7 @@ def check_strategy(facts: ModelFacts, strategy: Strategy, place: Place) -> Strat
     resolved = strategy.resolve(place.ranks)
     refuse_missing_gpus(place)
     reason = data_strategy(resolved).refuse(resolved, facts, place) or _refuse_offload(resolved)
+    reason = reason or refuse_graphs(resolved, facts) or _refuse_graphs_on_cpu(resolved, place)
     if reason := reason or _refuse_compile(resolved, facts):
         raise Refused(reason)
     return resolved
@@ -94,6 +97,12 @@ def _refuse_compile(strategy: Strategy, facts: ModelFacts) -> str | None:
             f"torch.compile cannot go through a block that is recomputed and has BatchNorm ({facts.batch_norms[0]}); "
             f"drop compile or ac={strategy.recompute}."
         )
+    return None
+
+
+def _refuse_graphs_on_cpu(strategy: Strategy, place: Place) -> str | None:
+    if strategy.graphs and place.device != "cuda":
+        return f"graphs replays CUDA graphs, which a {place.device} has not; drop it from {strategy}, or use a GPU."
     return None
 
 

@@ -18,6 +18,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.recording.blueprint import model_to_read
 from meshwright.strategies import DATA_STRATEGIES, Place, data_strategy, model_axis
 from meshwright.strategies.deepspeed.user_config import refuse_contradictions, without_job
+from meshwright.strategies.float8 import refuse_float8_axes
 from meshwright.strategies.graphs import refuse_cut_losses, refuse_graphs
 from meshwright.strategies.moved_state import refuse_moved
 from meshwright.strategies.pipeline.sizes import count_micro_batches, is_pipelined
@@ -51,6 +52,7 @@ def check_strategy(facts: ModelFacts, strategy: Strategy, place: Place) -> Strat
     resolved = strategy.resolve(place.ranks)
     refuse_missing_gpus(place)
     reason = data_strategy(resolved).refuse(resolved, facts, place) or _refuse_offload(resolved)
+    reason = reason or _refuse_float8(resolved, place)
     reason = reason or refuse_graphs(resolved, facts) or _refuse_graphs_on_cpu(resolved, place)
     if reason := reason or _refuse_compile(resolved, facts):
         raise Refused(reason)
@@ -79,14 +81,13 @@ def refuse_unbuilt(strategy: Strategy) -> None:
     """Refuse terms that are in the grammar but that no engine runs."""
     unbuilt = {
         "auto": strategy.auto,
-        strategy.precision: not strategy.number_format.is_built,
         f"offload=nvme:{strategy.nvme}": strategy.offload == "nvme" and strategy.engine == "torch",
     }
     for term, asked in unbuilt.items():
         if asked:
             raise NotBuiltYet(
                 f"{term} is a strategy term, but no engine here runs it yet; these run: {', '.join(DATA_STRATEGIES)}, "
-                f"{', '.join(MODEL_AXES)}, with fp32, bf16, fp16, ac, offload=optimizer|params, mb and compile; "
+                f"{', '.join(MODEL_AXES)}, with fp32, bf16, fp16, fp8, ac, offload=optimizer|params, mb, compile and graphs; "
                 "engine=deepspeed runs zero3,offload=nvme:DIR, too."
             )
 
@@ -98,6 +99,17 @@ def _refuse_compile(strategy: Strategy, facts: ModelFacts) -> str | None:
             f"drop compile or ac={strategy.recompute}."
         )
     return None
+
+
+def _refuse_float8(strategy: Strategy, place: Place) -> str | None:
+    if not strategy.number_format.factors:
+        return None
+    if not place.float8:
+        return (
+            f"{strategy.precision} needs GPUs that multiply float8 matrices (Ada, Hopper or later), and those of this "
+            f"machine do not; use bf16 in place of {strategy.precision}."
+        )
+    return refuse_float8_axes(strategy)
 
 
 def _refuse_graphs_on_cpu(strategy: Strategy, place: Place) -> str | None:

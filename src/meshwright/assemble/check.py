@@ -14,6 +14,7 @@ from meshwright.errors import NotBuiltYet, Refused
 from meshwright.facts.job import Job, NamedParameters
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import MODEL_AXES
+from meshwright.facts.precision import FORMATS
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.blueprint import model_to_read
 from meshwright.strategies import DATA_STRATEGIES, Place, data_strategy, model_axis
@@ -87,8 +88,8 @@ def refuse_unbuilt(strategy: Strategy) -> None:
         if asked:
             raise NotBuiltYet(
                 f"{term} is a strategy term, but no engine here runs it yet; these run: {', '.join(DATA_STRATEGIES)}, "
-                f"{', '.join(MODEL_AXES)}, with fp32, bf16, fp16, fp8, ac, offload=optimizer|params, mb, compile and graphs; "
-                "engine=deepspeed runs zero3,offload=nvme:DIR, too."
+                f"{', '.join(MODEL_AXES)}, with {', '.join(FORMATS)}, ac, offload=optimizer|params, mb, compile and "
+                "graphs; engine=deepspeed runs zero3,offload=nvme:DIR, too."
             )
 
 

@@ -41,16 +41,14 @@ from meshwright.jobs.decoder import decoder_job
 GIB = 2**30
 WORLD = 64
 SIDES = (
-    (768, 3072),
-    (1024, 1024),
-    (1024, 4096),
-    (1600, 6400),
-    (2048, 2048),
-    (2048, 8192),
-    (4096, 1024),
     (4096, 4096),
+    (4096, 1024),
     (4096, 14336),
+    (2048, 2048),
+    (1024, 4096),
     (14336, 4096),
+    (2048, 8192),
+    (1024, 1024),
 )
 LLAMA = DecoderShape(layers=32, width=4096, heads=32, kv_heads=8, feed_forward=14336, vocabulary=128256, length=8192)
 STRATEGIES = ("fsdp,bf16,compile", "fsdp,fp8,compile", "fsdp,bf16", "fsdp,fp8")

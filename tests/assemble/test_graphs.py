@@ -275,10 +275,20 @@ def test_a_gpu_may_replay_single_and_ddp() -> None:
     assert check(TRANSFORMER, facts, Strategy.parse("ddp,bf16,compile,graphs"), two).graphs
 
 
+class OnDevice(tiny_jobs.Transformer):
+    """Without a tensor that each pass copies from the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shift = self.shift
+        del self.shift
+        self.register_buffer("shift", shift, persistent=False)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("text", ["single,bf16", "single,bf16,mb=2", "single"])
 def test_cuda_graphs_equal_plain_steps(text: str) -> None:
-    job, given = tiny_jobs.transformer, batches(tiny_jobs.transformer, 6)  # with dropout
+    job, given = replace(tiny_jobs.transformer, model=OnDevice), batches(tiny_jobs.transformer, 6)  # with dropout
     world = World(device=torch.device("cuda", 0))
     facts = describe(job)
     made = [Trainer(job, facts, Strategy.parse(one).resolve(1), world, seed=0) for one in (text, f"{text},graphs")]
@@ -287,3 +297,11 @@ def test_cuda_graphs_equal_plain_steps(text: str) -> None:
     assert same_parameters(replayed, plain)
     assert isinstance(replayed.passes, step_module.GraphedPasses)
     assert replayed.passes._graphs
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_copy_from_the_host_in_each_pass_is_not_recorded() -> None:
+    job, world = tiny_jobs.transformer, World(device=torch.device("cuda", 0))
+    trainer = Trainer(job, facts_of(job), Strategy.parse("single,graphs").resolve(1), world, seed=0)
+    with pytest.warns(UserWarning, match="it waits for the device, to read a value or to copy from the host"):
+        losses_of(trainer, batches(job, 3))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.assemble.batch import has_stand_ins, micro_steps
+from meshwright.assemble.float8 import gpus_have_float8
 from meshwright.describe.batch_layout import Rows, pairs_of
 from meshwright.describe.learnt_layout import learn_layout
 from meshwright.describe.observe import make_batch
@@ -105,7 +106,7 @@ def _refuse_compile(strategy: Strategy, facts: ModelFacts) -> str | None:
 def _refuse_float8(strategy: Strategy, place: Place) -> str | None:
     if not strategy.number_format.factors:
         return None
-    if not place.float8:
+    if place.device == "cuda" and not gpus_have_float8():
         return (
             f"{strategy.precision} needs GPUs that multiply float8 matrices (Ada, Hopper or later), and those of this "
             f"machine do not; use bf16 in place of {strategy.precision}."

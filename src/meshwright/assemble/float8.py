@@ -29,12 +29,19 @@ ALIGNED = 16
 """Float8 products need sides that are multiples of it."""
 SMALLEST = 1 << 22
 """Elements of a weight from which rounding pays for itself."""
+CAPABILITY = (8, 9)
+"""The compute capability from which GPUs multiply float8 matrices: Ada, Hopper and later."""
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _LARGEST = {E4M3: torch.finfo(E4M3).max, E5M2: torch.finfo(E5M2).max}
 _LEAST = 2.0**-40
 """The largest element is taken to be at least this, so that the scale of zeros is finite."""
 _EXPONENT = 0x7F800000
 """The bits of an fp32 number's exponent."""
+
+
+def gpus_have_float8() -> bool:
+    """Whether this machine's GPUs multiply float8 matrices; True without GPUs, for plans. (CPUs do, though slowly.)"""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= CAPABILITY
 
 
 def layers_in_float8(model: nn.Module, facts: ModelFacts, strategy: Strategy) -> list[str]:
@@ -79,7 +86,7 @@ def multiply_in_float8(model: nn.Module, names: Sequence[str]) -> None:
         wrap_forward(model.get_submodule(name), _in_float8)
 
 
-def _in_float8(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _in_float8(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if len(args) != 1 or kwargs or args[0].dtype not in (torch.float32, *LOW):
         return forward(*args, **kwargs)
     return float8_linear(args[0], module.weight, module.bias)
@@ -91,7 +98,7 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     count = rows.shape[0]
     if count % ALIGNED:
         rows = F.pad(rows, (0, 0, 0, -count % ALIGNED))  # rows of zeros change neither scale nor sums
-    product: Tensor = _Product.apply(rows, weight)  # type: ignore[no-untyped-call]
+    product: Tensor = _Product.apply(rows, weight)
     result = product[:count].reshape(*x.shape[:-1], weight.shape[0])
     return result if bias is None else result + bias
 

@@ -13,9 +13,6 @@ from meshwright.errors import BadInput, Refused
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies import Place
 
-FLOAT8 = (8, 9)
-"""The compute capability from which GPUs multiply float8 matrices: Ada, Hopper and later."""
-
 
 def choose_device(asked: str | None) -> str:
     """The device that the user named; otherwise `cuda` if there is a GPU, else `cpu`."""
@@ -43,9 +40,7 @@ def count_ranks(asked: int | None, *, default: int) -> int:
 
 def place_for(device: str, ranks: int, *, local_ranks: int | None = None) -> Place:
     devices = torch.cuda.device_count() if device == "cuda" else os.cpu_count() or 1
-    float8 = device != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability() >= FLOAT8
-    local = ranks if local_ranks is None else local_ranks
-    return Place(device=device, devices=devices, ranks=ranks, local_ranks=local, float8=float8)
+    return Place(device=device, devices=devices, ranks=ranks, local_ranks=ranks if local_ranks is None else local_ranks)
 
 
 def find_place(device: str, ranks: int, strategy: Strategy | None = None) -> Place:

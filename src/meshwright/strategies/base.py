@@ -27,8 +27,6 @@ class Place:
     ranks: int
     local_ranks: int
     """Ranks on this node."""
-    float8: bool = True
-    """Whether the devices multiply float8 matrices. A CPU does, though slowly."""
 
 
 @dataclass(frozen=True, kw_only=True)

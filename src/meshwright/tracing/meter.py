@@ -95,11 +95,8 @@ def _work(
         flops /= 2  # the kernel skips what is above the diagonal, but the registry counts it
     kind = operator_kind(func)
     # A product's dtype is that of its factors: fp8's give results in bf16.
-    largest = max(
-        given if kind == "matmul" else [*given, *made],
-        key=lambda leaf: leaf.numel() * leaf.is_floating_point(),
-        default=None,
-    )
+    seen = given if kind == "matmul" else [*given, *made]
+    largest = max(seen, key=lambda leaf: leaf.numel() * leaf.is_floating_point(), default=None)
     return OperatorRun(
         name=name,
         kind=kind,

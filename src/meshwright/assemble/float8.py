@@ -12,12 +12,13 @@ cost more than the products gain.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from meshwright.describe.dtypes import LOW
 from meshwright.facts.model import ModelFacts
@@ -52,25 +53,39 @@ def layers_in_float8(model: nn.Module, facts: ModelFacts, strategy: Strategy) ->
 def float8_layers(model: nn.Module, facts: ModelFacts) -> list[str]:
     """Names of the linear layers that multiply in float8.
 
-    The first and the last layer are sensitive, so only blocks have such layers; in a model without blocks, all but the
-    first and the last linear layer. A weight that is also used elsewhere (as an embedding) stays in bf16.
+    The first and the last layers are sensitive, so those before the first block and after the last one stay in bf16; in
+    a model without blocks, the first and the last one. So does a weight that is also used elsewhere, as an embedding.
     """
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     linear = {name: module for name, module in model.named_modules() if is_plain_linear(module)}
-    inner = [name for name in linear if any(name.startswith(f"{block}.") for block in facts.blocks)]
-    if not facts.blocks:
-        called = [name for name in dict.fromkeys(call.name for call in facts.calls) if name in linear]
-        inner = (called or list(linear))[1:-1]
+    between = _between_first_and_last(facts, linear)
     return [
         name
-        for name in inner
-        if _pays(linear[name]) and uses[id(linear[name].weight)] == 1 and f"{name}.weight" not in facts.read_elsewhere
+        for name, module in linear.items()
+        if between(name)
+        and _pays(module)
+        and uses[id(module._parameters["weight"])] == 1
+        and f"{name}.weight" not in facts.read_elsewhere
     ]
+
+
+def _between_first_and_last(facts: ModelFacts, linear: Collection[str]) -> Callable[[str], bool]:
+    """Whether a layer is in a block, or called between the first and the last of the model."""
+    called = list(dict.fromkeys(call.name for call in facts.calls))
+    ends = {name for name in (*called[:1], *called[-1:]) if name in linear}
+    if facts.blocks:
+        places = [place for place, name in enumerate(called) if name in facts.blocks]
+        inner = set(called[places[0] : places[-1] + 1]) if places else set(facts.blocks)
+    else:
+        inner = set([name for name in called if name in linear][1:-1])
+    return lambda name: name not in ends and (name in inner or any(name.startswith(f"{b}.") for b in facts.blocks))
 
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether calls of a module are one product with its own weight."""
-    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    # PyTorch's attention has a subclass whose weight it reads without calling it.
+    plain = isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
+    plain = plain and type(module).forward is nn.Linear.forward
     return plain and module._parameters.get("weight") is not None
 
 

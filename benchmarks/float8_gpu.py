@@ -48,18 +48,17 @@ SIDES = (
     (1024, 4096),
     (14336, 4096),
     (2048, 8192),
-    (1024, 1024),
 )
 LLAMA = DecoderShape(layers=32, width=4096, heads=32, kv_heads=8, feed_forward=14336, vocabulary=128256, length=8192)
-STRATEGIES = ("fsdp,bf16,compile", "fsdp,fp8,compile", "fsdp,bf16", "fsdp,fp8")
+STRATEGIES = ("fsdp,fp8,compile", "fsdp,bf16,compile")
+EAGER = ("fsdp,bf16", "fsdp,fp8")
 
 
 def time_of(run: Callable[[], Any], device: torch.device, times: int) -> float:
-    """Milliseconds of a run, the best of three turns."""
-    for _ in range(3):
-        run()
+    """Milliseconds of a run, the best of two turns."""
+    run()
     turns = []
-    for _ in range(3):
+    for _ in range(2):
         synchronise(device)
         start = time.perf_counter()
         for _ in range(times):
@@ -92,25 +91,25 @@ def products(device: torch.device, *, tiny: bool) -> None:
         report({**row, "gain": round(found["bf16"] / found["fp8"], 2)})
 
 
-def llama(device: torch.device, *, tiny: bool) -> None:
+def llama(device: torch.device, *, tiny: bool, eager: bool = False, show_kernels: bool = False) -> None:
     shape = replace(LLAMA, layers=2, width=64, heads=8, feed_forward=96, vocabulary=128, length=32) if tiny else LLAMA
     ranks = 4 if tiny else WORLD
     job = decoder_job(shape, global_batch=ranks)
     facts, batch = describe(job), None
-    for text in STRATEGIES:
-        if tiny and "compile" in text:
-            continue
+    for text in EAGER if tiny else (*STRATEGIES, *(EAGER if eager else ())):
         batch = batch or job.sample(ranks)
-        world = fake_world(ranks, device)
+        start, world = time.perf_counter(), fake_world(ranks, device)
         try:
             trainer = Trainer(job, facts, Strategy.parse(text).resolve(ranks), world, seed=0)
+            print(f"  {text}: built after {time.perf_counter() - start:.0f} s", flush=True)
             losses = [trainer.step(batch).loss for _ in range(2)]
+            print(f"  {text}: compiled after {time.perf_counter() - start:.0f} s", flush=True)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            ms = time_of(partial(trainer.step, batch), device, 1 if tiny else 4)
+            ms = time_of(partial(trainer.step, batch), device, 1 if tiny else 3)
             peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
             report({"strategy": text, "ms": round(ms, 1), "peak_gib": round(peak, 1), "losses": losses})
-            if not tiny and text.endswith("compile"):
+            if show_kernels:
                 kernels(trainer, batch, text)
             del trainer
         except Exception as error:
@@ -189,6 +188,8 @@ def report(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--eager", action="store_true", help="also train the Llama shape without compile")
+    parser.add_argument("--kernels", action="store_true", help="also list the Llama shape's longest kernels")
     parser.add_argument("--only", choices=("products", "llama", "loss"))
     asked = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() and not asked.tiny else torch.device("cpu")
@@ -198,7 +199,8 @@ def main() -> None:
         if asked.only in (None, part.__name__):
             print(f"== {part.__name__}", flush=True)
             with patch.object(float8, "SMALLEST", 1 if asked.tiny else float8.SMALLEST):
-                part(device, tiny=asked.tiny)
+                options = {"eager": asked.eager, "show_kernels": asked.kernels} if part is llama else {}
+                part(device, tiny=asked.tiny, **options)
     if folder := os.environ.get("OUT"):
         Path(folder, "float8_gpu.json").write_text(json.dumps(ROWS, indent=1))
 

@@ -74,7 +74,7 @@ def read_cluster(text: str) -> Cluster:
 
 
 def read_allowed(
-    *, precision: str, recompute: str, offload: str, compile: bool, tensor: bool, pipeline: bool
+    *, precision: str, recompute: str, offload: str, compile: bool, tensor: bool, pipeline: bool, graphs: bool = False
 ) -> Allowed:
     """Parse the command line's choices; an unknown word is an error that lists the valid ones."""
     offloads = _words("offload", offload, ("none", "optimizer", "params"))
@@ -83,6 +83,7 @@ def read_allowed(
         recompute=_words("ac", recompute, ("none", "selective", "full")),
         offload=tuple("" if word == "none" else word for word in offloads),
         compile=(False, True) if compile else (False,),
+        graphs=(False, True) if graphs else (False,),
         tensor=tensor,
         pipeline=pipeline,
     )

@@ -150,8 +150,8 @@ def scale_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor times its scale, in `dtype`."""
-    return (tensor.float() * scale).to(dtype)
+    """A tensor times its scale, in `dtype`. The product is exact in bf16, because the scale is a power of two."""
+    return (tensor * scale.to(tensor.dtype)).to(dtype)
 
 
 def _turned(matrix: Tensor) -> Tensor:

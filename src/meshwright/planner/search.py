@@ -124,7 +124,8 @@ class _Known:
 
 
 def _axes(s: Strategy) -> tuple[object, ...]:
-    return s.data, s.data_size, s.variant, s.hsdp_replicas, s.axes, s.precision, s.pure, s.autocast, s.reduce, s.compile
+    data = s.data, s.data_size, s.variant, s.hsdp_replicas
+    return *data, s.axes, s.precision, s.pure, s.autocast, s.reduce, s.compile, s.graphs
 
 
 def _policies(s: Strategy) -> tuple[object, ...]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 import tiny_jobs
 from meshwright.api.job_planner import PlanOptions
 from meshwright.api.plan import plan
+from meshwright.describe.model import describe
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.plan import Plan
 from meshwright.facts.strategy import Strategy
 from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.planner.candidates import Allowed
+from meshwright.tracing.record_step import record_step
 
 H200 = Cluster.parse("1xH200")
 WIDE = decoder_job(
@@ -87,9 +87,8 @@ def test_fp8_is_refused_by_name(cluster: str, text: str, reason: str) -> None:
 
 
 def test_a_traced_step_runs_through_float8() -> None:
-    job = replace(WIDE, global_batch=1)
-    found = plan(job, H200, PlanOptions(strategies=("single,bf16", "single,fp8")))
-    peaks = {one.strategy.precision: one for one in found.plans}
-    assert {one.grade for one in peaks.values()} == {"trace"}
-    assert peaks["fp8"].peak != peaks["bf16"].peak
-    assert Strategy.parse("single,fp8").number_format.factors
+    recorded = record_step(WIDE, describe(WIDE), Strategy.parse("single,fp8").resolve(1), 1, 0)
+    products = [one for one in recorded.operations if one.kind == "matmul" and one.dtype == "fp8"]
+    # Of seven layers per block, each multiplies three times: all but their shapes are alike.
+    assert sum(recorded.operations[one] for one in products) == 2 * 7 * 3
+    assert all(one.flops and one.shape for one in products)

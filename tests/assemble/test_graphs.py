@@ -265,7 +265,7 @@ def test_models_that_cannot_be_replayed_are_refused_by_name() -> None:
         check(counting, describe(counting), Strategy.parse("single,graphs"), ON_GPU)
     with pytest.raises(Refused, match="synchronised BatchNorm"):
         check(tiny_jobs.convolutions, describe(tiny_jobs.convolutions), Strategy.parse("ddp,graphs"), two)
-    with pytest.raises(Refused, match="a cpu has not; drop it from"):
+    with pytest.raises(Refused, match="graphs needs a GPU, and this would run on the CPU; drop it from"):
         check(TRANSFORMER, facts_of(TRANSFORMER), Strategy.parse("ddp,graphs"), replace(two, device="cpu"))
 
 

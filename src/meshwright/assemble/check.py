@@ -116,7 +116,7 @@ def _refuse_float8(strategy: Strategy, place: Place) -> str | None:
 
 def _refuse_graphs_on_cpu(strategy: Strategy, place: Place) -> str | None:
     if strategy.graphs and place.device != "cuda":
-        return f"graphs replays CUDA graphs, which a {place.device} has not; drop it from {strategy}, or use a GPU."
+        return f"graphs needs a GPU, and this would run on the {place.device.upper()}; drop it from {strategy}."
     return None
 
 

@@ -29,7 +29,7 @@ from meshwright.torch_private.scaled_products import scaled_mm
 ALIGNED = 16
 """Float8 products need sides that are multiples of it."""
 SMALLEST = 1 << 22
-"""Elements of a weight from which rounding pays for itself."""
+"""Elements of a weight from which rounding is taken to pay for itself: 2048 x 2048. An estimate, not measured."""
 CAPABILITY = (8, 9)
 """The compute capability from which GPUs multiply float8 matrices: Ada, Hopper and later."""
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ import any_batch_jobs
 import builder_habits
 import contrastive_jobs
 import tiny_jobs
+from meshwright.assemble import float8
 from meshwright.assemble.check import check
 from meshwright.assemble.step import Trainer
 from meshwright.assemble.world import World
@@ -34,6 +36,12 @@ def verdicts(world: World, job: str, strategies: list[str], plant: str | None = 
     spoil = PLANTS[plant] if plant else None
     references = references_of(world, chosen)
     return list(verify(chosen, facts_of(world, chosen), strategies, world, plant=spoil, references=references))
+
+
+def verdicts_in_float8(world: World, strategies: list[str], plant: str | None = None) -> list[Verdict]:
+    """Verify the transformer with float8 in its small layers, too."""
+    with patch.object(float8, "SMALLEST", 1):
+        return verdicts(world, "transformer", strategies, plant)
 
 
 def verdicts_on(world: World, samples: int, strategies: list[str]) -> list[Verdict]:

@@ -47,7 +47,7 @@ def test_what_can_be_is_sized(text: str, ranks: int, resolved: str) -> None:
     assert str(check(JOB, FACTS, Strategy.parse(text), place(ranks=ranks))) == resolved
 
 
-@pytest.mark.parametrize("term", ["auto", "fp8", "offload=nvme:/scratch"])
+@pytest.mark.parametrize("term", ["auto", "offload=nvme:/scratch"])
 def test_a_term_without_an_engine_is_named(term: str) -> None:
     with pytest.raises(NotBuiltYet) as caught:
         check(JOB, FACTS, Strategy.parse(term), place(ranks=2))

@@ -36,7 +36,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     [
         ("fsdpp", 2, "did you mean 'fsdp'"),
         ("ddp,fsdp", 2, "'ddp' and 'fsdp' exclude each other"),
-        ("tp=2,fp8", 2, "fp8 is a strategy term, but no engine here runs it yet"),
+        ("tp=2,fp8", 2, "fp8 is not built for layers that tp divides; use bf16"),
         ("tp=2,op=2", 4, "'tp=2' and 'op=2' exclude each other"),
         ("pp=2:zb,layers=2", 4, "'pp=2' and 'layers=2' exclude each other"),
         ("pp=2:zbb", 2, "did you mean 'zb'"),

@@ -122,6 +122,8 @@ def test_what_has_an_equal_comes_back(to: str, text: str, tmp_path: Path) -> Non
         ("deepspeed", "hsdp=2x4,mb=1", "hsdp=2x4", "fsdp=8,mb=1,engine=deepspeed"),
         ("deepspeed", "zero2=8,mb=1,sync=last", "sync=last", "zero2=8,mb=1,engine=deepspeed"),
         ("torchtitan", "fsdp=8,mb=1,sync=last", "sync=last", "fsdp=8,mb=1"),
+        ("torchtitan", "ddp=8,bf16,mb=1,graphs", "graphs", "ddp=8,bf16,mb=1"),
+        ("accelerate", "ddp=8,bf16,graphs", "graphs", "ddp=8,bf16"),
         ("torchtitan", "fsdp=8,bf16,mb=1,reduce=bf16", "reduce=bf16", "fsdp=8,bf16,mb=1"),
         ("accelerate", "ddp=8,bf16,reduce=bf16", "reduce=bf16", "ddp=8,bf16"),
         ("accelerate", "fsdp=8,bf16", "reduce=fp32", "fsdp=8,bf16,reduce=bf16"),

@@ -46,7 +46,11 @@ OFFLOAD: list[dict[str, Any]] = [
     {"offload": "params"},
     {"offload": "nvme", "nvme": "/Fast Disk/a=b:c"},
 ]
-REST: list[dict[str, Any]] = [{}, {"micro_batch": 1}, {"compile": True, "engine": "deepspeed", "micro_batch": 16}]
+REST: list[dict[str, Any]] = [
+    {},
+    {"micro_batch": 1, "graphs": True},
+    {"compile": True, "engine": "deepspeed", "micro_batch": 16},
+]
 
 
 @cache

@@ -7,7 +7,7 @@ from meshwright.api.described_presets import describe_job
 from meshwright.api.job_planner import Planner, PlanOptions
 from meshwright.api.plan import plan
 from meshwright.api.setup import resolve_auto
-from meshwright.errors import NotBuiltYet
+from meshwright.errors import Refused
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.job import Job
 from meshwright.facts.plan import Plan, Ranking
@@ -110,12 +110,12 @@ def test_a_named_strategy_whose_traced_step_does_not_fit_is_refused(job: Job, mo
     assert [refusal.reason.split(":")[0] for refusal in found.refused] == ["needs 90.0 of 37.2 GiB"] * 2
 
 
-def test_a_precision_without_an_engine_is_refused_by_name(job: Job) -> None:
+def test_a_precision_without_units_is_refused_by_name(job: Job) -> None:
     found = plan(job, Cluster.parse("2xA100-40GB"), PlanOptions(fast=True, strategies=("ddp,fp8",)))
     assert not found.plans
     assert found.refused[0].strategy == "ddp,fp8"
-    assert found.refused[0].reason.startswith("fp8 is a strategy term, but no engine here runs it yet")
-    with pytest.raises(NotBuiltYet, match="fp8 is a strategy term"):
+    assert found.refused[0].reason == "A100-40GB has no units for fp8; use fp32 or bf16 or fp16."
+    with pytest.raises(Refused, match="No candidate can run here"):
         resolve_auto(tiny_jobs.transformer, "auto,fp8", ranks=2, device="cpu")
 
 

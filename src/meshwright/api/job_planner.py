@@ -18,7 +18,7 @@ from meshwright.facts.costs import ModelCosts
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.plan import Plan
-from meshwright.facts.precision import BUILT
+from meshwright.facts.precision import FORMATS
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
 from meshwright.planner.account import usable
@@ -74,15 +74,16 @@ def read_cluster(text: str) -> Cluster:
 
 
 def read_allowed(
-    *, precision: str, recompute: str, offload: str, compile: bool, tensor: bool, pipeline: bool
+    *, precision: str, recompute: str, offload: str, compile: bool, tensor: bool, pipeline: bool, graphs: bool = False
 ) -> Allowed:
     """Parse the command line's choices; an unknown word is an error that lists the valid ones."""
     offloads = _words("offload", offload, ("none", "optimizer", "params"))
     return Allowed(
-        precisions=_words("precision", precision, BUILT),
+        precisions=_words("precision", precision, tuple(FORMATS)),
         recompute=_words("ac", recompute, ("none", "selective", "full")),
         offload=tuple("" if word == "none" else word for word in offloads),
         compile=(False, True) if compile else (False,),
+        graphs=(False, True) if graphs else (False,),
         tensor=tensor,
         pipeline=pipeline,
     )
@@ -143,9 +144,7 @@ class Planner:
         return search(self.context(cluster), strategies, time_all=True, shortcuts=False)
 
     def measure(self, precision: str, recompute: str) -> None:
-        """Make sure that costs are known under a policy; each precision that an engine runs is traced once."""
-        if precision not in BUILT:
-            return
+        """Make sure that costs are known under a policy; each precision is traced once."""
         if (precision, "none") not in self._costs:
             self._costs[precision, "none"] = measure_costs(self.job, self.facts, precision)
         self._costs.setdefault((precision, recompute), self._costs[precision, "none"].recomputed(recompute))

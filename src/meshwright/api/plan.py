@@ -15,8 +15,11 @@ from meshwright.facts.job import Job
 from meshwright.facts.plan import ForeignChoice, Plan, Ranking, Refusal
 from meshwright.facts.strategy import Strategy, divisors
 from meshwright.planner.explain import explain
-from meshwright.planner.search import TIE, best_of_each_kind, choose, refuse, safe_room
+from meshwright.planner.search import TIE, PlanContext, best_of_each_kind, choose, consider, refuse, safe_room
 from meshwright.units import GIB, show_seconds
+
+WORTH = 1.3
+"""How many times as fast CUDA graphs must be to be offered."""
 
 
 def plan(job: Job, cluster: Cluster, options: PlanOptions | None = None, *, name: str = "job") -> Ranking:
@@ -39,6 +42,7 @@ def rank(
     if not options.fast:
         plans, unfit = planner.trace_first(cluster, plans, options.finalists)
     advice = () if plans else planner.advise(cluster, options, found)
+    offer = () if options.strategies else _offer_graphs(context, plans)
     return Ranking(
         job=name,
         cluster=str(cluster),
@@ -46,10 +50,27 @@ def rank(
         refused=(*found.refused, *(Refusal(strategy=str(plan.strategy), reason=plan.why[0]) for plan in unfit)),
         candidates=found.candidates,
         seconds=time.perf_counter() - started,
-        advice=(*options.fitted, *planner.notes[known:], *advice),
+        advice=(*options.fitted, *planner.notes[known:], *advice, *offer),
         against=rank_foreign(planner, cluster, options.against, plans, traced=not options.fast)
         if options.against
         else None,
+    )
+
+
+def _offer_graphs(context: PlanContext, plans: list[Plan]) -> tuple[str, ...]:
+    """A sentence if the first plan would be much faster with CUDA graphs, because it waits for the host."""
+    if not plans or plans[0].strategy.graphs or context.hardware.device == "cpu":
+        return ()
+    try:
+        other = consider(context, replace(plans[0].strategy, graphs=True))
+    except MeshwrightError:
+        return ()
+    gain = plans[0].forecast.step / other.forecast.step
+    if gain < WORTH or not other.fits:
+        return ()
+    return (
+        f"{plans[0].strategy} waits for its host; {other.strategy} would be {gain:.1f} times as fast "
+        f"({show_seconds(other.forecast.step)} a step). Use --graphs to rank such plans.",
     )
 
 

@@ -18,6 +18,7 @@ from meshwright.assemble.axes import Axes
 from meshwright.assemble.batchnorm import synchronise_batch_norms, take_over_synchronised
 from meshwright.assemble.device_placement import Devices, FollowDevices, compute_in_place, place_parameters
 from meshwright.assemble.fill import fill
+from meshwright.assemble.float8 import layers_in_float8
 from meshwright.assemble.operator_dtypes import compile_outside
 from meshwright.assemble.precision import apply_precision, follow_table
 from meshwright.assemble.recompute import recompute_blocks
@@ -96,7 +97,15 @@ def apply_in_order(
         synchronise_batch_norms(model, group, in_plain_operators=plain)
     uncast = technique.kept_whole(facts) if technique.lowers and not called else None
     autocast = autocast_region(strategy, world.device.type, fake=world.fake)
-    apply_precision(model, list(blocks), dtype, pure=strategy.pure, left_to_cast=uncast, autocast=autocast)
+    apply_precision(
+        model,
+        list(blocks),
+        dtype,
+        pure=strategy.pure,
+        left_to_cast=uncast,
+        autocast=autocast,
+        float8=layers_in_float8(model, facts, strategy),
+    )
     if called:
         follow_table(called, dtype)
     whole = list(called) or [model]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.assemble.batch import has_stand_ins, micro_steps
+from meshwright.assemble.float8 import gpus_have_float8
 from meshwright.describe.batch_layout import Rows, pairs_of
 from meshwright.describe.learnt_layout import learn_layout
 from meshwright.describe.observe import make_batch
@@ -14,10 +15,13 @@ from meshwright.errors import NotBuiltYet, Refused
 from meshwright.facts.job import Job, NamedParameters
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import MODEL_AXES
+from meshwright.facts.precision import FORMATS
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.blueprint import model_to_read
 from meshwright.strategies import DATA_STRATEGIES, Place, data_strategy, model_axis
 from meshwright.strategies.deepspeed.user_config import refuse_contradictions, without_job
+from meshwright.strategies.float8 import refuse_float8_axes
+from meshwright.strategies.graphs import refuse_cut_losses, refuse_graphs
 from meshwright.strategies.moved_state import refuse_moved
 from meshwright.strategies.pipeline.sizes import count_micro_batches, is_pipelined
 
@@ -28,6 +32,7 @@ def check(job: Job, facts: ModelFacts, strategy: Strategy, place: Place) -> Stra
     if reason := (
         _refuse_batch(job, facts, resolved)
         or _refuse_whole_batch(job, facts, resolved)
+        or refuse_cut_losses(resolved, facts, resolved.data_ranks * _micro_steps(job, resolved))
         or _refuse_scatter(job, resolved)
         or refuse_optimizer(facts.couplings, resolved)
         or (facts.moved and refuse_moved(resolved, facts, _micro_steps(job, resolved)))
@@ -49,6 +54,8 @@ def check_strategy(facts: ModelFacts, strategy: Strategy, place: Place) -> Strat
     resolved = strategy.resolve(place.ranks)
     refuse_missing_gpus(place)
     reason = data_strategy(resolved).refuse(resolved, facts, place) or _refuse_offload(resolved)
+    reason = reason or _refuse_float8(resolved, place)
+    reason = reason or refuse_graphs(resolved, facts) or _refuse_graphs_on_cpu(resolved, place)
     if reason := reason or _refuse_compile(resolved, facts):
         raise Refused(reason)
     return resolved
@@ -76,15 +83,14 @@ def refuse_unbuilt(strategy: Strategy) -> None:
     """Refuse terms that are in the grammar but that no engine runs."""
     unbuilt = {
         "auto": strategy.auto,
-        strategy.precision: not strategy.number_format.is_built,
         f"offload=nvme:{strategy.nvme}": strategy.offload == "nvme" and strategy.engine == "torch",
     }
     for term, asked in unbuilt.items():
         if asked:
             raise NotBuiltYet(
                 f"{term} is a strategy term, but no engine here runs it yet; these run: {', '.join(DATA_STRATEGIES)}, "
-                f"{', '.join(MODEL_AXES)}, with fp32, bf16, fp16, ac, offload=optimizer|params, mb and compile; "
-                "engine=deepspeed runs zero3,offload=nvme:DIR, too."
+                f"{', '.join(MODEL_AXES)}, with {', '.join(FORMATS)}, ac, offload=optimizer|params, mb, compile and "
+                "graphs; engine=deepspeed runs zero3,offload=nvme:DIR, too."
             )
 
 
@@ -97,6 +103,23 @@ def _refuse_compile(strategy: Strategy, facts: ModelFacts) -> str | None:
     if strategy.compile and strategy.recompute == "selective" and strategy.inner_axes:
         word = strategy.inner_axes[0].word
         return f"ac=selective is not built for compile with {word}; use ac=full, or drop compile or ac=selective."
+    return None
+
+
+def _refuse_float8(strategy: Strategy, place: Place) -> str | None:
+    if not strategy.number_format.factors:
+        return None
+    if place.device == "cuda" and not gpus_have_float8():
+        return (
+            f"{strategy.precision} needs GPUs that multiply float8 matrices (Ada, Hopper or later), and those of this "
+            f"machine do not; use bf16 in place of {strategy.precision}."
+        )
+    return refuse_float8_axes(strategy)
+
+
+def _refuse_graphs_on_cpu(strategy: Strategy, place: Place) -> str | None:
+    if strategy.graphs and place.device != "cuda":
+        return f"graphs needs a GPU, and this would run on the {place.device.upper()}; drop it from {strategy}."
     return None
 
 

@@ -58,8 +58,10 @@ class Losses:
         expected = self.weight_per_sample if piece.regular else None
         kept = total.detach().to(torch.promote_types(total.dtype, torch.float32)) * counts
         if expected is None:
-            value = torch.as_tensor(self.plain(weight), dtype=kept.dtype, device=total.device) * counts
-            return total * counts, torch.stack([kept, value])
+            value = self.plain(weight)
+            # A number becomes a tensor by a kernel: a copy from the host would wait for the device.
+            on_device = value.to(kept) if torch.is_tensor(value) else kept.new_full((), float(value))
+            return total * counts, torch.stack([kept, on_device * counts])
         if piece.span.length and not isclose(float(weight), expected * piece.span.length, rel_tol=1e-9):
             raise JobError(
                 f"Job(loss=...) gave the weight {weight} for {piece.span.length} samples, but {expected:g} per sample "

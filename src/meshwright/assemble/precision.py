@@ -10,7 +10,7 @@ transformer's residual stream is fp32 under DDP and bf16 under FSDP2. `bf16:auto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from meshwright.assemble.autocast import Region, run_within
+from meshwright.assemble.float8 import multiply_in_float8
 from meshwright.assemble.low_copies import ATTRIBUTE, NO_COPY, ReadCopies
 from meshwright.assemble.operator_dtypes import computing_in
 from meshwright.describe.dtypes import LOW
@@ -40,11 +41,12 @@ def apply_precision(
     pure: bool,
     left_to_cast: Collection[str] | None = None,
     autocast: Region | None = None,
+    float8: Sequence[str] = (),
 ) -> None:
     """Compute in `dtype`. Parameters are cast for good if `pure`.
 
     If the data axis casts parameters itself, `left_to_cast` names the ones it does not; None means all. With `autocast`
-    nothing is cast here, and the model runs inside that region.
+    nothing is cast here, and the model runs inside that region. The linear layers of `float8` multiply in float8.
     """
     if dtype == torch.float32:
         return
@@ -57,6 +59,7 @@ def apply_precision(
                 parameter.data = parameter.data.to(dtype)
     else:
         cast_parameters(model, dtype, left_to_cast, blocks=blocks)
+    multiply_in_float8(model, float8)
     batch_norm_in_fp32(model, dtype)
     cast_borders(model, blocks, dtype)
 

@@ -20,6 +20,7 @@ from meshwright.assemble.deepspeed_pipeline import build_deepspeed_pipeline
 from meshwright.assemble.device_placement import Devices, devices_for
 from meshwright.assemble.error_context import naming_optimizer, naming_strategy
 from meshwright.assemble.gathering import Gathering
+from meshwright.assemble.graphs import CudaRecorder, GraphedPasses
 from meshwright.assemble.low_copies import LowCopies
 from meshwright.assemble.operator_dtypes import recomputing
 from meshwright.assemble.optimizer import HostCopies, refuse_coupled_shards, take_fused_kernels
@@ -187,6 +188,9 @@ class Trainer:
     def _passes_for_loss(self, engine: Engine, losses: Losses, dropout: Dropout, *, counts: bool) -> Passes:
         """Gather outputs if the loss is over the whole batch and the batch is cut."""
         share = self.share
+        if self.strategy.graphs and self.world.device.type == "cuda":  # else it is planned, on fake tensors
+            copies = LowCopies(engine.model, DTYPES[self.strategy.precision])
+            return GraphedPasses(engine, losses, dropout, copies, CudaRecorder(), counts=counts)
         if self.facts.loss_over != "batch" or (share.ranks == 1 and share.micro_batch is None):
             return PlainPasses(engine, losses, dropout, counts=counts)
         gathering = Gathering(share, self.axes.batch_group(self.world))
@@ -214,7 +218,8 @@ class Trainer:
         expected = self.facts.weight_per_sample if own.regular else None
         # A weight that depends on the data is not known yet: divide by the samples now and correct that below.
         divisor = own.samples * (expected if expected is not None else 1.0)
-        with naming_strategy(self.strategy, self.engine.model), self._low.shared(len(own.pieces)):
+        copies = nullcontext() if isinstance(self.passes, GraphedPasses) else self._low.shared(len(own.pieces))
+        with naming_strategy(self.strategy, self.engine.model), copies:
             totals = self.passes.backward(own, self._scale_up() / divisor, self.steps)
         if self.wish_to_stop:
             totals[2] = 1.0

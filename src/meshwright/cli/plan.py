@@ -33,6 +33,7 @@ def plan(
     ac: Annotated[str, typer.Option(help="Activation checkpointing to consider.")] = "none,selective,full",
     offload: Annotated[str, typer.Option(help="Offloading to consider.")] = "none,optimizer",
     compile: Annotated[bool, typer.Option("--compile", help="Also consider torch.compile.")] = False,
+    graphs: Annotated[bool, typer.Option("--graphs", help="Also consider CUDA graphs.")] = False,
     tensor: Annotated[bool, typer.Option(help="Consider tensor parallelism.")] = True,
     pipeline: Annotated[bool, typer.Option(help="Consider pipelines.")] = True,
     batch: Annotated[int | None, typer.Option(min=1, help="Global batch; default: the job's.")] = None,
@@ -91,7 +92,13 @@ def plan(
     if html is not None:
         check_plotly(f"--html {str(html)!r}")
     allowed = read_allowed(
-        precision=precision, recompute=ac, offload=offload, compile=compile, tensor=tensor, pipeline=pipeline
+        precision=precision,
+        recompute=ac,
+        offload=offload,
+        compile=compile,
+        graphs=graphs,
+        tensor=tensor,
+        pipeline=pipeline,
     )
     # Parsed and reprinted, so that mistakes are reported before the job is described.
     named = tuple(str(Strategy.parse(text)) for text in (*(strategies or ()), *(more or ())))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meshwright.runtime.request import TrainRequest
 
 NOTES = """A strategy is comma-separated terms: ddp, zero1, zero2, fsdp, fsdp:grad-op, fsdp:no-shard, hsdp=2x4; bf16,
-fp16; ac=selective, ac=full; offload=optimizer, offload=params; mb=4; sync=last; reduce=bf16; compile;
+fp16, fp8; ac=selective, ac=full; offload=optimizer, offload=params; mb=4; sync=last; reduce=bf16; compile; graphs;
 engine=deepspeed. Under torchrun, Slurm or Kubernetes, the launcher sets the ranks."""
 
 

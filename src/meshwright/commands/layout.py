@@ -9,11 +9,13 @@ from meshwright import schedules
 from meshwright.assemble.axes import mesh_sizes
 from meshwright.assemble.check import check
 from meshwright.assemble.dry_run import dry_run
+from meshwright.assemble.float8 import layers_in_float8
 from meshwright.assemble.staging import nominal_batch, tracer
 from meshwright.describe.calls import TensorLeaf
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts, ParameterFacts, unit_of
 from meshwright.facts.strategy import Strategy
+from meshwright.recording.blueprint import model_to_read
 from meshwright.strategies import Place, data_strategy, model_axis
 from meshwright.strategies.pipeline.sizes import count_micro_batches, count_stages, is_pipelined
 from meshwright.strategies.pipeline.stages import Stages, cut_stages, find_crossings, held_parameters
@@ -24,12 +26,16 @@ AROUND, WHOLE = "(around the units)", "(whole on every rank)"
 
 def show_layout(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int) -> dict[str, Any]:
     """The layout as a JSON document. Refuses what training would refuse."""
-    place = Place(device="cpu", devices=ranks, ranks=ranks, local_ranks=ranks)
+    # CUDA graphs change nothing of the layout, but a CPU would refuse them.
+    device = "cuda" if strategy.graphs else "cpu"
+    place = Place(device=device, devices=ranks, ranks=ranks, local_ranks=ranks)
     resolved = check(job, facts, strategy, place)
     dry_run(job, facts, resolved)
     document: dict[str, Any] = {"strategy": str(resolved), "ranks": ranks, "mesh": mesh_sizes(resolved)}
     if resolved.traits.shards:
         document["units"] = _units(facts, resolved)
+    if resolved.number_format.factors:
+        document["float8"] = layers_in_float8(model_to_read(job.model), facts, resolved)
     for term in resolved.axes:
         document |= model_axis(term).show(term, resolved, facts, job)
     if is_pipelined(resolved):

@@ -28,9 +28,9 @@ def operator_kind(func: Any) -> str:
 def product_shape(func: Any, args: Any) -> tuple[int, ...]:
     """(batch, m, n, k) of a matrix product; empty for other operators."""
     name = func.overloadpacket.__name__
-    if name not in ("mm", "bmm", "addmm", "baddbmm"):
+    if name not in ("mm", "bmm", "addmm", "baddbmm", "_scaled_mm"):
         return ()
-    a, b = args[:2] if name in ("mm", "bmm") else args[1:3]
+    a, b = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
     batch = a.shape[0] if a.dim() == 3 else 1
     return int(batch), int(a.shape[-2]), int(b.shape[-1]), int(a.shape[-1])
 

@@ -284,6 +284,7 @@ _AFTER = (
     choice("sync", get_args(Sync)),
     choice("reduce", get_args(Reduce)),
     flag("compile"),
+    flag("graphs"),
     choice("engine", get_args(Engine)),
 )
 

@@ -13,7 +13,7 @@ class NumberFormat:
     """The term in a strategy's text."""
     bytes: int
     torch_name: str
-    """The dtype's name in PyTorch."""
+    """The name in PyTorch of the compute dtype: that of parameters as they are read, and of activations."""
     rounding: float
     """The largest relative error of rounding a number to it."""
     is_low: bool = True
@@ -22,8 +22,8 @@ class NumberFormat:
     """Whether gradients underflow in it unless the loss is scaled up."""
     autocasts: bool = False
     """Whether `torch.autocast` lowers operators to it."""
-    is_built: bool = True
-    """Whether an engine of ours computes in it."""
+    factors: tuple[str, ...] = ()
+    """The names in PyTorch of the dtypes to which factors of large matrix products are rounded, if they are others."""
 
 
 FULL = NumberFormat(word="fp32", bytes=4, torch_name="float32", rounding=2.0**-24, is_low=False)
@@ -33,7 +33,8 @@ FORMATS = {
         FULL,
         NumberFormat(word="bf16", bytes=2, torch_name="bfloat16", rounding=2.0**-8, autocasts=True),
         NumberFormat(word="fp16", bytes=2, torch_name="float16", rounding=2.0**-11, autocasts=True, scales_loss=True),
-        NumberFormat(word="fp8", bytes=1, torch_name="float8_e4m3fn", rounding=2.0**-4, is_built=False),
+        NumberFormat(
+            word="fp8", bytes=2, torch_name="bfloat16", rounding=2.0**-8, factors=("float8_e4m3fn", "float8_e5m2")
+        ),
     )
 }
-BUILT = tuple(one.word for one in FORMATS.values() if one.is_built)

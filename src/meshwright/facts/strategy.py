@@ -53,6 +53,8 @@ class Strategy:
     reduce: Reduce = "fp32"
     """The dtype in which the data axis sums gradients over ranks; under `pure` they always have the compute dtype."""
     compile: bool = False
+    graphs: bool = False
+    """Whether forward, loss and backward of a micro-batch are replayed as a CUDA graph."""
     engine: Engine = "torch"
     auto: bool = False
     """Whether the planner chooses the axes."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from math import prod
+from typing import Any
 
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.data_axis import usual_terms
@@ -13,7 +14,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import MODEL_AXES, conflict
 from meshwright.facts.strategy import AxisTerm, Strategy, divisors
 from meshwright.schedules import FAMILIES
-from meshwright.strategies import model_axis
+from meshwright.strategies import data_strategy, model_axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class Allowed:
     recompute: tuple[str, ...] = ("none", "selective", "full")
     offload: tuple[str, ...] = ("", "optimizer")
     compile: tuple[bool, ...] = (False,)
+    graphs: tuple[bool, ...] = (False,)
     tensor: bool = True
     """Whether to search inner axes, whose ranks run the same layers together."""
     pipeline: bool = True
@@ -86,14 +88,17 @@ def _with_policies(shape: str, samples: int, allowed: Allowed) -> Iterator[Strat
     sizes = [size for size in divisors(samples) if size & (size - 1) == 0 or size == samples]
     if strategy.stage_axis:
         sizes = [size for size in sizes if size * strategy.stage_ranks <= samples]  # else the pipeline is never full
-    for precision, recompute, offload, compiled in product(
-        allowed.precisions, allowed.recompute, allowed.offload, allowed.compile
+    for precision, recompute, offload, compiled, graphs in product(
+        allowed.precisions, allowed.recompute, allowed.offload, allowed.compile, allowed.graphs
     ):
         if compiled and not _compiles(strategy):
             continue
         if offload and recompute != allowed.recompute[-1]:
             continue  # offloading is only worth its bandwidth if full recomputation does not fit
-        made = replace(strategy, precision=precision, recompute=recompute, offload=offload, compile=compiled)  # type: ignore[arg-type]
+        if graphs and (strategy.axes or recompute != "none" or offload or not data_strategy(strategy).captures):
+            continue
+        policies: Any = {"recompute": recompute, "offload": offload, "compile": compiled, "graphs": graphs}
+        made = replace(strategy, precision=precision, **policies)
         for size in sizes:
             yield replace(made, micro_batch=size)
             if made.reduces_each and size < samples:
@@ -115,5 +120,6 @@ def complexity(strategy: Strategy) -> int:
     axes = strategy.traits.complexity + sum(term.traits.complexity for term in strategy.axes)
     schedule = FAMILIES[strategy.schedule].complexity if strategy.schedule else 0
     policies = 2 * (strategy.recompute != "none") + 4 * bool(strategy.offload) + 3 * strategy.compile
+    policies += 2 * strategy.graphs
     policies += (strategy.sync == "last") + (strategy.reduce != "fp32")
     return axes + schedule + policies

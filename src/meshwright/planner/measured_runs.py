@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.errors import BadInput, ClusterError
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.model_axis import MODEL_AXES, normalised
-from meshwright.facts.precision import BUILT, FORMATS
+from meshwright.facts.precision import FORMATS
 from meshwright.facts.strategy import AxisTerm, Strategy
 from meshwright.jobs.decoder import Shape
 from meshwright.planner.step_layout import StepLayout
@@ -195,8 +195,8 @@ def _count(values: Mapping[str, Any], name: str, default: int | None = None) -> 
 
 def _dtype(values: Mapping[str, Any], name: str, default: str) -> str:
     dtype = values.get(name) or default
-    if dtype not in BUILT:
-        raise ValueError(f"{name} is {dtype!r}; it must be one of {', '.join(BUILT)}")
+    if dtype not in FORMATS:
+        raise ValueError(f"{name} is {dtype!r}; it must be one of {', '.join(FORMATS)}")
     return str(dtype)
 
 

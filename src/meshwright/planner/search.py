@@ -12,7 +12,7 @@ from meshwright.facts.forecast import Forecast
 from meshwright.facts.hardware import Hardware
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.plan import Plan, Refusal, Speed
-from meshwright.facts.precision import BUILT
+from meshwright.facts.precision import FORMATS
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
 from meshwright.planner.account import Account, account, usable
@@ -22,6 +22,8 @@ from meshwright.planner.kernels import peak_flops
 from meshwright.planner.stage_costs import StageCosts
 from meshwright.planner.step_layout import StepLayout, lay_out_step
 from meshwright.strategies import Place, data_strategy, model_axis
+from meshwright.strategies.float8 import refuse_float8_axes
+from meshwright.strategies.graphs import refuse_cut_losses, refuse_graphs
 from meshwright.strategies.moved_state import refuse_moved
 from meshwright.units import GIB
 
@@ -122,7 +124,8 @@ class _Known:
 
 
 def _axes(s: Strategy) -> tuple[object, ...]:
-    return s.data, s.data_size, s.variant, s.hsdp_replicas, s.axes, s.precision, s.pure, s.autocast, s.reduce, s.compile
+    data = s.data, s.data_size, s.variant, s.hsdp_replicas
+    return *data, s.axes, s.precision, s.pure, s.autocast, s.reduce, s.compile, s.graphs
 
 
 def _policies(s: Strategy) -> tuple[object, ...]:
@@ -148,24 +151,24 @@ def consider(context: PlanContext, candidate: Strategy, *, time_all: bool = True
 def refuse(context: PlanContext, strategy: Strategy) -> str | None:
     """Why the engine would not run a strategy, or None."""
     facts = context.facts
-    if not strategy.number_format.is_built:
-        return (
-            f"{strategy.precision} is a strategy term, but no engine here runs it yet; use one of {', '.join(BUILT)}."
-        )
     if strategy.precision not in context.hardware.flops:
-        return f"{context.hardware.device} has no units for {strategy.precision}; use fp16 or fp32."
+        able = [word for word in FORMATS if word in context.hardware.flops]
+        return f"{context.hardware.device} has no units for {strategy.precision}; use {' or '.join(able)}."
     if strategy.autocast:
         return (
             f"{strategy.precision}:autocast can be trained, but its memory and time are not forecast: PyTorch chooses "
             f"each operator's dtype as it runs; plan for {strategy.precision} and expect more memory."
         )
-    if reason := data_strategy(strategy).refuse(strategy, facts, context.place):
+    reason = refuse_float8_axes(strategy) or refuse_graphs(strategy, facts)
+    if reason := reason or data_strategy(strategy).refuse(strategy, facts, context.place):
         return reason
     for term in strategy.inner_axes:
         if reason := model_axis(term).refuse(term, strategy, facts, context.global_batch):
             return reason
     pieces = context.global_batch // strategy.data_ranks // (strategy.micro_batch or context.global_batch)
-    if reason := refuse_moved(strategy, facts, max(1, pieces)):
+    if reason := refuse_moved(strategy, facts, max(1, pieces)) or refuse_cut_losses(
+        strategy, facts, strategy.data_ranks * max(1, pieces)
+    ):
         return reason
     if stage := strategy.stage_axis:
         return model_axis(stage).refuse(stage, strategy, facts, context.global_batch)

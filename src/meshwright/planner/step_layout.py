@@ -34,6 +34,9 @@ class HostCosts:
     would compute it in 30 (docs/data/gpu_check.json): some 1,400 operators at 30 us, and 9 ms."""
     step: float = 6e-3
     """Once per step, while the device waits: reading the loss and the norm, starting the optimizer (same rows)."""
+    step_of_graphs: float = 2e-3
+    """The same if a CUDA graph runs the passes: the host is done before the device. A GPT of 10M parameters takes
+    6.8 ms on an H200 (docs/data/host_gaps.json), and its kernels 4.7 by this forecast. Fitted to this one row."""
     shard: float = 1.1e-3
     """For gathering or reducing one block's parameters, in FSDP2 and our ZeRO: the same step takes 99 ms under zero1,
     112 under fsdp:grad-op and 143 under fsdp, with 50, 50 and 75 of them."""
@@ -53,6 +56,8 @@ class HostCosts:
     selected: float = 0.0
     """Added to each launch of a forward pass, once in forward and once in backward, under selective checkpointing: it
     notes functions, and exchanges what autograd saved."""
+    node: float = 1e-6
+    """For one kernel of a CUDA graph, in the launch of the whole."""
     gathers_by_copy: bool = False
     """Whether gathered parameters are copied to the place that forward reads, as in FSDP2."""
 
@@ -93,6 +98,8 @@ class StepLayout:
     precision: str = "bf16"
     recompute: str = "none"
     compile: bool = False
+    graphs: bool = False
+    """Whether each micro-batch's forward and backward is one launch of a CUDA graph."""
     offload: str = ""
     parameters_over: int = 1
     """Number of ranks that parameters are sharded over between uses; the next two likewise."""
@@ -181,6 +188,7 @@ def lay_out_step(strategy: Strategy, facts: ModelFacts, global_batch: int) -> St
         precision=strategy.precision,
         recompute=strategy.recompute,
         compile=strategy.compile,
+        graphs=strategy.graphs,
         offload=strategy.offload,
         parameters_over=layout.parameters,
         # If they are reduced once a step, every rank accumulates whole ones until then.
@@ -188,7 +196,7 @@ def lay_out_step(strategy: Strategy, facts: ModelFacts, global_batch: int) -> St
         optimizer_over=layout.optimizer,
         parameter_bytes=layout.parameter_bytes or MASTER_BYTES,
         gradient_bytes=update_bytes,
-        gradients_rest=traits.gradients_rest or micro_batches > 1 or stage is not None,
+        gradients_rest=traits.gradients_rest or micro_batches > 1 or stage is not None or strategy.graphs,
         moment_bytes=facts.optimizer_slots * update_bytes,
         master_bytes=MASTER_BYTES if layout.masters else 0,
         cast_bytes=low if low < MASTER_BYTES and not strategy.pure and not technique.lowers else 0,
@@ -197,7 +205,7 @@ def lay_out_step(strategy: Strategy, facts: ModelFacts, global_batch: int) -> St
         reshards=traits.reshards and stage is None,
         reduce_bytes=update_bytes if strategy.reduce == "fp32" else FORMATS[strategy.reduce].bytes,
         reduces_each=strategy.reduces_each,
-        overlaps=technique.overlaps and stage is None,
+        overlaps=technique.overlaps and stage is None and not strategy.graphs,
         one_process=traits.many_devices,
         host=OURS,
     )

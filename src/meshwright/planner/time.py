@@ -144,7 +144,8 @@ def forecast_time(step_layout: StepLayout, stage_costs: StageCosts, hardware: Ha
     else:
         _plain(timing, site, stages[0])
     _update(timing, site, stages)
-    timing.waits = 0.0 if site.is_cpu else step_layout.host.step
+    once = step_layout.host.step_of_graphs if step_layout.graphs else step_layout.host.step
+    timing.waits = 0.0 if site.is_cpu else once
     timing.add("host", timing.waits)
     return timing
 
@@ -179,6 +180,8 @@ def _launching(site: Site, unit: UnitWork, *, backward: bool) -> float:
     launches = unit.backward_launches if backward else unit.forward_launches
     if site.is_cpu:
         return launches * site.hardware.launch
+    if layout.graphs:
+        return launches * layout.host.node
     plain = each = site.hardware.launch + layout.host.operator
     if unit.intercepted:
         each += layout.host.divided[backward]
@@ -197,7 +200,7 @@ def _preparing(site: Site, unit: UnitWork, *, backward: bool) -> float:
     layout = site.step_layout
     repeats = layout.casts_each and layout.recompute != "none" and unit.is_block
     if layout.cast_bytes and (not backward or repeats):
-        passes = 1 if layout.casts_each else layout.micro_batches
+        passes = 1 if layout.casts_each or layout.graphs else layout.micro_batches
         return moving(unit.elements * (layout.parameter_bytes + layout.compute_bytes), site.hardware) / passes
     if layout.gathers and layout.host.gathers_by_copy and (layout.reshards or not backward):
         return moving(unit.elements * 2 * layout.compute_bytes, site.hardware)

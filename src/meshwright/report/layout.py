@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import groupby
 from typing import Any
 
@@ -18,6 +19,8 @@ def layout_page(document: dict[str, Any]) -> Group:
     parts: list[RenderableType] = [Text(f"{document['strategy']} on {document['ranks']} ranks: {mesh}", style="bold")]
     if "units" in document:
         parts.append(_units(document["units"]))
+    if "float8" in document:
+        parts.append(_float8(document["float8"]))
     if "tensor" in document:
         columns = ("module", "role", "divides", "why")
         parts.append(_table("tensor parallelism: how each layer is sharded", columns, document["tensor"]))
@@ -34,6 +37,14 @@ def _table(title: str, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> 
     for row in rows:
         table.add_row(*(str(row[column]) for column in columns))
     return table
+
+
+def _float8(names: list[str]) -> Text:
+    """The layers that multiply in float8; those of like blocks in one word."""
+    words = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    if not words:
+        return Text("float8: no layer is large enough, and all multiply in bf16")
+    return Text(f"float8: {len(names)} layers multiply in it ({', '.join(words)}); all others in bf16")
 
 
 def _units(units: list[dict[str, Any]]) -> Table:

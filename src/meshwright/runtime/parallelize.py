@@ -135,6 +135,8 @@ def parallelize(
 def lay_out_loop(asked: LoopRequest, world: World) -> Parallel:
     """Lay the model out. All ranks must call it."""
     place = place_of(world, asked.strategy)
+    if asked.strategy.graphs:
+        raise Refused(f"{asked.strategy}: graphs replays a step, and here you write the loop; use mw.setup(job, ...).")
     given = asked.model
     blueprint = None if isinstance(given, nn.Module) else record(given, asked.seed, values=world.has_weights)
     structure = blueprint.model if blueprint else given

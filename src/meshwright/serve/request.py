@@ -12,14 +12,14 @@ from meshwright.errors import BadInput
 from meshwright.facts.catalogue import catalogue_names
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.grammar import nearest
-from meshwright.facts.precision import BUILT
+from meshwright.facts.precision import FORMATS
 from meshwright.planner.candidates import Allowed
 from meshwright.reading import parse_json, shown
 from meshwright.serve.errors import RequestError
 from meshwright.serve.models import Models
 
 WORDS: Mapping[str, tuple[str, ...]] = {
-    "precision": BUILT,
+    "precision": tuple(FORMATS),
     "ac": ("none", "selective", "full"),
     "offload": ("none", "optimizer", "params"),
 }

@@ -58,6 +58,9 @@ class DataStrategy(ABC):
     overlaps: ClassVar[bool] = True
     """Whether it communicates during backward, so that blocks must be compiled separately."""
 
+    captures: ClassVar[bool] = False
+    """Whether it communicates only after backward, so that forward and backward can be a CUDA graph."""
+
     def refuse(self, strategy: Strategy, facts: ModelFacts, place: Place) -> str | None:
         """Why it cannot run, or None. Called before any process starts."""
         return None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.assemble.float8 import float8_layers
 from meshwright.assemble.precision import apply_precision, loss_under
 from meshwright.assemble.recompute import recompute_blocks
 from meshwright.describe.as_on_cuda import as_on_cuda
@@ -27,6 +28,7 @@ from meshwright.errors import JobError, one_line
 from meshwright.facts.costs import Kernel, ModelCosts, Size, UnitCosts
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
+from meshwright.facts.precision import FORMATS
 from meshwright.recording.blueprint import Blueprint, record
 from meshwright.recording.wrap_forward import replaced_forwards
 from meshwright.torch_private.trees import tree_flatten, tree_leaves, tree_map_only
@@ -48,7 +50,8 @@ def measure_costs(job: Job, facts: ModelFacts, precision: str, recompute: str = 
     blueprint = record(job.model, seed=0, values=False)
     blocks = [blueprint.model.get_submodule(name) for name in facts.blocks]
     kinds = {name: size_of(block) for name, block in zip(facts.blocks, blocks, strict=True)}
-    apply_precision(blueprint.model, blocks, DTYPES[precision], pure=False, left_to_cast=())
+    float8 = float8_layers(blueprint.model, facts) if FORMATS[precision].factors else ()
+    apply_precision(blueprint.model, blocks, DTYPES[precision], pure=False, left_to_cast=(), float8=float8)
     if recompute != "none":
         recompute_blocks(blocks or [blueprint.model], recompute)
     small, large = (_trace(job, facts, blueprint, kinds, precision, samples) for samples in SIZES)

@@ -93,10 +93,13 @@ def _work(
     flops = count_flops(func, args, kwargs, result)
     if _is_causal(func, args, kwargs):
         flops /= 2  # the kernel skips what is above the diagonal, but the registry counts it
-    largest = max([*given, *made], key=lambda leaf: leaf.numel() * leaf.is_floating_point(), default=None)
+    kind = operator_kind(func)
+    # A product's dtype is that of its factors: fp8's give results in bf16.
+    seen = given if kind == "matmul" else [*given, *made]
+    largest = max(seen, key=lambda leaf: leaf.numel() * leaf.is_floating_point(), default=None)
     return OperatorRun(
         name=name,
-        kind=operator_kind(func),
+        kind=kind,
         dtype=WORDS.get(largest.dtype if largest is not None else torch.float32, "fp32"),
         flops=flops,
         bytes=float(_touched(name, given, made)),

@@ -20,17 +20,20 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright.facts.precision import FORMATS
 from meshwright.verify.evidence import ROUNDING, Evidence, Reference, State
 
-MARGIN = {"float64": 16.0, "fp32": 16.0, "bf16": 4.0, "fp16": 4.0}
+MARGIN = {"float64": 16.0, "fp32": 16.0, "bf16": 4.0, "fp16": 4.0, "fp8": 4.0}
 """Allowed multiple of the measured effect of one rounding: a step rounds many times. Smaller in low precision, where
 moving all weights has as much effect as computing with them."""
 SUMMED = 2.0**20
 """Assumed length of a float64 sum: n numbers are off by at most n unit roundoffs. MARGIN covers longer sums."""
-LOSS_BOUND = {"float64": SUMMED * 2.0**-53, "fp32": 1e-5, "bf16": 2.0**-7, "fp16": 2.0**-9}
-"""Relative, per step. fp32 is our promise; bf16 allows 2 roundings and fp16 4 of a mean over many numbers."""
-NORM_BOUND = {"float64": 4 * SUMMED * 2.0**-53, "fp32": 1e-4, "bf16": 2.0**-5, "fp16": 2.0**-6}
-"""Relative, per step. Gradients pass through the whole model twice, so they carry more roundings than the loss."""
+LOSS_BOUND = {"float64": SUMMED * 2.0**-53, "fp32": 1e-5, "bf16": 2.0**-7, "fp16": 2.0**-9, "fp8": 2.0**-5}
+"""Relative, per step. fp32 is our promise; bf16 allows 2 roundings and fp16 4 of a mean over many numbers. fp8 allows
+half a rounding to e4m3 (2**-4): its scales are powers of two, so strategies round alike where bf16 was the same."""
+NORM_BOUND = {"float64": 4 * SUMMED * 2.0**-53, "fp32": 1e-4, "bf16": 2.0**-5, "fp16": 2.0**-6, "fp8": 2.0**-4}
+"""Relative, per step. Gradients pass through the whole model twice, so they carry more roundings than the loss. In fp8
+each layer rounds them to e5m2 (2**-3), with random signs; half of one is allowed."""
 GRADIENT_BOUND = {"float64": SUMMED * 2.0**-53, "fp32": 2.0**-13}
 """Relative to a gradient's largest element. For fp32 the norm's bound: a worst-case bound would allow anything."""
 GLOBAL_SHARE = 2.0**-4
@@ -196,7 +199,7 @@ def first_state(trace: Evidence, reference: Reference, *, at_end: bool) -> str |
             continue
         starts = [run.start[name].double() for run in (reference.exact, *reference.disturbed)]
         others = [one[name].double() for one in moved]
-        if precision in ("bf16", "fp16"):
+        if precision in FORMATS and FORMATS[precision].is_low:
             share = WRONG_SIGNS + reduction_error(reference)
             how = _differs_as_a_whole(starts, found[name].double(), value.double(), others, share)
         else:

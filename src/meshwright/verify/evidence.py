@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.facts.precision import BUILT, FORMATS
+from meshwright.facts.precision import FORMATS
 from meshwright.torch_private.modules import REGISTERED
 from meshwright.torch_private.trees import tree_leaves
 
 State = dict[str, torch.Tensor]
-ROUNDING = {"float64": 2.0**-53, **{word: FORMATS[word].rounding for word in BUILT}}
+ROUNDING = {"float64": 2.0**-53, **{word: one.rounding for word, one in FORMATS.items()}}
 """Unit roundoff: the largest relative error of one rounding."""
 
 

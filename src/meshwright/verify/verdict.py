@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshwright.describe.dtypes import DTYPES, WORDS
 from meshwright.verify import bounds
 from meshwright.verify.evidence import Evidence, Reference
 
@@ -89,7 +90,7 @@ def judge_loss(text: str, trace: Evidence, plain: Evidence, reference: Reference
     difference = losses.first_difference()
     return Verdict(
         strategy=text,
-        reference=f"plain PyTorch under autocast to {reference.precision}, losses only",
+        reference=f"plain PyTorch under autocast to {WORDS[DTYPES[reference.precision]]}, losses only",
         status=DIFFERS if difference else EQUAL,
         equal=difference is None,
         loss_max_rel=max(losses.distances),

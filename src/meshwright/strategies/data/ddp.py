@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class Ddp(DataStrategy):
     summary = "DistributedDataParallel: a whole copy on every rank, gradients averaged"
     traits = DataTraits(word="ddp", gradients_rest=True, zero_stage=0, foreign=True, complexity=1)
+    captures = True
 
     def apply(self, model: nn.Module, context: ApplyContext) -> Engine:
         from meshwright.strategies.data.ddp_engine import replicate

@@ -47,8 +47,8 @@ class DdpEngine(Engine):
 class SummedAfterwardsEngine(Engine):
     """Sums gradients over ranks once, after all backward passes.
 
-    DDP needs one backward pass to communicate in, which a pipeline does not have. And zero-bubble schedules set
-    gradients without calling the hooks that DDP uses.
+    DDP needs one backward pass to communicate in, which a pipeline does not have. Zero-bubble schedules set gradients
+    without calling the hooks that DDP uses, and a CUDA graph is replayed without them.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ def replicate(model: nn.Module, context: ApplyContext) -> Engine:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return Engine(model)
     assert context.mesh is not None
-    if context.pipelined:
+    if context.pipelined or context.strategy.graphs:
         return SummedAfterwardsEngine(model, context.mesh, context.unused, context.reduce_dtype)
     if context.own_loop:
         return AveragingEngine(model, context.mesh, context.reduce_dtype)

@@ -20,6 +20,7 @@ class Single(DataStrategy):
         word="single", sized=False, one_process=True, foreign=True, planned=False, compared=False, complexity=0
     )
     overlaps = False
+    captures = True
 
     def axes(self, strategy: Strategy) -> dict[str, int]:
         return {}

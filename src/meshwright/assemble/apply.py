@@ -19,6 +19,7 @@ from meshwright.assemble.batchnorm import synchronise_batch_norms, take_over_syn
 from meshwright.assemble.device_placement import Devices, FollowDevices, compute_in_place, place_parameters
 from meshwright.assemble.fill import fill
 from meshwright.assemble.operator_dtypes import compile_outside
+from meshwright.assemble.pieced_head import piece_head
 from meshwright.assemble.precision import apply_precision, follow_table
 from meshwright.assemble.recompute import recompute_blocks
 from meshwright.assemble.stage_model import StageModel
@@ -99,13 +100,15 @@ def apply_in_order(
     apply_precision(model, list(blocks), dtype, pure=strategy.pure, left_to_cast=uncast, autocast=autocast)
     if called:
         follow_table(called, dtype)
+    if strategy.loss == "pieced" and facts.head is not None:
+        piece_head(model, facts.head, dtype, compiled=strategy.compile)
     whole = list(called) or [model]
     if strategy.recompute != "none":
         recompute_blocks(list(blocks) or whole, strategy.recompute)
     if strategy.compile:
         if strategy.number_format.is_low and not strategy.autocast:
             follow_table(blocks or [model], dtype)  # outside the recomputed region, inside the compiled graph
-        for module in blocks if technique.overlaps and blocks else whole:
+        for module in blocks if technique.compiles_blocks(strategy) and blocks else whole:
             compile_outside(module)
     route_calls()
     return cuts

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.assemble.batch import has_stand_ins, micro_steps
+from meshwright.assemble.pieced_head import refuse_pieced
 from meshwright.describe.batch_layout import Rows, pairs_of
 from meshwright.describe.learnt_layout import learn_layout
 from meshwright.describe.observe import make_batch
@@ -28,6 +29,7 @@ def check(job: Job, facts: ModelFacts, strategy: Strategy, place: Place) -> Stra
     if reason := (
         _refuse_batch(job, facts, resolved)
         or _refuse_whole_batch(job, facts, resolved)
+        or refuse_pieced(facts, resolved)
         or _refuse_scatter(job, resolved)
         or refuse_optimizer(facts.couplings, resolved)
         or (facts.moved and refuse_moved(resolved, facts, _micro_steps(job, resolved)))

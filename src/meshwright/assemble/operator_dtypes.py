@@ -12,7 +12,7 @@ function runs, so autograd, fake tensors and torch.compile see plain casts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import reduce
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.describe.dtypes import LOW
+from meshwright.pieced_loss.head import HeadCalls
 from meshwright.torch_private.autograd import engine_wrapped
 from meshwright.torch_private.modes import function_modes, without_innermost_mode
 from meshwright.torch_private.modules import wrap_compiled_call
@@ -233,8 +234,9 @@ def compile_outside(module: nn.Module) -> None:
 
     def without_callers_mode(compiled: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            modes = function_modes()
-            with without_innermost_mode() if modes and type(modes[-1]) is OperatorDtypes else nullcontext():
+            with ExitStack() as stack:
+                while (modes := function_modes()) and type(modes[-1]) in (OperatorDtypes, HeadCalls):
+                    stack.enter_context(without_innermost_mode())
                 return compiled(*args, **kwargs)
 
         return call

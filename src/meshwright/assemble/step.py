@@ -158,9 +158,10 @@ class Trainer:
     def _build_passes(self) -> Passes:
         job, facts, strategy, world, axes = self.job, self.facts, self.strategy, self.world, self.axes
         autocast = autocast_region(strategy, world.device.type, fake=world.fake)
+        compiled = strategy.compile and strategy.loss == "whole"  # pieces have a kernel of their own
         losses = Losses(
             job=job,
-            loss=loss_under(strategy.precision, job, compiled=strategy.compile, autocast=autocast),
+            loss=loss_under(strategy.precision, job, compiled=compiled, autocast=autocast),
             weight_per_sample=facts.weight_per_sample,
             plain=partial(make_whole, axes=axes),
             # PyTorch's checkpointing restores autocast itself.

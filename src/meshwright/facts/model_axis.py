@@ -38,6 +38,8 @@ class AxisTraits:
     """Whether a rank computes parts of activations between layers, so that state kept in `forward` differs."""
     autocast: bool = True
     """Whether autocast works in the layers that it divides."""
+    pieces_loss: bool = False
+    """Whether the output layer and the loss can run in pieces."""
     one_process: bool = False
     """Whether it can also run in one process with all devices."""
     engines: tuple[str, ...] = ("torch",)

@@ -58,6 +58,10 @@ class DataStrategy(ABC):
     overlaps: ClassVar[bool] = True
     """Whether it communicates during backward, so that blocks must be compiled separately."""
 
+    def compiles_blocks(self, strategy: Strategy) -> bool:
+        """Whether blocks are compiled one by one, and not the model as a whole."""
+        return self.overlaps or strategy.loss == "pieced"
+
     def refuse(self, strategy: Strategy, facts: ModelFacts, place: Place) -> str | None:
         """Why it cannot run, or None. Called before any process starts."""
         return None

@@ -24,6 +24,7 @@ class PipelineParallel(StageAxis):
         default_suffix="1f1b",
         suffix_name="schedule",
         staged=True,
+        pieces_loss=True,
         engines=("torch", "deepspeed"),
         complexity=12,
         config_fields={"torchtitan": "pipeline_parallel_degree"},

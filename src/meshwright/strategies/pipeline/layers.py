@@ -15,6 +15,7 @@ class LayerPlacement(StageAxis):
         mesh_name="pipeline",
         place=-20,
         staged=True,
+        pieces_loss=True,
         schedule="layers",
         one_process=True,
         complexity=12,

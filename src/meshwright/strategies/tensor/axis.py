@@ -32,6 +32,7 @@ class TensorParallel(InnerAxis):
         splits_tensors=True,
         splits_activations=True,
         autocast=False,
+        pieces_loss=True,
         config_fields={
             "torchtitan": "tensor_parallel_degree",
             "accelerate": "parallelism_config_tp_size",

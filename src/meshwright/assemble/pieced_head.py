@@ -44,12 +44,18 @@ def refuse_pieced(facts: ModelFacts, strategy: Strategy) -> str | None:
     if strategy.loss != "pieced":
         return None
     if head is None:
-        return facts.unseen and f"{term} needs a model that runs on fake tensors: {facts.unseen}" or (
-            f"{term} needs a model whose output layer is a linear layer that F.cross_entropy or F.nll_loss reads with "
-            f"class indices, and this model has none; drop {term}."
+        return (
+            facts.unseen
+            and f"{term} needs a model that runs on fake tensors: {facts.unseen}"
+            or (
+                f"{term} needs a model whose output layer is a linear layer that F.cross_entropy or F.nll_loss reads with "
+                f"class indices, and this model has none; drop {term}."
+            )
         )
     if facts.loss_over != "samples":
-        return f"{term} needs a loss that is a sum over samples, but this one is over the {facts.loss_over}; drop {term}."
+        return (
+            f"{term} needs a loss that is a sum over samples, but this one is over the {facts.loss_over}; drop {term}."
+        )
     if strategy.compile and (reason := _refuse_compiled(facts, head)):
         return reason
     return _refuse_undivided(facts, head, strategy)

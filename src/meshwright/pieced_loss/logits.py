@@ -34,7 +34,7 @@ LOSSES: Losses = {}
 _SHAPES = functions(
     "size dim ndimension numel nelement element_size stride is_contiguous is_floating_point is_complex is_signed "
     "get_device storage_offset requires_grad_ retain_grad register_hook __len__ __hash__ __dir__ is_inference is_tensor "
-    "is_same_size has_names"
+    "is_same_size has_names _is_view is_set_to is_neg is_conj register_post_accumulate_grad_hook"
 )
 _PROPERTIES = (
     "shape dtype device layout requires_grad ndim grad_fn is_leaf is_cpu is_cuda is_meta is_sparse is_quantized "

@@ -200,7 +200,10 @@ _TABLE: list[tuple[Rule, str]] = [
     (_permute, "permute"),
     (_same, "contiguous clone"),
     (_convert, "to float double half bfloat16 type_as"),
-    (_elementwise, "mul multiply div divide true_divide __mul__ __rmul__ __truediv__ __div__ neg negative __neg__ tanh"),
+    (
+        _elementwise,
+        "mul multiply div divide true_divide __mul__ __rmul__ __truediv__ __div__ neg negative __neg__ tanh",
+    ),
     (_elementwise, "add sub __add__ __radd__ __sub__"),
     (_along_classes, "log_softmax"),
 ]

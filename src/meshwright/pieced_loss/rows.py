@@ -125,9 +125,7 @@ def _fused_gradient(logits: Tensor, target: Tensor, ignore_index: int, scale: Te
     return losses, ((logarithms.exp() - is_target.to(logarithms.dtype)) * kept[:, None]).to(logits.dtype)
 
 
-def _divided_softmax(
-    logits: Tensor, target: Tensor, ignore_index: int, part: ClassPart
-) -> tuple[Tensor, Tensor]:
+def _divided_softmax(logits: Tensor, target: Tensor, ignore_index: int, part: ClassPart) -> tuple[Tensor, Tensor]:
     """The losses, and this rank's shares minus 1 at the targets that it holds."""
     values = logits.to(_wide(logits.dtype), copy=True)
     largest = values.amax(-1, keepdim=True)
@@ -257,4 +255,3 @@ def _add_product(total: Tensor, change: Tensor, rows: Tensor) -> None:
         torch.addmm(total, change.t(), rows, out_dtype=total.dtype, out=total)
     else:
         total.add_(change.t() @ rows)
-

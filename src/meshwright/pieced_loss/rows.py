@@ -56,18 +56,52 @@ class SoftmaxLoss:
     ignore_index: int
     part: ClassPart | None = None
     run: Gradient | None = None
-    """Computes both; None: `plain_gradient`."""
+    """A compiled kernel that computes both; None: operators, one after another."""
 
     def losses(self, logits: Tensor, target: Tensor) -> Tensor:
-        if self.part is not None:
-            return _divided_softmax(logits, target, self.ignore_index, self.part)[0]
-        return _plain_softmax(logits, target, self.ignore_index)[0]
+        return _exponentials(logits, target, self.ignore_index, self.part).losses
 
     def gradient(self, logits: Tensor, target: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self.part is not None:
-            losses, shares = _divided_softmax(logits, target, self.ignore_index, self.part)
-            return losses, _scaled(shares, target, self.ignore_index, scale, logits)
-        return (self.run or plain_gradient)(logits, target, self.ignore_index, scale)
+        if self.run is not None and self.part is None:
+            return self.run(logits, target, self.ignore_index, scale)
+        found = _exponentials(logits, target, self.ignore_index, self.part)
+        # The share is exp / sum, and the gradient is the share, minus 1 at the target.
+        at_target = found.values.gather(1, found.here) - found.sums[:, None] * found.is_here[:, None]
+        found.values.scatter_(1, found.here, at_target)
+        factors = found.sums.reciprocal() if scale is None else scale.to(found.sums.dtype) / found.sums
+        factors = factors.masked_fill(target == self.ignore_index, 0)
+        return found.losses, torch.mul(found.values, factors[:, None], out=logits)
+
+
+@dataclass(frozen=True)
+class _Exponentials:
+    """Of some rows, relative to each row's largest logit."""
+
+    losses: Tensor
+    values: Tensor
+    sums: Tensor
+    here: Tensor
+    """The column of each target; 0 if the target is ignored or another rank's."""
+    is_here: Tensor
+
+
+def _exponentials(logits: Tensor, target: Tensor, ignore_index: int, part: ClassPart | None) -> _Exponentials:
+    classes, wide = logits.shape[1], _wide(logits.dtype)
+    largest = logits.amax(1).to(wide)
+    if part is not None:
+        part.largest(largest)
+    values = logits - largest[:, None]  # in fp32, without a copy of the logits
+    here = target - (part.rank if part is not None else 0) * classes
+    ignored = target == ignore_index
+    elsewhere = ignored if part is None else ignored | (here < 0) | (here >= classes)
+    here = here.masked_fill(elsewhere, 0)[:, None]
+    chosen = values.gather(1, here).squeeze(1).masked_fill(elsewhere, 0)
+    values.exp_()
+    sums = torch.stack([values.sum(1), chosen])
+    if part is not None:
+        part.sum(sums)
+    losses = (sums[0].log() - sums[1]).masked_fill_(ignored, 0)
+    return _Exponentials(losses, values, sums[0], here, ~elsewhere)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,61 +128,19 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _plain_softmax(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The losses, and the logarithms of the shares."""
-    logarithms = torch.log_softmax(logits, -1, dtype=_wide(logits.dtype))
-    ignored = target == ignore_index
-    chosen = logarithms.gather(1, target.masked_fill(ignored, 0)[:, None]).squeeze(1)
-    return chosen.neg().masked_fill(ignored, 0), logarithms
-
-
-def plain_gradient(logits: Tensor, target: Tensor, ignore_index: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The losses, and the gradient of the logits in their memory."""
-    losses, logarithms = _plain_softmax(logits, target, ignore_index)
-    shares = logarithms.exp_()
-    here = target.masked_fill(target == ignore_index, 0)[:, None]
-    shares.scatter_(1, here, shares.gather(1, here) - 1)
-    return losses, _scaled(shares, target, ignore_index, scale, logits)
-
-
 def compiled_gradient() -> Gradient:
-    """`plain_gradient` as few kernels that write no logits in fp32."""
+    """`SoftmaxLoss.gradient` as few kernels that write no logits in fp32."""
     return torch.compile(_fused_gradient, dynamic=False)  # type: ignore[no-any-return]
 
 
 def _fused_gradient(logits: Tensor, target: Tensor, ignore_index: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`plain_gradient` without writes in place, for the compiler to fuse."""
-    losses, logarithms = _plain_softmax(logits, target, ignore_index)
+    """The same as `SoftmaxLoss.gradient` without writes in place, for the compiler to fuse."""
+    logarithms = torch.log_softmax(logits, -1, dtype=_wide(logits.dtype))
     ignored = target == ignore_index
+    losses = logarithms.gather(1, target.masked_fill(ignored, 0)[:, None]).squeeze(1).neg().masked_fill(ignored, 0)
     is_target = torch.arange(logits.shape[1], device=logits.device) == target[:, None]
     kept = (~ignored).to(logarithms.dtype) if scale is None else scale.to(logarithms.dtype).masked_fill(ignored, 0)
     return losses, ((logarithms.exp() - is_target.to(logarithms.dtype)) * kept[:, None]).to(logits.dtype)
-
-
-def _divided_softmax(logits: Tensor, target: Tensor, ignore_index: int, part: ClassPart) -> tuple[Tensor, Tensor]:
-    """The losses, and this rank's shares minus 1 at the targets that it holds."""
-    values = logits.to(_wide(logits.dtype), copy=True)
-    largest = values.amax(-1, keepdim=True)
-    part.largest(largest)
-    values.sub_(largest)
-    here = target - part.rank * logits.shape[-1]
-    ignored = target == ignore_index
-    elsewhere = (here < 0) | (here >= logits.shape[-1]) | ignored
-    here = here.masked_fill(elsewhere, 0)[:, None]
-    chosen = values.gather(1, here).squeeze(1).masked_fill(elsewhere, 0)
-    values.exp_()
-    sums = torch.stack([values.sum(-1), chosen])
-    part.sum(sums)
-    shares = values.div_(sums[0][:, None])
-    shares.scatter_(1, here, shares.gather(1, here) - (~elsewhere)[:, None].to(shares.dtype))
-    return (sums[0].log() - sums[1]).masked_fill_(ignored, 0), shares
-
-
-def _scaled(shares: Tensor, target: Tensor, ignore_index: int, scale: Tensor | None, out: Tensor) -> Tensor:
-    """The rows times their scale, zero where the target is ignored, in the memory of the logits."""
-    ignored = target == ignore_index
-    kept = (~ignored).to(shares.dtype) if scale is None else scale.to(shares.dtype).masked_fill(ignored, 0)
-    return torch.mul(shares, kept[:, None], out=out)
 
 
 def pieces_of(rows: int, classes: int) -> list[slice]:
@@ -216,7 +208,6 @@ def differentiate(
     for piece, rows, logits in operands.pieces():
         part = None if scale is None else scale[piece]
         own, change = loss.gradient(logits, target[piece], part)
-        del logits  # the gradient may be in its memory
         losses.append(own)
         if total.rows is not None:
             torch.mm(change, operands.weight, out=total.rows[piece])
@@ -224,6 +215,7 @@ def differentiate(
             _add_product(total.weight, change, rows)
         if total.bias is not None:
             total.bias.add_(change.sum(0, dtype=total.bias.dtype))
+        del logits, change  # before the next piece is computed
     return torch.cat(losses), total
 
 

@@ -30,6 +30,7 @@ from meshwright.assemble.step import Trainer
 from meshwright.assemble.world import fake_world
 from meshwright.describe.model import describe
 from meshwright.describe.observe import make_batch
+from meshwright.facts import pieces
 from meshwright.facts.strategy import Strategy
 from meshwright.jobs.load import load_job
 from meshwright.pieced_loss import rows
@@ -96,7 +97,7 @@ def measure_head(name: str, tokens: int, width: int, classes: int, device: torch
 
     def pieced(gradient: Any, largest: int) -> Callable[[], tuple[Tensor, ...]]:
         def run() -> tuple[Tensor, ...]:
-            rows.LARGEST = largest
+            pieces.LARGEST = largest
             mode = HeadCalls(
                 Output(shape=(classes, width), gradient=gradient), lambda f, args, kwargs: f(*args, **kwargs)
             )
@@ -148,7 +149,8 @@ def measure_case(job_text: str, text: str, ranks: int, device: torch.device, rou
     ms = {loss: median(found) for loss, found in times.items()}
     print(
         f"{job_text} {text}: whole {ms['whole']:.1f} ms {peaks['whole']:.2f} GiB, pieced {ms['pieced']:.1f} ms "
-        f"{peaks['pieced']:.2f} GiB; {peaks['whole'] - peaks['pieced']:.2f} GiB less, time x{ms['pieced'] / ms['whole']:.4f}, "
+        f"{peaks['pieced']:.2f} GiB; {peaks['whole'] - peaks['pieced']:.2f} GiB less, "
+        f"time x{ms['pieced'] / ms['whole']:.4f}, "
         f"first losses {first['whole']:.6f} {first['pieced']:.6f}",
         flush=True,
     )

@@ -31,6 +31,7 @@ def choose_strategy(job: Job, wanted: Strategy, cluster: Cluster) -> Plan:
         recompute=(wanted.recompute,) if wanted.recompute != "none" else ("none", "selective", "full"),
         offload=(wanted.offload,) if wanted.offload else ("", "optimizer"),
         compile=(wanted.compile,),
+        loss=("whole", "pieced") if wanted.loss == "whole" else (wanted.loss,),
     )
     ranking = plan(job, cluster, PlanOptions(allowed=allowed, fast=True))
     if not ranking.plans:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.assemble.batch import has_stand_ins, micro_steps
-from meshwright.assemble.pieced_head import refuse_pieced
 from meshwright.describe.batch_layout import Rows, pairs_of
 from meshwright.describe.learnt_layout import learn_layout
 from meshwright.describe.observe import make_batch
@@ -20,6 +19,7 @@ from meshwright.recording.blueprint import model_to_read
 from meshwright.strategies import DATA_STRATEGIES, Place, data_strategy, model_axis
 from meshwright.strategies.deepspeed.user_config import refuse_contradictions, without_job
 from meshwright.strategies.moved_state import refuse_moved
+from meshwright.strategies.pieced_loss import refuse_pieced
 from meshwright.strategies.pipeline.sizes import count_micro_batches, is_pipelined
 
 

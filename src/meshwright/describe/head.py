@@ -12,11 +12,15 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.facts.model import HeadFacts
 from meshwright.pieced_loss.head import PRODUCTS
-from meshwright.pieced_loss.logits import LOSSES, ON_SHAPE
+from meshwright.pieced_loss.logits import ON_SHAPE
 from meshwright.pieced_loss.recorded import Form, functions, next_form
 from meshwright.torch_private.trees import tree_leaves
 
 _TRANSPOSED = frozenset(functions("t transpose swapaxes swapdims permute")) | {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
+
+
+_REDUCED = frozenset(functions("logsumexp argmax"))
+"""Functions besides the losses that run in pieces."""
 
 
 @dataclass
@@ -97,7 +101,7 @@ class HeadWatch(TorchFunctionMode):
         if id(weight) not in self._weights or hidden.dim() < 2:
             return
         name, shape = self._weights[id(weight)][0], tuple(weight.shape)  # type: ignore[union-attr]
-        call = _Layer(name, self._running[-1], shape, prod(hidden.shape[:-1]))  # type: ignore[arg-type]
+        call = _Layer(name, self._running[-1], shape, prod(hidden.shape[:-1]))
         self._calls.append(call)
         self._seen[id(result)] = result, Form(shape=tuple(result.shape), dtype=result.dtype), call
 
@@ -106,8 +110,12 @@ class HeadWatch(TorchFunctionMode):
             if id(leaf) not in self._seen:
                 continue
             tensor, form, call = self._seen[id(leaf)]
-            following = next_form(form, tensor.device, func, args[1:], kwargs) if place == 0 else None
-            if place == 0 and func in LOSSES and _reads_classes(form, args, kwargs):
+            following = form if func is Tensor.detach else None
+            if place == 0 and following is None:
+                following = next_form(form, tensor.device, func, args[1:], kwargs)
+            if place == 0 and func in _REDUCED:
+                continue
+            if place == 0 and func in (F.cross_entropy, F.nll_loss) and _reads_classes(form, args, kwargs):
                 call.is_head = True
             elif following is not None and isinstance(result, Tensor):
                 self._seen[id(result)] = result, following, call

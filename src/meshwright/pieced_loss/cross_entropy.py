@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -10,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.pieced_loss.gradient import Computed, Later, PiecedGradient, Share, rows_and_back
-from meshwright.pieced_loss.logits import LOSSES, Logits
+from meshwright.pieced_loss.gradient import Computed, Later, rows_and_back
+from meshwright.pieced_loss.logits import LOSSES, Logits, like, pieced_gradient
+from meshwright.pieced_loss.recorded import functions
 from meshwright.pieced_loss.rows import (
     CalledLoss,
     Gradients,
@@ -68,7 +71,34 @@ def nll_loss(
     return _in_pieces(input, target, loss, _Reduction(reduction, ignore_index, weight))
 
 
+def logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
+    """`torch.logsumexp` over the classes, as a z-loss takes it."""
+    return _over_classes(input, dim, keepdim, lambda logits: torch.logsumexp(logits, -1))
+
+
+def argmax(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    """`torch.argmax` over the classes, for an accuracy."""
+    return _over_classes(input, dim, keepdim, lambda logits: logits.argmax(-1), differentiable=False)
+
+
+def _over_classes(
+    input: Any, dim: Any, keepdim: bool, run: Callable[[Tensor], Tensor], *, differentiable: bool = True
+) -> Any:
+    """A function that gives one number for each row."""
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    last = isinstance(dim, int) and dim % len(input.form.shape) == len(input.form.shape) - 1
+    if not last or input.form.classes_second or input.source.part is not None:
+        return NotImplemented
+    leading = input.form.shape[:-1]
+    loss = CalledLoss(values=input.form.to_values, function=lambda logits, target, reduction: run(logits))
+    with without_torch_function():
+        rows = torch.zeros(prod(leading), dtype=torch.long, device=input.source.hidden.device)  # no row is ignored
+        found = _EachLoss.apply(input, rows, loss) if differentiable else losses_of(_rows_of(input)[0], rows, loss)
+        return found.reshape(*leading, 1) if keepdim else found.reshape(leading)
+
+
 LOSSES |= {F.cross_entropy: cross_entropy, F.nll_loss: nll_loss}
+LOSSES |= dict.fromkeys(functions("logsumexp"), logsumexp) | dict.fromkeys(functions("argmax"), argmax)
 
 
 def _fits(input: Any, target: Any) -> bool:
@@ -120,20 +150,12 @@ def _needs(logits: Logits) -> tuple[bool, bool, bool]:
     return source.hidden.requires_grad, source.weight.requires_grad, bias
 
 
-def _gradient(ctx: Any, share: Share) -> Tensor:
-    return PiecedGradient.like(*ctx.like, (share,))
-
-
-def _like(logits: Logits) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return torch.Size(logits.form.shape), logits.form.dtype, logits.source.hidden.device
-
-
 class _TotalLoss(torch.autograd.Function):
     """The sum of all losses. Forward computes the gradients too, up to the factor that backward brings."""
 
     @staticmethod
     def forward(ctx: Any, logits: Logits, target: Tensor, loss: PieceLoss) -> Tensor:
-        ctx.like, ctx.form, ctx.loss = _like(logits), logits.form, loss
+        ctx.like, ctx.form, ctx.loss = like(logits), logits.form, loss
         operands, back = _rows_of(logits)
         ctx.later = operands.rows.dtype in SCALED
         if not ctx.needs_input_grad[0] or ctx.later:
@@ -148,8 +170,12 @@ class _TotalLoss(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None]:
         if ctx.later:
             (target,) = ctx.saved_tensors
-            return _gradient(ctx, Later(ctx.form.to_rows, target, ctx.loss, factor.expand(target.shape))), None, None
-        return _gradient(ctx, Computed(Gradients(*ctx.saved_tensors), factor)), None, None
+            return (
+                pieced_gradient(ctx.like, Later(ctx.form.to_rows, target, ctx.loss, factor.expand(target.shape))),
+                None,
+                None,
+            )
+        return pieced_gradient(ctx.like, Computed(Gradients(*ctx.saved_tensors), factor)), None, None
 
 
 class _EachLoss(torch.autograd.Function):
@@ -157,7 +183,7 @@ class _EachLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Logits, target: Tensor, loss: PieceLoss) -> Tensor:
-        ctx.like, ctx.form, ctx.loss = _like(logits), logits.form, loss
+        ctx.like, ctx.form, ctx.loss = like(logits), logits.form, loss
         ctx.save_for_backward(target)
         return losses_of(_rows_of(logits)[0], target, loss).to(logits.form.dtype)
 
@@ -165,4 +191,4 @@ class _EachLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, factors: Tensor) -> tuple[Tensor, None, None]:
         (target,) = ctx.saved_tensors
-        return _gradient(ctx, Later(ctx.form.to_rows, target, ctx.loss, factors)), None, None
+        return pieced_gradient(ctx.like, Later(ctx.form.to_rows, target, ctx.loss, factors)), None, None

@@ -83,7 +83,9 @@ class PiecedGradient(Tensor):
     shares: tuple[Share, ...]
 
     @staticmethod
-    def like(shape: torch.Size, dtype: torch.dtype, device: torch.device, shares: tuple[Share, ...]) -> PiecedGradient:
+    def like(
+        shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, shares: tuple[Share, ...]
+    ) -> PiecedGradient:
         found: PiecedGradient = make_wrapper(PiecedGradient, shape, dtype=dtype, device=device)
         found.shares = shares
         return found
@@ -92,7 +94,7 @@ class PiecedGradient(Tensor):
         return f"PiecedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.add.Tensor and not kwargs and _is_sum(*args):
             return _sum(*args)  # autograd sums the gradients of several uses
         if func is torch.ops.aten.detach.default:

@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright.pieced_loss import cross_entropy as _losses  # registers them
+from meshwright.pieced_loss.cross_entropy import cross_entropy, nll_loss
 from meshwright.pieced_loss.logits import Logits, Source, defer
 from meshwright.pieced_loss.recorded import functions
 from meshwright.pieced_loss.rows import Gradient
 
 __all__ = ["HeadCalls", "Output", "output_layer"]
-assert _losses.LOSSES
+LOSSES = (cross_entropy, nll_loss)
+"""The losses of class indices; importing them registers them."""
 
 PRODUCTS = frozenset(functions("matmul mm __matmul__"))
 

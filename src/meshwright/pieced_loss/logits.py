@@ -33,15 +33,15 @@ LOSSES: Losses = {}
 
 _SHAPES = functions(
     "size dim ndimension numel nelement element_size stride is_contiguous is_floating_point is_complex is_signed "
-    "get_device storage_offset requires_grad_ retain_grad register_hook __len__ __hash__ __dir__ is_inference is_tensor "
-    "is_same_size has_names _is_view is_set_to is_neg is_conj register_post_accumulate_grad_hook"
+    "get_device storage_offset requires_grad_ retain_grad register_hook __len__ __hash__ __dir__ is_inference "
+    "is_tensor is_same_size has_names _is_view is_set_to is_neg is_conj register_post_accumulate_grad_hook"
 )
 _PROPERTIES = (
     "shape dtype device layout requires_grad ndim grad_fn is_leaf is_cpu is_cuda is_meta is_sparse is_quantized "
     "is_nested itemsize nbytes output_nr retains_grad names _version _backward_hooks is_mps is_xpu is_mkldnn"
 )
 ON_SHAPE = set(_SHAPES) | {getattr(Tensor, n).__get__ for n in _PROPERTIES.split() if hasattr(Tensor, n)}
-ON_SHAPE |= {Tensor.requires_grad.__set__, Tensor._backward_hooks.__set__}  # type: ignore[attr-defined]
+ON_SHAPE |= {getattr(Tensor, n).__set__ for n in ("requires_grad", "_backward_hooks")}
 """Functions that need no values."""
 
 
@@ -81,9 +81,7 @@ class Source:
                 "loss=pieced reads then; drop loss=pieced, or do not change it in place."
             )
         if not self.weight.untyped_storage().size() and self.weight.numel() and self.weight.device.type != "meta":
-            raise JobError(
-                "The loss runs when the output layer's weight is no longer gathered; drop loss=pieced from the strategy."
-            )
+            raise JobError("The loss runs when the output layer's weight is no longer gathered; drop loss=pieced.")
         return Operands(rows=self.hidden.detach(), weight=self.weight.detach(), bias=self._bias(), part=self.part)
 
     def _bias(self) -> Tensor | None:
@@ -105,7 +103,7 @@ class Logits(Tensor):
         source.derived.add(found)
         return found
 
-    def real(self) -> Tensor:
+    def computed(self) -> Tensor:
         """The logits themselves, computed once."""
         if self._real is None:
             with torch.enable_grad():  # a later caller may need the gradient that this one does not
@@ -129,7 +127,7 @@ class Logits(Tensor):
         return _on_real(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Operators that no torch function announced: autograd's node is there, so values suffice."""
         if schema_of(func).is_mutable:
             raise JobError(f"{func} changes logits in place, which loss=pieced does not follow; drop loss=pieced.")
@@ -145,14 +143,14 @@ def defer(source: Source) -> Logits:
 
 def _value(logits: Logits) -> Tensor:
     with torch.no_grad():
-        return logits.real().detach()
+        return logits.computed().detach()
 
 
 def _without_values(given: Logits, func: Any, args: Any, kwargs: Any) -> Any:
     if (loss := LOSSES.get(func)) is not None:
         return loss(*args, **kwargs)
     if func is Tensor.detach:
-        return Logits.make(given.source, given.form, lambda: given.real().detach())
+        return Logits.make(given.source, given.form, lambda: given.computed().detach())
     rest = args[1:] if args and args[0] is given else args
     rest_kwargs = {key: value for key, value in kwargs.items() if value is not given}
     form = next_form(given.form, given.source.hidden.device, func, rest, rest_kwargs)
@@ -168,7 +166,7 @@ def _on_real(func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(leaf, Logits):
             return leaf
         found.append(leaf)
-        return leaf.real()
+        return leaf.computed()
 
     name = getattr(func, "__name__", str(func))
     with _region(args, kwargs):
@@ -197,7 +195,7 @@ def _settle(source: Source) -> None:
     """Compute all that was derived before the logits change in place."""
     source.changed = True
     for logits in list(source.derived):
-        logits.real()
+        logits.computed()
 
 
 class _Layer(torch.autograd.Function):
@@ -231,16 +229,16 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: Logits, form: Form, run: Callable[[Tensor], Tensor]) -> Logits:
         ctx.given, ctx.run = given, run
-        return Logits.make(given.source, form, lambda: run(given.real()))
+        return Logits.make(given.source, form, lambda: run(given.computed()))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         given: Logits = ctx.given
         if isinstance(gradient, PiecedGradient):
-            return _carrying(given, gradient.shares), None, None
+            return pieced_gradient(like(given), *gradient.shares), None, None
         with torch.enable_grad(), given.source.region():
-            leaf = given.real().detach().requires_grad_()
+            leaf = given.computed().detach().requires_grad_()
             return torch.autograd.grad(ctx.run(leaf), leaf, gradient)[0], None, None
 
 
@@ -249,15 +247,23 @@ class _Real(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Logits) -> Tensor:
-        ctx.like = logits.form.shape, logits.form.dtype, logits.source.hidden.device
+        ctx.like = like(logits)
         operands = logits.source.operands()
         return F.linear(operands.rows, operands.weight, operands.bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return PiecedGradient.like(*ctx.like, (Whole(gradient),))
+        return pieced_gradient(ctx.like, Whole(gradient))
 
 
-def _carrying(logits: Logits, shares: tuple[Share, ...]) -> PiecedGradient:
-    return PiecedGradient.like(logits.form.shape, logits.form.dtype, logits.source.hidden.device, shares)
+Like = tuple[tuple[int, ...], torch.dtype, torch.device]
+"""Shape, dtype and device of a gradient."""
+
+
+def like(logits: Logits) -> Like:
+    return logits.form.shape, logits.form.dtype, logits.source.hidden.device
+
+
+def pieced_gradient(of: Like, *shares: Share) -> PiecedGradient:
+    return PiecedGradient.like(*of, shares=shares)

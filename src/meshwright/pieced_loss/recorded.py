@@ -87,9 +87,9 @@ def _leading(form: Form, shape: tuple[int, ...]) -> Form | None:
 
 
 def _flatten(form: Form, device: torch.device, func: Any, args: Any, kwargs: Any) -> Form | None:
-    first, last = (*args, *(kwargs.get(n, d) for n, d in [("start_dim", 0), ("end_dim", -1)][len(args) :]))
     dims = len(form.shape)
-    first, last = first % dims, last % dims
+    first = (args[0] if args else kwargs.get("start_dim", 0)) % dims
+    last = (args[1] if len(args) > 1 else kwargs.get("end_dim", -1)) % dims
     if form.classes_second or last == dims - 1 != first:
         return None
     return _leading(form, (*form.shape[:first], prod(form.shape[first : last + 1]), *form.shape[last + 1 :]))

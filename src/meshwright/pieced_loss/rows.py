@@ -11,13 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-LARGEST = 1 << 28
-"""Elements of a piece's logits: 1 GiB in fp32. Smaller pieces would take longer, because each one reads and writes the
-gradient of the whole weight."""
-FEWEST = 4
-"""Pieces that rows are cut into at least."""
-ALIGNED = 128
-"""Rows of a piece are a multiple of this, where there are as many: matrix products are slower on odd sizes."""
+from meshwright.facts.pieces import piece_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +124,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def compiled_gradient() -> Gradient:
     """`SoftmaxLoss.gradient` as few kernels that write no logits in fp32."""
-    return torch.compile(_fused_gradient, dynamic=False)  # type: ignore[no-any-return]
+    return torch.compile(_fused_gradient, dynamic=False)
 
 
 def _fused_gradient(logits: Tensor, target: Tensor, ignore_index: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -145,10 +139,7 @@ def _fused_gradient(logits: Tensor, target: Tensor, ignore_index: int, scale: Te
 
 def pieces_of(rows: int, classes: int) -> list[slice]:
     """Rows in pieces of equal size, except that the last one may be smaller."""
-    size = max(1, min(LARGEST // max(classes, 1), -(-rows // FEWEST)))
-    size = -(-rows // -(-rows // size)) if rows else 1
-    if size > ALIGNED:
-        size = min(-(-size // ALIGNED) * ALIGNED, max(ALIGNED, LARGEST // classes // ALIGNED * ALIGNED))
+    size = piece_rows(rows, classes)
     return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 

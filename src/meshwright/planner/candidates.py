@@ -24,6 +24,8 @@ class Allowed:
     recompute: tuple[str, ...] = ("none", "selective", "full")
     offload: tuple[str, ...] = ("", "optimizer")
     compile: tuple[bool, ...] = (False,)
+    loss: tuple[str, ...] = ("whole", "pieced")
+    """A pieced loss is tried where the logits of a whole one take much of a device's memory."""
     tensor: bool = True
     """Whether to search inner axes, whose ranks run the same layers together."""
     pipeline: bool = True
@@ -105,5 +107,5 @@ def complexity(strategy: Strategy) -> int:
     axes = strategy.traits.complexity + sum(term.traits.complexity for term in strategy.axes)
     schedule = FAMILIES[strategy.schedule].complexity if strategy.schedule else 0
     policies = 2 * (strategy.recompute != "none") + 4 * bool(strategy.offload) + 3 * strategy.compile
-    policies += (strategy.sync == "last") + (strategy.reduce != "fp32")
+    policies += (strategy.sync == "last") + (strategy.reduce != "fp32") + (strategy.loss != "whole")
     return axes + schedule + policies

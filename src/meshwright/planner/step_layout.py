@@ -92,6 +92,8 @@ class StepLayout:
     precision: str = "bf16"
     recompute: str = "none"
     compile: bool = False
+    pieced: bool = False
+    """Whether the output layer and the loss run in pieces."""
     offload: str = ""
     parameters_over: int = 1
     """Number of ranks that parameters are sharded over between uses; the next two likewise."""
@@ -180,6 +182,7 @@ def lay_out_step(strategy: Strategy, facts: ModelFacts, global_batch: int) -> St
         precision=strategy.precision,
         recompute=strategy.recompute,
         compile=strategy.compile,
+        pieced=strategy.loss == "pieced",
         offload=strategy.offload,
         parameters_over=layout.parameters,
         # If they are reduced once a step, every rank accumulates whole ones until then.

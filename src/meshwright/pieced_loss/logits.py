@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -249,7 +248,14 @@ class _Real(torch.autograd.Function):
     def forward(ctx: Any, logits: Logits) -> Tensor:
         ctx.like = like(logits)
         operands = logits.source.operands()
-        return F.linear(operands.rows, operands.weight, operands.bias)
+        found = operands.rows.new_empty(*operands.rows.shape[:-1], len(operands.weight))
+        rows, out = operands.rows.flatten(0, -2), found.flatten(0, -2)
+        # Not `F.linear`: it may return a view, which a model could not change in place.
+        if operands.bias is None:
+            torch.mm(rows, operands.weight.t(), out=out)
+        else:
+            torch.addmm(operands.bias, rows, operands.weight.t(), out=out)
+        return found
 
     @staticmethod
     @once_differentiable

@@ -257,7 +257,9 @@ def test_logits_are_freed_without_a_search_for_cycles() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize(("count", "classes"), [(1, 10), (15, 37), (8192, 128256), (16384, 50304), (100_000, 1_000_000)])
+@pytest.mark.parametrize(
+    ("count", "classes"), [(1, 10), (15, 37), (8192, 128256), (16384, 50304), (100_000, 1_000_000)]
+)
 def test_sizes_of_pieces(count: int, classes: int) -> None:
     size = piece_rows(count, classes)
     assert 1 <= size <= max(128, count)

@@ -23,7 +23,7 @@ from meshwright.pieced_loss.recorded import Form, functions, next_form
 from meshwright.pieced_loss.rows import ClassPart, Gradient, Operands
 from meshwright.torch_private.modes import without_tensor_classes, without_torch_function
 from meshwright.torch_private.operators import schema_of
-from meshwright.torch_private.tensors import make_wrapper, version_of
+from meshwright.torch_private.tensors import TensorBase, make_wrapper, version_of
 from meshwright.torch_private.trees import tree_map
 
 Losses = dict[Any, Callable[..., Any]]
@@ -35,11 +35,15 @@ _SHAPES = functions(
     "get_device storage_offset requires_grad_ retain_grad register_hook __len__ __hash__ __dir__ is_inference "
     "is_tensor is_same_size has_names _is_view is_set_to is_neg is_conj register_post_accumulate_grad_hook"
 )
-_PROPERTIES = (
-    "shape dtype device layout requires_grad ndim grad_fn is_leaf is_cpu is_cuda is_meta is_sparse is_quantized "
-    "is_nested itemsize nbytes output_nr retains_grad names _version _backward_hooks is_mps is_xpu is_mkldnn"
-)
-ON_SHAPE = set(_SHAPES) | {getattr(Tensor, n).__get__ for n in _PROPERTIES.split() if hasattr(Tensor, n)}
+_VALUES = ("T", "mT", "H", "mH", "data", "real", "imag")
+"""Properties that read values; the others do not."""
+_PROPERTIES = [
+    found.__get__
+    for place in (TensorBase, Tensor)
+    for name, found in vars(place).items()
+    if name not in _VALUES and hasattr(found, "__set__") and hasattr(found, "__get__")
+]
+ON_SHAPE = {*_SHAPES, *_PROPERTIES}
 ON_SHAPE |= {getattr(Tensor, n).__set__ for n in ("requires_grad", "_backward_hooks")}
 """Functions that need no values."""
 

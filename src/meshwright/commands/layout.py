@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from math import prod
 from typing import Any
 
@@ -30,6 +31,8 @@ def show_layout(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int) -> 
     document: dict[str, Any] = {"strategy": str(resolved), "ranks": ranks, "mesh": mesh_sizes(resolved)}
     if resolved.traits.shards:
         document["units"] = _units(facts, resolved)
+    if resolved.loss == "pieced" and facts.head is not None:
+        document["head"] = asdict(facts.head)
     for term in resolved.axes:
         document |= model_axis(term).show(term, resolved, facts, job)
     if is_pipelined(resolved):

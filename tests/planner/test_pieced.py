@@ -14,7 +14,7 @@ from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.planner.search import consider
 from meshwright.tracing import trace_step
 
-SHAPE = Shape(layers=2, width=256, heads=4, kv_heads=4, hidden=512, vocabulary=32000, length=1024)
+SHAPE = Shape(layers=2, width=256, heads=4, kv_heads=4, feed_forward=512, vocabulary=32000, length=1024)
 ONE = Cluster.parse("1xH200")
 
 
@@ -24,7 +24,7 @@ def planner() -> Planner:
     return Planner(job, describe(job), 64)
 
 
-@pytest.mark.parametrize("policy", ["", ",compile"])
+@pytest.mark.parametrize("policy", ["", pytest.param(",compile", marks=pytest.mark.thorough)])
 def test_forecast_and_trace_see_the_same_saving(planner: Planner, policy: str) -> None:
     planner.measure("bf16", "none")
     told, traced = [], []

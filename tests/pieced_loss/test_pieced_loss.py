@@ -92,6 +92,17 @@ def changed(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(view, target.view(-1)) + 3 * entropy(copy, target)
 
 
+def one_view_twice(logits: Tensor, target: Tensor) -> Tensor:
+    """A loss and an own function of the same scaled part."""
+    part = (logits[:, 1:] * 3).reshape(-1, CLASSES)
+    return F.cross_entropy(part, target[:, 1:].reshape(-1)) + Squares.apply(part)
+
+
+def masked_classes(logits: Tensor, target: Tensor) -> Tensor:
+    logits[..., 35:] = -1e4
+    return entropy(logits, target)
+
+
 def under_no_grad(logits: Tensor, target: Tensor) -> Tensor:
     with torch.no_grad():
         assert (logits.softmax(-1) <= 1).all()
@@ -104,6 +115,8 @@ WITH_LOGITS: dict[str, Loss] = {
     "changed in place": changed,
     "own function": lambda x, y: Squares.apply(x),
     "own function of a view": lambda x, y: Squares.apply(x[:, 1:].reshape(-1, CLASSES)) + entropy(x, y),
+    "one view twice": one_view_twice,
+    "masked classes": masked_classes,
     "probabilities": lambda x, y: F.cross_entropy(rows(x), torch.full((15, CLASSES), 1 / CLASSES, dtype=x.dtype)),
     "first under no_grad": under_no_grad,
     "class dim is time": lambda x, y: F.cross_entropy(x, torch.zeros(SAMPLES, CLASSES, dtype=torch.long)),
@@ -225,6 +238,14 @@ def test_hook_that_reads_the_gradient_is_refused() -> None:
     logits.register_hook(lambda gradient: gradient * 2)
     with pytest.raises(JobError, match="drop loss=pieced"):
         entropy(logits, torch.zeros(3, 5, dtype=torch.long)).backward()
+
+
+def test_change_through_an_unfollowed_view_is_refused() -> None:
+    layer, hidden = layer_of()
+    logits = pieced(layer)(hidden)
+    logits[..., 30:].fill_(-1e4)
+    with pytest.raises(JobError, match="in place"):
+        entropy(logits, torch.zeros(3, 5, dtype=torch.long))
 
 
 def test_changed_input_is_refused() -> None:

@@ -87,6 +87,13 @@ class Source:
             raise JobError("The loss runs when the output layer's weight is no longer gathered; drop loss=pieced.")
         return Operands(rows=self.hidden.detach(), weight=self.weight.detach(), bias=self._bias(), part=self.part)
 
+    def refuse_changed(self) -> None:
+        if any(logits.was_changed() for logits in self.derived):
+            raise JobError(
+                "The model changes a part of its logits in place, and a loss in pieces would be computed without that "
+                "change; drop loss=pieced, or change the logits themselves, as in logits[..., i:] = value."
+            )
+
     def _bias(self) -> Tensor | None:
         return None if self.bias is None else self.bias.detach()
 
@@ -98,6 +105,7 @@ class Logits(Tensor):
     form: Form
     _make_real: Callable[[], Tensor] | None
     _real: Tensor | None
+    _version_made: int | None
 
     @staticmethod
     def make(source: Source, form: Form, make_real: Callable[[], Tensor] | None = None) -> Logits:
@@ -111,7 +119,12 @@ class Logits(Tensor):
         if self._real is None:
             with torch.enable_grad():  # a later caller may need the gradient that this one does not
                 self._real = self._make_real() if self._make_real else self.source.join(_Real.apply(self))
+            self._version_made = version_of(self._real) if not self._real.is_inference() else None
         return self._real
+
+    def was_changed(self) -> bool:
+        """Whether the real logits were changed in place, by a view that nobody followed."""
+        return self._real is not None and self._version_made not in (None, version_of(self._real))
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"Logits(shape={self.form.shape}, dtype={self.form.dtype})"
@@ -124,6 +137,7 @@ class Logits(Tensor):
                 return func(*args, **kwargs)
         given = args[0] if args and isinstance(args[0], Logits) else kwargs.get("input")
         if isinstance(given, Logits) and not given.source.changed:
+            given.source.refuse_changed()
             found = _without_values(given, func, args, kwargs)
             if found is not NotImplemented:
                 return found
@@ -237,12 +251,19 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        given: Logits = ctx.given
-        if isinstance(gradient, PiecedGradient):
-            return pieced_gradient(like(given), *gradient.shares), None, None
-        with torch.enable_grad(), given.source.region():
-            leaf = given.computed().detach().requires_grad_()
-            return torch.autograd.grad(ctx.run(leaf), leaf, gradient)[0], None, None
+        # Other shares are gradients of the layer's operands already.
+        shares = (Whole(_back(ctx, s.change)) if isinstance(s, Whole) else s for s in shares_of(gradient))
+        return pieced_gradient(like(ctx.given), *shares), None, None
+
+
+def _back(ctx: Any, gradient: Tensor) -> Tensor:
+    """The gradient of a recorded function's input from that of its result, which an autograd function computed."""
+    given: Logits = ctx.given
+    if given.source.part is not None:
+        raise JobError("An autograd function reads logits that ranks divide, besides the loss; drop loss=pieced.")
+    with torch.enable_grad():
+        leaf = given.computed().detach().requires_grad_()
+        return torch.autograd.grad(ctx.run(leaf), leaf, gradient)[0]
 
 
 class _Real(torch.autograd.Function):

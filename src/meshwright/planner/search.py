@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -19,6 +19,7 @@ from meshwright.planner.account import Account, account, usable
 from meshwright.planner.calibrate import Calibration
 from meshwright.planner.candidates import complexity
 from meshwright.planner.kernels import peak_flops
+from meshwright.planner.pieced import PiecedCopies
 from meshwright.planner.stage_costs import StageCosts
 from meshwright.planner.step_layout import StepLayout, lay_out_step
 from meshwright.strategies import Place, data_strategy, model_axis
@@ -29,8 +30,6 @@ from meshwright.units import GIB
 TIE = 0.05
 """Plans whose times differ by less than this share count as equally fast: of published pairs of runs that a forecast
 put this near to each other, it named the faster one in 56 % (docs/planner.md)."""
-LARGE_LOGITS = 0.05
-"""Share of a device's memory from which logits are worth computing in pieces."""
 ROOM = 0.93
 """Share of a device's memory up to which a plan fits safely, considering the error of forecasts."""
 ERROR_BARS = {"account": {"memory": 0.10, "time": 0.20}, "trace": {"memory": 0.03, "time": 0.20}}
@@ -78,8 +77,8 @@ def search(
     With `time_all`, candidates that do not fit get a step time too. With `shortcuts`, a candidate that an earlier one
     rules out is refused without being evaluated. Candidates get a `pieced` copy where logits take much memory.
     """
-    found, known, logits = SearchResult(), _Known(), _Logits(context)
-    for candidate in logits.with_copies(candidates, losses):
+    found, known, copies = SearchResult(), _Known(), PiecedCopies(context.facts.head, usable(context.hardware))
+    for candidate in copies.added_to(candidates, losses):
         found.candidates += 1
         if shortcuts and (reason := known.rules_out(candidate)):
             found.refused.append(Refusal(strategy=str(candidate), reason=reason))
@@ -91,7 +90,7 @@ def search(
             found.refused.append(Refusal(strategy=str(candidate), reason=str(error)))
             continue
         known.considered(candidate, fits=plan.fits)
-        logits.seen(plan)
+        copies.seen(plan)
         if plan.fits:
             found.plans.append(plan)
         else:
@@ -99,37 +98,6 @@ def search(
             found.refused.append(Refusal(strategy=str(candidate), reason=plan.why[0]))
     found.plans.sort(key=lambda plan: plan.forecast.step)
     return found
-
-
-class _Logits:
-    """Which candidates are also tried with a pieced loss, from the logits of those that were evaluated."""
-
-    def __init__(self, context: PlanContext) -> None:
-        self._head, self._room = context.facts.head, usable(context.hardware)
-        self._each: dict[Hashable, float] = {}
-        """Bytes of logits for each sample of a micro-batch, by what divides them."""
-
-    def with_copies(self, candidates: Iterable[Strategy], losses: tuple[str, ...]) -> Iterator[Strategy]:
-        for candidate in candidates:
-            if "whole" in losses:
-                yield candidate
-            if "pieced" in losses and self._can(candidate) and (len(losses) == 1 or self._are_large(candidate)):
-                yield replace(candidate, loss="pieced")
-
-    def seen(self, plan: Plan) -> None:
-        if plan.strategy.loss == "whole":
-            size = plan.strategy.micro_batch or 1
-            self._each[self._key(plan.strategy)] = plan.forecast.memory.get("logits", 0) / size
-
-    def _can(self, candidate: Strategy) -> bool:
-        pieces = all(term.traits.pieces_loss for term in candidate.axes) and not candidate.traits.many_devices
-        return self._head is not None and not self._head.needed_by and pieces
-
-    def _are_large(self, candidate: Strategy) -> bool:
-        return self._each.get(self._key(candidate), 0.0) * (candidate.micro_batch or 1) > LARGE_LOGITS * self._room
-
-    def _key(self, s: Strategy) -> Hashable:
-        return s.inner_axes, s.precision, s.compile
 
 
 class _Known:

@@ -215,6 +215,16 @@ def test_frozen_weight_gets_no_gradient() -> None:
     assert layer.weight.grad is None
 
 
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_evaluation_holds_no_logits(without: Callable[[], Any]) -> None:
+    layer, hidden = layer_of()
+    target = torch.zeros(3, 5, dtype=torch.long)
+    with without(), LargestMade() as made:
+        found = entropy(pieced(layer)(hidden), target)
+    torch.testing.assert_close(found, entropy(layer(hidden), target).detach())
+    assert made.rows <= 4
+
+
 def test_backward_twice() -> None:
     layer, hidden = layer_of()
     total = entropy(pieced(layer)(hidden), torch.zeros(3, 5, dtype=torch.long))

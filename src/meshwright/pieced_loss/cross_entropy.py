@@ -24,7 +24,6 @@ from meshwright.pieced_loss.rows import (
     differentiate,
     losses_of,
 )
-from meshwright.torch_private.modes import without_torch_function
 
 SCALED = (torch.float16,)
 """Dtypes whose gradients need the loss scale before they are rounded, which only backward knows."""
@@ -41,7 +40,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """`F.cross_entropy` in pieces; NotImplemented for arguments that it does not handle."""
-    if size_average is not None or reduce is not None or not _fits(input, target):
+    if size_average is not None or reduce is not None or not _fits(input, target, weight):
         return NotImplemented
     form, source = input.form, input.source
     if weight is None and label_smoothing == 0.0 and form.widens:
@@ -64,7 +63,12 @@ def nll_loss(
     reduction: str = "mean",
 ) -> Any:
     """`F.nll_loss` in pieces; NotImplemented for arguments that it does not handle."""
-    if size_average is not None or reduce is not None or not _fits(input, target) or input.source.part is not None:
+    if (
+        size_average is not None
+        or reduce is not None
+        or not _fits(input, target, weight)
+        or input.source.part is not None
+    ):
         return NotImplemented
     options = {"weight": weight, "ignore_index": ignore_index}
     loss = CalledLoss(values=input.form.to_values, function=F.nll_loss, options=options)
@@ -91,18 +95,19 @@ def _over_classes(
         return NotImplemented
     leading = input.form.shape[:-1]
     loss = CalledLoss(values=input.form.to_values, function=lambda logits, target, reduction: run(logits))
-    with without_torch_function():
-        rows = torch.zeros(prod(leading), dtype=torch.long, device=input.source.hidden.device)  # no row is ignored
-        found = _EachLoss.apply(input, rows, loss) if differentiable else losses_of(_rows_of(input)[0], rows, loss)
-        return found.reshape(*leading, 1) if keepdim else found.reshape(leading)
+    rows = torch.zeros(prod(leading), dtype=torch.long, device=input.source.hidden.device)  # no row is ignored
+    found = _EachLoss.apply(input, rows, loss) if differentiable else losses_of(_rows_of(input)[0], rows, loss)
+    return found.reshape(*leading, 1) if keepdim else found.reshape(leading)
 
 
 LOSSES |= {F.cross_entropy: cross_entropy, F.nll_loss: nll_loss}
 LOSSES |= dict.fromkeys(functions("logsumexp"), logsumexp) | dict.fromkeys(functions("argmax"), argmax)
 
 
-def _fits(input: Any, target: Any) -> bool:
+def _fits(input: Any, target: Any, weight: Tensor | None) -> bool:
     """Whether the classes are where the loss expects them, and the targets are class indices of every row."""
+    if weight is not None and weight.requires_grad:
+        return False
     if not isinstance(input, Logits) or not isinstance(target, Tensor) or target.is_floating_point():
         return False
     shape, second = input.form.shape, input.form.classes_second
@@ -129,13 +134,12 @@ class _Reduction:
 def _in_pieces(logits: Logits, target: Tensor, loss: PieceLoss, reduction: _Reduction) -> Any:
     if reduction.kind not in ("mean", "sum", "none"):
         return NotImplemented
-    with without_torch_function():
-        if reduction.kind == "none":
-            found = _EachLoss.apply(logits, target.reshape(-1), loss)
-            return found.reshape(target.shape)
-        total = _TotalLoss.apply(logits, target.reshape(-1), loss)
-        divisor = reduction.divisor(target)
-        return total if divisor is None else total / divisor
+    if reduction.kind == "none":
+        found = _EachLoss.apply(logits, target.reshape(-1), loss)
+        return found.reshape(target.shape)
+    total = _TotalLoss.apply(logits, target.reshape(-1), loss)
+    divisor = reduction.divisor(target)
+    return total if divisor is None else total / divisor
 
 
 def _rows_of(logits: Logits) -> tuple[Operands, Any]:

@@ -140,7 +140,7 @@ def _fused_gradient(logits: Tensor, target: Tensor, ignore_index: int, scale: Te
 def pieces_of(rows: int, classes: int) -> list[slice]:
     """Rows in pieces of equal size, except that the last one may be smaller."""
     size = piece_rows(rows, classes)
-    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
+    return [slice(first, min(first + size, rows)) for first in range(0, max(rows, 1), size)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ def search(
     With `time_all`, candidates that do not fit get a step time too. With `shortcuts`, a candidate that an earlier one
     rules out is refused without being evaluated. Candidates get a `pieced` copy where logits take much memory.
     """
-    found, known, copies = SearchResult(), _Known(), PiecedCopies(context.facts.head, usable(context.hardware))
+    found, known, copies = SearchResult(), _Known(), PiecedCopies(context.facts.head, safe_room(context))
     for candidate in copies.added_to(candidates, losses):
         found.candidates += 1
         if shortcuts and (reason := known.rules_out(candidate)):

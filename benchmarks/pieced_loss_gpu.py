@@ -4,7 +4,7 @@
     PYTHONPATH=src:benchmarks python benchmarks/pieced_loss_gpu.py --only head     # the output layer alone; a minute
     PYTHONPATH=src:benchmarks python benchmarks/pieced_loss_gpu.py --tiny          # the same paths, without a GPU
 
-1. `head`: an output layer and its loss alone, forward and backward, with pieces of several sizes.
+1. `head`: an output layer and its loss alone, forward and backward; `--sizes` tries pieces of several sizes.
 2. Whole steps of one rank of a fake world, both trainers in one process, their steps in turn.
 """
 
@@ -39,9 +39,9 @@ from meshwright.pieced_loss.head import HeadCalls, Output
 GIB = 1 << 30
 HEADS = [("llama3-8b 1x8192", 8192, 4096, 128256), ("gpt2 16x1024", 16384, 768, 50304)]
 CASES = [
-    ("preset:llama3-8b:seq=8192,batch=64", "fsdp,bf16,compile", 64),
     ("preset:llama3-8b:seq=8192,batch=64", "fsdp,bf16", 64),
     ("preset:gpt2:seq=1024,batch=16", "single,bf16", 1),
+    ("preset:llama3-8b:seq=8192,batch=64", "fsdp,bf16,compile", 64),
     ("preset:llama3.2-1b:seq=2048,batch=8", "single,bf16", 1),
     ("preset:gpt2:seq=1024,batch=16", "single,bf16,compile", 1),
 ]
@@ -75,7 +75,9 @@ def peak_of(run: Callable[[], Any], device: torch.device) -> float:
     return (torch.cuda.max_memory_allocated() - before) / GIB
 
 
-def measure_head(name: str, tokens: int, width: int, classes: int, device: torch.device, rounds: int) -> None:
+def measure_head(
+    name: str, tokens: int, width: int, classes: int, device: torch.device, rounds: int, sizes: list[int]
+) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16).requires_grad_()
     weight = (torch.randn(classes, width, device=device, dtype=torch.bfloat16) * 0.02).requires_grad_()
@@ -105,7 +107,7 @@ def measure_head(name: str, tokens: int, width: int, classes: int, device: torch
 
         return run
 
-    fused, sizes = rows.compiled_gradient(), (1 << 27, 1 << 28, 1 << 29)
+    fused = rows.compiled_gradient()
     runs = {"whole": lambda: step(loss_of), "whole compiled": lambda: step(compiled_loss)}
     runs |= {f"pieced {size >> 20}Mi": pieced(None, size) for size in sizes}
     runs |= {f"pieced compiled {size >> 20}Mi": pieced(fused, size) for size in sizes}
@@ -164,10 +166,16 @@ def measure_case(job_text: str, text: str, ranks: int, device: torch.device, rou
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run rows that contain this text; `head` is the layer alone")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[256], help="Mi elements of a piece's logits, for `head`"
+    )
     parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU")
     asked = parser.parse_args()
     device = torch.device("cpu") if asked.tiny else torch.device("cuda", 0)
+    for head in TINY_HEADS if asked.tiny else HEADS:
+        if asked.only in f"head {head[0]}":
+            measure_head(*head, device, asked.rounds, [size << 20 for size in asked.sizes])
     for case in TINY_CASES if asked.tiny else CASES:
         if asked.only in " ".join(map(str, case)):
             try:
@@ -177,9 +185,6 @@ def main() -> None:
                 print(f"{case} FAILED", flush=True)
                 if dist.is_initialized():
                     dist.destroy_process_group()
-    for head in TINY_HEADS if asked.tiny else HEADS:
-        if asked.only in f"head {head[0]}":
-            measure_head(*head, device, asked.rounds)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -234,7 +235,18 @@ def _add_product(total: Tensor, change: Tensor, rows: Tensor) -> None:
     """Add a piece's share of the weight's gradient. The sum over pieces is in fp32."""
     if total.dtype == change.dtype:
         total.addmm_(change.t(), rows)
-    elif total.is_cuda:
+    elif total.is_cuda and _adds_in_fp32(total.device, change.dtype, type(total)):
         torch.addmm(total, change.t(), rows, out_dtype=total.dtype, out=total)
     else:
         total.add_(change.t() @ rows)
+
+
+@cache
+def _adds_in_fp32(device: torch.device, dtype: torch.dtype, kind: type) -> bool:
+    """Whether this build of PyTorch adds a product of 16-bit matrices to an fp32 one; `kind` is the tensors' class."""
+    total, factor = torch.zeros(16, 16, device=device), torch.zeros(16, 16, device=device, dtype=dtype)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True

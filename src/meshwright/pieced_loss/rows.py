@@ -195,7 +195,7 @@ def differentiate(
     operands: Operands, target: Tensor, loss: PieceLoss, needs: Needs, scale: Tensor | None = None
 ) -> tuple[Tensor, Gradients]:
     """The loss of every row, and the gradients of the sum of `scale` times the losses."""
-    total = _zeros(operands, needs)
+    total = _sums(operands, needs)
     losses = []
     for piece, rows, logits in operands.pieces():
         part = None if scale is None else scale[piece]
@@ -204,7 +204,7 @@ def differentiate(
         if total.rows is not None:
             torch.mm(change, operands.weight, out=total.rows[piece])
         if total.weight is not None:
-            _add_product(total.weight, change, rows)
+            _add_product(total.weight, change, rows, first=piece.start == 0)
         if total.bias is not None:
             total.bias.add_(change.sum(0, dtype=total.bias.dtype))
         del logits, change  # before the next piece is computed
@@ -222,21 +222,24 @@ def of_whole(operands: Operands, change: Tensor, needs: Needs) -> Gradients:
     )
 
 
-def _zeros(operands: Operands, needs: Needs) -> Gradients:
+def _sums(operands: Operands, needs: Needs) -> Gradients:
     rows, weight, bias = operands.rows, operands.weight, operands.bias
     return Gradients(
         torch.empty_like(rows) if needs[0] else None,
-        torch.zeros_like(weight, dtype=_wide(weight.dtype)) if needs[1] else None,
+        torch.empty_like(weight, dtype=_wide(weight.dtype)) if needs[1] else None,  # the first piece writes it
         torch.zeros_like(bias, dtype=_wide(bias.dtype)) if needs[2] and bias is not None else None,
     )
 
 
-def _add_product(total: Tensor, change: Tensor, rows: Tensor) -> None:
-    """Add a piece's share of the weight's gradient. The sum over pieces is in fp32."""
+def _add_product(total: Tensor, change: Tensor, rows: Tensor, *, first: bool) -> None:
+    """Add a piece's share of the weight's gradient, or write the first one. The sum over pieces is in fp32."""
+    kept = 0 if first else 1  # with 0, the old content is not read
     if total.dtype == change.dtype:
-        total.addmm_(change.t(), rows)
+        total.addmm_(change.t(), rows, beta=kept)
     elif total.is_cuda and _adds_in_fp32(total.device, change.dtype, type(total)):
-        torch.addmm(total, change.t(), rows, out_dtype=total.dtype, out=total)
+        torch.addmm(total, change.t(), rows, out_dtype=total.dtype, beta=kept, out=total)
+    elif first:
+        total.copy_(change.t() @ rows)
     else:
         total.add_(change.t() @ rows)
 
@@ -246,7 +249,7 @@ def _adds_in_fp32(device: torch.device, dtype: torch.dtype, kind: type) -> bool:
     """Whether this build of PyTorch adds a product of 16-bit matrices to an fp32 one; `kind` is the tensors' class."""
     total, factor = torch.zeros(16, 16, device=device), torch.zeros(16, 16, device=device, dtype=dtype)
     try:
-        torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)
+        torch.addmm(total, factor, factor, out_dtype=total.dtype, beta=0, out=total)
     except (RuntimeError, TypeError):
         return False
     return True

@@ -21,7 +21,7 @@ LAYERS = (
     ),
     ("facts",),
     ("torch_private",),
-    ("recording",),
+    ("recording", "pieced_loss"),
     (
         "describe",
         "exchange",

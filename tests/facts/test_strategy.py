@@ -61,7 +61,8 @@ def every_strategy() -> list[Strategy]:
     once = [Strategy(**merged(data, *p)) for data, *p in itertools.product(synced, PRECISION, RECOMPUTE, OFFLOAD)]
     rounded = [{"data": word, "precision": "bf16", "reduce": "bf16"} for word in ("ddp", "zero1", "zero2", "fsdp")]
     low = [Strategy(**merged(*parts)) for parts in itertools.product(rounded, RECOMPUTE, OFFLOAD, REST)]
-    return [*(Strategy(**merged(*a, *p)) for a, p in itertools.product(axes, policies)), *once, *low]
+    pieced = [Strategy(data=word, loss="pieced", precision="bf16") for word in ("single", "ddp", "zero1", "fsdp")]
+    return [*(Strategy(**merged(*a, *p)) for a, p in itertools.product(axes, policies)), *once, *low, *pieced]
 
 
 def merged(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -231,6 +232,10 @@ def test_unknown_terms(text: str, parts: list[str]) -> None:
         ("fsdp,bf16,sync=last,reduce=bf16", "'sync=last'", "use ddp, zero1 or zero2"),
         ("fsdp,bf16,pp=2,sync=last,reduce=bf16", "'sync=last'", "use ddp, zero1 or zero2"),
         ("fsdp:no-shard,bf16,reduce=bf16", "'fsdp:no-shard'", "use ddp, zero1 or zero2"),
+        ("dp,loss=pieced", "'dp'", "use ddp"),
+        ("op=2,loss=pieced", "'op=2'", "whole result"),
+        ("bf16:autocast,loss=pieced", "'bf16:autocast'", "use bf16"),
+        ("zero1,engine=deepspeed,loss=pieced", "'engine=deepspeed'", "itself"),
     ],
 )
 def test_contradictory_terms(text: str, first: str, second: str) -> None:

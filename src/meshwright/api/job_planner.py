@@ -135,7 +135,8 @@ class Planner:
             return self.search_named(cluster, [Strategy.parse(text) for text in options.strategies])
         for precision, recompute in product(options.allowed.precisions, options.allowed.recompute):
             self.measure(precision, recompute)
-        return search(self.context(cluster), candidates(self.facts, cluster, self.global_batch, options.allowed))
+        found = candidates(self.facts, cluster, self.global_batch, options.allowed)
+        return search(self.context(cluster), found, losses=options.allowed.loss)
 
     def search_named(self, cluster: Cluster, strategies: Sequence[Strategy]) -> SearchResult:
         """Evaluate exactly these strategies."""

@@ -32,6 +32,7 @@ def choose_strategy(job: Job, wanted: Strategy, cluster: Cluster) -> Plan:
         offload=(wanted.offload,) if wanted.offload else ("", "optimizer"),
         compile=(wanted.compile,),
         graphs=(wanted.graphs,),
+        loss=("whole", "pieced") if wanted.loss == "whole" else (wanted.loss,),
     )
     ranking = plan(job, cluster, PlanOptions(allowed=allowed, fast=True))
     if not ranking.plans:

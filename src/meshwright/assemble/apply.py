@@ -20,6 +20,7 @@ from meshwright.assemble.device_placement import Devices, FollowDevices, compute
 from meshwright.assemble.fill import fill
 from meshwright.assemble.float8 import layers_in_float8
 from meshwright.assemble.operator_dtypes import compile_outside
+from meshwright.assemble.pieced_head import piece_head
 from meshwright.assemble.precision import apply_precision, follow_table
 from meshwright.assemble.recompute import recompute_blocks
 from meshwright.assemble.stage_model import StageModel
@@ -108,6 +109,8 @@ def apply_in_order(
     )
     if called:
         follow_table(called, dtype)
+    if strategy.loss == "pieced" and facts.head is not None:
+        piece_head(model, facts.head, dtype, compiled=strategy.compile)
     whole = list(called) or [model]
     if strategy.recompute != "none":
         by_operator = (strategy.compile and not strategy.inner_axes) or strategy.autocast
@@ -126,7 +129,7 @@ def apply_in_order(
 def _compiled_units(model: nn.Module, blocks: Sequence[nn.Module], setup: RankSetup) -> Sequence[nn.Module]:
     """The modules that are compiled separately; none if the model is compiled as one."""
     if not setup.strategy.stage_axis:
-        return blocks if data_strategy(setup.strategy).overlaps else ()
+        return blocks if data_strategy(setup.strategy).compiles_blocks(setup.strategy) else ()
     units = dict.fromkeys(call.name for call in setup.facts.calls)  # a stage runs some of them, and skips the others
     return blocks or [model.get_submodule(name) for name in units]
 

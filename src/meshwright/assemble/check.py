@@ -23,6 +23,7 @@ from meshwright.strategies.deepspeed.user_config import refuse_contradictions, w
 from meshwright.strategies.float8 import refuse_float8_axes
 from meshwright.strategies.graphs import refuse_cut_losses, refuse_graphs
 from meshwright.strategies.moved_state import refuse_moved
+from meshwright.strategies.pieced_loss import refuse_pieced
 from meshwright.strategies.pipeline.sizes import count_micro_batches, is_pipelined
 
 
@@ -33,6 +34,7 @@ def check(job: Job, facts: ModelFacts, strategy: Strategy, place: Place) -> Stra
         _refuse_batch(job, facts, resolved)
         or _refuse_whole_batch(job, facts, resolved)
         or refuse_cut_losses(resolved, facts, resolved.data_ranks * _micro_steps(job, resolved))
+        or refuse_pieced(facts, resolved)
         or _refuse_scatter(job, resolved)
         or refuse_optimizer(facts.couplings, resolved)
         or (facts.moved and refuse_moved(resolved, facts, _micro_steps(job, resolved)))

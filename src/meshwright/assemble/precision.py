@@ -127,8 +127,8 @@ def loss_under(
 
 
 def compiles_loss(strategy: Strategy) -> bool:
-    """Whether the loss is compiled too. Inner axes run it by their rules, on divided outputs."""
-    return strategy.compile and not strategy.inner_axes
+    """Whether the loss is compiled too. Inner axes run it by their rules; pieces have a kernel of their own."""
+    return strategy.compile and not strategy.inner_axes and strategy.loss == "whole"
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:

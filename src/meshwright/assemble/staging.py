@@ -14,7 +14,7 @@ from meshwright.assemble.autocast import autocast_region
 from meshwright.assemble.float8 import layers_in_float8
 from meshwright.assemble.passes import Dropout, Losses
 from meshwright.assemble.pipeline import OwnStage, PipelinePasses
-from meshwright.assemble.precision import apply_precision, compiles_loss, loss_under
+from meshwright.assemble.precision import apply_precision, loss_under
 from meshwright.assemble.rank_engine import Holders, RankEngine
 from meshwright.assemble.stage_model import StageModel
 from meshwright.assemble.world import outside_of_modes
@@ -74,7 +74,7 @@ def build_pipeline(setup: RankSetup, losses: Losses, dropout: Dropout) -> Pipeli
         trace=follow,
         counts=axes.first_inside,
         fake=world.fake,
-        compiled=compiles_loss(strategy),
+        compiled=strategy.compile,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from math import prod
 from typing import Any
 
@@ -36,6 +37,8 @@ def show_layout(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int) -> 
         document["units"] = _units(facts, resolved)
     if resolved.number_format.factors:
         document["float8"] = layers_in_float8(model_to_read(job.model), facts, resolved)
+    if resolved.loss == "pieced" and facts.head is not None:
+        document["head"] = asdict(facts.head)
     for term in resolved.axes:
         document |= model_axis(term).show(term, resolved, facts, job)
     if is_pipelined(resolved):

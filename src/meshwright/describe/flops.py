@@ -42,6 +42,7 @@ def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
         return 0.0
     if "attention" in func.overloadpacket.__name__:
         args = _with_all_heads(args)
+    args = [arg for arg in args if not isinstance(arg, torch.dtype)]  # the formulas do not know `out_dtype`
     return float(count(*args, **kwargs, out_val=result))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from meshwright.describe.blocks import find_blocks, find_units, own_parameters
 from meshwright.describe.dropout import DropoutWatcher
 from meshwright.describe.flow import Watcher
+from meshwright.describe.head import HeadWatch
 from meshwright.describe.loss_over import find_loss_over
 from meshwright.describe.moved_state import StateWatch, Watches, find_moved, refuse_made
 from meshwright.describe.observe import Observed, observe, trace
@@ -54,8 +55,8 @@ def describe(job: Job) -> ModelFacts:
     pass_cache = PassCache(find_repeats(model, blocks))
     units = candidate_units(model, blocks, job.units)
     outside = OutsideReads(model, units)
-    state = StateWatch(model)
-    observed, unseen = observe(job, blueprint, Watches(outside, state), pass_cache=pass_cache)
+    state, head = StateWatch(model), HeadWatch(model)
+    observed, unseen = observe(job, blueprint, Watches(outside, state, head), pass_cache=pass_cache)
     refuse_made(state.made)
     if observed and job.blocks is None:  # parameters are gathered when a block is called
         blocks = tuple(name for name in blocks if name in observed.called)
@@ -85,6 +86,7 @@ def describe(job: Job) -> ModelFacts:
         loss_over=loss_over.kind,
         mixed_output=loss_over.mixed,
         tensor_plan=find_tensor_plan(job, blueprint, blocks, pass_cache, observed.read_elsewhere) if observed else None,
+        head=head.head if observed else None,
         read_elsewhere=tuple(sorted(observed.read_elsewhere | read_elsewhere(job, blueprint, pass_cache)))
         if observed
         else (),

@@ -126,6 +126,7 @@ def zero_alone(strategy: Strategy) -> bool:
 
 PLAIN_WORDS: tuple[Rule, ...] = (
     drop("graphs", False, "the config has no word for CUDA graphs"),
+    drop("loss", "whole", "the config does not say how the loss is computed"),
     drop("sync", "each", "the config does not say when gradients of several micro-batches are reduced"),
     as_data(lambda s: s.traits.many_devices, "ddp", "there is no single process for all devices; it is ddp"),
     as_data(lambda s: s.traits.gathers and not s.traits.shards, "ddp", "it is ddp there"),

@@ -24,6 +24,7 @@ Recompute = Literal["none", "selective", "full"]
 Offload = Literal["", "optimizer", "params", "nvme"]
 Sync = Literal["each", "last"]
 Reduce = Literal["fp32", "bf16"]
+Loss = Literal["whole", "pieced"]
 Engine = Literal["torch", "deepspeed"]
 
 SUFFIXES = ("pure", "autocast")
@@ -283,6 +284,7 @@ _AFTER = (
     TermRow(forms=("mb=N",), read=read_micro_batch, show=show_micro_batch),
     choice("sync", get_args(Sync)),
     choice("reduce", get_args(Reduce)),
+    choice("loss", get_args(Loss)),
     flag("compile"),
     flag("graphs"),
     choice("engine", get_args(Engine)),

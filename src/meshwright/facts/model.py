@@ -62,6 +62,20 @@ class MovedFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadFacts:
+    """The linear layer whose output a cross entropy reads."""
+
+    weight: str
+    """The first name of its weight."""
+    module: str
+    """The innermost module that runs when the layer is computed; empty for the model itself."""
+    classes: int
+    width: int
+    needed_by: tuple[str, ...] = ()
+    """Functions besides the loss that read all logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """What strategies need to know about a model, found on fake tensors without using memory."""
 
@@ -88,6 +102,8 @@ class ModelFacts:
     """For "model", the part of the output that depends on other samples; for "backward", the parameter."""
     tensor_plan: TensorPlan | None = None
     """How tensor parallelism would divide the model; None if no step could be observed."""
+    head: HeadFacts | None = None
+    """The output layer, if a cross entropy reads it; None if none does, or if no step could be observed."""
     read_elsewhere: tuple[str, ...] = ()
     """Parameters that are read outside of the module that holds them, such as a tied weight in a function call."""
     read_outside: tuple[str, ...] = ()
@@ -122,11 +138,12 @@ class ModelFacts:
         )
         calls = tuple(CallFacts(**{**call, "reads": tuple(call["reads"])}) for call in document.get("calls", ()))
         moved = tuple(MovedFacts(**state) for state in document.get("moved", ()))
-        plan = document.get("tensor_plan")
+        plan, head = document.get("tensor_plan"), document.get("head")
         values = {
             "parameters": parameters,
             "calls": calls,
             "moved": moved,
+            "head": head and HeadFacts(**{**head, "needed_by": tuple(head["needed_by"])}),
             "tensor_plan": plan and TensorPlan.from_json(plan),
         }
         names = ("blocks", "shard_units", "batch_norms", "read_elsewhere", "read_outside", "couplings")

@@ -40,6 +40,8 @@ class AxisTraits:
     """Whether autocast works in the layers that it divides."""
     compiles: bool = False
     """Whether torch.compile works on the blocks of a model that it divides."""
+    pieces_loss: bool = False
+    """Whether the output layer and the loss can run in pieces."""
     one_process: bool = False
     """Whether it can also run in one process with all devices."""
     engines: tuple[str, ...] = ("torch",)

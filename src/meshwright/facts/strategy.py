@@ -11,7 +11,7 @@ from math import prod
 from meshwright.errors import Refused, either
 from meshwright.facts import grammar, strategy_rules
 from meshwright.facts.data_axis import DataTraits, find_traits
-from meshwright.facts.grammar import Engine, Offload, Recompute, Reduce, Sync
+from meshwright.facts.grammar import Engine, Loss, Offload, Recompute, Reduce, Sync
 from meshwright.facts.model_axis import MODEL_AXES, AxisTerm, normalised
 from meshwright.facts.precision import FORMATS, NumberFormat
 
@@ -52,6 +52,8 @@ class Strategy:
     """When sharded gradients are reduced: after each micro-batch, or whole ones after the last. See `reduces_each`."""
     reduce: Reduce = "fp32"
     """The dtype in which the data axis sums gradients over ranks; under `pure` they always have the compute dtype."""
+    loss: Loss = "whole"
+    """Whether the output layer and the loss run at once, or in pieces that never hold all logits."""
     compile: bool = False
     graphs: bool = False
     """Whether forward, loss and backward of a micro-batch are replayed as a CUDA graph."""

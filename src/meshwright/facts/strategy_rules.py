@@ -21,6 +21,7 @@ _WORDS = {
     "offload": get_args(grammar.Offload),
     "sync": get_args(grammar.Sync),
     "reduce": get_args(grammar.Reduce),
+    "loss": get_args(grammar.Loss),
     "engine": get_args(grammar.Engine),
 }
 _OPTIONAL_SIZES = ("data_size", "hsdp_replicas", "micro_batch")
@@ -63,6 +64,8 @@ def clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
             yield "engine=deepspeed", "sync=last", "DeepSpeed reduces sharded gradients after each micro-batch"
     if strategy.reduce != "fp32":
         yield from _reduce_clashes(strategy)
+    if strategy.loss == "pieced":
+        yield from _pieced_clashes(strategy)
     if strategy.variant and strategy.variant not in find_traits(strategy.data).variants:
         owners = " and ".join(word for word, traits in DATA_AXES.items() if strategy.variant in traits.variants)
         yield strategy.data or "no data axis", strategy.variant, f"only {owners} has this suffix"
@@ -86,6 +89,20 @@ def _reduce_clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
         cause = "sync=last" if strategy.sync == "last" else f"{data}:{strategy.variant}"
         why = f"FSDP2 would also add up whole gradients of micro-batches in {strategy.reduce}; use ddp, zero1 or zero2"
         yield cause, term, why
+
+
+def _pieced_clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
+    term = "loss=pieced"
+    if strategy.engine == "deepspeed":
+        yield "engine=deepspeed", term, "DeepSpeed runs the model and its loss itself"
+    if strategy.autocast:
+        why = f"autocast chooses the dtype of each product as it runs; use {strategy.precision}"
+        yield f"{strategy.precision}:autocast", term, why
+    if strategy.traits.many_devices:
+        yield strategy.data or "", term, "DataParallel gathers the outputs of all devices; use ddp"
+    for axis in strategy.axes:
+        if axis.size > 1 and not axis.traits.pieces_loss:
+            yield f"{axis.word}={axis.size}", term, f"{axis.word} needs the whole result of the output layer"
 
 
 def _check_words(strategy: Strategy) -> None:

@@ -26,6 +26,8 @@ class Allowed:
     offload: tuple[str, ...] = ("", "optimizer")
     compile: tuple[bool, ...] = (False,)
     graphs: tuple[bool, ...] = (False,)
+    loss: tuple[str, ...] = ("whole", "pieced")
+    """A pieced loss is tried where the logits of a whole one take much of a device's memory."""
     tensor: bool = True
     """Whether to search inner axes, whose ranks run the same layers together."""
     pipeline: bool = True
@@ -120,6 +122,6 @@ def complexity(strategy: Strategy) -> int:
     axes = strategy.traits.complexity + sum(term.traits.complexity for term in strategy.axes)
     schedule = FAMILIES[strategy.schedule].complexity if strategy.schedule else 0
     policies = 2 * (strategy.recompute != "none") + 4 * bool(strategy.offload) + 3 * strategy.compile
-    policies += 2 * strategy.graphs
+    policies += 2 * strategy.graphs + (strategy.loss != "whole")
     policies += (strategy.sync == "last") + (strategy.reduce != "fp32")
     return axes + schedule + policies

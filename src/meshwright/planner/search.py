@@ -19,12 +19,14 @@ from meshwright.planner.account import Account, account, usable
 from meshwright.planner.calibrate import Calibration
 from meshwright.planner.candidates import complexity
 from meshwright.planner.kernels import peak_flops
+from meshwright.planner.pieced import PiecedCopies
 from meshwright.planner.stage_costs import StageCosts
 from meshwright.planner.step_layout import StepLayout, lay_out_step
 from meshwright.strategies import Place, data_strategy, model_axis
 from meshwright.strategies.float8 import refuse_float8_axes
 from meshwright.strategies.graphs import refuse_cut_losses, refuse_graphs
 from meshwright.strategies.moved_state import refuse_moved
+from meshwright.strategies.pieced_loss import refuse_pieced
 from meshwright.units import GIB
 
 TIE = 0.05
@@ -65,15 +67,20 @@ class PlanContext:
 
 
 def search(
-    context: PlanContext, candidates: Iterable[Strategy], *, time_all: bool = False, shortcuts: bool = True
+    context: PlanContext,
+    candidates: Iterable[Strategy],
+    *,
+    time_all: bool = False,
+    shortcuts: bool = True,
+    losses: tuple[str, ...] = ("whole",),
 ) -> SearchResult:
     """Evaluate every candidate, and sort those that fit by step time.
 
     With `time_all`, candidates that do not fit get a step time too. With `shortcuts`, a candidate that an earlier one
-    rules out is refused without being evaluated.
+    rules out is refused without being evaluated. Candidates get a `pieced` copy where logits take much memory.
     """
-    found, known = SearchResult(), _Known()
-    for candidate in candidates:
+    found, known, copies = SearchResult(), _Known(), PiecedCopies(context.facts.head, safe_room(context))
+    for candidate in copies.added_to(candidates, losses):
         found.candidates += 1
         if shortcuts and (reason := known.rules_out(candidate)):
             found.refused.append(Refusal(strategy=str(candidate), reason=reason))
@@ -85,6 +92,7 @@ def search(
             found.refused.append(Refusal(strategy=str(candidate), reason=str(error)))
             continue
         known.considered(candidate, fits=plan.fits)
+        copies.seen(plan)
         if plan.fits:
             found.plans.append(plan)
         else:
@@ -125,7 +133,7 @@ class _Known:
 
 def _axes(s: Strategy) -> tuple[object, ...]:
     data = s.data, s.data_size, s.variant, s.hsdp_replicas
-    return *data, s.axes, s.precision, s.pure, s.autocast, s.reduce, s.compile, s.graphs
+    return *data, s.axes, s.precision, s.pure, s.autocast, s.reduce, s.compile, s.graphs, s.loss
 
 
 def _policies(s: Strategy) -> tuple[object, ...]:
@@ -159,7 +167,7 @@ def refuse(context: PlanContext, strategy: Strategy) -> str | None:
             f"{strategy.precision}:autocast can be trained, but its memory and time are not forecast: PyTorch chooses "
             f"each operator's dtype as it runs; plan for {strategy.precision} and expect more memory."
         )
-    reason = refuse_float8_axes(strategy) or refuse_graphs(strategy, facts)
+    reason = refuse_float8_axes(strategy) or refuse_graphs(strategy, facts) or refuse_pieced(facts, strategy)
     if reason := reason or data_strategy(strategy).refuse(strategy, facts, context.place):
         return reason
     for term in strategy.inner_axes:

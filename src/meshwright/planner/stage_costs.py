@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 from meshwright.errors import Refused
 from meshwright.facts.costs import Kernel, ModelCosts, UnitCosts
 from meshwright.facts.hardware import Hardware
-from meshwright.facts.model import ModelFacts, unit_of
+from meshwright.facts.model import HeadFacts, ModelFacts, unit_of
+from meshwright.facts.pieces import piece_rows
+from meshwright.facts.precision import FORMATS
 from meshwright.facts.strategy import AxisTerm
 from meshwright.planner import kernels
 from meshwright.planner.collectives import seconds
@@ -28,6 +30,9 @@ RETURNED = 1.8
 """Micro-batches whose gathered inputs the allocator has back when a pipeline's first stage is fullest. Memory of
 another stream returns when the host synchronises with the device, as the first stage does at its first gradient
 (published sweep on H100 nodes: with two in flight hardly any input is held twice, with eight nearly all)."""
+PIECED = 1.0
+"""Time of the elementwise kernels of all pieces, relative to those of a whole loss (H200, 8,192 rows of 128,256 classes
+in bf16: 14.7 ms and 14.4 ms besides the products, compiled 5.9 and 5.5)."""
 WIDE = 16
 """Ranks of inner axes above which synchronising takes longer."""
 Inner = tuple[tuple[AxisTerm, ...], bool]
@@ -46,6 +51,8 @@ class _Case(NamedTuple):
     inner: Inner
     gathered: float
     """Share of the inner axes' gathered inputs that is held until backward."""
+    pieced: bool = False
+    """Whether the output layer and the loss run in pieces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +172,7 @@ class StageCosts:
             step_layout.micro_batch,
             (step_layout.inner, step_layout.sequence),
             gathered,
+            step_layout.pieced,
         )
         return self._stages(case, step_layout.stages)
 
@@ -180,7 +188,9 @@ class StageCosts:
             if unit.like not in made:
                 made[unit.like] = self._unit_work(unit, case)
         work = [made[unit.like] for unit in units]
-        if case.compiled:
+        if case.pieced and self._facts.head is not None:
+            self._piece(work, case, self._facts.head)
+        elif case.compiled:
             work[-1] = _fused_loss(work[-1], work[-2].output)
         cut = self._borders(stages)
         groups = [cut.calls_of(stage) for stage in range(stages)] if cut else [range(len(work))]
@@ -194,6 +204,34 @@ class StageCosts:
                 output=work[group[-1]].output / boundary if group else 0.0,
             )
             for group, (elements, trainable) in zip(groups, self._holdings(case.inner, stages), strict=True)
+        )
+
+    def _piece(self, work: list[UnitWork], case: _Case, head: HeadFacts) -> None:
+        """Change the costs of the output layer and of the loss to those of pieces."""
+        units = self._costs[case.policy].units
+        place = next((i for i in reversed(range(len(units))) if self._first[head.weight] in units[i].parameters), None)
+        if place is None:
+            return
+        low, wide = FORMATS[case.policy[0]].bytes, 4
+        parts = prod(
+            division.parts_of(self._names[self._first[head.weight]]) for division in self._divisions(case.inner)
+        )
+        logits, classes = units[place].output.at(case.micro_batch) / parts, head.classes // parts
+        rows = max(1, round(logits / low / classes))
+        size = piece_rows(rows, classes)
+        weight = classes * head.width
+        piece = size * classes * (2 * low if case.compiled else low + wide)
+        work[place] = _without_output(work[place], logits)
+        # Each piece adds to the gradient of the whole weight.
+        added = kernels.moving(-(-rows // size) * weight * 2 * wide, self._hardware)
+        kept = weight * wide + rows * head.width * low
+        work[-1] = replace(
+            work[-1],
+            forward=(work[-1].forward + work[-1].backward) * PIECED + added,
+            backward=kernels.moving(weight * (wide + low), self._hardware),
+            kept=kept,
+            forward_peak=kept + piece,
+            backward_peak=kept + weight * low,
         )
 
     def _divide(self, inner: Inner) -> tuple[Division, ...]:
@@ -293,8 +331,18 @@ def _part_of(sent: tuple[Sent, ...], others: int) -> tuple[Sent, ...]:
 
 def _kept_share(step_layout: StepLayout) -> float:
     """Share of what blocks keep for backward that remains if they are compiled separately."""
-    separately = step_layout.gathers or step_layout.stage_ranks > 1
+    separately = step_layout.gathers or step_layout.pieced or step_layout.stage_ranks > 1
     return kernels.KEPT_COMPILED if step_layout.compile and separately else 1.0
+
+
+def _without_output(unit: UnitWork, output: float) -> UnitWork:
+    """A unit whose output and its gradient never exist."""
+    return replace(
+        unit,
+        kept=max(0.0, unit.kept - output),
+        forward_peak=max(0.0, unit.forward_peak - output),
+        backward_peak=max(0.0, unit.backward_peak - output),
+    )
 
 
 def _fused_loss(loss: UnitWork, gradient: float) -> UnitWork:

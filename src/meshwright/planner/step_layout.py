@@ -100,6 +100,8 @@ class StepLayout:
     compile: bool = False
     graphs: bool = False
     """Whether each micro-batch's forward and backward is one launch of a CUDA graph."""
+    pieced: bool = False
+    """Whether the output layer and the loss run in pieces."""
     offload: str = ""
     parameters_over: int = 1
     """Number of ranks that parameters are sharded over between uses; the next two likewise."""
@@ -189,6 +191,7 @@ def lay_out_step(strategy: Strategy, facts: ModelFacts, global_batch: int) -> St
         recompute=strategy.recompute,
         compile=strategy.compile,
         graphs=strategy.graphs,
+        pieced=strategy.loss == "pieced",
         offload=strategy.offload,
         parameters_over=layout.parameters,
         # If they are reduced once a step, every rank accumulates whole ones until then.

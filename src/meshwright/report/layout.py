@@ -21,6 +21,8 @@ def layout_page(document: dict[str, Any]) -> Group:
         parts.append(_units(document["units"]))
     if "float8" in document:
         parts.append(_float8(document["float8"]))
+    if "head" in document:
+        parts.append(Text(_head(document["head"])))
     if "tensor" in document:
         columns = ("module", "role", "divides", "why")
         parts.append(_table("tensor parallelism: how each layer is sharded", columns, document["tensor"]))
@@ -30,6 +32,12 @@ def layout_page(document: dict[str, Any]) -> Group:
     if "stages" in document:
         parts += [_stages(document["stages"]), *_schedule(document["schedule"])]
     return Group(*parts)
+
+
+def _head(head: dict[str, Any]) -> str:
+    found = f"loss=pieced: {head['module'] or 'the model'} ({head['classes']} classes) and its loss run in pieces"
+    needed = ", ".join(head["needed_by"])
+    return f"{found}; but all logits are computed too, for {needed}" if needed else found
 
 
 def _table(title: str, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> Table:

@@ -153,6 +153,8 @@ def lay_out_loop(asked: LoopRequest, world: World) -> Parallel:
     if resolved.traits.many_devices and world.ranks > 1:
         raise Refused(f"{resolved.data} runs in one process, but {world.ranks} were launched; use ddp, or launch one.")
     axes = lay_axes(resolved, world)
+    if resolved.loss != "whole" and axes.stages is None:
+        raise Refused("loss=pieced computes the loss of a Job, but here the loop computes it; drop loss=pieced.")
     if axes.stages is not None:
         assert job is not None
         asked.refuse_unknown_loss()

@@ -61,6 +61,10 @@ class DataStrategy(ABC):
     captures: ClassVar[bool] = False
     """Whether it communicates only after backward, so that forward and backward can be a CUDA graph."""
 
+    def compiles_blocks(self, strategy: Strategy) -> bool:
+        """Whether blocks are compiled one by one, and not the model as a whole."""
+        return self.overlaps or strategy.loss == "pieced"
+
     def refuse(self, strategy: Strategy, facts: ModelFacts, place: Place) -> str | None:
         """Why it cannot run, or None. Called before any process starts."""
         return None

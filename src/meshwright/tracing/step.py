@@ -93,7 +93,7 @@ def _from_shorter(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, r
 def _sizes(strategy: Strategy) -> tuple[int, int]:
     if is_pipelined(strategy):
         return SIZES_OF_A_STAGE
-    if strategy.compile and not data_strategy(strategy).overlaps:
+    if strategy.compile and not data_strategy(strategy).compiles_blocks(strategy):
         return SIZES_COMPILED
     return SIZES_DIVIDED if strategy.splits_activations else SIZES
 

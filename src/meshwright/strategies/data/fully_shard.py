@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.facts.job import NamedParameters
+from meshwright.facts.model import unit_of
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.data.summing import sum_gradients
 from meshwright.strategies.data.used_parameters import UsedParameters
@@ -200,20 +201,27 @@ def shard(model: nn.Module, context: ApplyContext, *, reshard: bool, whole: froz
     ignored = {p for name, p in model.named_parameters(remove_duplicate=False) if name in whole}
     units = {} if context.facts.blocks_by_value else context.shard_units(model)
     last = next((call.name for call in reversed(context.facts.calls) if call.reads), "")
+    kept = {last, _unit_of_pieced_head(context, units)}
     for name, unit in units.items():
         if any(parameter not in ignored for parameter in unit.parameters()):
             # Backward begins with the last unit (the head), so it stays gathered.
-            _fully_shard(unit, context, ignored, reshard=reshard and name != last)
+            _fully_shard(unit, context, ignored, reshard=reshard and name not in kept)
     # The root's parameters are around the units: PyTorch's default keeps them gathered.
     root = _fully_shard(model, context, ignored, reshard=None if reshard else False)
     context.fill()
     assert context.mesh is not None
     uncut = [p for n, p in model.named_parameters() if n in whole]
-    kept = WholeParameters(uncut, context.mesh, context.device, context.reduce_dtype)
+    whole_ones = WholeParameters(uncut, context.mesh, context.device, context.reduce_dtype)
     used = UsedParameters(model, context.mesh, units) if context.facts.by_value else None
-    engine = FsdpEngine(model, root, context.strategy, kept, used)
+    engine = FsdpEngine(model, root, context.strategy, whole_ones, used)
     engine.keeps_gathered = not reshard
     return engine
+
+
+def _unit_of_pieced_head(context: ApplyContext, units: Collection[str]) -> str:
+    """The unit of an output layer whose products wait for the loss; "" if there is none."""
+    head = context.facts.head if context.strategy.loss == "pieced" else None
+    return unit_of(head.weight, units) if head is not None else ""
 
 
 def _fully_shard(

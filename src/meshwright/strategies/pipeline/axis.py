@@ -25,6 +25,7 @@ class PipelineParallel(StageAxis):
         suffix_name="schedule",
         staged=True,
         compiles=True,
+        pieces_loss=True,
         engines=("torch", "deepspeed"),
         complexity=12,
         config_fields={"torchtitan": "pipeline_parallel_degree"},

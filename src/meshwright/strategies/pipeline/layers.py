@@ -16,6 +16,7 @@ class LayerPlacement(StageAxis):
         place=-20,
         staged=True,
         compiles=True,
+        pieces_loss=True,
         schedule="layers",
         one_process=True,
         complexity=12,

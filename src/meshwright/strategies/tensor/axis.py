@@ -33,6 +33,7 @@ class TensorParallel(InnerAxis):
         splits_activations=True,
         autocast=False,
         compiles=True,
+        pieces_loss=True,
         config_fields={
             "torchtitan": "tensor_parallel_degree",
             "accelerate": "parallelism_config_tp_size",

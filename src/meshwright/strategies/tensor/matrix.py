@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.pieced_loss.head import Output, output_layer
+from meshwright.pieced_loss.rows import ClassPart
 from meshwright.strategies.collectives import add_up, add_up_part
 from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, local, part, pieces_of, shared, whole
 from meshwright.strategies.tensor.rules import Rule
@@ -26,6 +29,8 @@ def linear(func: Rule, mesh: DeviceMesh, x: Tensor, weight: Tensor, bias: Tensor
     """The weight is divided over outputs (a column layer), over inputs (a row layer), or not at all."""
     if is_divided(weight, mesh) and dim_of(weight) == 0:
         own_bias = _bias_part(bias, weight, mesh)
+        if (output := output_layer(weight)) is not None and pieces_of(weight) == 1:
+            return _put_off(output, shared_input(x, mesh), local(weight), own_bias, mesh)
         return divided(F.linear(shared_input(x, mesh), local(weight), own_bias), -1, mesh, pieces_of(weight))
     if is_divided(weight, mesh) or (is_divided(x, mesh) and dim_of(x) == x.dim() - 1):
         if x.shape[-1] % mesh.size():
@@ -35,6 +40,15 @@ def linear(func: Rule, mesh: DeviceMesh, x: Tensor, weight: Tensor, bias: Tensor
         return NotImplemented
     own_bias = None if bias is None else shared(bias, mesh)
     return divided(F.linear(local(x), shared(weight, mesh), own_bias), dim_of(x), mesh)
+
+
+def _put_off(output: Output, x: Tensor, weight: Tensor, bias: Tensor | None, mesh: DeviceMesh) -> Tensor:
+    """An output layer's logits, divided over the classes, which the loss computes in pieces."""
+    from meshwright.strategies.tensor.mode import tensor_region  # late, because it imports these rules
+
+    part = ClassPart(group=mesh.get_group(), rank=mesh.get_local_rank(), ranks=mesh.size())
+    region, join = partial(tensor_region, mesh), partial(divided, dim=-1, mesh=mesh)
+    return output.logits(x, weight, bias, part=part, join=join, region=region)
 
 
 @dataclass

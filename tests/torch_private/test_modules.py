@@ -14,6 +14,7 @@ from meshwright.torch_private.modules import (
     RNN_READS_ATTRIBUTES,
     SETTINGS,
     AnyBatchNorm,
+    AttentionOutput,
     BatchNorm,
     Dropout,
     FixedModule,
@@ -191,3 +192,8 @@ def test_hooks_of_all_modules_are_seen() -> None:
 
 def test_settings_are_read_from_one_module() -> None:
     assert torch.is_grad_enabled.__self__ is SETTINGS is torch._C._get_deterministic_algorithms.__self__
+
+
+def test_the_output_layer_of_attention_has_a_class_of_its_own() -> None:
+    """`nn.MultiheadAttention` reads its weight without calling it."""
+    assert type(nn.MultiheadAttention(4, 2).out_proj) is AttentionOutput and issubclass(AttentionOutput, nn.Linear)

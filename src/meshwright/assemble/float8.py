@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from meshwright.describe.dtypes import LOW
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.wrap_forward import wrap_forward
+from meshwright.torch_private.modules import AttentionOutput
 from meshwright.torch_private.scaled_products import scaled_mm
 
 ALIGNED = 16
@@ -84,7 +84,7 @@ def _between_first_and_last(facts: ModelFacts, linear: Collection[str]) -> Calla
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether calls of a module are one product with its own weight."""
     # PyTorch's attention has a subclass whose weight it reads without calling it.
-    plain = isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
+    plain = isinstance(module, nn.Linear) and not isinstance(module, AttentionOutput)
     plain = plain and type(module).forward is nn.Linear.forward
     return plain and module._parameters.get("weight") is not None
 

@@ -11,10 +11,11 @@ from torch import nn
 from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNormFunction
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear as AttentionOutput
 from torch.nn.modules.module import _IncompatibleKeys as incompatible_keys
 from torch.nn.utils import stateless
 
-__all__ = ["BatchNorm", "Dropout", "SyncBatchNormFunction", "incompatible_keys"]
+__all__ = ["AttentionOutput", "BatchNorm", "Dropout", "SyncBatchNormFunction", "incompatible_keys"]
 
 REGISTERED = ("_parameters", "_buffers", "_modules")
 """The attributes in which a module keeps its tensors and its children."""

@@ -9,6 +9,7 @@ from meshwright.assemble.world import fake_world
 from meshwright.torch_private.collectives import (
     COLLECTIVES,
     FIRST_BUCKET_BYTES,
+    FUNCTIONAL,
     assign_buckets,
     gather_rows,
     group_given_as,
@@ -73,5 +74,5 @@ def test_functional_collectives_return_new_tensors() -> None:
     with Seen() as seen:
         found = gather_rows(x, 2, group), sum_row(x, 2, group), sum_over(x, group)
     assert [tuple(each.shape) for each in found] == [(2, 2, 3), (3,), (2, 3)]
-    assert set(seen.namespaces) == {"_c10d_functional"} and len(seen.groups) == 3
+    assert set(seen.namespaces) == {FUNCTIONAL} and len(seen.groups) == 3
     assert all(each.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() for each in found)

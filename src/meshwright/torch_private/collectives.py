@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-COLLECTIVES = ("c10d", "_c10d_functional")
+FUNCTIONAL = "_c10d_functional"
+"""The namespace of collective operators that return new tensors."""
+COLLECTIVES = ("c10d", FUNCTIONAL)
 """Namespaces of collective operators."""
 
 _FUNCTIONAL = torch.ops._c10d_functional
@@ -45,10 +47,17 @@ assign_buckets = dist._compute_bucket_assignment_by_size
 def group_given_as(argument: Any) -> dist.ProcessGroup | None:
     """The process group that an argument of a collective names or wraps; None for another argument."""
     if isinstance(argument, str):
-        return dist.distributed_c10d._resolve_process_group(argument)  # type: ignore[arg-type]  # a str at run time
+        return _group_named(argument)
     if isinstance(argument, Tensor) or type(argument).__name__ not in ("ScriptObject", "FakeScriptObject"):
         return None
     try:
         return dist.ProcessGroup.unbox(getattr(argument, "real_obj", argument))
     except Exception:  # another object: the operator of a reduction
+        return None
+
+
+def _group_named(name: str) -> dist.ProcessGroup | None:
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a str at run time
+    except RuntimeError:  # another word: the kind of a reduction
         return None

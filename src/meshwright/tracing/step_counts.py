@@ -15,7 +15,7 @@ from meshwright.describe.dtypes import WORDS
 from meshwright.describe.flops import ALLOCATIONS, count_flops, operator_kind, product_shape
 from meshwright.facts.trace import Message, Operation
 from meshwright.recording.report_as_cpu import tensors_in
-from meshwright.torch_private.collectives import COLLECTIVES, group_given_as
+from meshwright.torch_private.collectives import COLLECTIVES, FUNCTIONAL, group_given_as
 from meshwright.torch_private.operators import schema_of
 from meshwright.torch_private.trees import tree_leaves
 
@@ -111,6 +111,8 @@ class Messages:
             phase = "backward"
         # The size is that of the output of an all_gather, or of the input of a reduce_scatter: the larger one.
         size = max(sum(tensor.nbytes for tensor in tensors_in(arg)) for arg in args)
+        if kind == "all_gather" and func.namespace == FUNCTIONAL:  # which returns its output
+            size *= group.size()
         if kind != "recv":
             self.counts[Message(kind=kind, bytes=size, axis=axis, ranks=group.size(), phase=phase)] += 1
         for tensor in tensors_in(args):

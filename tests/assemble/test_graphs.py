@@ -132,8 +132,16 @@ def without_dropout(job: Job) -> Job:
 TRANSFORMER = without_dropout(tiny_jobs.transformer)
 
 
-@pytest.mark.parametrize("text", ["single", "single,bf16", "single,fp16", "single,bf16,mb=2"])
-@pytest.mark.parametrize("name", ["transformer", "masked", "partial", "convolutions"])
+TEXTS = ["single", "single,bf16", "single,fp16", "single,bf16,mb=2"]
+OTHERS = ["masked", "partial", "convolutions"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("transformer", "single,fp16"), ("masked", "single,bf16,mb=2"), ("convolutions", "single,bf16")]
+    + [pytest.param("transformer", text, marks=pytest.mark.thorough) for text in TEXTS]
+    + [pytest.param(name, text, marks=pytest.mark.thorough) for name in OTHERS for text in TEXTS],
+)
 def test_replayed_steps_equal_plain_ones(name: str, text: str) -> None:
     job = without_dropout(getattr(tiny_jobs, name))
     if name == "convolutions" and "mb" in text:

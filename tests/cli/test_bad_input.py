@@ -46,7 +46,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ("pp=2:1f1b,mb=8", 2, "mb=8 cuts a data rank's 8 samples into 1 micro-batches"),
         ("pp=2:1f1b,ddp", 16, "use a global batch of 16 or more, or pp:gpipe"),
         ("pp=2:1f1b,ddp", 3, "needs a multiple of 2 ranks, but 3 were given"),
-        ("pp=2:gpipe,compile", 2, "compile is not built"),
+        ("op=2,compile", 2, "compile is not built"),
         ("op=3", 3, "op=3 divides linear"),
         ("tp=2,engine=deepspeed", 2, "engine=deepspeed"),
         ("bf16,fp8", 2, "exclude each other"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.describe.dtypes import DTYPES, HALF, LOW, WORDS
+from meshwright.describe.dtypes import DTYPES, FACTORS, HALF, LOW, WORDS
 from meshwright.facts.precision import FORMATS, FULL, NumberFormat
 from meshwright.facts.strategy import Strategy
 
@@ -16,9 +16,10 @@ def test_a_format_is_as_pytorch_says(one: NumberFormat) -> None:
     assert one.is_low == (one.bytes < FULL.bytes)
 
 
-def test_only_formats_that_run_have_a_dtype() -> None:
-    assert list(DTYPES) == ["fp32", "bf16", "fp16"]
-    assert {DTYPES[word]: word for word in DTYPES} == WORDS
+def test_each_format_computes_in_a_dtype() -> None:
+    assert list(DTYPES) == ["fp32", "bf16", "fp16", "fp8"]
+    assert all(WORDS[DTYPES[word]] == word for word in ("fp32", "bf16", "fp16"))
+    assert DTYPES["fp8"] == torch.bfloat16 and {WORDS[dtype] for dtype in FACTORS["fp8"]} == {"fp8"}
     assert LOW == HALF == (torch.bfloat16, torch.float16)
 
 

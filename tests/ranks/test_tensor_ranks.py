@@ -1,5 +1,7 @@
 """Families of models, divided over two and four ranks: the loss and every gradient of the whole model."""
 
+from typing import Any
+
 import pytest
 
 import tensor_programs
@@ -20,16 +22,24 @@ def line(name: str, result: Comparison) -> str:
     return f"{name:12} {found}"
 
 
-@pytest.mark.parametrize("options", [(), pytest.param(("sequence",), marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("name", FAMILIES)
+BOTH = ("llama", "gpt2", "t5")
+
+
+def cases(quick: tuple[str, ...], other: tuple[str, ...], first: int) -> list[Any]:
+    """Families with options; every second one runs quickly on two ranks, and the others on four."""
+    chosen = {*FAMILIES[first::2], *BOTH}
+    found = [pytest.param(name, quick, marks=() if name in chosen else pytest.mark.thorough) for name in FAMILIES]
+    return found + [pytest.param(name, other, marks=pytest.mark.thorough) for name in FAMILIES]
+
+
+@pytest.mark.parametrize(("name", "options"), cases((), ("sequence",), first=0))
 def test_two_ranks(two_ranks: RankPool, name: str, options: tuple[str, ...]) -> None:
     result = two_ranks(tensor_programs.compare, name, options)[0]
     print(line(name, result))
     assert result.refused is None and result.equal, result
 
 
-@pytest.mark.parametrize("options", [pytest.param((), marks=pytest.mark.thorough), ("sequence",)])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "options"), cases(("sequence",), (), first=1))
 def test_four_ranks(four_ranks: RankPool, name: str, options: tuple[str, ...]) -> None:
     result = four_ranks(tensor_programs.compare, name, options)[0]
     print(line(name, result))

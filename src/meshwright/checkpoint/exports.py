@@ -19,7 +19,7 @@ from meshwright.checkpoint.manifest import MODEL, Manifest, read_manifest
 from meshwright.checkpoint.progress import Progress, silent
 from meshwright.checkpoint.storage import write_durably
 from meshwright.checkpoint.whole_tensors import WholeTensors
-from meshwright.describe.dtypes import DTYPES
+from meshwright.describe.dtypes import DTYPES, WORDS
 from meshwright.errors import BadInput, CheckpointError, OutputError
 from meshwright.units import parse_bytes
 
@@ -37,7 +37,11 @@ def export(
 ) -> dict[str, Any]:
     """Write the model's weights into the new folder `out`, after checking everything."""
     (form, content_of), limit = _choose("--to", to, _TARGETS), _size(shard_size)
-    cast = None if dtype is None else _choose("--dtype", dtype, dict(sorted(DTYPES.items())))
+    cast = (
+        None
+        if dtype is None
+        else _choose("--dtype", dtype, {WORDS[one]: one for one in sorted(DTYPES.values(), key=WORDS.__getitem__)})
+    )
     with reading(path):
         folder = find_checkpoint(path)
         manifest = read_manifest(folder)

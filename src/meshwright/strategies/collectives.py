@@ -249,7 +249,7 @@ def _axis_of(mesh: DeviceMesh) -> _Axis:
 
 def _read_axis(mesh: DeviceMesh) -> _Axis:
     group = mesh.get_group()
-    return _Axis(mesh.size(), mesh.get_local_rank(), group, group.group_name)
+    return _Axis(mesh.size(), mesh.get_local_rank(), group, getattr(group, "group_name", ""))
 
 
 def group_of(mesh: DeviceMesh) -> str:

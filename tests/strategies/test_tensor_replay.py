@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -71,14 +72,21 @@ def mesh() -> Iterator[DeviceMesh]:
     world.leave()
 
 
-def divide(habit: Callable[[Any, Tensor], Tensor], mesh: DeviceMesh) -> nn.Module:
+@cache
+def found_plan() -> tuple[Any, Any, tuple[str, ...]]:
+    """The job of a model with a plain habit, its plan and its blocks, found once."""
+
     def sample(n: int) -> dict[str, Tensor]:
         return {"x": torch.linspace(-1, 1, n * LENGTH * WIDTH).view(n, LENGTH, WIDTH)}
 
     job = tensor_programs.minimal.make_job(
         model=lambda: Model(plain_habit), sample=sample, loss=lambda output, batch: (output.sum(), len(batch["x"]))
     )
-    plan, blocks = tensor_programs.plan_of(job)
+    return job, *tensor_programs.plan_of(job)
+
+
+def divide(habit: Callable[[Any, Tensor], Tensor], mesh: DeviceMesh) -> nn.Module:
+    job, plan, blocks = found_plan()
     assert plan.for_ranks(2).divided and len(blocks) == 3
     model, _ = tensor_programs.divided_model(job, plan, mesh, blocks, tensor_programs.whole_model(job))
     for block in model.blocks:

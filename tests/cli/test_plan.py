@@ -1,5 +1,6 @@
 """`plan` and `validate` as a user calls them."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -16,6 +17,7 @@ HEADER = (
     "zero_stage,tp,pp,micro_batch,grad_accum,status,tok_s_gpu,peak_mem_gib\n"
 )
 ROW = "a,llama,4,512,8,2048,True,8192,512,A100-40GB,8,8,8,1,0,1,1,8,1,ok,100000,4.0\n"
+SPEED = ",100000,"
 
 
 def test_json_has_what_the_design_names() -> None:
@@ -75,6 +77,39 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert isinstance(found.exception, BadInput)
     assert "line 2" in str(found.exception)
     assert "d_model" in str(found.exception)
+
+
+def test_validate_names_the_rows_that_it_leaves_out(tmp_path: Path) -> None:
+    rows, table = tmp_path / "rows.csv", tmp_path / "forecasts.csv"
+    strange = [ROW.replace("A100-40GB", "B9000"), ROW.replace(",512,8,", ",wide,8,"), ROW.replace(SPEED, ",0,")]
+    rows.write_text(HEADER + ROW + "".join(strange) + ROW.replace(SPEED, ",,"))
+    found = RUNNER.invoke(app, ["validate", str(rows), "--json", "--csv", str(table)])
+    document = json.loads(found.stdout)
+    assert document["rows"] == document["memory"]["n"] == 2
+    assert document["time"]["n"] == 1
+    reasons = " ".join(row["reason"] for row in document["skipped"])
+    assert len(document["skipped"]) == 3
+    assert all(word in reasons for word in ("B9000", "d_model", "tok_s_gpu"))
+    (groups,) = document["groups"].values()
+    assert sum(group["rows"] for group in groups.values()) == 2
+    lines = list(csv.DictReader(table.read_text().splitlines()))
+    assert len(lines) == 5
+    assert float(lines[0]["forecast_peak_gib"]) > 0
+    assert lines[0]["time_error"] and not lines[1]["time_error"]
+    assert lines[-1]["reason"].startswith("skipped: ")
+    assert "rows that are not scored: 3" in RUNNER.invoke(app, ["validate", str(rows)]).stdout
+
+
+def test_validate_takes_a_device_from_columns(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    header = HEADER.strip() + ",gpu_mem_gib,gpu_mem_gbs,gpu_bf16_tflops,gpu_fp32_tflops\n"
+    row = ROW.strip().replace("A100-40GB", "B9000")
+    slow, fast = (row + f",40,{speed},{speed},{speed}\n" for speed in ("100", "1000"))
+    rows.write_text(header + slow + fast)
+    table = tmp_path / "forecasts.csv"
+    RUNNER.invoke(app, ["validate", str(rows), "--json", "--csv", str(table)])
+    times = [float(line["forecast_step_s"]) for line in csv.DictReader(table.read_text().splitlines())]
+    assert times[0] > 1.5 * times[1]
 
 
 def test_calibrated_to_one_s_own_rows(tmp_path: Path) -> None:

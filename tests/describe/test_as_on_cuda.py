@@ -109,3 +109,23 @@ def test_a_bias_that_was_permuted_is_added_to_scores_in_fp32() -> None:
     for found, composed in ((kept, True), (fused, False)):
         sizes = {torch.Size(shape).numel() for shape, dtype in found if dtype == torch.float32}
         assert (BATCH * HEADS * LENGTH * LENGTH in sizes) == composed
+
+
+@pytest.mark.parametrize(("dtype", "width", "composed"), [(torch.float32, 30, True), (torch.float32, 28, False)])
+def test_efficient_attention_wants_rows_of_16_bytes(dtype: torch.dtype, width: int, composed: bool) -> None:
+    """As on an H200: 30 numbers in fp32 take the composed kernel, which keeps the scores."""
+    with FakeTensorMode(), as_on_cuda():
+        inputs = [torch.empty(BATCH, HEADS, LENGTH, width, dtype=dtype, requires_grad=True) for _ in range(3)]
+        kept = kept_by(F.scaled_dot_product_attention, *inputs)
+    sizes = {torch.Size(shape).numel() for shape, _ in kept}
+    assert (BATCH * HEADS * LENGTH * LENGTH in sizes) == composed
+
+
+def test_rows_that_are_not_dense_are_composed_in_fp32() -> None:
+    """As on an H200: 16-bit heads of a feature map, whose last dim is not contiguous, keep their scores in fp32."""
+    with FakeTensorMode(), as_on_cuda():
+        shape = (BATCH, HEADS, WIDTH, LENGTH)
+        inputs = [torch.empty(shape, dtype=torch.bfloat16).transpose(2, 3).requires_grad_() for _ in range(3)]
+        kept = kept_by(F.scaled_dot_product_attention, *inputs)
+    scores = BATCH * HEADS * LENGTH * LENGTH
+    assert any(torch.Size(shape).numel() == scores and dtype == torch.float32 for shape, dtype in kept)

@@ -32,11 +32,14 @@ from torch.nn.attention import SDPBackend
 from meshwright.describe.dtypes import HALF
 from meshwright.recording.dtensor import dtensor_type
 from meshwright.torch_private import operators
+from meshwright.torch_private.autograd import direct_apply
 from meshwright.torch_private.modes import TorchDispatchMode, outside_of_modes
 
 aten = torch.ops.aten
 FLASH_WIDEST = 256
 """The widest head that flash attention supports."""
+ALIGNED = 16
+"""Bytes that the rows of efficient attention's heads must be a multiple of; flash attention pads them instead."""
 _active = 0
 _compiled = False
 
@@ -150,6 +153,7 @@ def _takes_efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
         and query.dim() == 4
         and query.dtype in (torch.float32, *HALF)
         and query.shape[-1] == key.shape[-1]
+        and all(x.shape[-1] * x.itemsize % ALIGNED == 0 for x in (query, key, value))
         and not (enable_gqa and query.shape[1] != key.shape[1])
         and all(map(_has_dense_rows, (query, key, value)))
         and (mask is None or _has_dense_rows(mask))
@@ -194,7 +198,7 @@ def _rms_norm(input: Tensor, shape: Sequence[int], weight: Tensor | None = None,
         return operators.take_apart(aten.rms_norm.default, input, shape, weight, eps)  # type: ignore[no-any-return]
     if _compiled:
         return operators.FUSED_RMS_NORM(input, list(shape), weight, eps)[0]  # type: ignore[no-any-return]
-    return _FusedRmsNorm.apply(input, list(shape), weight)  # type: ignore[no-any-return]
+    return _fused_rms_norm(input, list(shape), weight)  # type: ignore[no-any-return]
 
 
 class _FusedRmsNorm(torch.autograd.Function):
@@ -213,6 +217,9 @@ class _FusedRmsNorm(torch.autograd.Function):
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2] and weight is not None, False]
         found = aten.native_layer_norm_backward(gradients[0], x, ctx.shape, rstd, rstd, weight, None, wanted)
         return found[0], None, found[1]
+
+
+_fused_rms_norm = direct_apply(_FusedRmsNorm)
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:

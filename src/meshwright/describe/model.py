@@ -18,7 +18,8 @@ from meshwright.describe.moved_state import StateWatch, Watches, find_moved, ref
 from meshwright.describe.observe import Observed, observe, trace
 from meshwright.describe.optimizer import check_optimizer, couplings, optimizer_slots
 from meshwright.describe.parameter_reads import OutsideReads
-from meshwright.describe.pass_tensors import PassCache
+from meshwright.describe.pass_tensors import PassCache, is_small
+from meshwright.describe.read_values import assumptions
 from meshwright.describe.repeats import find_repeats
 from meshwright.describe.shard_units import candidate_units, usable_units
 from meshwright.describe.tensor_plan import find_tensor_plan
@@ -68,7 +69,8 @@ def describe(job: Job) -> ModelFacts:
     # A model that cannot be run is assumed to read values in its blocks, as a mixture of experts does.
     in_blocks, around_blocks = observed is None, False
     if observed and observed.by_value:
-        in_blocks, around_blocks = find_value_reads(job, record(job.model, seed=0), blocks)
+        values = is_small(model)
+        in_blocks, around_blocks = find_value_reads(job, record(job.model, seed=0, values=values), blocks)
         observed = replace(observed, by_value=in_blocks or around_blocks)
     watcher = DropoutWatcher(find_units(model, blocks, observed.called) if observed else ())
     flow, _ = trace(job, blueprint, watcher, pass_cache=pass_cache) if observed else (None, "")
@@ -94,6 +96,7 @@ def describe(job: Job) -> ModelFacts:
         moved=find_moved(job, model, state.changed) if observed else (),
         by_value=in_blocks or around_blocks,
         blocks_by_value=around_blocks,
+        assumed=assumptions(observed.reads) if observed else (),
         drops=watcher.drops,
         unseen=unseen,
     )

@@ -1,10 +1,10 @@
-"""Run a job's model without its weights: one step on fake tensors, or on real ones if the model reads values."""
+"""Run a job's model without its weights: one step on fake tensors, with values if the model reads them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isclose
 from typing import Any, TypeVar
@@ -15,9 +15,11 @@ from torch.utils.data import default_collate
 
 from meshwright.describe import pass_tensors
 from meshwright.describe.calls import Flow
+from meshwright.describe.code_lines import CodeLine, failed_line
 from meshwright.describe.flow import Watcher
 from meshwright.describe.parameter_reads import Reads
 from meshwright.describe.pass_tensors import PassCache, has_no_values, lend, stand_ins
+from meshwright.describe.read_values import ReadValues, ValuesUnknown
 from meshwright.describe.repeats import PassObserver
 from meshwright.describe.structure import tensors_of
 from meshwright.describe.template import watch_calls
@@ -41,7 +43,9 @@ class Observed:
     read_elsewhere: frozenset[str] = frozenset()
     """Parameters that are read, or whose shape is read, while none of the modules that own them runs."""
     by_value: bool = False
-    """Whether the step needed real tensors, because fake ones have no values to read."""
+    """Whether the step needed values, which fake tensors do not have."""
+    reads: ReadValues = field(default_factory=ReadValues)
+    """The lines that read them, if the step ran on fake tensors with known values."""
 
 
 def make_batch(job: Job, samples: int) -> Any:
@@ -98,11 +102,14 @@ def observe(
     *,
     pass_cache: PassCache | None = None,
 ) -> tuple[Observed | None, str]:
-    """Observe one step: on fake tensors, or on real ones if the model reads values and is small; else the reason.
+    """Observe one step: on fake tensors, or with values if the model reads them; else the reason.
 
     `watch` is active during the step, inside the fake tensor mode.
     """
-    return _run(blueprint, make_batch(job, SAMPLES), partial(_step, job, blueprint, watch), pass_cache)
+    reads = ReadValues()
+    run = partial(_step, job, blueprint, watch, reads)
+    found, unseen = _run(blueprint, make_batch(job, SAMPLES), run, pass_cache, reads)
+    return replace(found, reads=reads) if found else None, unseen
 
 
 def trace(
@@ -158,6 +165,24 @@ def forward_on_real_tensors(
             _forward(job, blueprint.model, batch)
 
 
+def forward_with_values(
+    job: Job, blueprint: Blueprint, batch: Any, watch: Callable[[Any], AbstractContextManager[Any]], *, seed: int = 0
+) -> None:
+    """Like `forward_on_real_tensors`, but a large model runs on fake tensors with values.
+
+    `watch` gets the batch that the model gets.
+    """
+    if pass_tensors.is_small(blueprint.model):
+        return forward_on_real_tensors(job, blueprint, batch, watch(batch), seed=seed)
+
+    def run(data: Any) -> None:
+        with lend(blueprint.model, stand_ins(blueprint)), watch(data):
+            _forward(job, blueprint.model, data)
+
+    rung = partial(pass_tensors.on_fake_with_values, reads=ReadValues(), seed=seed)
+    return pass_tensors.climb(blueprint.model, batch, run, rung)
+
+
 def see_output(job: Job, blueprint: Blueprint, batch: Any, look: Callable[[Any, Any], Result]) -> Result | None:
     """The result of `look(output, batch)`, without values if possible; None if the model could not run."""
 
@@ -169,30 +194,47 @@ def see_output(job: Job, blueprint: Blueprint, batch: Any, look: Callable[[Any, 
 
 
 def _run(
-    blueprint: Blueprint, batch: Any, run: Callable[[Any, PassCache | None], Result], pass_cache: PassCache | None
+    blueprint: Blueprint,
+    batch: Any,
+    run: Callable[[Any, PassCache | None], Result],
+    pass_cache: PassCache | None,
+    reads: ReadValues | None = None,
 ) -> tuple[Result | None, str]:
-    """The result of `run` without values, or with values if the model is small; else the reason why not."""
+    """The result of `run` without values if possible, else with values; else the reason why not."""
     model = blueprint.model
-    if pass_cache is not None:
+    if pass_cache is not None and pass_cache.runs:
         # If anything fails while blocks are skipped, the pass is repeated with all of them.
         with suppress(Exception):
             return pass_tensors.climb(model, batch, lambda data: run(data, pass_cache), *pass_cache.rungs), ""
     try:
-        return pass_tensors.climb(model, batch, lambda data: run(data, None), pass_tensors.on_fake), ""
+        if pass_cache is None or pass_cache.runs:
+            return pass_tensors.climb(model, batch, lambda data: run(data, None), pass_tensors.on_fake), ""
     except JobError:
         raise
-    except Exception as error:
-        # Also for a model that reads no values: some fake kernels refuse what the real ones accept.
-        if not pass_tensors.is_small(model):
-            if _depends_on_data(error):
-                return None, one_line(error).removesuffix(".")
-            raise _misfit(error) from error
+    except Exception:  # also for a model that reads no values: some fake kernels refuse what the real ones accept
+        if pass_cache is not None:
+            pass_cache.runs = False
+    reads = reads or ReadValues()
+    with_values = partial(pass_tensors.on_fake_with_values, reads=reads)
+    rungs = [pass_tensors.on_real, with_values] if pass_tensors.is_small(model) else [with_values]
+    line: list[CodeLine | None] = []
     try:
-        return pass_tensors.climb(model, batch, lambda data: run(data, None), pass_tensors.on_real), ""
+        return pass_tensors.climb(model, batch, partial(_telling, line, lambda data: run(data, None)), *rungs), ""
     except JobError:
         raise
     except Exception as error:
-        raise _misfit(error) from error
+        if not _depends_on_data(error):
+            raise _misfit(error) from error
+        return None, one_line(error).removesuffix(".") + f" ({line[-1]})" * bool(line and line[-1])
+
+
+def _telling(line: list[CodeLine | None], run: Callable[[Any], Result], data: Any) -> Result:
+    """Run, and note the line of the author's code that raised an error."""
+    try:
+        return run(data)
+    except Exception as error:
+        line.append(failed_line(error))
+        raise
 
 
 def _depends_on_data(error: Exception) -> bool:
@@ -201,7 +243,8 @@ def _depends_on_data(error: Exception) -> bool:
 
     return isinstance(
         error,
-        fake_tensors.DataDependentOutputException
+        ValuesUnknown
+        | fake_tensors.DataDependentOutputException
         | fake_tensors.DynamicOutputShapeException
         | symbolic_shapes.GuardOnDataDependentSymNode
         | fake_tensors.UnsupportedFakeTensorException
@@ -231,7 +274,12 @@ def _gradients(total: torch.Tensor, leaves: dict[str, torch.Tensor]) -> list[tor
 
 
 def _step(
-    job: Job, blueprint: Blueprint, watch: AbstractContextManager[Any] | None, batch: Any, under: PassCache | None
+    job: Job,
+    blueprint: Blueprint,
+    watch: AbstractContextManager[Any] | None,
+    values: ReadValues,
+    batch: Any,
+    under: PassCache | None,
 ) -> Observed:
     """Run forward and backward with stand-ins for all parameters, buffers and other tensors."""
     model = blueprint.model
@@ -247,7 +295,8 @@ def _step(
             raise JobError("The loss does not depend on any trainable parameter; compute it from the model's output.")
         gradients = _gradients(total, wanted)
         known = None if torch.is_tensor(weight) else float(weight) / SAMPLES
-        if known is not None and not has_no_values(total):
+        by_value = bool(values.lines) or not has_no_values(total)
+        if known is not None and by_value:
             known = known if _weighs(job, model, known) else None
     trained = {id(tensor) for tensor in under.repeats.trained} if under else set()
     used = frozenset(
@@ -256,9 +305,7 @@ def _step(
         if gradient is not None or id(tensor) in trained
     )
     called |= under.repeats.called if under else set()
-    return Observed(
-        used, frozenset(called), known, read_elsewhere=frozenset(reads.elsewhere), by_value=not has_no_values(total)
-    )
+    return Observed(used, frozenset(called), known, read_elsewhere=frozenset(reads.elsewhere), by_value=by_value)
 
 
 @torch.no_grad()

@@ -1,9 +1,9 @@
 """The tensors of a pass over a model without its weights: their kinds, stand-ins for the model's, and a cache of them.
 
 A pass needs structure: shapes, who reads what, which tensors are saved. Meta tensors are fastest and do least. Fake
-tensors take twice the time; they know devices and constants. Real tensors need memory, so only a small model that reads
-values uses them. A rung is a context that makes tensors of one kind. It yields a function that converts a batch's
-tensors to that kind. A pass tries the rungs in this order.
+tensors take twice the time; they know devices and constants. With known values beside them, a model that reads values
+runs too. Real tensors need memory, so only a small model uses them. A rung is a context that makes tensors of one kind.
+It yields a function that converts a batch's tensors to that kind. A pass tries the rungs in this order.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from torch import nn
 
 from meshwright.describe.as_on_cuda import as_on_cpu
 from meshwright.describe.calls import Flow
+from meshwright.describe.known_values import known_values, set_value
 from meshwright.describe.meta_pass import meta_pass
+from meshwright.describe.read_values import ReadValues
 from meshwright.describe.repeats import Repeats
 from meshwright.describe.structure import map_tensors
-from meshwright.recording.blueprint import Blueprint, as_it_was, set_attributes
+from meshwright.recording.blueprint import Blueprint, as_it_was, seeded, set_attributes
 from meshwright.recording.operation import Slot
 from meshwright.recording.report_as_cpu import is_meta, meta_of
 from meshwright.torch_private.fake_tensors import FAKE_TENSOR_LOG, FakeTensor, FakeTensorMode
@@ -62,6 +64,15 @@ def on_fake(model: nn.Module, *, mode: FakeTensorMode | None = None, device: Dev
     logging.getLogger(FAKE_TENSOR_LOG).setLevel(logging.CRITICAL)  # it logs what it raises
     with as_it_was(model), mode or fake_mode() as active, device():
         yield lambda tensor: active.from_tensor(tensor.cpu())
+
+
+@contextmanager
+def on_fake_with_values(
+    model: nn.Module, *, reads: ReadValues, device: Device = nullcontext, seed: int | None = None
+) -> Iterator[Convert]:
+    """Fake tensors with values where a model reads them. Without a seed, its random numbers are the expected ones."""
+    with seeded(seed or 0), on_fake(model) as convert, known_values(reads, draws=seed is not None), device():
+        yield lambda tensor: set_value(convert(tensor), tensor)
 
 
 @contextmanager
@@ -125,6 +136,8 @@ class PassCache:
         self.repeats = repeats
         self.flows: dict[frozenset[str], Flow] = {}
         """By the set of watched modules."""
+        self.runs = True
+        """Whether passes without values may run; False once one of them needed values."""
         self._tries_meta = True
         self._tensors: dict[str, torch.Tensor] = {}
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.describe.calls import NUMBERS
-from meshwright.describe.observe import SAMPLES, forward_on_real_tensors, make_batch
+from meshwright.describe.observe import SAMPLES, forward_with_values, make_batch
 from meshwright.describe.watch_values import MEMORY_READS
 from meshwright.facts.job import Job
 from meshwright.recording.blueprint import Blueprint
@@ -38,9 +38,9 @@ def find_value_reads(job: Job, blueprint: Blueprint, blocks: Collection[str]) ->
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number)
             batch = make_batch(job, SAMPLES)
-        reads = _ValueReads(blueprint.model, blocks, batch)
+        reads = _ValueReads(blueprint.model, blocks)
         try:
-            forward_on_real_tensors(job, blueprint, batch, reads.watching(), seed=number)
+            forward_with_values(job, blueprint, batch, reads.watching, seed=number)
         except Exception:
             return True, True
         passes.append(reads)
@@ -59,12 +59,11 @@ def _decides(passes: list[_ValueReads], *, in_block: bool) -> bool:
 class _ValueReads(TorchDispatchMode):
     """Follows what is computed from a batch, and notes where numbers are read out of tensors."""
 
-    def __init__(self, model: nn.Module, blocks: Collection[str], batch: Any) -> None:
+    def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
         super().__init__()
         self._model, self._blocks = model, blocks
         self._running = 0
         self._of_batch: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._follow(tree_leaves(batch))
         self.at_samples: set[bool] = set()
         """Where numbers that come from the batch are read: in a block (True) or outside (False)."""
         self.at_others: dict[bool, list[Any]] = {True: [], False: []}
@@ -75,7 +74,8 @@ class _ValueReads(TorchDispatchMode):
         return place not in self.at_samples and bool(self.at_others[place])
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, batch: Any) -> Iterator[None]:
+        self._follow(tree_leaves(batch))
         hooks = []
         for block in map(self._model.get_submodule, self._blocks):
             hooks.append(block.register_forward_pre_hook(partial(self._count, 1)))

@@ -78,7 +78,7 @@ def test_fp8_of_small_layers_is_bf16() -> None:
     ("cluster", "text", "reason"),
     [
         ("2xA100-80GB", "ddp,fp8", "A100-80GB has no units for fp8; use fp32 or bf16 or fp16."),
-        ("2xH200", "tp=2,fp8", "fp8 is not built for layers that tp divides"),
+        ("2xH200", "op=2,fp8", "fp8 is not built for layers that op divides"),
     ],
 )
 def test_fp8_is_refused_by_name(cluster: str, text: str, reason: str) -> None:

@@ -97,8 +97,9 @@ def test_its_group_is_where_the_mesh_puts_it(planner: Planner) -> None:
     site = Site(
         hardware=context.hardware, per_node=4, step_layout=step_layout, collective=context.stage_costs.collective
     )
-    assert [(term.word, group) for term, group in site.inner] == [("sp", group_on(2, 2, 4)), ("tp", group_on(2, 1, 4))]
-    assert (site.data, step_layout.inner_ranks) == (group_on(2, 4, 4), 4)
+    groups = [(term.word, group) for term, group in site.inner]
+    assert groups == [("sp", group_on(2, 2, 4, job_nodes=2)), ("tp", group_on(2, 1, 4, job_nodes=2))]
+    assert (site.data, step_layout.inner_ranks) == (group_on(2, 4, 4, job_nodes=2), 4)
 
 
 def test_it_is_searched_refused_and_explained(planner: Planner) -> None:

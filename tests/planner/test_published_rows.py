@@ -24,7 +24,7 @@ def outcomes() -> list[ScoredRun]:
 
 
 MANY = 128
-"""Devices up to which forecasts are held to the bounds of the docs; of more they are too fast, by how much is below."""
+"""Devices up to which forecasts are held to the bounds of the docs; those for more are held to others."""
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +60,20 @@ def test_the_first_choice_is_near_the_best(scores: dict[str, Any]) -> None:
 
 
 def test_many_nodes(beyond: dict[str, Any]) -> None:
-    """Runs on 32 and 64 nodes take longer than foretold; memory and who fits are nearer."""
     if not beyond["rows"]:
         pytest.skip("the published runs beside this checkout end at 16 nodes")
-    assert beyond["memory"]["median_abs"] < 0.10
-    assert beyond["time"]["median_abs"] < 0.39
+    assert beyond["memory"]["mape"] < 0.10
+    assert beyond["time"]["mape"] < 0.25
     assert beyond["fit"]["recall"] > 0.9 and beyond["fit"]["false_alarm"] < 0.01
+
+
+def test_no_bias_by_nodes(outcomes: list[ScoredRun]) -> None:
+    """Half of the forecasts for each number of nodes are too fast, half too slow, or nearly."""
+    by_nodes: dict[int, list[ScoredRun]] = {}
+    for outcome in outcomes:
+        by_nodes.setdefault(outcome.row.cluster.nodes, []).append(outcome)
+    biases = {nodes: score(runs)["time"]["median_signed"] for nodes, runs in by_nodes.items()}
+    assert {nodes: bias for nodes, bias in biases.items() if bias is not None and abs(bias) > 0.15} == {}
 
 
 def test_refused_rows_say_why(outcomes: list[ScoredRun]) -> None:

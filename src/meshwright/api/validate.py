@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.describe.model import describe
-from meshwright.errors import Refused
+from meshwright.errors import MeshwrightError, Refused
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.costs import ModelCosts
 from meshwright.facts.hardware import Hardware
@@ -15,7 +16,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.jobs.decoder_losses import fused_loss_job, shifted_loss_job
 from meshwright.planner.account import account, usable
-from meshwright.planner.measured_runs import MeasuredRun, read_rows
+from meshwright.planner.measured_runs import MeasuredRun, SkippedRow, read_rows, read_table
 from meshwright.planner.scores import ScoredRun
 from meshwright.planner.stage_costs import StageCosts
 from meshwright.tracing.costs import measure_costs
@@ -25,14 +26,35 @@ Progress = Callable[[int, int], None]
 """Called with the number of finished rows and the total."""
 
 
+@dataclass(frozen=True)
+class Validated:
+    """The forecasts of a table's rows, and the rows without one."""
+
+    outcomes: list[ScoredRun]
+    skipped: list[SkippedRow]
+
+
 def validate_rows(path: Path, progress: Progress = lambda done, total: None) -> list[ScoredRun]:
-    """Forecast every measured run in a CSV file."""
-    rows = read_rows(path)
-    shapes = _Shapes()
-    outcomes = []
-    for row in rows:
-        outcomes.append(_outcome(row, shapes))
-        progress(len(outcomes), len(rows))
+    """Forecast every measured run in a CSV file; an error if one of them cannot be."""
+    return _forecast(read_rows(path), progress, skipped=None)
+
+
+def validate_table(path: Path, progress: Progress = lambda done, total: None) -> Validated:
+    """Forecast the measured runs in a CSV file that can be, and name the others."""
+    rows, skipped = read_table(path)
+    return Validated(_forecast(rows, progress, skipped), skipped)
+
+
+def _forecast(rows: list[MeasuredRun], progress: Progress, skipped: list[SkippedRow] | None) -> list[ScoredRun]:
+    shapes, outcomes = _Shapes(), []
+    for done, row in enumerate(rows, start=1):
+        try:
+            outcomes.append(_outcome(row, shapes))
+        except MeshwrightError as error:
+            if skipped is None:
+                raise
+            skipped.append(SkippedRow(row.name, str(error).rstrip(".")))
+        progress(done, len(rows))
     return outcomes
 
 

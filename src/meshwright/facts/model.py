@@ -114,6 +114,8 @@ class ModelFacts:
     """Whether the model reads values of tensors, so that samples may decide which parameters are used."""
     blocks_by_value: bool = False
     """Whether samples may also decide which blocks run."""
+    assumed: tuple[str, ...] = ()
+    """What forecasts assume where the model reads values: sentences that name the lines of its code."""
     drops: bool = False
     """Whether a training step draws random numbers, as dropout does."""
     unseen: str = ""
@@ -146,5 +148,5 @@ class ModelFacts:
             "head": head and HeadFacts(**{**head, "needed_by": tuple(head["needed_by"])}),
             "tensor_plan": plan and TensorPlan.from_json(plan),
         }
-        names = ("blocks", "shard_units", "batch_norms", "read_elsewhere", "read_outside", "couplings")
+        names = ("blocks", "shard_units", "batch_norms", "read_elsewhere", "read_outside", "couplings", "assumed")
         return cls(**{**document, **values, **{name: tuple(document.get(name, ())) for name in names}})

@@ -42,6 +42,8 @@ class AxisTraits:
     """Whether torch.compile works on the blocks of a model that it divides."""
     pieces_loss: bool = False
     """Whether the output layer and the loss can run in pieces."""
+    float8: bool = False
+    """Whether the layers that it divides can multiply in float8."""
     one_process: bool = False
     """Whether it can also run in one process with all devices."""
     engines: tuple[str, ...] = ("torch",)

@@ -48,6 +48,8 @@ class RankGroup:
     nodes: int
     devices_per_node: int = USUAL_NODE
     """All devices of a node. The other devices' groups send at the same time, and share the node's link."""
+    job_nodes: int = 1
+    """Nodes of the whole job, if more than the group's: other groups of the same axis send between them."""
 
     def __post_init__(self) -> None:
         if min(self.ranks, self.per_node, self.nodes, self.devices_per_node) < 1:
@@ -58,11 +60,16 @@ class RankGroup:
         """This group's share of the link between nodes."""
         return min(1.0, self.per_node / self.devices_per_node)
 
+    @property
+    def doublings(self) -> float:
+        """How often the groups that send between nodes at the same time double from one."""
+        return log2(max(1.0, self.job_nodes / self.nodes))
 
-def group_on(axis_size: int, inner: int, devices_per_node: int) -> RankGroup:
+
+def group_on(axis_size: int, inner: int, devices_per_node: int, job_nodes: int = 1) -> RankGroup:
     """The group of a mesh axis with `inner` consecutive ranks inside one step of it; the innermost axis has 1."""
     per_node = min(axis_size, max(1, devices_per_node // inner))
-    return RankGroup(axis_size, per_node, ceil(axis_size / per_node), devices_per_node)
+    return RankGroup(axis_size, per_node, ceil(axis_size / per_node), devices_per_node, job_nodes)
 
 
 def seconds(kind: str, bytes: float, group: RankGroup, hardware: Hardware) -> float:
@@ -149,7 +156,7 @@ def _path(group: RankGroup, links: _Links, protocol: _Protocol) -> _Path:
         between=between,
         crowded=between / (1 + kind.contention * (group.nodes - 1)),
         hop=links.within.latency * protocol.within,
-        far_hop=links.between.latency * protocol.between,
+        far_hop=links.between.latency * protocol.between * (1 + kind.crowding * group.doublings),
         half_ring=HALF_RING if has_switch and group.nodes == 1 and not links.measured[0] else 1.0,
         sums_in_switch=has_switch and group.per_node >= SWITCH_RANKS and protocol is _LARGE,
     )

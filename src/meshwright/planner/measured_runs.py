@@ -6,20 +6,23 @@ import csv
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import BadInput, ClusterError
+from meshwright.facts.catalogue import catalogue_name, hardware_of_device
 from meshwright.facts.cluster import Cluster
+from meshwright.facts.hardware import lay_over
 from meshwright.facts.model_axis import MODEL_AXES, normalised
 from meshwright.facts.precision import FORMATS
 from meshwright.facts.strategy import AxisTerm, Strategy
 from meshwright.jobs.decoder import Shape
 from meshwright.planner.step_layout import StepLayout
 from meshwright.reading import read_text, shown
+from meshwright.units import GIB
 
 MOST = 10_000_000
 """Largest count of layers, tokens, devices and so on; a larger number is a typing error."""
@@ -45,6 +48,8 @@ class MeasuredRun:
     peak_gib: float | None
     loss: str = "plain"
     """How cross entropy is computed: "plain", "shifted" as Megatron and nanotron do, or "fused" as for MPT."""
+    columns: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """The row as it was written."""
 
     @property
     def cell(self) -> tuple[str, int]:
@@ -59,26 +64,47 @@ class MeasuredRun:
         return self.step_layout.samples * self.shape.length / (self.tokens_per_s * self.cluster.devices)
 
 
+@dataclass(frozen=True)
+class SkippedRow:
+    """A row that cannot be read or forecast."""
+
+    name: str
+    reason: str
+
+
 def read_rows(path: Path) -> list[MeasuredRun]:
     """Read all rows of a CSV file; an error names the line and the column."""
+    runs, skipped = read_table(path)
+    if skipped:
+        raise BadInput(f"{path}, {skipped[0].name}: {skipped[0].reason}.")
+    return runs
+
+
+def read_table(path: Path) -> tuple[list[MeasuredRun], list[SkippedRow]]:
+    """The rows of a CSV file that can be read, and the others by line; an error if a needed column is missing."""
+    runs: list[MeasuredRun] = []
+    skipped: list[SkippedRow] = []
     try:
         reader = csv.DictReader(StringIO(read_text(path), newline=""))
         missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
         if missing:
             raise BadInput(f"{path} has no column {missing[0]!r}; it needs {', '.join(NEEDED)}.")
-        return [_read(values, path, number) for number, values in enumerate(reader, start=2)]
+        for line, values in enumerate(reader, start=2):
+            found = _read(values, line)
+            (runs if isinstance(found, MeasuredRun) else skipped).append(found)  # type: ignore[arg-type]
     except csv.Error as error:
         raise BadInput(f"{path} cannot be read as CSV: {error}.") from None
+    return runs, skipped
 
 
-def _read(values: Mapping[str, Any], path: Path, line: int) -> MeasuredRun:
+def _read(values: Mapping[str, Any], line: int) -> MeasuredRun | SkippedRow:
     short = next((name for name in NEEDED if values[name] is None), None)
     if short is not None:
-        raise BadInput(f"{path}, line {line} ends before the column {short}.")
+        return SkippedRow(f"line {line}", f"the line ends before the column {short}")
     try:
         return _row(values, line)
     except (ValueError, KeyError, ClusterError) as error:
-        raise BadInput(f"{path}, line {line}: {str(error).rstrip('.')}.") from error
+        return SkippedRow(f"line {line}", str(error).rstrip("."))
 
 
 def _row(values: Mapping[str, Any], line: int) -> MeasuredRun:
@@ -106,8 +132,9 @@ def _row(values: Mapping[str, Any], line: int) -> MeasuredRun:
         cluster=_cluster(values),
         step_layout=_step_layout(values),
         fits=values["status"] == "ok",
-        tokens_per_s=_float(values, "tok_s_gpu"),
-        peak_gib=_float(values, "peak_mem_gib"),
+        tokens_per_s=_measured(values, "tok_s_gpu"),
+        peak_gib=_measured(values, "peak_mem_gib"),
+        columns={name: str(text or "") for name, text in values.items() if name is not None},
         loss="fused" if values["arch"].lower().startswith("mpt") else "shifted" if accumulators else "plain",
     )
 
@@ -118,10 +145,29 @@ def _cluster(values: Mapping[str, Any]) -> Cluster:
         nodes=-(-devices // per_node),
         devices_per_node=min(devices, per_node),
         device=values["gpu"],
+        hardware=_hardware(values),
         memory_gib=_float(values, "gpu_mem_gib"),
         between_gbps=_float(values, "inter_node_gbps") if devices > per_node else None,
         between_kind=_link(values) if devices > per_node else None,
     )
+
+
+def _hardware(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the row says about its device: dense TFLOP/s in 16 bits and in fp32, and GB/s of its memory."""
+    found: dict[str, Any] = {}
+    half, full, memory = (_measured(values, name) for name in ("gpu_bf16_tflops", "gpu_fp32_tflops", "gpu_mem_gbs"))
+    flops = {"bf16": half, "fp16": half, "fp32": full}
+    if known := {name: number * 1e12 for name, number in flops.items() if number is not None}:
+        found["flops"] = known
+    if memory is not None:
+        found["bandwidth"] = memory * 1e9
+    size = _measured(values, "gpu_mem_gib")
+    if found and size is not None:
+        found["memory"] = round(size * GIB)
+    complete = None not in (half, full, memory, size)
+    if complete and catalogue_name(values["gpu"]) is None:  # links and host as an unknown GPU's
+        return lay_over(hardware_of_device(None).to_json(), found)
+    return found
 
 
 def _link(values: Mapping[str, Any]) -> str | None:
@@ -207,6 +253,14 @@ def _is_true(text: Any) -> bool:
 def _float(values: Mapping[str, Any], name: str) -> float | None:
     text = values.get(name)
     return _real(text, name) if text not in (None, "") else None
+
+
+def _measured(values: Mapping[str, Any], name: str) -> float | None:
+    """A measured number above 0; None if the column is empty or missing."""
+    number = _float({name: str(values.get(name) or "").strip()}, name)
+    if number is not None and number <= 0:
+        raise ValueError(f"{name} is {shown(values[name])}; it must be above 0, or empty if it was not measured")
+    return number
 
 
 def _real(text: Any, name: str) -> float:

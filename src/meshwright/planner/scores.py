@@ -38,6 +38,14 @@ class ScoredRun:
         return self.account.timing.total / self.row.step - 1
 
 
+def score_groups(outcomes: Sequence[ScoredRun], column: str) -> dict[str, Any]:
+    """The scores of the rows with each value of a column, in the order in which the values appear."""
+    groups: dict[str, list[ScoredRun]] = {}
+    for outcome in outcomes:
+        groups.setdefault(outcome.row.columns.get(column, ""), []).append(outcome)
+    return {value: score(members) for value, members in groups.items()}
+
+
 def score(outcomes: Sequence[ScoredRun]) -> dict[str, Any]:
     """All scores, in the form that `validate --json` prints."""
     return {
@@ -94,7 +102,9 @@ def _cell_regret(members: list[ScoredRun]) -> float | None:
         return None
     chosen = max(known, key=_forecast_speed)
     # A first choice that did not run has a regret of 100 %.
-    return max(speeds) / chosen.row.tokens_per_s - 1 if chosen.row.tokens_per_s else 1.0
+    if chosen.row.tokens_per_s is None:
+        return None if chosen.row.fits else 1.0
+    return max(speeds) / chosen.row.tokens_per_s - 1
 
 
 def _forecast_speed(outcome: ScoredRun) -> float:

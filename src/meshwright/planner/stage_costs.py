@@ -53,6 +53,13 @@ class _Case(NamedTuple):
     """Share of the inner axes' gathered inputs that is held until backward."""
     pieced: bool = False
     """Whether the output layer and the loss run in pieces."""
+    recorded: bool = True
+    """Whether inner axes run recorded programs; other engines' code keeps nothing beside."""
+
+    @property
+    def divided(self) -> bool:
+        """Whether inner axes divide it. Those compile blocks, and nothing around them."""
+        return bool(self.inner[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +90,7 @@ class UnitWork:
     multiplies: bool
     """Whether backward needs the parameters again; a matmul's it does, an embedding table's it does not."""
     intercepted: bool
-    """Whether an inner axis intercepts each of its operators on the host."""
+    """Whether an inner axis intercepts each of its operators on the host, where no recorded program runs."""
     sent: tuple[tuple[tuple[Sent, ...], tuple[Sent, ...]], ...] = field(hash=False)
     """For each inner axis: its messages in forward, and in backward."""
 
@@ -173,6 +180,7 @@ class StageCosts:
             (step_layout.inner, step_layout.sequence),
             gathered,
             step_layout.pieced,
+            recorded=not step_layout.elastic,
         )
         return self._stages(case, step_layout.stages)
 
@@ -190,7 +198,7 @@ class StageCosts:
         work = [made[unit.like] for unit in units]
         if case.pieced and self._facts.head is not None:
             self._piece(work, case, self._facts.head)
-        elif case.compiled:
+        elif case.compiled and not case.divided:
             work[-1] = _fused_loss(work[-1], work[-2].output)
         cut = self._borders(stages)
         groups = [cut.calls_of(stage) for stage in range(stages)] if cut else [range(len(work))]
@@ -269,7 +277,7 @@ class StageCosts:
         return {name: self._held(held, inner)[0] for name, held in self._by_shard_unit(set(self._names)).items()}
 
     def _unit_work(self, unit: UnitCosts, case: _Case) -> UnitWork:
-        micro_batch, compiled = case.micro_batch, case.compiled
+        micro_batch, compiled = case.micro_batch, case.compiled and (unit.is_block or not case.divided)
         stream = self._stream(case.policy, micro_batch)
         shares = [division.share(unit, micro_batch, stream) for division in self._divisions(case.inner)]
         parts = prod(share.parts for share in shares)
@@ -286,7 +294,9 @@ class StageCosts:
         # Blocks that recompute gather their inputs again, and so do not keep them.
         keeps_gathered = unit.is_block and case.policy[1] == "none"
         held = sum(share.regathered * share.parts / parts for share in shares) if keeps_gathered else 0.0
-        gathered = case.gathered * held
+        programs = keeps_gathered and case.recorded
+        beside = sum(share.beside * share.parts / parts for share in shares) if programs else 0.0
+        gathered = case.gathered * held + beside
         kept = unit.kept.at(micro_batch) / parts + gathered
         saved = kept * (1 - case.keeps) if unit.is_block else 0.0
         return UnitWork(
@@ -330,9 +340,13 @@ def _part_of(sent: tuple[Sent, ...], others: int) -> tuple[Sent, ...]:
 
 
 def _kept_share(step_layout: StepLayout) -> float:
-    """Share of what blocks keep for backward that remains if they are compiled separately."""
+    """Share of what blocks keep for backward that remains if they are compiled separately.
+
+    Blocks that recompute keep no cheap results, so that compiling them saves nothing more.
+    """
     separately = step_layout.gathers or step_layout.pieced or step_layout.stage_ranks > 1
-    return kernels.KEPT_COMPILED if step_layout.compile and separately else 1.0
+    plain = step_layout.recompute == "none"
+    return kernels.KEPT_COMPILED if step_layout.compile and separately and plain else 1.0
 
 
 def _without_output(unit: UnitWork, output: float) -> UnitWork:

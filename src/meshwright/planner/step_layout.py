@@ -50,7 +50,8 @@ class HostCosts:
     """For receiving a micro-batch's activations or gradients and sending the results on, in PyTorch's pipeline runtime:
     two batched sends and receives."""
     divided: tuple[float, float] = (0.0, 0.0)
-    """Added to each launch, in forward and in backward, of a block that a tensor axis divides."""
+    """Added to each launch, in forward and in backward, of a unit that a tensor axis divides and that has no program:
+    what is outside of blocks."""
     repeated: float = 0.0
     """For one block that recomputes, besides its launches."""
     selected: float = 0.0
@@ -74,9 +75,10 @@ OURS = HostCosts(
     selected=20e-6,
     gathers_by_copy=True,
 )
-"""Our engine, on an H200's host (docs/data/plan_gpu.json): a Llama of 28 blocks takes 381 ms under tp=8, whose
-kernels run 121, and 457 under tp=2; a GPT of 48 blocks 183 ms under fsdp, whose kernels run 119, and 168 under
-ac=selective instead of 136 (benchmarks/recompute_cost.py); a ViT of 24 blocks 82 ms under ac=full and 55 without."""
+"""Our engine, on an H200's host (docs/data/plan_gpu.json): a Llama of 28 blocks took 381 ms under tp=8, without
+programs, whose kernels run 121, and 457 under tp=2; a GPT of 48 blocks 183 ms under fsdp, whose kernels run 119,
+and 168 under ac=selective instead of 136 (benchmarks/recompute_cost.py); a ViT of 24 blocks 82 ms under ac=full and 55
+without."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
+from math import ceil, prod
 
+from meshwright.facts.catalogue import is_measured
 from meshwright.facts.hardware import Hardware
+from meshwright.facts.links import KINDS
 from meshwright.facts.strategy import AxisTerm
 from meshwright.planner.collectives import RankGroup, group_on
 from meshwright.planner.kernels import moving
@@ -38,6 +40,8 @@ class Timing:
     """Host seconds spent once per step."""
     busy: list[float] = field(default_factory=list)
     """Busy seconds of each pipeline rank in one step."""
+    stalled: bool = False
+    """Whether messages between stages lose time on a stalled path."""
 
     def add(self, cause: str, seconds: float) -> None:
         self.parts[cause] = self.parts.get(cause, 0.0) + seconds
@@ -80,7 +84,14 @@ class Site:
     def inner(self) -> tuple[tuple[AxisTerm, RankGroup], ...]:
         """Each inner axis and its group."""
         terms = self.step_layout.inner
-        return tuple((term, group_on(term.size, self._stride(term.traits.place), self.per_node)) for term in terms)
+        return tuple((term, self._group(term.size, self._stride(term.traits.place))) for term in terms)
+
+    def _group(self, axis_size: int, inner: int) -> RankGroup:
+        return group_on(axis_size, inner, self.per_node, self.nodes)
+
+    @property
+    def nodes(self) -> int:
+        return ceil(self.step_layout.ranks / self.per_node)
 
     def _stride(self, place: int) -> int:
         """Number of consecutive ranks inside one step of the axis at a place of the mesh."""
@@ -89,21 +100,27 @@ class Site:
 
     @cached_property
     def shard(self) -> RankGroup:
-        return group_on(self.step_layout.shards, self._stride(DATA_PLACE), self.per_node)
+        return self._group(self.step_layout.shards, self._stride(DATA_PLACE))
 
     @cached_property
     def replica(self) -> RankGroup:
         layout = self.step_layout
-        return group_on(layout.data // layout.shards, self._stride(DATA_PLACE) * layout.shards, self.per_node)
+        return self._group(layout.data // layout.shards, self._stride(DATA_PLACE) * layout.shards)
 
     @cached_property
     def data(self) -> RankGroup:
-        return group_on(self.step_layout.data, self._stride(DATA_PLACE), self.per_node)
+        return self._group(self.step_layout.data, self._stride(DATA_PLACE))
 
     @cached_property
     def neighbour(self) -> RankGroup:
         """The group of a stage and the next one."""
-        return group_on(2, self.step_layout.inner_ranks * self.step_layout.data, self.per_node)
+        return self._group(2, self.step_layout.inner_ranks * self.step_layout.data)
+
+    @cached_property
+    def stall(self) -> float:
+        """Seconds that each message between nodes loses in the median run of this size."""
+        known = self.nodes == 1 or is_measured(self.hardware, "between.latency")
+        return 0.0 if known else KINDS[self.hardware.between.kind].usual_stall(self.nodes)
 
     def time(self, kind: str, size: float, group: RankGroup) -> float:
         """Seconds to communicate `size` bytes, in messages of about `MESSAGE` bytes."""
@@ -144,6 +161,8 @@ def forecast_time(step_layout: StepLayout, stage_costs: StageCosts, hardware: Ha
     else:
         _plain(timing, site, stages[0])
     _update(timing, site, stages)
+    if site.data.nodes > 1:
+        timing.add("data", site.stall)
     once = step_layout.host.step_of_graphs if step_layout.graphs else step_layout.host.step
     timing.waits = 0.0 if site.is_cpu else once
     timing.add("host", timing.waits)
@@ -382,6 +401,9 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
     for i in ranks[slowest]:
         timing.add_passes(layout.micro_batches, *passes[i])
     timing.add("bubble", _bubble(layout, work))
+    lost = _stalls(site)
+    timing.stalled = lost > 0
+    timing.add("stages", lost)
     hops = 2 * (layout.stage_ranks - 1)
     timing.add("stages", hops * site.time("send", max(stage.output for stage in stages[:-1]), site.neighbour))
     busiest = max(stages, key=lambda stage: stage.trainable)
@@ -392,6 +414,15 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
     if layout.gathers:
         size = busiest.elements * layout.virtual * layout.compute_bytes
         timing.add("data", site.time("all_gather", size, site.shard))
+
+
+def _stalls(site: Site) -> float:
+    """Seconds that messages between stages lose on a stalled path: those of a rank with neighbours on both sides."""
+    if site.neighbour.nodes == 1:
+        return 0.0
+    layout = site.step_layout
+    neighbours = min(2, layout.stage_ranks - 1)
+    return 2 * neighbours * layout.virtual * layout.micro_batches * site.stall
 
 
 def _bubble(layout: StepLayout, work: list[float]) -> float:

@@ -31,6 +31,10 @@ def make_list(title: str | Text, *, justify: Literal["left", "right"] = "right")
     return table
 
 
+TOLD_START_UP = 1.0
+"""Seconds of start-up from which a summary tells them."""
+
+
 def summary_table(summary: dict[str, Any]) -> Table:
     ranks = f"{summary['ranks']} {summary['device']} rank{'s' * (summary['ranks'] > 1)}"
     table = make_list(f"{summary['strategy']} on {ranks}")
@@ -42,6 +46,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
         table.add_row("last checkpoint", "none" if summary["saved"] is None else f"step {summary['saved']}")
     table.add_row("samples", f"{summary['samples']:,}")
     table.add_row("time", f"{summary['seconds']:.1f} s")
+    if (summary["start_up_s"] or 0.0) >= TOLD_START_UP:
+        compiled = ", compiling" if "compile" in summary["strategy"].split(",") else ""
+        table.add_row("of this, start-up", f"{summary['start_up_s']:.1f} s in the first steps{compiled}")
     if summary["step_ms"] is not None:
         table.add_row("step (median)", f"{summary['step_ms']:.1f} ms")
         table.add_row("speed", f"{summary['samples_per_s']:.1f} samples/s")

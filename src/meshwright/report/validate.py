@@ -11,6 +11,9 @@ from rich.text import Text
 from meshwright.planner.scores import ScoredRun
 from meshwright.report.tables import make_table
 
+LISTED = 12
+"""Rows that a list names."""
+
 
 def validate_page(document: dict[str, Any], outcomes: Sequence[ScoredRun], worst: int) -> RenderableType:
     table = make_table(f"{document['rows']} measured runs", ("",), ("rows", "mean error", "median error", "bias"))
@@ -22,7 +25,28 @@ def validate_page(document: dict[str, Any], outcomes: Sequence[ScoredRun], worst
     lines = Text(f"fit: predicted {_share(fit['recall'])} of the failures, false alarms {_share(fit['false_alarm'])}\n")
     lines.append(f"regret of the first plan: median {_share(regret['median'])}, ")
     lines.append(f"nine in ten below {_share(regret['p90'])} ({regret['cells']} cells)\n")
-    return Group(table, lines, _unexplained(outcomes), _worst(outcomes, worst))
+    return Group(table, lines, _skipped(document), _groups(document), _unexplained(outcomes), _worst(outcomes, worst))
+
+
+def _skipped(document: dict[str, Any]) -> Text:
+    skipped = document["skipped"]
+    if not skipped:
+        return Text("")
+    listed = "".join(f"  {row['row']}: {row['reason']}\n" for row in skipped[:LISTED])
+    more = f"  and {len(skipped) - LISTED} more (--json lists all)\n" if len(skipped) > LISTED else ""
+    return Text(f"rows that are not scored: {len(skipped)}\n{listed}{more}")
+
+
+def _groups(document: dict[str, Any]) -> RenderableType:
+    ((column, groups),) = document["groups"].items()
+    if len(groups) < 2:
+        return Text("")
+    heads = ("rows", "memory, mean error", "time, mean error", "failures predicted", "false alarms")
+    table = make_table(f"by {column}", (column,), heads)
+    for value, found in groups.items():
+        shares = (found["memory"]["mape"], found["time"]["mape"], found["fit"]["recall"], found["fit"]["false_alarm"])
+        table.add_row(value or "-", str(found["rows"]), *map(_share, shares))
+    return table
 
 
 def _share(value: float | None) -> str:

@@ -1,0 +1,58 @@
+"""What gets worse with the number of nodes: crowded networks, and paths on which messages stall."""
+
+import pytest
+
+from meshwright.api.job_planner import Planner
+from meshwright.describe.model import describe
+from meshwright.facts.catalogue import hardware_of
+from meshwright.facts.cluster import Cluster
+from meshwright.facts.links import KINDS
+from meshwright.facts.strategy import Strategy
+from meshwright.jobs.decoder import Shape, decoder_job
+from meshwright.planner.collectives import group_on, seconds
+from meshwright.planner.search import consider
+
+SHAPE = Shape(layers=8, width=256, heads=32, kv_heads=32, feed_forward=1024, vocabulary=1024, length=128)
+EFA = KINDS["efa"]
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    job = decoder_job(SHAPE, global_batch=2048)
+    made = Planner(job, describe(job), job.global_batch)
+    made.measure("bf16", "none")
+    return made
+
+
+def step(planner: Planner, strategy: str, cluster: str) -> dict[str, float]:
+    return dict(consider(planner.context(Cluster.parse(cluster)), Strategy.parse(strategy)).forecast.time)
+
+
+def test_most_runs_over_few_nodes_meet_no_stalled_path() -> None:
+    assert EFA.usual_stall(32) == 0.0
+    assert EFA.usual_stall(64) == EFA.stall > 0
+    assert KINDS["infiniband"].usual_stall(1024) == 0.0, "nothing of the kind was seen there"
+
+
+def test_each_message_between_stages_stalls_on_a_rank_with_two_neighbours(planner: Planner) -> None:
+    plain = step(planner, "pp=4:1f1b,ddp=128,bf16,mb=1", "64x8xH100-80GB@3200Gbps:infiniband")
+    stalled = step(planner, "pp=4:1f1b,ddp=128,bf16,mb=1", "64x8xH100-80GB@3200Gbps:efa")
+    micro_batches = 2048 // 128
+    assert stalled["stages"] - plain["stages"] == pytest.approx(4 * micro_batches * EFA.stall, rel=0.01)
+    two = step(planner, "pp=2:1f1b,ddp=256,bf16,mb=1", "64x8xH100-80GB@3200Gbps:efa")
+    assert two["stages"] == pytest.approx(2 * (2048 // 256) * EFA.stall, rel=0.01)
+
+
+def test_gradients_stall_once_a_step(planner: Planner) -> None:
+    stalled = step(planner, "ddp,bf16,mb=1", "64x8xH100-80GB@3200Gbps:efa")["data"]
+    assert EFA.stall < stalled < 1.5 * EFA.stall
+    assert step(planner, "ddp,bf16,mb=1", "32x8xH100-80GB@3200Gbps:efa")["data"] < EFA.stall / 2
+
+
+def test_a_network_that_others_use_is_slower() -> None:
+    """A tensor axis over two nodes, alone and as one of 32 such groups."""
+    hardware = hardware_of(Cluster.parse("64x8xH100-80GB@3200Gbps:efa"))
+    alone, crowded = (seconds("all_gather", 1e6, group_on(16, 1, 8, nodes), hardware) for nodes in (2, 64))
+    assert 1.4 < crowded / alone < 1 + 5 * EFA.crowding
+    whole = group_on(512, 1, 8, 64)
+    assert seconds("all_gather", 1e6, whole, hardware) == seconds("all_gather", 1e6, group_on(512, 1, 8), hardware)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -19,6 +20,9 @@ from meshwright.describe.blocks import find_blocks
 from meshwright.strategies.cuts import Cuts
 from meshwright.strategies.operator import rules
 from meshwright.strategies.operator.split import plan_operators, split_operators
+from meshwright.strategies.tensor.compiled import MADE
+from meshwright.strategies.tensor.draft import compile_programs
+from meshwright.strategies.tensor.replay import program_state
 
 WORDS = 24
 
@@ -154,7 +158,7 @@ INPUTS: dict[Callable[[], nn.Module], Callable[[], torch.Tensor]] = {
 
 
 def divided(
-    world: World, make: Callable[[], nn.Module], mesh: DeviceMesh | None = None
+    world: World, make: Callable[[], nn.Module], mesh: DeviceMesh | None = None, blocks: tuple[str, ...] = ()
 ) -> tuple[nn.Module, nn.Module, Cuts]:
     """A whole model, and its divided twin with the same weights, in float64: rounding hides nothing there."""
     mesh = mesh or init_device_mesh("cpu", (world.ranks,), mesh_dim_names=("op",))
@@ -162,7 +166,7 @@ def divided(
     whole = make().double()
     with torch.device("meta"):
         twin = make().double()
-    cuts = split_operators(twin, plan_operators(twin, mesh.size()), mesh)
+    cuts = split_operators(twin, plan_operators(twin, mesh.size()), mesh, blocks)
     _fill(twin, {name: value.detach() for name, value in whole.named_parameters(remove_duplicate=False)}, cuts)
     return whole, twin, cuts
 
@@ -183,6 +187,43 @@ def differences(world: World, make: Callable[[], nn.Module], change: str = "") -
     if change:
         CHANGES[change](whole, twin)
     return _compare(make, whole, twin, cuts)
+
+
+def program_differences(world: World, make: Callable[[], nn.Module], change: str = "") -> dict[str, float]:
+    """The same for the recorded program of the whole model. "plainly" is 0 if the program ran."""
+    whole, twin, cuts = divided(world, make, blocks=("",))
+    if change == "compile":
+        compile_programs([twin])
+    elif change:
+        CHANGES[change](whole, twin)
+    x = INPUTS[make]()
+    quick = partial(torch.compile, backend="aot_eager")
+    with patch.object(torch, "compile", quick), patch.dict(MADE, clear=True):
+        twin(x.double().requires_grad_() if x.is_floating_point() else x)
+        found = _compare(make, whole, twin, cuts)
+        (bound,) = program_state(twin).programs
+        return found | {"plainly": float(not bound.calls), "uncompiled": float(change == "compile" and not MADE)}
+
+
+def message_counts(world: World, programs: bool) -> list[int]:
+    """Messages of forward and backward of attention whose query, key and value are layers of their own."""
+    _, twin, _ = divided(world, Projections, blocks=("",) if programs else ())
+    x = torch.randn(2, 32, 8, dtype=torch.float64, requires_grad=True)
+    twin(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as forward:
+        loss = twin(x).sum()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as backward:
+        loss.backward()
+    return [sum(event.name.startswith("gloo:") for event in part.events()) for part in (forward, backward)]
+
+
+class Projections(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
 
 
 DEFECTS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor]]] = {

@@ -17,11 +17,15 @@ from meshwright.assemble import float8
 from meshwright.assemble.check import check
 from meshwright.assemble.step import Trainer
 from meshwright.assemble.world import World
+from meshwright.environment import programs_wanted
 from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
+from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_of
 from meshwright.runtime.run import Run
+from meshwright.strategies.float8_linear import float8_linear
+from meshwright.strategies.tensor.replay import program_state, recording
 from meshwright.verify.plain_training import seeded_batch
 from meshwright.verify.strategy_steps import whole_gradients
 from meshwright.verify.verdict import Verdict
@@ -181,3 +185,21 @@ def whole_batch_steps(world: World, jobs: list[str], strategies: list[str], step
                 run = Run(trainer(world, job, strategy))
                 found[name, strategy, "loaded"] = [run.step(batch).loss for batch in run.batches(steps=steps)]
     return found
+
+
+SMALL = Shape(layers=2, width=64, heads=4, kv_heads=4, feed_forward=96, vocabulary=64, length=16)
+PARTS = decoder_job(SMALL, global_batch=4)
+
+
+def float8_in_parts(world: World, strategy: str, programs: bool) -> tuple[list[float], list[int]]:
+    """Losses of a small decoder, and how many products in float8 the program of each block has."""
+    with patch.object(float8, "SMALLEST", 1):
+        made = trainer(world, PARTS, strategy)
+    recording(programs)
+    try:
+        losses = [made.step(seeded_batch(PARTS, step)).loss for step in range(3)]
+    finally:
+        recording(programs_wanted())
+    states = [program_state(made.engine.model.get_submodule(name)) for name in facts_of(world, PARTS).blocks]
+    bound = [state.programs[0].program.instructions if state.programs else () for state in states]
+    return losses, [sum(one.function is float8_linear for one in instructions) for instructions in bound]

@@ -82,7 +82,6 @@ def test_the_models_axes_are_sized(text: str, ranks: int, resolved: str) -> None
         ("pp=4:interleaved", 4, "cannot be cut into 8 stages"),
         ("layers=8", 8, "use at most 4 stages"),
         ("pp=4:1f1b,mb=4", 4, "mb=4 cuts a data rank's 8 samples into 2 micro-batches"),
-        ("op=2,compile", 2, "compile is not built for op; drop it"),
         ("tp=2,compile,ac=selective", 2, "use ac=full"),
         ("pp=2:1f1b,fsdp,offload=params", 4, "offload=params is not built for a pipeline"),
         ("pp=2:1f1b,ddp,offload=params", 4, "needs fsdp or hsdp"),

@@ -145,6 +145,57 @@ def test_what_enters_a_block_is_cast() -> None:
     assert model[1].seen["input"] == torch.float64
 
 
+class Listening(nn.Module):
+    """A block that keeps what it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        self.seen.append(positions)
+        return x + positions
+
+
+class Positioned(nn.Module):
+    """Blocks that all get the same positions, which a model may change between them, or train."""
+
+    def __init__(self, *, change: bool, train: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Listening() for _ in range(3))
+        self.positions, self.change = torch.arange(4.0, requires_grad=train), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.positions)
+            if self.change:
+                self.positions += 1
+        return x
+
+
+@pytest.mark.parametrize(("change", "train"), [(False, False), (True, False), (False, True)])
+def test_what_all_blocks_get_is_cast_once_while_it_stays_the_same(change: bool, train: bool) -> None:
+    model = Positioned(change=change, train=train)
+    cast_borders(model, list(model.blocks), BF16)
+    for call in range(2):
+        model(torch.zeros(4))
+        first, *others = [block.seen[call] for block in model.blocks]
+        assert all((other is first) is not (change or train) for other in others)
+        expected = torch.arange(4.0) + (3 * call if change else 0)
+        for place, got in enumerate((first, *others)):
+            assert got.dtype == BF16 and torch.equal(got.float(), expected + (place if change else 0))
+    assert model.blocks[0].seen[0] is not model.blocks[0].seen[1], "another call casts again"
+
+
+def test_a_cast_that_a_block_changes_is_made_again() -> None:
+    model = Positioned(change=False, train=False)
+    cast_borders(model, list(model.blocks), BF16)
+    first = model.blocks[0]
+    first.register_forward_hook(lambda *_: first.seen[-1].zero_())
+    model(torch.zeros(4))
+    assert torch.equal(model.blocks[1].seen[0].float(), torch.arange(4.0))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_loss_sees_fp32(compiled: bool) -> None:
     seen: list[torch.dtype] = []

@@ -68,6 +68,7 @@ def test_train_writes_records_and_a_checkpoint(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert summary["steps"] == 7 and summary["ranks"] == 2 and summary["samples"] == 7 * 8
+    assert summary["start_up_s"] >= 0
     assert summary["last_loss"] < summary["first_loss"]
     assert len(summary["peak_bytes"]) == 2
     records = [json.loads(line) for line in (folder / "runs/a/records.jsonl").read_text().splitlines()]

@@ -31,6 +31,17 @@ def test_four_ranks_equal_one(four_ranks: RankPool, make: Callable[[], nn.Module
     check(four_ranks(programs.differences, make))
 
 
+@pytest.mark.parametrize("change", ["", pytest.param("compile", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("make", MODELS)
+def test_programs_equal_one_rank(two_ranks: RankPool, make: Callable[[], nn.Module], change: str) -> None:
+    check(two_ranks(programs.program_differences, make, change))
+
+
+def test_a_program_sums_the_gradient_of_a_tensor_once(two_ranks: RankPool) -> None:
+    assert two_ranks(programs.message_counts, False)[0] == [3, 3]
+    assert two_ranks(programs.message_counts, True)[0] == [3, 1]
+
+
 @pytest.mark.parametrize("change", ["ac=full", "ac=selective", pytest.param("compile", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("make", [programs.Residual, programs.Tied, programs.Encoder])
 def test_under_policies(two_ranks: RankPool, make: Callable[[], nn.Module], change: str) -> None:

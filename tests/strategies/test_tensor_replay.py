@@ -17,7 +17,7 @@ import tensor_programs
 from meshwright.assemble.recompute import recompute_blocks
 from meshwright.assemble.world import fake_world
 from meshwright.errors import Refused
-from meshwright.strategies.tensor import replay
+from meshwright.strategies.tensor import draft, replay
 from meshwright.strategies.tensor.mode import tensor_region
 from meshwright.strategies.tensor.replay import BlockState, program_state
 from meshwright.strategies.tensor.split import to_plain
@@ -186,7 +186,7 @@ RECORDED = {
 def test_a_program_is_its_block(mesh: DeviceMesh, monkeypatch: Any, name: str, rewritten: bool) -> None:
     """To the bit as recorded; to rounding once it is rewritten."""
     if not rewritten:
-        monkeypatch.setattr(replay, "rewrite", lambda program, mesh: program)
+        monkeypatch.setattr(draft, "rewrite", lambda program, mesh, held: program)
     model, other = divide(RECORDED[name], mesh), divide(RECORDED[name], mesh)
     for _ in range(4):
         assert run(model, mesh).equals(as_it_is(other, mesh), 1e-5 if rewritten else 0.0)
@@ -252,6 +252,37 @@ def test_what_a_program_could_not_repeat_runs_as_it_is(mesh: DeviceMesh, name: s
         assert found.equals(as_it_is(other, mesh))
     assert all(reason in state.reason for state in states(model)), states(model)
     assert replayed(model) == 0
+
+
+def test_blocks_without_a_program_are_named_once(mesh: DeviceMesh) -> None:
+    def count(block: Any, x: Tensor) -> Tensor:
+        block.calls += 1
+        return x
+
+    model = divide(count, mesh)
+    with pytest.warns(UserWarning) as told:
+        for _ in range(replay.ATTEMPTS + 2):
+            run(model, mesh)
+    (warning,) = [str(each.message) for each in told if "recorded program" in str(each.message)]
+    assert warning.startswith("Block runs without") and warning.endswith("it changes attributes of its modules.")
+
+
+def test_a_cache_is_named_with_what_to_do(mesh: DeviceMesh) -> None:
+    class DynamicCache:
+        """An object as transformers passes it on to blocks."""
+
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, cache: object) -> Tensor:
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    block, programs = Caching(), replay.BlockPrograms(mesh)
+    with pytest.warns(UserWarning, match="an argument is a DynamicCache. Call the model with use_cache=False"):
+        for _ in range(replay.ATTEMPTS):
+            programs(block, block.forward, (torch.ones(1, WIDTH), DynamicCache()), {})
 
 
 def set_global(model: Any) -> None:
@@ -386,7 +417,7 @@ def test_a_program_that_became_stale_is_found(mesh: DeviceMesh) -> None:
     block.factor = 2.0
     assert run(model, mesh).equals(right), "the planted program does not see the change"
     with pytest.raises(Refused, match="MESHWRIGHT_PROGRAMS=0"):
-        for _ in range(replay.CHECKED):
+        for _ in range(draft.CHECKED):
             run(model, mesh)
 
 

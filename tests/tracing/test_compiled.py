@@ -17,6 +17,7 @@ from meshwright.facts.trace import Trace
 from meshwright.tracing import trace_step
 from meshwright.tracing.fusion import CompiledKernel, Program, fuse
 from meshwright.tracing.layouts import aligned_strides, find_padding
+from meshwright.tracing.record_step import record_step
 
 WIDTH, HEADS, LENGTH, VOCABULARY, SAMPLES, LAYERS = 64, 4, 32, 512, 16, 2
 ROWS = SAMPLES * LENGTH
@@ -143,6 +144,16 @@ def test_a_long_compiled_model_is_known_from_shorter_ones(strategy: str) -> None
     assert short.peak - CUBLAS == pytest.approx(whole.peak - CUBLAS, rel=0.01)
     assert flops(short, "backward") == pytest.approx(flops(whole, "backward"), rel=1e-6)
     assert launches(short, "backward") == launches(whole, "backward")
+
+
+def test_separately_compiled_blocks_name_the_same_moments_as_plain_ones() -> None:
+    """Parameters have the same names in all blocks, so a moment named by one would be that of any block."""
+    job, facts = decoder(LAYERS)
+    plain, compiled = (
+        set(record_step(job, facts, Strategy.parse(f"ddp,bf16{policy}").resolve(4), 4, 0).peaks)
+        for policy in ("", ",compile,ac=selective")
+    )
+    assert compiled - {"loss"} <= plain
 
 
 def test_what_cannot_be_drawn_runs_as_it_is_and_is_told() -> None:

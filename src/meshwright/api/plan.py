@@ -50,7 +50,7 @@ def rank(
         refused=(*found.refused, *(Refusal(strategy=str(plan.strategy), reason=plan.why[0]) for plan in unfit)),
         candidates=found.candidates,
         seconds=time.perf_counter() - started,
-        advice=(*options.fitted, *planner.notes[known:], *advice, *offer),
+        advice=(*options.fitted, *planner.facts.assumed, *planner.notes[known:], *advice, *offer),
         against=rank_foreign(planner, cluster, options.against, plans, traced=not options.fast)
         if options.against
         else None,

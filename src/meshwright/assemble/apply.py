@@ -18,7 +18,7 @@ from meshwright.assemble.axes import Axes
 from meshwright.assemble.batchnorm import synchronise_batch_norms, take_over_synchronised
 from meshwright.assemble.device_placement import Devices, FollowDevices, compute_in_place, place_parameters
 from meshwright.assemble.fill import fill
-from meshwright.assemble.float8 import layers_in_float8
+from meshwright.assemble.float8 import layers_in_float8, multiply_in_float8
 from meshwright.assemble.operator_dtypes import compile_outside
 from meshwright.assemble.pieced_head import piece_head
 from meshwright.assemble.precision import apply_precision, follow_table
@@ -82,7 +82,7 @@ def apply_in_order(
     called: Sequence[nn.Module] = (),
     route_calls: Callable[[], None] = lambda: None,
 ) -> Cuts:
-    """Apply inner axes, BatchNorm, precision, recompute, compile and call routing; the data axis comes after.
+    """Apply float8, inner axes, BatchNorm, precision, recompute, compile and call routing; the data axis comes after.
 
     `called` are the modules that the engine calls directly, if it never calls the model itself.
     """
@@ -90,6 +90,8 @@ def apply_in_order(
     technique, dtype = data_strategy(strategy), DTYPES[strategy.precision]
     plans = plan_inner_axes(model, facts, strategy) if plans is None else plans
     cuts: Cuts = {}
+    if float8 := layers_in_float8(model, facts, strategy):
+        multiply_in_float8(model, float8, *(inner_axis(term).float8_linear(mesh) for term, mesh in axes.inner))
     for term, mesh in axes.inner:
         cuts |= inner_axis(term).apply(model, facts, mesh, plans[term.word])
     take_over_synchronised(model)
@@ -105,7 +107,6 @@ def apply_in_order(
         pure=strategy.pure,
         left_to_cast=uncast,
         autocast=autocast,
-        float8=layers_in_float8(model, facts, strategy),
     )
     if called:
         follow_table(called, dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.assemble.float8 import layers_in_float8
+from meshwright.assemble.float8 import layers_in_float8, multiply_in_float8
 from meshwright.assemble.precision import apply_precision, loss_under
 from meshwright.assemble.staging import check_stages
 from meshwright.describe.dtypes import DTYPES
@@ -53,8 +53,8 @@ def check_precision(job: Job, facts: ModelFacts, strategy: Strategy) -> None:
     if facts.unseen:
         return
     blocks = [blueprint.model.get_submodule(name) for name in facts.blocks]
-    float8 = layers_in_float8(blueprint.model, facts, strategy)
-    apply_precision(blueprint.model, blocks, dtype, pure=strategy.pure, float8=float8)
+    multiply_in_float8(blueprint.model, layers_in_float8(blueprint.model, facts, strategy))
+    apply_precision(blueprint.model, blocks, dtype, pure=strategy.pure)
     try:
         observe(replace(job, loss=loss_under(strategy.precision, job)), blueprint, OneDtype())
     except JobError as error:

@@ -1,43 +1,35 @@
 """`fp8`: large linear layers multiply in float8, forward and backward; everything else is as under `bf16`.
 
-Inputs and weights are rounded to e4m3 (3 bits of mantissa), gradients of outputs to e5m2 (2 bits, but a wider range).
-Each tensor is first scaled so that its largest element fits. The scale is found in the step, and it is a power of two:
-then the same number is rounded alike in any micro-batch and on any rank, except where it underflows. Products
-accumulate in fp32 and return bf16.
-
-Operators are plain ones, so that torch.compile can fuse scaling and rounding with their neighbours. Without it they
-cost more than the products gain.
+This file says which layers these are. `strategies/float8_linear.py` has their arithmetic.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.describe.dtypes import LOW
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.recording.wrap_forward import wrap_forward
+from meshwright.recording.wrap_forward import Around, wrap_forward
+from meshwright.strategies.float8_linear import ALIGNED, float8_linear
 from meshwright.torch_private.modules import AttentionOutput
-from meshwright.torch_private.scaled_products import scaled_mm
 
-ALIGNED = 16
-"""Float8 products need sides that are multiples of it."""
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(input, weight, bias) -> output."""
 SMALLEST = 1 << 22
-"""Elements of a weight from which rounding is taken to pay for itself: 2048 x 2048. An estimate, not measured."""
+"""Elements of a weight from which rounding is taken to pay for itself: 2048 x 2048.
+
+With 8192 rows, the products of such a layer save 0.12 of 0.30 ms on an H200 (docs/data/float8_gpu.json). What rounding
+costs was not timed beside them, and smaller layers were not timed."""
 CAPABILITY = (8, 9)
 """The compute capability from which GPUs multiply float8 matrices: Ada, Hopper and later."""
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-_LARGEST = {E4M3: torch.finfo(E4M3).max, E5M2: torch.finfo(E5M2).max}
-_LEAST = 2.0**-40
-"""The largest element is taken to be at least this, so that the scale of zeros is finite."""
-_EXPONENT = 0x7F800000
-"""The bits of an fp32 number's exponent."""
 
 
 def gpus_have_float8() -> bool:
@@ -47,11 +39,12 @@ def gpus_have_float8() -> bool:
 
 def layers_in_float8(model: nn.Module, facts: ModelFacts, strategy: Strategy) -> list[str]:
     """Names of the layers that a strategy multiplies in float8."""
-    return float8_layers(model, facts) if strategy.number_format.factors else []
+    parts = prod(term.size for term in strategy.inner_axes)
+    return float8_layers(model, facts, parts) if strategy.number_format.factors else []
 
 
-def float8_layers(model: nn.Module, facts: ModelFacts) -> list[str]:
-    """Names of the linear layers that multiply in float8.
+def float8_layers(model: nn.Module, facts: ModelFacts, parts: int = 1) -> list[str]:
+    """Names of the linear layers that multiply in float8, if each may be divided into some parts.
 
     The first and the last layers are sensitive, so those before the first block and after the last one stay in bf16; in
     a model without blocks, the first and the last one. So does a weight that is also used elsewhere, as an embedding.
@@ -63,7 +56,7 @@ def float8_layers(model: nn.Module, facts: ModelFacts) -> list[str]:
         name
         for name, module in linear.items()
         if between(name)
-        and _pays(module)
+        and _pays(module, parts)
         and uses[id(module._parameters["weight"])] == 1
         and f"{name}.weight" not in facts.read_elsewhere
     ]
@@ -89,83 +82,26 @@ def is_plain_linear(module: nn.Module) -> bool:
     return plain and module._parameters.get("weight") is not None
 
 
-def _pays(module: nn.Module) -> bool:
+def _pays(module: nn.Module, parts: int) -> bool:
     weight = module._parameters["weight"]
     assert weight is not None
-    return weight.numel() >= SMALLEST and not any(side % ALIGNED for side in weight.shape)
+    return weight.numel() >= SMALLEST and not any(side % (ALIGNED * parts) for side in weight.shape)
 
 
-def multiply_in_float8(model: nn.Module, names: Sequence[str]) -> None:
-    """Make calls of these layers multiply in float8."""
+def multiply_in_float8(model: nn.Module, names: Sequence[str], linear: Linear = float8_linear) -> None:
+    """Make calls of these layers multiply in float8.
+
+    This comes before an inner axis is applied, which hands the layer parts of its weight and knows a `linear` for them.
+    """
     for name in names:
-        wrap_forward(model.get_submodule(name), _in_float8)
+        wrap_forward(model.get_submodule(name), _multiplying_by(linear))
 
 
-def _in_float8(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if len(args) != 1 or kwargs or args[0].dtype not in (torch.float32, *LOW):
-        return forward(*args, **kwargs)
-    return float8_linear(args[0], module.weight, module.bias)
+@lru_cache(maxsize=16)
+def _multiplying_by(linear: Linear) -> Around:
+    def multiply(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or args[0].dtype not in (torch.float32, *LOW):
+            return forward(*args, **kwargs)
+        return linear(args[0], module.weight, module.bias)
 
-
-def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` with factors rounded to float8; the result has the weight's dtype."""
-    rows = x.to(weight.dtype).reshape(-1, x.shape[-1])
-    count = rows.shape[0]
-    if count % ALIGNED:
-        rows = F.pad(rows, (0, 0, 0, -count % ALIGNED))  # rows of zeros change neither scale nor sums
-    product: Tensor = _Product.apply(rows, weight)
-    result = product[:count].reshape(*x.shape[:-1], weight.shape[0])
-    return result if bias is None else result + bias
-
-
-class _Product(torch.autograd.Function):
-    """`x @ weight.t()` for a matrix of rows. The input is kept in float8."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        x_scale, weight_scale = scale_of(x, E4M3), scale_of(weight, E4M3)
-        x8 = rounded(x, x_scale, E4M3)
-        ctx.save_for_backward(x8, x_scale, weight, weight_scale)
-        return _multiply(x8, x_scale, rounded(weight, weight_scale, E4M3).t(), weight_scale, fast=True)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x8, x_scale, weight, weight_scale = ctx.saved_tensors
-        scale = scale_of(gradient, E5M2)
-        gradient8 = rounded(gradient, scale, E5M2)
-        of_x = of_weight = None
-        if ctx.needs_input_grad[0]:
-            turned = _turned(rounded(weight, weight_scale, E4M3))
-            of_x = _multiply(gradient8, scale, turned, weight_scale)
-        if ctx.needs_input_grad[1]:
-            of_weight = _multiply(gradient8.t().contiguous(), scale, _turned(x8), x_scale)
-        return of_x, of_weight
-
-
-def scale_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest power of two by which a tensor can be multiplied without an overflow in `dtype`."""
-    largest = tensor.abs().amax().float().clamp_min(_LEAST)
-    exact = largest.reciprocal() * _LARGEST[dtype]
-    return (exact.view(torch.int32) & _EXPONENT).view(torch.float32)
-
-
-def rounded(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor times its scale, in `dtype`. The product is exact in bf16, because the scale is a power of two."""
-    return (tensor * scale.to(tensor.dtype)).to(dtype)
-
-
-def _turned(matrix: Tensor) -> Tensor:
-    """The same matrix with contiguous columns."""
-    return matrix.t().contiguous().t()
-
-
-def _multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, fast: bool = False) -> Tensor:
-    """`fast` adds up with fewer bits, which only forward can afford."""
-    return scaled_mm(
-        a,
-        b,
-        scale_a=a_scale.reciprocal(),
-        scale_b=b_scale.reciprocal(),
-        out_dtype=torch.bfloat16,
-        use_fast_accum=fast,
-    )
+    return multiply

@@ -1,8 +1,8 @@
 """One copy of the parameters in the compute dtype for all micro-batches of a step.
 
 Casting a parameter where it is read costs two small kernels per parameter and micro-batch, and a pipeline would hold a
-copy per micro-batch in flight. So a step first casts all parameters, a block at a time in few kernels, and modules read
-those copies. Gradients of a block's copies are cast together too, when the last of them is complete.
+copy per micro-batch in flight. So a step first casts all parameters in few kernels, each block's into one buffer, and
+modules read those copies. Gradients of a block's copies are cast together too, when the last of them is complete.
 
 Copies exist only while a step or an evaluation runs: nobody can change a master behind them. (A model that changes its
 own parameters in forward is refused under 16-bit dtypes.)
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.torch_private.autograd import direct_apply
 from meshwright.torch_private.foreach import foreach_copy_, unflatten
 from meshwright.torch_private.modes import without_torch_function
 
@@ -69,39 +70,50 @@ class LowCopies:
                 assert read is not None and parameter is not None
                 group = parameter if parameter.numel() >= LARGE and read.group is None else read.group
                 groups.setdefault((group, parameter.device), []).append((read, name, parameter))
-        self._groups = [Group(places, dtype) for places in groups.values()]
+        self._groups, self._dtype = [Group(places) for places in groups.values()], dtype
 
     @contextmanager
     def shared(self, passes: int | None = None) -> Iterator[None]:
         """Hold copies of the masters as they are now; a group's are freed after this many backward passes."""
-        for group in self._groups:
-            group.make(passes)
+        self._lend(passes)
         try:
             yield
         finally:
             for group in self._groups:
                 group.free()
 
+    def _lend(self, passes: int | None) -> None:
+        # Not in `shared`, whose variables would hold all copies until its end.
+        with torch.no_grad():
+            made = cast_lists([group.masters for group in self._groups], self._dtype)
+        for group, copies in zip(self._groups, made, strict=True):
+            group.lend(copies, passes)
+
 
 class Group:
-    """Copies that are made by one call, and whose gradients are cast by one."""
+    """Copies in one buffer, whose gradients are cast together."""
 
-    def __init__(self, places: Sequence[Place], dtype: torch.dtype) -> None:
-        self._places, self._dtype = places, dtype
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = places
         self._left: int | None = None
         parameters = {id(parameter): parameter for _, _, parameter in places}.values()
-        # In one buffer, those of odd sizes come last, because kernels are slower on unaligned memory.
-        self._trained = sorted((p for p in parameters if p.requires_grad), key=lambda p: p.numel() % 8 != 0)
+        # Those of odd sizes come last, because kernels are slower on unaligned memory. Weights come before biases, so
+        # that those of consecutive layers (query, key and value) can be read as one.
+        self._trained = sorted(
+            (p for p in parameters if p.requires_grad), key=lambda p: (p.numel() % 8 != 0, p.dim() < 2)
+        )
         self._frozen = [p for p in parameters if not p.requires_grad]
 
-    def make(self, passes: int | None) -> None:
-        """Make the copies and let modules read them, until so many backward passes have run or `free` is called."""
+    @property
+    def masters(self) -> list[nn.Parameter]:
+        return [*self._trained, *self._frozen]
+
+    def lend(self, copies: list[torch.Tensor], passes: int | None) -> None:
+        """Let modules read copies of the masters until so many backward passes have run or `free` is called."""
         self._left = passes
-        with torch.no_grad():
-            copies = cast_all([*self._trained, *self._frozen], self._dtype)
         linked = copies[: len(self._trained)]
         if self._trained and torch.is_grad_enabled():
-            linked = _Link.apply(self, linked, *self._trained)
+            linked = _link(self, linked, *self._trained)
         found = dict(zip(map(id, self._trained), linked, strict=True))
         found |= zip(map(id, self._frozen), copies[len(self._trained) :], strict=True)
         for read, name, parameter in self._places:
@@ -138,15 +150,35 @@ class _Link(torch.autograd.Function):
             return None, None, *(None if gradient is None else gradient.to(dtype) for gradient, dtype in each)
 
 
+_link = direct_apply(_Link)
+
+
 def cast_all(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """The tensors in another dtype; in one buffer by few kernels, if they are plain."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):  # a gradient of a gradient
-        return [tensor.to(dtype) for tensor in tensors]
-    if any(tensor.layout != torch.strided or not tensor.is_contiguous() for tensor in tensors):
-        return [tensor.to(dtype) for tensor in tensors]
-    if not tensors:
-        return []
-    buffer = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=tensors[0].device)
-    found: list[torch.Tensor] = list(unflatten(buffer, tensors))
-    foreach_copy_(found, tensors)
+    return cast_lists([tensors], dtype)[0]
+
+
+def cast_lists(lists: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """`cast_all` for several lists: each has a buffer, and few kernels fill all of them."""
+    found: list[list[torch.Tensor]] = []
+    copied: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for tensors in lists:
+        if not tensors or not _are_plain(tensors):
+            found.append([tensor.to(dtype) for tensor in tensors])
+            continue
+        device = tensors[0].device
+        buffer = torch.empty(sum([tensor.numel() for tensor in tensors]), dtype=dtype, device=device)
+        found.append(list(unflatten(buffer, tensors)))
+        targets, sources = copied.setdefault(device, ([], []))
+        targets += found[-1]
+        sources += tensors
+    for targets, sources in copied.values():
+        foreach_copy_(targets, sources)
     return found
+
+
+def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors are dense, and no gradient of a gradient is wanted."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    return all(tensor.layout == torch.strided and tensor.is_contiguous() for tensor in tensors)

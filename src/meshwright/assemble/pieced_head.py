@@ -13,7 +13,7 @@ from meshwright.assemble.operator_dtypes import low
 from meshwright.describe.dtypes import LOW
 from meshwright.facts.model import HeadFacts
 from meshwright.pieced_loss.head import HeadCalls, Output
-from meshwright.pieced_loss.rows import compiled_gradient
+from meshwright.pieced_loss.losses import compiled_gradient
 from meshwright.recording.wrap_forward import wrap_forward
 
 

@@ -10,7 +10,8 @@ transformer's residual stream is fp32 under DDP and bf16 under FSDP2. `bf16:auto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -19,7 +20,6 @@ import torch
 from torch import nn
 
 from meshwright.assemble.autocast import Region, run_within
-from meshwright.assemble.float8 import multiply_in_float8
 from meshwright.assemble.low_copies import ATTRIBUTE, NO_COPY, ReadCopies
 from meshwright.assemble.operator_dtypes import computing_in
 from meshwright.describe.dtypes import LOW
@@ -30,6 +30,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.recording.wrap_forward import Around, wrap_forward
 from meshwright.torch_private.modes import without_torch_function
 from meshwright.torch_private.modules import RNN_READS_ATTRIBUTES, BatchNorm
+from meshwright.torch_private.tensors import version_of
 from meshwright.torch_private.trees import tree_map
 
 
@@ -41,12 +42,11 @@ def apply_precision(
     pure: bool,
     left_to_cast: Collection[str] | None = None,
     autocast: Region | None = None,
-    float8: Sequence[str] = (),
 ) -> None:
     """Compute in `dtype`. Parameters are cast for good if `pure`.
 
     If the data axis casts parameters itself, `left_to_cast` names the ones it does not; None means all. With `autocast`
-    nothing is cast here, and the model runs inside that region. The linear layers of `float8` multiply in float8.
+    nothing is cast here, and the model runs inside that region.
     """
     if dtype == torch.float32:
         return
@@ -59,7 +59,6 @@ def apply_precision(
                 parameter.data = parameter.data.to(dtype)
     else:
         cast_parameters(model, dtype, left_to_cast, blocks=blocks)
-    multiply_in_float8(model, float8)
     batch_norm_in_fp32(model, dtype)
     cast_borders(model, blocks, dtype)
 
@@ -69,8 +68,9 @@ def cast_borders(model: nn.Module, blocks: list[nn.Module], dtype: torch.dtype) 
 
     The caller casts the model's outputs. Blocks are wrapped as well, because recomputing calls them directly.
     """
-    for module in (*blocks, model):
-        wrap_forward(module, _entering(dtype))
+    for block in blocks:
+        wrap_forward(block, _entering(dtype))
+    wrap_forward(model, _entering_model(dtype))
 
 
 def follow_table(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
@@ -137,7 +137,7 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     if isinstance(tree, torch.Tensor):
         with without_torch_function():  # modes need not see who reads a dtype
             found = tree.dtype
-        return tree if found == dtype or not found.is_floating_point else tree.to(dtype)
+        return tree if found == dtype or not found.is_floating_point else _cast_once(tree, dtype)
     if kind is tuple:
         return tuple([cast(item, dtype) for item in tree])
     if kind is dict:
@@ -145,6 +145,34 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     if tree is None or kind in (bool, int, float, str):
         return tree
     return tree_map(lambda leaf: cast(leaf, dtype) if torch.is_tensor(leaf) else leaf, tree)
+
+
+Casts = dict[tuple[int, torch.dtype], tuple[torch.Tensor, int, torch.Tensor, int]]
+"""By a tensor's identity and the dtype it was cast to: the tensor and its version, the copy and its version."""
+_casts: ContextVar[Casts | None] = ContextVar("casts", default=None)
+"""What the running model has cast."""
+
+
+def _cast_once(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast a tensor, once for all blocks of a call: each of them gets the same positions and masks.
+
+    A tensor with a gradient is cast each time, because autograd would sum the gradients in the smaller dtype.
+    """
+    known = None if torch.compiler.is_compiling() else _casts.get()
+    if known is None:
+        return x.to(dtype)
+    with without_torch_function():
+        if x.requires_grad or x.is_inference():
+            known = None
+        else:
+            source, version, copy, copy_version = known.get((id(x), dtype), (None, 0, x, 0))
+            if source is x and version_of(x) == version and version_of(copy) == copy_version:
+                return copy
+    copy = x.to(dtype)
+    if known is not None:
+        with without_torch_function():
+            known[id(x), dtype] = x, version_of(x), copy, version_of(copy)
+    return copy
 
 
 def raise_small(tree: Any) -> Any:
@@ -157,6 +185,22 @@ def _entering(dtype: torch.dtype) -> Around:
         args, kwargs = cast((args, kwargs), dtype)
         with computing_in(dtype):
             return forward(*args, **kwargs)
+
+    return enter
+
+
+@cache
+def _entering_model(dtype: torch.dtype) -> Around:
+    inside = _entering(dtype)
+
+    def enter(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return inside(module, forward, args, kwargs)
+        token = _casts.set({})
+        try:
+            return inside(module, forward, args, kwargs)
+        finally:
+            _casts.reset(token)
 
     return enter
 

@@ -11,7 +11,7 @@ import torch
 from meshwright import schedules
 from meshwright.assemble.apply import RankSetup, lay_out, plan_inner_axes
 from meshwright.assemble.autocast import autocast_region
-from meshwright.assemble.float8 import layers_in_float8
+from meshwright.assemble.float8 import layers_in_float8, multiply_in_float8
 from meshwright.assemble.passes import Dropout, Losses
 from meshwright.assemble.pipeline import OwnStage, PipelinePasses
 from meshwright.assemble.precision import apply_precision, loss_under
@@ -90,8 +90,8 @@ def tracer(
     blocks = [pristine.model.get_submodule(name) for name in facts.blocks]
     dtype = DTYPES[strategy.precision]
     autocast = autocast_region(strategy, device, fake=device == "cuda")
-    float8 = layers_in_float8(pristine.model, facts, strategy)
-    apply_precision(pristine.model, blocks, dtype, pure=strategy.pure, autocast=autocast, float8=float8)
+    multiply_in_float8(pristine.model, layers_in_float8(pristine.model, facts, strategy))
+    apply_precision(pristine.model, blocks, dtype, pure=strategy.pure, autocast=autocast)
     traced = replace(job, loss=loss_under(strategy.precision, job, autocast=autocast))
     names = [call.name for call in facts.calls]
 

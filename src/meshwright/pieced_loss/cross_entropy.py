@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -12,67 +11,39 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.pieced_loss.arguments import LossArguments
 from meshwright.pieced_loss.gradient import Computed, Later, rows_and_back
 from meshwright.pieced_loss.logits import LOSSES, Logits, like, pieced_gradient
+from meshwright.pieced_loss.losses import CalledLoss, PieceLoss, SoftmaxLoss
 from meshwright.pieced_loss.recorded import functions
-from meshwright.pieced_loss.rows import (
-    CalledLoss,
-    Gradients,
-    Operands,
-    PieceLoss,
-    SoftmaxLoss,
-    differentiate,
-    losses_of,
-)
+from meshwright.pieced_loss.rows import Gradients, Operands, differentiate, losses_of
 
 SCALED = (torch.float16,)
 """Dtypes whose gradients need the loss scale before they are rounded, which only backward knows."""
 
 
-def cross_entropy(
-    input: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
+def cross_entropy(*args: Any, **kwargs: Any) -> Any:
     """`F.cross_entropy` in pieces; NotImplemented for arguments that it does not handle."""
-    if size_average is not None or reduce is not None or not _fits(input, target, weight):
+    given = LossArguments(*args, **kwargs)
+    if not _fits(given):
         return NotImplemented
-    form, source = input.form, input.source
-    if weight is None and label_smoothing == 0.0 and form.widens:
-        loss: PieceLoss = SoftmaxLoss(ignore_index=ignore_index, part=source.part, run=source.gradient)
-    elif source.part is not None:
+    form, source = given.input.form, given.input.source
+    if given.is_plain and form.widens:
+        loss = SoftmaxLoss(ignore_index=given.ignore_index, part=source.part, run=source.gradient)
+        return _in_pieces(given, loss)
+    if source.part is not None:
         return NotImplemented
-    else:
-        options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        loss = CalledLoss(values=form.to_values, function=F.cross_entropy, options=options)
-    return _in_pieces(input, target, loss, _Reduction(reduction, ignore_index, weight))
+    options = {"weight": given.weight, "ignore_index": given.ignore_index, "label_smoothing": given.label_smoothing}
+    return _in_pieces(given, CalledLoss(values=form.to_values, function=F.cross_entropy, options=options))
 
 
-def nll_loss(
-    input: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
+def nll_loss(*args: Any, **kwargs: Any) -> Any:
     """`F.nll_loss` in pieces; NotImplemented for arguments that it does not handle."""
-    if (
-        size_average is not None
-        or reduce is not None
-        or not _fits(input, target, weight)
-        or input.source.part is not None
-    ):
+    given = LossArguments(*args, **kwargs)
+    if not _fits(given) or given.input.source.part is not None or given.label_smoothing:
         return NotImplemented
-    options = {"weight": weight, "ignore_index": ignore_index}
-    loss = CalledLoss(values=input.form.to_values, function=F.nll_loss, options=options)
-    return _in_pieces(input, target, loss, _Reduction(reduction, ignore_index, weight))
+    options = {"weight": given.weight, "ignore_index": given.ignore_index}
+    return _in_pieces(given, CalledLoss(values=given.input.form.to_values, function=F.nll_loss, options=options))
 
 
 def logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
@@ -104,42 +75,34 @@ LOSSES |= {F.cross_entropy: cross_entropy, F.nll_loss: nll_loss}
 LOSSES |= dict.fromkeys(functions("logsumexp"), logsumexp) | dict.fromkeys(functions("argmax"), argmax)
 
 
-def _fits(input: Any, target: Any, weight: Tensor | None) -> bool:
+def _fits(given: LossArguments) -> bool:
     """Whether the classes are where the loss expects them, and the targets are class indices of every row."""
-    if weight is not None and weight.requires_grad:
+    if given.is_deprecated or (given.weight is not None and given.weight.requires_grad):
         return False
-    if not isinstance(input, Logits) or not isinstance(target, Tensor) or target.is_floating_point():
+    input, target = given.input, given.target
+    if not isinstance(input, Logits) or not given.has_indices:
         return False
     shape, second = input.form.shape, input.form.classes_second
     rows = (shape[0], shape[2]) if second else shape[:-1]
     return (second or len(shape) == 2) and tuple(target.shape) == rows and target.device == input.source.hidden.device
 
 
-@dataclass(frozen=True)
-class _Reduction:
-    kind: str
-    ignore_index: int
-    weight: Tensor | None
-
-    def divisor(self, target: Tensor) -> Tensor | None:
-        """What a mean divides the sum by."""
-        if self.kind != "mean":
-            return None
-        kept = target != self.ignore_index
-        if self.weight is None:
-            return kept.sum()
-        return self.weight[target.masked_fill(~kept, 0)].masked_fill(~kept, 0).sum()
-
-
-def _in_pieces(logits: Logits, target: Tensor, loss: PieceLoss, reduction: _Reduction) -> Any:
-    if reduction.kind not in ("mean", "sum", "none"):
+def _in_pieces(given: LossArguments, loss: PieceLoss) -> Any:
+    logits, target = given.input, given.target
+    if given.reduction not in ("mean", "sum", "none"):
         return NotImplemented
-    if reduction.kind == "none":
-        found = _EachLoss.apply(logits, target.reshape(-1), loss)
-        return found.reshape(target.shape)
+    if given.reduction == "none":
+        return _EachLoss.apply(logits, target.reshape(-1), loss).reshape(target.shape)
     total = _TotalLoss.apply(logits, target.reshape(-1), loss)
-    divisor = reduction.divisor(target)
-    return total if divisor is None else total / divisor
+    return total / _divisor(given) if given.reduction == "mean" else total
+
+
+def _divisor(given: LossArguments) -> Tensor:
+    """What a mean divides the sum by."""
+    kept: Tensor = given.target != given.ignore_index
+    if given.weight is None:
+        return kept.sum()
+    return given.weight[given.target.masked_fill(~kept, 0)].masked_fill(~kept, 0).sum()
 
 
 def _rows_of(logits: Logits) -> tuple[Operands, Any]:

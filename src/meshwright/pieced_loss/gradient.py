@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import JobError
-from meshwright.pieced_loss.rows import Gradients, Needs, Operands, PieceLoss, differentiate, of_whole
+from meshwright.pieced_loss.losses import PieceLoss
+from meshwright.pieced_loss.rows import Gradients, Needs, Operands, differentiate, of_whole
 from meshwright.torch_private.tensors import make_wrapper
 
 ToRows = Callable[[Tensor], Tensor]

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.pieced_loss.cross_entropy import cross_entropy, nll_loss
 from meshwright.pieced_loss.logits import Logits, Source, defer
+from meshwright.pieced_loss.losses import Gradient
 from meshwright.pieced_loss.recorded import functions
-from meshwright.pieced_loss.rows import Gradient
 
 __all__ = ["HeadCalls", "Output", "output_layer"]
 LOSSES = (cross_entropy, nll_loss)

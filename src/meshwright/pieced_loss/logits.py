@@ -19,8 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.errors import JobError
 from meshwright.pieced_loss.gradient import PiecedGradient, Share, Whole, shares_of
+from meshwright.pieced_loss.losses import ClassPart, Gradient
 from meshwright.pieced_loss.recorded import Form, functions, next_form
-from meshwright.pieced_loss.rows import ClassPart, Gradient, Operands
+from meshwright.pieced_loss.rows import Operands
 from meshwright.torch_private.modes import without_tensor_classes, without_torch_function
 from meshwright.torch_private.operators import schema_of
 from meshwright.torch_private.tensors import TensorBase, make_wrapper, version_of

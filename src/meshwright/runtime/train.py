@@ -42,6 +42,8 @@ class Summary:
     samples: int
     """Since the resume, like all fields below."""
     seconds: float
+    start_up_s: float | None
+    """How much longer the first steps took than later ones: compiling, recording programs, filling caches."""
     step_ms: float | None
     """Median."""
     samples_per_s: float | None
@@ -159,7 +161,8 @@ def _loop(
     preemption: Preemption | None,
 ) -> None:
     heartbeat = own_heartbeat()
-    task = bar.add_task(str(run.strategy), total=steps, completed=run.trainer.steps, loss="")
+    begins = "compiling" if run.strategy.compile else ""
+    task = bar.add_task(str(run.strategy), total=steps, completed=run.trainer.steps, loss=begins)
     for batch in run.batches(steps=max(0, steps - run.trainer.steps)):
         run.trainer.wish_to_stop = preemption is not None and preemption.asked is not None
         with profiler.around(run.trainer.steps + 1):
@@ -169,7 +172,7 @@ def _loop(
             watch.catch_up()  # a state with a NaN loss must not become the last checkpoint
             with heartbeat.doing(SAVING):
                 checkpoints.save()
-        bar.update(task, advance=1, loss=f"loss {watch.losses[-1]:.4f}" if watch.losses else "")
+        bar.update(task, advance=1, loss=f"loss {watch.losses[-1]:.4f}" if watch.losses else begins)
         if watch.stop:
             break
     watch.catch_up()
@@ -211,7 +214,7 @@ def _summarise(
     stopped: str | None,
     out: Path | None,
 ) -> Summary:
-    counted = sorted(watch.times[WARMUP:] or watch.times)
+    first, counted = watch.times[:WARMUP], sorted(watch.times[WARMUP:] or watch.times)
     step_seconds = counted[len(counted) // 2] if counted else None
     return Summary(
         strategy=str(run.strategy),
@@ -221,6 +224,9 @@ def _summarise(
         resumed_at=begun_at or None,
         samples=watch.samples,
         seconds=seconds,
+        start_up_s=max(0.0, sum(first) - len(first) * step_seconds)
+        if step_seconds and len(watch.times) > WARMUP
+        else None,
         step_ms=step_seconds * 1e3 if step_seconds else None,
         samples_per_s=watch.samples / len(watch.times) / step_seconds if step_seconds else None,
         first_loss=watch.losses[0] if watch.losses else None,

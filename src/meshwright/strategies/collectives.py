@@ -7,6 +7,7 @@ mode sees what they do: in backward one is active for blocks that are recomputed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ def copy_in(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def slice_in(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
     """This rank's part along a dim; the gradient is gathered."""
-    return noted(_take, x, dim, mesh)  # type: ignore[no-any-return]
+    return noted(TAKE, x, dim, mesh)  # type: ignore[no-any-return]
 
 
 def gather(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
@@ -108,7 +109,7 @@ class PartialGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with without_torch_function():
-            return None, *_summed_together(gradients, ctx.group)
+            return None, *summed_together(gradients, ctx.group)
 
 
 class AddUp(torch.autograd.Function):
@@ -176,23 +177,62 @@ class AddUpAll(torch.autograd.Function):
         return gradient, None
 
 
+class GatherParts(torch.autograd.Function):
+    """The ranks' parts beside each other along a dim; the gradient is this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, rank: int, ranks: int, group: str) -> torch.Tensor:
+        ctx.dim, ctx.rank, ctx.ranks = dim, rank, ranks
+        return _parts_joined(x, dim, ranks, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        with without_torch_function():
+            return _part(gradient, ctx.dim, ctx.rank, ctx.ranks), None, None, None, None
+
+
+class TakePart(torch.autograd.Function):
+    """This rank's part of a whole tensor; the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, rank: int, ranks: int, group: str) -> torch.Tensor:
+        ctx.dim, ctx.ranks, ctx.group = dim, ranks, group
+        return _part(x, dim, rank, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        with without_torch_function():
+            return _parts_joined(gradient, ctx.dim, ctx.ranks, ctx.group), None, None, None, None
+
+
+def _part(x: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
+    return x.chunk(ranks, dim)[rank].clone(memory_format=torch.contiguous_format)
+
+
+def _parts_joined(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
+    if x.dtype == torch.bool:  # not every backend sends it
+        return _parts_joined(x.view(torch.uint8), dim, ranks, group).view(torch.bool)
+    shape, dim = x.shape, dim % x.dim()
+    parts = gathered_rows(x, ranks, group)  # then one copy, or none along dim 0
+    return parts.movedim(0, dim).reshape((*shape[:dim], ranks * shape[dim], *shape[dim + 1 :]))
+
+
 def _own(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Tensor:
     axis = _axis_of(mesh)
     with without_torch_function():
-        own = [piece.chunk(axis.size, dim)[axis.rank] for piece in x.chunk(pieces, dim)]
-        return torch.cat(own, dim) if pieces > 1 else own[0].clone(memory_format=torch.contiguous_format)
+        if pieces == 1:
+            return _part(x, dim, axis.rank, axis.size)
+        return torch.cat([piece.chunk(axis.size, dim)[axis.rank] for piece in x.chunk(pieces, dim)], dim)
 
 
 def joined(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Tensor:
     axis = _axis_of(mesh)
     with without_torch_function():
-        if x.dtype == torch.bool:  # not every backend sends it
+        if pieces == 1:
+            return _parts_joined(x, dim, axis.size, axis.name)
+        if x.dtype == torch.bool:
             return joined(x.view(torch.uint8), dim, pieces, mesh).view(torch.bool)
-        shape, dim = x.shape, dim % x.dim()
-        gathered = _rows(x, mesh)
-        if pieces == 1:  # one copy, or none along dim 0
-            return gathered.movedim(0, dim).reshape((*shape[:dim], axis.size * shape[dim], *shape[dim + 1 :]))
-        by_rank = [own.chunk(pieces, dim) for own in gathered]
+        by_rank = [own.chunk(pieces, dim) for own in gathered_rows(x, axis.size, axis.name)]
         return torch.cat([own[piece] for piece in range(pieces) for own in by_rank], dim)
 
 
@@ -201,8 +241,9 @@ def _summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         return sum_over(x, _axis_of(mesh).name)
 
 
-def _summed_together(tensors: tuple[torch.Tensor, ...], group: str) -> list[torch.Tensor]:
-    if len(tensors) == 1 or len({x.dtype for x in tensors}) > 1:
+def summed_together(tensors: Sequence[torch.Tensor], group: str) -> list[torch.Tensor]:
+    """The sums over ranks of several tensors, by one message if they have one dtype."""
+    if len(tensors) < 2 or len({x.dtype for x in tensors}) > 1:
         return [sum_over(x, group) for x in tensors]
     total = sum_over(torch.cat([x.flatten() for x in tensors]), group)
     parts = total.split_with_sizes([x.numel() for x in tensors])
@@ -215,12 +256,6 @@ def _summed_part(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
         ranks = _axis_of(mesh).size
         by_rank = x.reshape((*shape[:dim], ranks, shape[dim] // ranks, *shape[dim + 1 :])).movedim(dim, 0)
         return _summed_row(by_rank, mesh)
-
-
-def _rows(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    axis = _axis_of(mesh)
-    with without_torch_function():
-        return gathered_rows(x, axis.size, axis.name)
 
 
 def _summed_row(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -257,10 +292,17 @@ def group_of(mesh: DeviceMesh) -> str:
     return _axis_of(mesh).name
 
 
-_take = direct_apply(Take)
+def place_in(mesh: DeviceMesh) -> tuple[int, int, str]:
+    """This rank, the number of ranks, and the name of the group of a mesh, for functional collectives."""
+    axis = _axis_of(mesh)
+    return axis.rank, axis.size, axis.name
+
+
+TAKE = direct_apply(Take)
 COPY_IN, JOIN = direct_apply(PartialGradient), direct_apply(Join)
 ADD_UP, ADD_UP_PART = direct_apply(AddUp), direct_apply(AddUpPart)
-"""What programs have in place of `copy_in`, `join`, `add_up` and `add_up_part`."""
+"""What programs have in place of `slice_in`, `copy_in`, `join`, `add_up` and `add_up_part`."""
 copy_all_in, gather_rows = direct_apply(PartialGradients), direct_apply(GatherRows)
 add_up_all, add_up_rows = direct_apply(AddUpAll), direct_apply(AddUpRows)
+gather_parts, take_part = direct_apply(GatherParts), direct_apply(TakePart)
 """What rewritten programs have. They name their group, so they can be compiled."""

@@ -12,7 +12,7 @@ def refuse_float8_axes(strategy: Strategy) -> str | None:
         return None
     if strategy.engine != "torch":
         return f"{word} is built for our own engine, not for engine={strategy.engine}; use bf16, or drop the engine."
-    if strategy.inner_axes:
-        axes = " and ".join(term.word for term in strategy.inner_axes)
+    if without := [term.word for term in strategy.inner_axes if not term.traits.float8]:
+        axes = " and ".join(without)
         return f"{word} is not built for layers that {axes} divides; use bf16, or fsdp or pp in place of {axes}."
     return None

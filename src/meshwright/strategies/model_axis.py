@@ -45,10 +45,12 @@ class UnitShare:
     """Ranks that a kernel is divided over, if that differs from `parts`."""
     regathered: float = 0.0
     """Bytes of inputs that are gathered and kept whole until backward."""
+    beside: float = 0.0
+    """Bytes that a rank keeps until backward beside its share of what the undivided unit keeps."""
     forward: tuple[Sent, ...] = ()
     backward: tuple[Sent, ...] = ()
     intercepted: bool = False
-    """Whether a mode intercepts each operator call, which costs host time."""
+    """Whether a mode intercepts each operator call, which costs host time. Blocks run recorded programs instead."""
 
 
 class Division:
@@ -119,6 +121,10 @@ class InnerAxis(ModelAxis):
     def whole(self, tree: Any, mesh: DeviceMesh) -> Any:
         """Gather the divided tensors of an output tree, differentiably."""
         return tree
+
+    def float8_linear(self, mesh: DeviceMesh) -> Callable[..., Any]:
+        """`(x, weight, bias)` -> a linear layer's output, multiplied in float8. Called if `traits.float8`."""
+        raise NotImplementedError
 
     def compile_blocks(self, blocks: Sequence[nn.Module]) -> None:
         """Compile what a rank computes of these blocks, in its own way. Called if `traits.compiles`."""

@@ -26,6 +26,7 @@ from meshwright.assemble import recompute
 from meshwright.assemble.low_copies import parameters_as_read
 from meshwright.describe.as_on_cuda import as_compiled
 from meshwright.errors import one_line
+from meshwright.strategies.tensor.compiled import MADE
 from meshwright.torch_private.modules import lend_tensors
 from meshwright.torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
 from meshwright.tracing.fusion import Program, fuse
@@ -41,8 +42,8 @@ class Compiler:
     """Compiles modules and functions in a trace. Equal modules are compiled once."""
 
     recorder: StepRecorder
-    moments: Callable[[str], str]
-    """From a parameter of the model to the moment of a step that reads it."""
+    moments: Callable[[list[str]], dict[str, str]]
+    """From the parameters of a module to the moments of a step that read them; not all have one."""
     made: dict[Any, CompiledGraph | None] = field(default_factory=dict)
     failed: dict[str, None] = field(default_factory=dict)
     """Why some functions could not be captured and ran eagerly."""
@@ -65,6 +66,7 @@ class Compiler:
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             stack.enter_context(patch.object(nn.Module, "compile", compile_module))
             stack.enter_context(patch.object(torch, "compile", compile_function))
+            stack.enter_context(patch.dict(MADE, clear=True))
             stack.enter_context(patch.object(recompute, "checkpoint", self._checkpoint))
             yield
 
@@ -180,6 +182,7 @@ def _compile(run: Function, names: list[str], compiler: Compiler) -> Callable[[l
 
     programs: list[Program] = []
     returned = 0
+    known = compiler.moments(names)
 
     def cut(graph: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         nonlocal returned
@@ -193,7 +196,7 @@ def _compile(run: Function, names: list[str], compiler: Compiler) -> Callable[[l
     def make_kernels(gm: fx.GraphModule, example_inputs: Any) -> Runner:
         programs.append(fuse(gm.graph, _kept_between(programs[0], returned) if programs else frozenset()))
         keys = [(node, 0) for node in programs[0].inputs] if len(programs) == 1 else _outputs(programs[-1])
-        moments = {key: compiler.moments(name) for key, name in zip(keys, names, strict=False)}
+        moments = {key: known[name] for key, name in zip(keys, names, strict=False) if name in known}
         return Runner(programs[-1], compiler.recorder, moments)
 
     return aot.aot_function(

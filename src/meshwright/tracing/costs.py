@@ -6,7 +6,7 @@ The affine cost model: bytes and operations of each unit are `constant + samples
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,14 +14,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.assemble.float8 import float8_layers
+from meshwright.assemble.float8 import float8_layers, multiply_in_float8
 from meshwright.assemble.precision import apply_precision, loss_under
 from meshwright.assemble.recompute import recompute_blocks
 from meshwright.describe.as_on_cuda import as_on_cuda
 from meshwright.describe.block_equality import arrival_of, size_of
+from meshwright.describe.code_lines import failed_line
 from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.observe import call_model, make_batch
-from meshwright.describe.pass_tensors import Rung, climb, is_small, lend, on_fake, on_meta, on_real, stand_in, stand_ins
+from meshwright.describe.pass_tensors import (
+    Rung,
+    climb,
+    is_small,
+    lend,
+    on_fake,
+    on_fake_with_values,
+    on_meta,
+    on_real,
+    stand_in,
+    stand_ins,
+)
+from meshwright.describe.read_values import ReadValues
 from meshwright.describe.structure import tensors_of
 from meshwright.describe.template import MadeTensor
 from meshwright.errors import JobError, one_line
@@ -32,7 +45,7 @@ from meshwright.facts.precision import FORMATS
 from meshwright.recording.blueprint import Blueprint, record
 from meshwright.recording.wrap_forward import replaced_forwards
 from meshwright.torch_private.trees import tree_flatten, tree_leaves, tree_map_only
-from meshwright.tracing.meter import Meter, OperatorRun
+from meshwright.tracing.meter import Meter, OperatorRun, aligned
 
 SIZES = (2, 4)
 """Samples in the two traces. With one sample, BatchNorm would have no variance."""
@@ -50,8 +63,9 @@ def measure_costs(job: Job, facts: ModelFacts, precision: str, recompute: str = 
     blueprint = record(job.model, seed=0, values=False)
     blocks = [blueprint.model.get_submodule(name) for name in facts.blocks]
     kinds = {name: size_of(block) for name, block in zip(facts.blocks, blocks, strict=True)}
-    float8 = float8_layers(blueprint.model, facts) if FORMATS[precision].factors else ()
-    apply_precision(blueprint.model, blocks, DTYPES[precision], pure=False, left_to_cast=(), float8=float8)
+    if FORMATS[precision].factors:
+        multiply_in_float8(blueprint.model, float8_layers(blueprint.model, facts))
+    apply_precision(blueprint.model, blocks, DTYPES[precision], pure=False, left_to_cast=())
     if recompute != "none":
         recompute_blocks(blocks or [blueprint.model], recompute)
     small, large = (_trace(job, facts, blueprint, kinds, precision, samples) for samples in SIZES)
@@ -89,7 +103,7 @@ class _Recorder:
 
     def __init__(self, facts: ModelFacts) -> None:
         self.meter = Meter(self._ran)
-        self.segments = [_Segment(call.name, "", call.name in facts.blocks, call.reads) for call in facts.calls]
+        self.segments = [_Segment(call.name, call.name, call.name in facts.blocks, call.reads) for call in facts.calls]
         self.segments.append(_Segment(LOSS, LOSS, False, ()))
         self._at = 0
         self._backward = False
@@ -141,8 +155,9 @@ class _Recorder:
 def _trace(
     job: Job, facts: ModelFacts, blueprint: Blueprint, kinds: Mapping[str, Any], precision: str, samples: int
 ) -> list[_Segment]:
-    """Trace one step without values, or on real tensors if the model reads values and is small."""
+    """Trace one step without values, or with values if the model reads them."""
     rungs: list[Rung] = [partial(on_meta, device=as_on_cuda), partial(on_fake, device=as_on_cuda)]
+    rungs.append(partial(on_fake_with_values, reads=ReadValues(), device=as_on_cuda))
     if is_small(blueprint.model):
         # This computes as a CPU does, so attention may save its scores, which a GPU would not.
         rungs.append(partial(on_real, copies=False))
@@ -152,7 +167,7 @@ def _trace(
     except Exception as error:
         raise JobError(
             f"The model's costs could not be measured, so its memory and time are unknown: {one_line(error)} "
-            "A model that reads values is run on real tensors only if it is small."
+            f"{failed_line(error) or ''}"
         ) from error
 
 
@@ -203,11 +218,13 @@ def _watch(
     model: nn.Module, facts: ModelFacts, kinds: Mapping[str, Any], recorder: _Recorder
 ) -> AbstractContextManager[None]:
     """Tell the recorder about every call of a unit, and skip calls of blocks that are equal to one that ran before."""
-    calls = iter(range(len(facts.calls)))
+    calls = _CallOrder([call.name for call in facts.calls])
     seen: dict[Any, tuple[str, Any]] = {}
 
     def call(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        index = next(calls)
+        index = calls.next(name)
+        if index is None:
+            return forward(*args, **kwargs)
         segment = recorder.segments[index]
         recorder.enter(index)
         leaves, tree = tree_flatten((args, kwargs))
@@ -220,12 +237,28 @@ def _watch(
         else:
             segment.like = name
             output = forward(*args, **kwargs)
-            seen[key] = name, tree_map_only(torch.Tensor, MadeTensor.of, output)
+            with suppress(AttributeError):  # a container that looks at its tensors, as a packed sequence does
+                seen[key] = name, tree_map_only(torch.Tensor, MadeTensor.of, output)
         recorder.leave(index, output)
         return output
 
     names = dict.fromkeys(call.name for call in facts.calls)
     return replaced_forwards({name: model.get_submodule(name) for name in names}, call)
+
+
+class _CallOrder:
+    """Finds the place of a call among the described ones. If values decide what runs, calls may be missing or new."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names, self._at = names, 0
+
+    def next(self, name: str) -> int | None:
+        """The place of this call; None if none was described here, so that it counts with the unit before it."""
+        if name not in self._names[self._at :]:
+            return None
+        place = self._names.index(name, self._at)
+        self._at = place + 1
+        return place
 
 
 def _unit(small: _Segment, large: _Segment) -> UnitCosts:
@@ -244,7 +277,7 @@ def _unit(small: _Segment, large: _Segment) -> UnitCosts:
                 made=between(a.made, b.made),
                 shape=tuple(between(x, y) for x, y in zip(a.shape, b.shape, strict=False)),
             )
-            for a, b in zip(low, high, strict=True)
+            for a, b in aligned(low, high)
         )
 
     return UnitCosts(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,32 @@ class OperatorRun:
     shape: tuple[int, ...]
 
 
+def aligned(low: list[OperatorRun], high: list[OperatorRun]) -> Iterator[tuple[OperatorRun, OperatorRun]]:
+    """Pairs of the same operator at two batch sizes.
+
+    If values decide what runs, the two lists differ, as when a mixture calls more experts for more tokens. Then the
+    operators of one name and dtype share their work evenly, and there are as many as at the larger size.
+    """
+    if [run.name for run in low] == [run.name for run in high]:
+        yield from zip(low, high, strict=True)
+        return
+    groups: dict[tuple[str, str], tuple[list[OperatorRun], list[OperatorRun]]] = {}
+    for size, runs in enumerate((low, high)):
+        for run in runs:
+            groups.setdefault((run.name, run.dtype), ([], []))[size].append(run)
+    for small, large in groups.values():
+        count = len(large) or len(small)
+        pair = _share(small or large, count), _share(large or small, count)
+        yield from [pair] * count
+
+
+def _share(runs: list[OperatorRun], count: int) -> OperatorRun:
+    """The mean of operators' work, as if there were `count` of them."""
+    sums = {name: sum(getattr(run, name) for run in runs) / count for name in ("flops", "bytes", "made")}
+    shape = tuple(round(sum(sizes) / len(runs)) for sizes in zip(*(run.shape for run in runs), strict=False))
+    return replace(runs[0], **sums, shape=shape)
+
+
 class Meter(TorchDispatchMode):
     """While active, reports every operator to `ran`; `live` counts the bytes of tensors made since then."""
 
@@ -46,7 +72,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given, made = tensors_in((args, kwargs)), tensors_in(result)
+        given, made = strided_in((args, kwargs)), strided_in(result)
         for leaf in made:
             self._hold(leaf)
         if not _is_view(func, given, made):
@@ -74,6 +100,11 @@ class Meter(TorchDispatchMode):
     def _forget(self, key: int, size: int) -> None:
         self._storages.pop(key, None)
         self.live -= size
+
+
+def strided_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments or results that have one storage; sparse ones are not counted."""
+    return [tensor for tensor in tensors_in(tree) if tensor.layout == torch.strided]
 
 
 def _is_view(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:

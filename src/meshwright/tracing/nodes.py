@@ -30,8 +30,8 @@ _SCATTERS = {
     *("index_add", "index_put", "scatter", "scatter_add", "scatter_reduce"),
     *("_unsafe_index_put", "_unsafe_masked_index_put_accumulate"),
 }
-_VIEWS = {"_unsafe_view", "lift_fresh", "reshape"}
-"""Views that PyTorch does not mark as such."""
+_VIEWS = {"_unsafe_view", "lift_fresh", "reshape", "wait_tensor"}
+"""Views that PyTorch does not mark as such, and the wait for a collective, which returns its result."""
 _CONSTANTS = {"full", "full_like", "new_full", "new_zeros", "zeros", "zeros_like"}
 
 Key = tuple[fx.Node, int]

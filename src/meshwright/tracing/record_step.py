@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -22,16 +22,24 @@ from meshwright.assemble.step import Trainer
 from meshwright.assemble.world import World, fake_world, outside_of_modes
 from meshwright.describe.as_on_cuda import as_on_cuda
 from meshwright.describe.batch_layout import CannotCut
+from meshwright.describe.known_values import copy_value, known_values, set_value
 from meshwright.describe.observe import SAMPLES, make_batch
+from meshwright.describe.read_values import ReadValues
 from meshwright.describe.structure import map_tensors
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Message, Operation
+from meshwright.recording.blueprint import seeded
 from meshwright.strategies.data import ddp_engine
 from meshwright.strategies.norm import local
 from meshwright.torch_private.dtensor import forget_layouts
-from meshwright.torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from meshwright.torch_private.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from meshwright.torch_private.foreach import clipping_by_lists
 from meshwright.torch_private.trees import tree_leaves
 from meshwright.tracing.compiled import Compiler
@@ -73,12 +81,31 @@ def record_step(
 
     `capacity` is how many bytes the device has. What is reserved is that of both steps.
     """
+    run = partial(_record_step, job, facts, strategy, ranks, rank, capacity)
+    if facts.assumed:
+        return run(known_values(ReadValues()))
+    try:
+        return run(nullcontext())
+    except (DataDependentOutputException, DynamicOutputShapeException):  # a small model was described on real tensors
+        return run(known_values(ReadValues()))
+
+
+def _record_step(
+    job: Job,
+    facts: ModelFacts,
+    strategy: Strategy,
+    ranks: int,
+    rank: int,
+    capacity: float,
+    values: AbstractContextManager[None],
+) -> Recorded:
     sample = make_batch(job, SAMPLES)
-    with _fake_world(ranks, rank) as world, _fake_tensors():
+    with _fake_world(ranks, rank) as world, seeded(0), _fake_tensors(values):
         recorder = StepRecorder(Messages())
+        recorder.keeps_values = not isinstance(values, nullcontext)
         allocator = recorder.ledger.allocator
         allocator.capacity = capacity
-        compiler = Compiler(recorder, partial(_moment_of, facts.blocks))
+        compiler = Compiler(recorder, partial(_moments_of, facts.blocks))
         with recorder.recording(), compiler.compiling():
             trainer = Trainer(_watched(job, recorder), facts, strategy, world, seed=0)
             _take_foreach(trainer.optimizer)
@@ -146,8 +173,17 @@ def _name_moments(model: nn.Module, facts: ModelFacts, recorder: StepRecorder) -
         block.register_forward_hook(partial(_leave, recorder, name))
 
 
+def _moments_of(blocks: tuple[str, ...], parameters: list[str]) -> dict[str, str]:
+    """For each parameter of a compiled module, the moment at which it is read.
+
+    Only for a model that is compiled as one: its blocks are not called. A separately compiled block is called, and that
+    names the moment. The same names in every block would name one moment, which is not affine in their number.
+    """
+    found = {parameter: _moment_of(blocks, parameter) for parameter in parameters}
+    return found if any(found[parameter] != parameter for parameter in parameters) else {}
+
+
 def _moment_of(blocks: tuple[str, ...], parameter: str) -> str:
-    """The moment at which a parameter is read, for a model that is compiled as one: its blocks are not called."""
     index = next((index for index, block in enumerate(blocks) if parameter.startswith(f"{block}.")), None)
     if index is None:
         return parameter
@@ -170,7 +206,9 @@ def _part(job: Job, sample: Any, trainer: Trainer) -> Batch:
     with outside_of_modes():
         pieces = {length: _piece(job, sample, trainer, length) for length in {s.length or 1 for r in rounds for s in r}}
     data = [pieces[span.length or 1] for round_ in rounds for span in round_]
-    pinned = map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), data)
+    pinned = map_tensors(
+        lambda tensor: set_value(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), tensor), data
+    )
     return assemble(pinned, rounds, samples=job.global_batch)
 
 
@@ -185,7 +223,7 @@ def _piece(job: Job, sample: Any, trainer: Trainer, length: int) -> Any:
 def _copied(batch: Batch) -> Batch:
     """A copy of the batch, as if it was moved to the device for this step."""
     data = [piece.data for piece in batch.pieces]
-    copied = map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), data)
+    copied = map_tensors(lambda tensor: copy_value(torch.empty(tensor.shape, dtype=tensor.dtype), tensor), data)
     rounds = tuple(tuple(piece.span for piece in round_) for round_ in batch.rounds)
     return assemble(copied, rounds, samples=batch.samples)
 
@@ -201,8 +239,11 @@ def _fake_world(ranks: int, rank: int) -> Iterator[World]:
 
 
 @contextmanager
-def _fake_tensors() -> Iterator[None]:
-    """Make fake tensors that report to be on CUDA. Reading a number from one gives 1.0, a finite loss."""
+def _fake_tensors(values: AbstractContextManager[None]) -> Iterator[None]:
+    """Make fake tensors that report to be on CUDA. Reading a number from one gives 1.0, a finite loss.
+
+    `values` is active above the fake tensors.
+    """
     with ExitStack() as stack:
         stack.enter_context(patch.object(FakeTensor, "is_cuda", property(lambda self: True), create=True))
         stack.enter_context(patch.object(FakeTensor, "__float__", lambda self: 1.0, create=True))
@@ -210,6 +251,7 @@ def _fake_tensors() -> Iterator[None]:
         stack.enter_context(clipping_by_lists())
         stack.enter_context(patch.object(ddp_engine, "DistributedDataParallel", Buckets))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(values)
         stack.enter_context(as_on_cuda())
         yield
 

@@ -23,6 +23,7 @@ from meshwright.torch_private.operators import DEVICE_OF
 from meshwright.torch_private.tensors import storage_id
 from meshwright.torch_private.trees import tree_leaves, tree_map_only
 from meshwright.tracing.memory import Allocation, Ledger, Workspaces
+from meshwright.tracing.meter import strided_in
 from meshwright.tracing.step_counts import Messages, Operations, is_collective
 
 aten = torch.ops.aten
@@ -43,6 +44,8 @@ class StepRecorder(TorchDispatchMode):
         self.phase = "build"
         """"build", "forward_backward" or "update"; autograd tells forward from backward."""
         self._in_loss = self.paused = False
+        self.keeps_values = False
+        """Whether fake tensors have known values, which views must have too."""
         self.captured_losses = 0
         """How often a loss ran while paused."""
         self._workspaces = Workspaces(self.ledger)
@@ -91,7 +94,7 @@ class StepRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_OF and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # a shortcut for two thirds of all operators under a tensor axis
-        if func in _VIEWS and type(args[0]) is FakeTensor and not self.paused:
+        if func in _VIEWS and type(args[0]) is FakeTensor and not self.paused and not self.keeps_values:
             return _view(func, args, kwargs)
         if DTensor in types:
             return NotImplemented  # a DTensor computes on its local tensor, which is dispatched here
@@ -100,15 +103,11 @@ class StepRecorder(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         pinned = kwargs.pop("pin_memory", None)
         found = func(*args, **kwargs)
-        given, made = tensors_in((args, kwargs)), tensors_in(found)
+        given, made = strided_in((args, kwargs)), strided_in(found)
         if any(map(_is_meta, made)):
             return found  # made only for its shape: on a GPU it takes no memory either
         self._follow(made, on_host=bool(pinned) or self._all_on_host(given))
-        if is_collective(func):
-            for tensor, cause in self.messages.note(func, args, self.step_phase):
-                self.tell(tensor, cause, only={"activations", "temporary"})
-        else:
-            self._ran(func, args, kwargs, found, given, made)
+        self._ran(func, args, kwargs, found, given, made)
         return found
 
     def ran(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
@@ -116,6 +115,10 @@ class StepRecorder(TorchDispatchMode):
         self._ran(func, args, kwargs, found, tensors_in((args, kwargs)), tensors_in(found))
 
     def _ran(self, func: Any, args: Any, kwargs: Any, found: Any, given: list[Tensor], made: list[Tensor]) -> None:
+        if is_collective(func):
+            for tensor, cause in self.messages.note(func, args, self.step_phase):
+                self.tell(tensor, cause, only={"activations", "temporary"})
+            return
         self._workspaces.note(func, self.step_phase)
         self.operations.note(func, args, kwargs, found, given, made, self.step_phase)
 

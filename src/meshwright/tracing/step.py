@@ -93,17 +93,16 @@ def _from_shorter(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, r
 def _sizes(strategy: Strategy) -> tuple[int, int]:
     if is_pipelined(strategy):
         return SIZES_OF_A_STAGE
-    if strategy.compile and not data_strategy(strategy).compiles_blocks(strategy):
-        return SIZES_COMPILED
-    return SIZES_DIVIDED if strategy.splits_activations else SIZES
+    if strategy.splits_activations:
+        return SIZES_DIVIDED
+    by_block = bool(strategy.inner_axes) or data_strategy(strategy).compiles_blocks(strategy)
+    return SIZES_COMPILED if strategy.compile and not by_block else SIZES
 
 
 def _unseen(strategy: Strategy, recorded: Recorded) -> str:
     found = []
     if recorded.uncompiled:
         found.append(f"what cannot be compiled on fake tensors was traced as eager: {recorded.uncompiled}")
-    if strategy.compile and strategy.inner_axes:
-        found.append(f"blocks that {strategy.inner_axes[0].word} divides were traced as eager")
     if strategy.offload == "params":
         found.append("offload=params was traced as if sharded parameters lay on the device")
     return "; ".join(found)

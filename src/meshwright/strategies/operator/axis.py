@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ class OperatorParallel(InnerAxis):
         place=20,
         splits_tensors=True,
         autocast=False,
+        compiles=True,
         missing={
             "torchtitan": "torchtitan does not divide single operators",
             "accelerate": "Accelerate does not divide single operators",
@@ -72,7 +73,12 @@ class OperatorParallel(InnerAxis):
     def apply(self, model: nn.Module, facts: ModelFacts, mesh: DeviceMesh, plan: Any) -> Cuts:
         from meshwright.strategies.operator.split import split_operators
 
-        return split_operators(model, plan, mesh)
+        return split_operators(model, plan, mesh, facts.blocks)
+
+    def compile_blocks(self, blocks: Sequence[nn.Module]) -> None:
+        from meshwright.strategies.tensor.draft import compile_programs
+
+        compile_programs(blocks)
 
     def division(self, facts: ModelFacts, ranks: int) -> Division:
         return OperatorDivision(facts, ranks)
@@ -101,13 +107,30 @@ class OperatorDivision(Division):
         forward = [Sent(kind="all_gather", bytes=kernel.made.at(samples)) for kernel in products]
         if shapes and not products:  # an embedding table: each rank finds its own entries
             forward = [Sent(kind="all_reduce", bytes=unit.output.at(samples))]
-        # A kernel's input and output grow with the samples, its weight does not.
-        inputs = [(kernel.bytes.each - kernel.made.each) * samples for kernel in products]
+        inputs = _distinct_inputs(unit.forward, products)
         return UnitShare(
             kernel_parts=lambda kernel: self._ranks if _reads_one(kernel, shapes) else 1,
             forward=tuple(forward),
-            backward=tuple(Sent(kind="all_reduce", bytes=size) for size in inputs),
+            backward=tuple(Sent(kind="all_reduce", bytes=size * samples) for size in inputs),
         )
+
+
+def _distinct_inputs(kernels: Sequence[Kernel], products: list[Kernel]) -> list[float]:
+    """Bytes per sample of the tensors that products read, each once: its gradient is summed once.
+
+    Query, key and value read the same one. So do products of equal inputs between which nothing of that size is made.
+    """
+    found: list[float] = []
+    last: float | None = None
+    for kernel in kernels:
+        # A kernel's input and output grow with the samples, its weight does not.
+        if any(kernel is product for product in products):
+            size = kernel.bytes.each - kernel.made.each
+            found += [size] if size != last else []
+            last = size
+        elif kernel.made.each == last or kernel.kind == "attention":
+            last = None
+    return found
 
 
 def _find_operators(facts: ModelFacts) -> Operators:

@@ -22,6 +22,8 @@ operators, which together hold less than 1 % of the parameters, stay whole: a me
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from itertools import product
@@ -32,9 +34,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from meshwright.errors import Refused
+from meshwright.recording.wrap_forward import wrap_forward
 from meshwright.strategies.cuts import Cut, Cuts, narrow
 from meshwright.strategies.operator.axis import SMALL, smallest
 from meshwright.strategies.operator.rules import Forward, OperatorKind, Way, recognise
+from meshwright.strategies.tensor.replay import BlockPrograms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +96,11 @@ def plan_operators(model: nn.Module, ranks: int, read_elsewhere: frozenset[str] 
     return plan
 
 
-def split_operators(model: nn.Module, plan: OperatorPlan, mesh: DeviceMesh) -> Cuts:
-    """Divide a model on the meta device as planned, and return the cuts of its divided parameters."""
+def split_operators(model: nn.Module, plan: OperatorPlan, mesh: DeviceMesh, blocks: Sequence[str] = ()) -> Cuts:
+    """Divide a model on the meta device as planned, and return the cuts of its divided parameters.
+
+    Blocks with divided operators run recorded programs (`strategies/tensor/replay.py`).
+    """
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -116,6 +123,10 @@ def split_operators(model: nn.Module, plan: OperatorPlan, mesh: DeviceMesh) -> C
         _swap_forward(module, way.forward, mesh, classes)
     del whole
     _close_fast_paths(model)
+    programs = BlockPrograms(mesh, nullcontext)
+    for name in blocks:
+        if any(f"{row.name}.".startswith(f"{name}." if name else "") for row in plan.divided):
+            wrap_forward(model.get_submodule(name), programs)
     return cuts
 
 

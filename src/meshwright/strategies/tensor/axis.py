@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from meshwright.facts.cluster import Cluster
@@ -34,6 +36,7 @@ class TensorParallel(InnerAxis):
         autocast=False,
         compiles=True,
         pieces_loss=True,
+        float8=True,
         config_fields={
             "torchtitan": "tensor_parallel_degree",
             "accelerate": "parallelism_config_tp_size",
@@ -73,8 +76,13 @@ class TensorParallel(InnerAxis):
 
         return tensor_region(mesh)
 
+    def float8_linear(self, mesh: DeviceMesh) -> Callable[..., Any]:
+        from meshwright.strategies.tensor.matrix import linear_in_float8
+
+        return partial(linear_in_float8, mesh)
+
     def compile_blocks(self, blocks: Sequence[nn.Module]) -> None:
-        from meshwright.strategies.tensor.replay import compile_programs
+        from meshwright.strategies.tensor.draft import compile_programs
 
         compile_programs(blocks)
 
@@ -107,7 +115,30 @@ class TensorDivision(Division):
         sent = self._messages(min(unit.output.at(samples), stream), layers) if layers else ()
         # A divided layer's input is gathered, and autograd keeps it whole for the weight's gradient.
         regathered = layers * stream * (1 - 1 / parts)
-        return UnitShare(parts=parts, regathered=regathered, forward=sent, backward=sent, intercepted=layers > 0)
+        return UnitShare(
+            parts=parts,
+            regathered=regathered,
+            beside=self._kept_by_programs(unit, samples) / parts if layers else 0.0,
+            forward=sent,
+            backward=sent,
+            intercepted=layers > 0 and not unit.is_block,
+        )
+
+    def _kept_by_programs(self, unit: UnitCosts, samples: int) -> float:
+        """Bytes that a block's program keeps and its plain forward does not, in all ranks together (`rewrite.py`).
+
+        Query, key and value are one product. Attention keeps the value, a view of it, and so the query and key from
+        before their rotation too. Its output is copied to the order in which ranks send rows.
+        """
+        found, products = 0.0, list[float]()
+        for before, kernel in pairwise(unit.forward):
+            products += [before.made.at(samples)] if before.kind == "matmul" else []
+            if kernel.kind == "attention":
+                rotated = before.kind != "matmul" and len(products) > 1
+                found += sum(products) - min(products) if rotated else 0.0
+                found += kernel.made.at(samples) if self._sequence else 0.0
+                products.clear()
+        return found
 
     def _summed_layers(self, unit: UnitCosts) -> int:
         """The number of layers whose outputs are summed over ranks: row layers and vocabularies."""

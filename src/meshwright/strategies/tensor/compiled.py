@@ -1,6 +1,7 @@
 """A rewritten program for torch.compile, which fuses what stands between products and collectives.
 
-Equal programs share one function, so alike blocks are compiled once.
+Equal programs share one function, so alike blocks are compiled once. What joins a block's parameters and sums their
+gradients stays outside of the graph: there it is views and one function in backward, in the graph it would be copies.
 """
 
 from __future__ import annotations
@@ -16,21 +17,42 @@ from torch import Tensor
 from meshwright.strategies.collectives import (
     AddUpAll,
     AddUpRows,
+    GatherParts,
     GatherRows,
     PartialGradients,
+    TakePart,
     add_up_all,
     add_up_rows,
     copy_all_in,
+    gather_parts,
     gather_rows,
+    take_part,
 )
+from meshwright.strategies.float8_linear import float8_linear
+from meshwright.strategies.tensor.block_parameters import block_parameters
 from meshwright.strategies.tensor.product import product
-from meshwright.strategies.tensor.program import Program
+from meshwright.strategies.tensor.program import Instruction, Local, Program, locals_in
 
-_made: dict[Any, Callable[..., tuple[Tensor, ...]]] = {}
+MADE: dict[Any, Callable[..., tuple[Tensor, ...]]] = {}
+"""Compiled functions, by what they do. Emptied while a step is traced, which imitates the compiler."""
 
 
 def compiled(program: Program) -> Callable[..., tuple[Tensor, ...]] | None:
     """None if the program has functions that torch.compile cannot trace, or that must draw what others draw."""
+    first = program.instructions[:1]
+    if not first or first[0].function not in _BEFORE_GRAPHS:
+        return _graph(program)
+    read = {local.number for one in program.instructions[1:] for local in locals_in((one.args, one.kwargs))}
+    read |= {*program.outputs}
+    inputs = tuple(number for number in (*program.inputs, *first[0].results) if number in read)
+    graph = _graph(replace(program, inputs=inputs, instructions=program.instructions[1:]))
+    if graph is None:
+        return None
+    call = Instruction(graph, tuple(map(Local, inputs)), {}, program.outputs, False, True)
+    return replace(program, instructions=(*first, call)).compile()
+
+
+def _graph(program: Program) -> Callable[..., tuple[Tensor, ...]] | None:
     if any(_is_opaque(one.function) for one in program.instructions):
         return None
     instructions = tuple(
@@ -38,9 +60,9 @@ def compiled(program: Program) -> Callable[..., tuple[Tensor, ...]] | None:
     )
     traceable = replace(program, instructions=instructions)
     key = traceable.identity()
-    if key not in _made:
-        _made[key] = torch.compile(traceable.compile(), dynamic=False)
-    return _made[key]
+    if key not in MADE:
+        MADE[key] = torch.compile(traceable.compile(), dynamic=False)
+    return MADE[key]
 
 
 def _is_opaque(function: Any) -> bool:
@@ -57,7 +79,11 @@ def _joined_product(x: Tensor, count: int, *parameters: Tensor) -> Tensor:
 _IN_GRAPHS: dict[Any, Any] = {
     copy_all_in: PartialGradients.apply,
     gather_rows: GatherRows.apply,
+    gather_parts: GatherParts.apply,
+    take_part: TakePart.apply,
     add_up_rows: AddUpRows.apply,
     add_up_all: AddUpAll.apply,
     product: _joined_product,
+    float8_linear: float8_linear,
 }
+_BEFORE_GRAPHS = (block_parameters, copy_all_in)

@@ -1,14 +1,13 @@
 """The conditions under which a recorded program is a block's next call, and where the program's tensors come from.
 
-They are Python source too: one function checks arguments, modules and globals in a few microseconds and returns the
-program's inputs, or None if something differs.
+They are Python source too (`condition_source.py`): one function checks arguments, modules and globals in a few
+microseconds and returns the program's inputs, or None if something differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import lru_cache
-from types import CodeType, FunctionType
+from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshwright.strategies.tensor.condition_source import Conditions
 from meshwright.strategies.tensor.layout import dim_of, is_divided, part_of, pieces_of
 from meshwright.strategies.tensor.memory import OUTDATED, check_unchanged
-from meshwright.strategies.tensor.python_reads import PythonReads, checks_of, is_comparable
+from meshwright.strategies.tensor.python_reads import PythonReads, is_comparable
 from meshwright.strategies.tensor.record import PLAIN, Unrecordable
 from meshwright.torch_private.dtensor import local_tensor
 from meshwright.torch_private.modules import HOOKS, OTHER_ATTRIBUTES
@@ -27,56 +27,6 @@ Place = tuple[int, str, str]
 """The module's number in its block, the attribute in which it keeps the tensor, and the tensor's name."""
 READ = "read"
 """In place of an attribute: the tensor is what reading the module's attribute of that name gives."""
-
-
-class Conditions:
-    """Collects conditions and compiles them."""
-
-    def __init__(self) -> None:
-        self._lines: dict[str, None] = {}
-        self._constants: dict[str, Any] = {}
-        self._names: dict[int, str] = {}
-
-    def bind(self, value: Any) -> str:
-        """The name of a constant in the source."""
-        if id(value) not in self._names:
-            self._names[id(value)] = f"c{len(self._constants)}"
-            self._constants[self._names[id(value)]] = value
-        return self._names[id(value)]
-
-    def require(self, condition: str) -> None:
-        self._lines[f"if not ({condition}): return None"] = None
-
-    def assign(self, name: str, read: str) -> None:
-        self._lines[f"{name} = {read}"] = None
-
-    def keep(self, read: str, value: Any) -> None:
-        """Require that the expression `read` gives what `value` is now."""
-        for text, constant in checks_of(value):
-            self.require(text.replace("{0}", read).replace("{1}", self.bind(constant)))
-
-    def keep_tensor(self, read: str, value: Tensor, *, carried: bool = False) -> None:
-        """Require a plain tensor with the metadata of `value`. One that a DTensor carries has no gradient."""
-        if type(value) not in PLAIN:
-            raise Unrecordable(f"it reads a {type(value).__name__}")
-        shape, dtype, kind = (self.bind(x) for x in (value.shape, value.dtype, type(value)))
-        self.require(f"{read}.__class__ is {kind} and {read}.dtype is {dtype} and {read}.shape == {shape}")
-        stride, device = self.bind(value.stride()), self.bind(value.device)
-        self.require(f"{read}.stride() == {stride} and {read}.device == {device}")
-        if not carried:
-            self.require(f"{read}.requires_grad is {value.requires_grad}")
-
-    def compile(self, returned: str) -> Callable[..., Any]:
-        """A function of (args, kwargs). It may raise KeyError, AttributeError and the like if something differs."""
-        body = "\n    ".join((*self._lines, f"return {returned}"))
-        made = {**self._constants, "__source__": self._lines}
-        exec(_compiled(f"def match(args, kwargs):\n    {body}"), made)
-        return made["match"]  # type: ignore[no-any-return]
-
-
-@lru_cache(maxsize=1024)
-def _compiled(source: str) -> CodeType:
-    return compile(source, "<conditions of a tensor program>", "exec")
 
 
 class Arguments:
@@ -169,52 +119,61 @@ def held_tensors(modules: list[nn.Module]) -> Iterator[tuple[Place, Tensor]]:
 
 def keep_modules(conditions: Conditions, modules: list[nn.Module]) -> None:
     """Require that a block's modules are what they are now, down to their attributes."""
+    for cls in dict.fromkeys(cls for module in modules for cls in _classes(module)):
+        _keep_class(conditions, cls)
     for number, module in enumerate(modules):
-        own, cls = conditions.bind(vars(module)), conditions.bind(type(module))
-        conditions.require(f"{conditions.bind(module)}.__class__ is {cls} and len({own}) == {len(vars(module))}")
-        _keep_class(conditions, type(module))
-        for name, value in vars(module).items():
-            read = f"{own}[{name!r}]"
+        own = vars(module)
+        conditions.keep_type(module)
+        conditions.keep_length(own)
+        for name, value in own.items():
             if name in HOOKS:
-                _refuse_hooks(conditions, read, value, is_block=number == 0)
-            elif name == "_modules":
-                conditions.require(f"{read} == {conditions.bind(dict(value))}")
-            elif name in ("_parameters", "_buffers"):
-                conditions.require(f"{read} is {conditions.bind(value)} and len({read}) == {len(value)}")
-                for key in [key for key, tensor in value.items() if tensor is None]:
-                    conditions.require(f"{read}[{key!r}] is None")
+                _refuse_hooks(conditions, own, name, is_block=number == 0)
+            elif name in ("_modules", "_parameters", "_buffers"):
+                conditions.keep_identity(own, name, value)
+                conditions.keep_length(value)
+                for key, item in value.items():
+                    if name == "_modules" or item is None:
+                        conditions.keep_identity(value, key, item)
             elif name not in OTHER_ATTRIBUTES and not getattr(type(value), "changes_are_seen", False):
-                conditions.keep(read, value)
+                conditions.keep_item(own, name, value)
 
 
-def _keep_class(conditions: Conditions, cls: type[nn.Module]) -> None:
+def _classes(module: nn.Module) -> tuple[type, ...]:
+    classes = type(module).__mro__
+    return classes[: classes.index(nn.Module)]
+
+
+def _keep_class(conditions: Conditions, cls: type) -> None:
     """Require that the methods and settings of a module's class are those of now."""
-    for one in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        space = conditions.bind(one)
-        for name, value in vars(one).items():
-            if isinstance(value, FunctionType):
-                conditions.require(f"{space}.__dict__[{name!r}] is {conditions.bind(value)}")
-            elif not name.startswith("__") and is_comparable(value):
-                conditions.keep(f"{space}.__dict__[{name!r}]", value)
+    own: Any = vars(cls)  # a view, another one in each read
+    for name, value in own.items():
+        if isinstance(value, FunctionType) or (not name.startswith("__") and is_comparable(value)):
+            conditions.keep_item(own, name, value)
 
 
-def _refuse_hooks(conditions: Conditions, read: str, hooks: Any, *, is_block: bool) -> None:
+def _refuse_hooks(conditions: Conditions, own: dict[str, Any], name: str, *, is_block: bool) -> None:
     """Hooks of the block itself run around the program; those of modules inside would not run at all."""
     if is_block:
         return
-    if hooks:
+    if own[name]:
         raise Unrecordable("a module inside of it has hooks")
-    conditions.require(f"not {read}")
+    conditions.keep_identity(own, name, own[name])
+    conditions.keep_length(own[name])
 
 
 def keep_reads(conditions: Conditions, reads: PythonReads) -> None:
     """Require that what the block's code reads beside its arguments and modules is what it is now."""
-    found = [(f"{conditions.bind(space)}[{name!r}]", value) for space, name, value in reads.globals_read()]
-    found += [(f"{conditions.bind(cell)}.cell_contents", value) for cell, value in reads.enclosing_variables()]
-    for read, value in found:
-        if isinstance(value, nn.Module | Tensor):
-            raise Unrecordable(f"it reads a {type(value).__name__} from elsewhere")
-        conditions.keep(read, value)
+    for space, name, value in reads.globals_read():
+        _refuse_tensors(value)
+        conditions.keep_item(space, name, value)
+    for cell, value in reads.enclosing_variables():
+        _refuse_tensors(value)
+        conditions.keep(f"{conditions.bind(cell)}.cell_contents", value)
+
+
+def _refuse_tensors(value: Any) -> None:
+    if isinstance(value, nn.Module | Tensor):
+        raise Unrecordable(f"it reads a {type(value).__name__} from elsewhere")
 
 
 def read_held(
@@ -225,10 +184,10 @@ def read_held(
     for place in places:
         names.append(f"p{len(names)}")
         conditions.assign(names[-1], _source(conditions, modules, place))
-        conditions.keep_tensor(names[-1], held[place])
         for other, tensor in held.items():
             if tensor is held[place] and other != place and other[1] != READ:
                 conditions.require(f"{_source(conditions, modules, other)} is {names[-1]}")
+    conditions.keep_tensors(names, [held[place] for place in places])
     return names
 
 

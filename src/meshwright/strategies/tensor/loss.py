@@ -11,34 +11,24 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.describe.dtypes import LOW
+from meshwright.pieced_loss.arguments import LossArguments
 from meshwright.strategies.recorder import noted
 from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, local, part, whole
 from meshwright.strategies.tensor.rules import Rule
 from meshwright.torch_private.autograd import direct_apply
 
 
-def cross_entropy(
-    func: Rule,
-    mesh: DeviceMesh,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
+def cross_entropy(func: Rule, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
     """Handles whole targets that are class indices. Weights and smoothing would need all classes at once."""
-    plain = weight is None and label_smoothing == 0.0 and size_average is None and reduce is None
+    given = LossArguments(*args, **kwargs)
+    input, target = given.input, given.target
     classes = 1 if input.dim() > 1 else 0
-    numbers = isinstance(target, Tensor) and not target.is_floating_point() and not is_divided(target, mesh)
-    if not plain or not numbers or not is_divided(input, mesh):
+    if not given.is_plain or not given.has_indices or is_divided(target, mesh) or not is_divided(input, mesh):
         return NotImplemented
     if dim_of(input) != classes:
-        return _in_parts(mesh, input, target, ignore_index, reduction)
-    losses = noted(_cross_entropy, local(input).movedim(classes, -1), target, ignore_index, mesh)
-    return _reduced(losses, target, ignore_index, reduction)
+        return _in_parts(mesh, input, target, given.ignore_index, given.reduction)
+    losses = noted(_cross_entropy, local(input).movedim(classes, -1), target, given.ignore_index, mesh)
+    return _reduced(losses, target, given.ignore_index, given.reduction)
 
 
 def _in_parts(mesh: DeviceMesh, input: Any, target: Tensor, ignore_index: int, reduction: str) -> Any:
@@ -66,11 +56,12 @@ class _CrossEntropy(torch.autograd.Function):
         largest = values.amax(-1, keepdim=True)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         shifted = values - largest
+        del values
         here = target - mesh.get_local_rank() * logits.shape[-1]
         elsewhere = (here < 0) | (here >= logits.shape[-1]) | (target == ignore_index)
         here = here.masked_fill(elsewhere, 0)
         chosen = shifted.gather(-1, here[..., None]).squeeze(-1).masked_fill(elsewhere, 0)
-        exponents = shifted.exp()
+        exponents = shifted.exp_()  # in place, because logits are often what takes most memory
         sums = torch.stack([exponents.sum(-1), chosen])
         dist.all_reduce(sums, group=group)
         ctx.save_for_backward(exponents.div_(sums[0][..., None]), here, elsewhere, target == ignore_index)
@@ -82,7 +73,7 @@ class _CrossEntropy(torch.autograd.Function):
         softmax, here, elsewhere, ignored = ctx.saved_tensors
         # softmax, minus 1 at targets whose class this rank holds
         change = softmax.scatter_add(-1, here[..., None], (~elsewhere)[..., None].to(softmax.dtype).neg())
-        return (change * gradient.masked_fill(ignored, 0)[..., None]).to(ctx.dtype), None, None, None
+        return change.mul_(gradient.masked_fill(ignored, 0)[..., None]).to(ctx.dtype), None, None, None
 
 
 _cross_entropy = direct_apply(_CrossEntropy)

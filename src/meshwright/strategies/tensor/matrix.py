@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.pieced_loss.head import Output, output_layer
-from meshwright.pieced_loss.rows import ClassPart
+from meshwright.pieced_loss.losses import ClassPart
 from meshwright.strategies.collectives import add_up, add_up_part
+from meshwright.strategies.float8_linear import float8_linear
+from meshwright.strategies.recorder import noted
 from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, local, part, pieces_of, shared, whole
 from meshwright.strategies.tensor.rules import Rule
 from meshwright.torch_private.tensors import version_of
@@ -27,19 +29,32 @@ SEQUENCE = 1  # the dim of the sequence in (batch, sequence, width)
 
 def linear(func: Rule, mesh: DeviceMesh, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """The weight is divided over outputs (a column layer), over inputs (a row layer), or not at all."""
+    multiply = func if func is _float8 else F.linear
     if is_divided(weight, mesh) and dim_of(weight) == 0:
         own_bias = _bias_part(bias, weight, mesh)
         if (output := output_layer(weight)) is not None and pieces_of(weight) == 1:
             return _put_off(output, shared_input(x, mesh), local(weight), own_bias, mesh)
-        return divided(F.linear(shared_input(x, mesh), local(weight), own_bias), -1, mesh, pieces_of(weight))
+        return divided(multiply(shared_input(x, mesh), local(weight), own_bias), -1, mesh, pieces_of(weight))
     if is_divided(weight, mesh) or (is_divided(x, mesh) and dim_of(x) == x.dim() - 1):
         if x.shape[-1] % mesh.size():
             return NotImplemented
-        return _plus(add_up_in_stream(F.linear(part(x, -1, mesh), part(weight, 1, mesh)), mesh), bias, mesh)
+        return _plus(add_up_in_stream(multiply(part(x, -1, mesh), part(weight, 1, mesh)), mesh), bias, mesh)
     if not is_divided(x, mesh):
         return NotImplemented
     own_bias = None if bias is None else shared(bias, mesh)
-    return divided(F.linear(local(x), shared(weight, mesh), own_bias), dim_of(x), mesh)
+    return divided(multiply(local(x), shared(weight, mesh), own_bias), dim_of(x), mesh)
+
+
+def linear_in_float8(mesh: DeviceMesh, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """A linear layer that multiplies in float8. Each part is scaled by its own largest element."""
+    result = linear(_float8, mesh, x, weight, bias)
+    if result is not NotImplemented:
+        return result
+    return _float8(whole(x, mesh), whole(weight, mesh), None if bias is None else whole(bias, mesh))
+
+
+_float8 = partial(noted, float8_linear)
+"""`float8_linear` as one function of a recorded program."""
 
 
 def _put_off(output: Output, x: Tensor, weight: Tensor, bias: Tensor | None, mesh: DeviceMesh) -> Tensor:

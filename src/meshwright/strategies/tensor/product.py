@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshwright.torch_private.autograd import direct_apply, wanted_by_backward
 from meshwright.torch_private.modes import without_torch_function
+from meshwright.torch_private.tensors import storage_id
 
 
 class Product(torch.autograd.Function):
@@ -43,17 +44,20 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """The parts below each other: a view, if they lie so in memory, as the copies of a block's parameters do."""
-    first, place = parts[0], parts[0].storage_offset()
-    for part in parts:
-        if part.storage_offset() != place or not part.is_contiguous() or not _shares_memory(first, part):
-            return torch.cat(tuple(parts))
-        place += part.numel()
-    rows = sum(len(part) for part in parts)
+    if not are_adjacent(parts):
+        return torch.cat(tuple(parts))
+    first, rows = parts[0], sum([part.shape[0] for part in parts])
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def _shares_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+def are_adjacent(parts: Sequence[Tensor]) -> bool:
+    """Whether tensors lie one after another in the same memory."""
+    memory, place = storage_id(parts[0].untyped_storage()), parts[0].storage_offset()
+    for part in parts:
+        if part.storage_offset() != place or not part.is_contiguous() or storage_id(part.untyped_storage()) != memory:
+            return False
+        place += part.numel()
+    return True
 
 
 product = direct_apply(Product)

@@ -22,6 +22,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from logging import Logger
+from operator import eq, getitem
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
@@ -258,22 +259,26 @@ def checks_of(value: Any, depth: int = 0) -> Iterator[Check]:
 class ClassState:
     """Settings that objects of a class share."""
 
-    values: tuple[tuple[type, str, Any], ...]
+    spaces: tuple[Any, ...]
+    """The attributes of the class or base that has each of them."""
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
 
     def same(self) -> bool:
-        return all(vars(cls).get(name) == value for cls, name, value in self.values)
+        """It raises KeyError if one is missing."""
+        return all(map(eq, map(getitem, self.spaces, self.names), self.values))
 
 
 def class_state(cls: type) -> ClassState | None:
     """The comparable attributes of a class and its bases; None if it has none, and for classes of Python and torch."""
     own = [one for one in cls.__mro__ if one.__module__.partition(".")[0] not in ("builtins", "torch", *_LIBRARIES)]
     found = [
-        (one, name, copied(value))
+        (vars(one), name, copied(value))
         for one in own
         for name, value in vars(one).items()
         if not name.startswith("__") and not isinstance(value, _FIXED) and is_comparable(value)
     ]
-    return ClassState(tuple(found)) if found else None
+    return ClassState(*zip(*found, strict=True)) if found else None
 
 
 def _inner(place: str, item: Any, depth: int) -> Iterator[Check]:

@@ -30,12 +30,13 @@ from meshwright.strategies.tensor.program import Instruction, Local, Program
 from meshwright.strategies.tensor.rules import functions
 from meshwright.torch_private.autograd import SET_GRAD_ENABLED, hooks_wrapped, own_functions_wrapped
 from meshwright.torch_private.dtensor import local_tensor
+from meshwright.torch_private.fake_tensors import FakeTensor
 from meshwright.torch_private.modes import TorchDispatchMode, below_all_modes
 from meshwright.torch_private.operators import reads_values
 from meshwright.torch_private.tensors import READ_VERSION, is_meta
 
-PLAIN = (Tensor, Parameter)
-"""The exact types of tensors in a program."""
+PLAIN = (Tensor, Parameter, FakeTensor)
+"""The exact types of tensors in a program. Traces run on fake ones."""
 
 _METADATA = functions(
     "size dim ndimension numel nelement element_size stride is_contiguous is_floating_point is_complex is_signed "
@@ -98,6 +99,11 @@ class ProgramRecorder(TorchFunctionMode):
         numbers = tuple(self._known(tensor) for tensor in outputs)
         inputs = (*self._arguments, *self.read.values())
         return Program(inputs, tuple(self._instructions), numbers, self._shapes)
+
+    def held_by_number(self) -> dict[int, Tensor]:
+        """The held tensors that the program reads, by their numbers."""
+        tensors = {place: tensor for place, tensor in self._held.values()}
+        return {number: tensors[place] for place, number in self.read.items()}
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -1,17 +1,20 @@
 """Rewrites a recorded program into one that computes the same with fewer kernels, as an expert would write it.
 
 1. Gradients of parameters that every rank holds whole (norms, biases) are summed over ranks in one message.
-2. Linear layers that read the same tensor (query, key and value; gate and up) are one product.
+2. Linear layers that read the same tensor (query, key and value; gate and up) are one product. If their weights lie
+   one after another in memory, as the copies of a step in 16 bits do, it is a plain linear layer with the joint weight;
+   otherwise a function that joins them where it needs them, because autograd would keep the joint copy.
 3. Gathered rows stay in the order in which ranks send them. Ranks' parts of a sequence arrive one after another, and
    putting each sample's parts beside each other copies the whole tensor. A layer that treats every row alone does not
    mind their order: only its outputs are put in order, which are a rank's share of the width, or they are scattered
    again as they are.
 
-A program that changes tensors in place stays as it is.
+A program that changes tensors in place keeps its instructions. In all of them collectives name their group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -25,27 +28,38 @@ from meshwright.strategies.collectives import (
     ADD_UP_PART,
     COPY_IN,
     JOIN,
+    TAKE,
     add_up_all,
     add_up_rows,
     copy_all_in,
+    gather_parts,
     gather_rows,
     group_of,
+    place_in,
+    take_part,
 )
-from meshwright.strategies.tensor.product import product
+from meshwright.strategies.float8_linear import float8_linear
+from meshwright.strategies.tensor.block_parameters import block_parameters
+from meshwright.strategies.tensor.product import are_adjacent, product
 from meshwright.strategies.tensor.program import Instruction, Local, Program, locals_in
 from meshwright.strategies.tensor.rules import functions
+from meshwright.strategies.tensor.shared_copies import with_shared_copies
 
 _ELEMENTWISE = functions(
     "add sub mul div neg square exp sigmoid tanh relu gelu silu to float bfloat16 half double "
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __neg__"
 )
+_LINEAR = (F.linear, float8_linear)
+"""In float8, a layer's rows have one scale, which does not depend on their order either."""
 _CUTS = functions("split chunk split_with_sizes")
 
 
-def rewrite(program: Program, mesh: DeviceMesh) -> Program:
+def rewrite(program: Program, mesh: DeviceMesh, held: Mapping[int, Tensor]) -> Program:
+    """`held` are the tensors that modules hold, by their number in the program, as they are now."""
     if any(_changes_its_input(one) for one in program.instructions):
-        return program
-    return _InSentOrder(_with_joint_products(_with_joint_sums(program, mesh)), mesh).rewritten()
+        return replace(program, instructions=tuple(_by_group(one, mesh) for one in program.instructions))
+    joint = _with_joint_products(_with_joint_sums(with_shared_copies(program), mesh), mesh, held)
+    return _InSentOrder(joint, mesh).rewritten()
 
 
 def _changes_its_input(one: Instruction) -> bool:
@@ -72,15 +86,19 @@ def _joint_sum(sums: list[Instruction], mesh: DeviceMesh) -> list[Instruction]:
 
 
 def _by_group(one: Instruction, mesh: DeviceMesh) -> Instruction:
-    """A sum by the name of its group."""
+    """A collective by the name of its group."""
     if one.function is COPY_IN:
         return replace(one, function=copy_all_in, args=(group_of(mesh), one.args[0]), single=False)
     if one.function is ADD_UP:
         return replace(one, function=add_up_all, args=(one.args[0], group_of(mesh)))
+    if one.function is TAKE:
+        return replace(one, function=take_part, args=(*one.args[:2], *place_in(mesh)))
+    if one.function is JOIN and one.args[2:4] == (1, False):
+        return replace(one, function=gather_parts, args=(*one.args[:2], *place_in(mesh)))
     return one
 
 
-def _with_joint_products(program: Program) -> Program:
+def _with_joint_products(program: Program, mesh: DeviceMesh, held: Mapping[int, Tensor]) -> Program:
     groups: dict[Any, list[int]] = {}
     made = {number: place for place, one in enumerate(program.instructions) for number in one.results}
     for place, one in enumerate(program.instructions):
@@ -93,12 +111,29 @@ def _with_joint_products(program: Program) -> Program:
     numbers = program.next_number()
     found: list[Instruction] = []
     shapes = dict(program.shapes)
+    joins: dict[int, list[Local]] = {}
     for place, one in enumerate(program.instructions):
         if place in joint:
-            found += _joint_product([program.instructions[each] for each in joint[place]], next(numbers), shapes)
+            products = [program.instructions[each] for each in joint[place]]
+            found += _joint_product(products, numbers, shapes, joins, held)
         elif place not in dropped:
             found.append(one)
-    return replace(program, instructions=tuple(found), shapes=shapes)
+    return replace(program, instructions=tuple(_with_joins(found, joins, shapes, mesh)), shapes=shapes)
+
+
+def _with_joins(
+    instructions: list[Instruction], joins: dict[int, list[Local]], shapes: Mapping[int, Any], mesh: DeviceMesh
+) -> list[Instruction]:
+    """Join parameters by the function that has the joint sum of gradients, which is the first one if there is one."""
+    if not joins:
+        return instructions
+    sums = instructions[:1] if instructions[0].function is copy_all_in else []
+    whole = sums[0].args[1:] if sums else ()
+    rows = tuple(tuple(shapes[part.number][0] for part in parts) for parts in joins.values())
+    parts = [part for parts in joins.values() for part in parts]
+    args = (group_of(mesh), len(whole), rows, *whole, *parts)
+    results = (*(sums[0].results if sums else ()), *joins)
+    return [Instruction(block_parameters, args, {}, results, False, True), *instructions[len(sums) :]]
 
 
 def _product_key(one: Instruction) -> Any:
@@ -119,20 +154,38 @@ def _pays(program: Program, places: list[int]) -> bool:
     return 3 * (len(products) - 1) * rows >= 4 * outputs
 
 
-def _joint_product(products: list[Instruction], number: int, shapes: dict[int, Any]) -> list[Instruction]:
-    first = products[0]
+def _joint_product(
+    products: list[Instruction],
+    numbers: Iterator[int],
+    shapes: dict[int, Any],
+    joins: dict[int, list[Local]],
+    held: Mapping[int, Tensor],
+) -> list[Instruction]:
+    """The product and its cut. Parameters that lie one after another become one, which `joins` gets."""
+    first, number = products[0], next(numbers)
     weights = [one.args[1] for one in products]
     biases = [one.args[2] for one in products] if len(first.args) > 2 and first.args[2] is not None else []
     outputs = tuple(one.results[0] for one in products)
     widths = [shapes[output][-1] for output in outputs]
     shapes[number] = (*shapes[outputs[0]][:-1], sum(widths))
-    args = (first.args[0], len(weights), *weights, *biases)
+    function, args = product, (first.args[0], len(weights), *weights, *biases)
+    if first.differentiated and all(_lie_joined(parts, held) for parts in (weights, biases) if parts):
+        joint = {next(numbers): parts for parts in (weights, biases) if parts}
+        shapes |= {each: (sum(widths), *shapes[parts[0].number][1:]) for each, parts in joint.items()}
+        joins |= joint
+        function, args = F.linear, (first.args[0], *map(Local, joint))
     return [
-        replace(first, function=product, args=args, results=(number,)),
+        replace(first, function=function, args=args, results=(number,)),
         replace(
             first, function=Tensor.split_with_sizes, args=(Local(number), widths, -1), results=outputs, single=False
         ),
     ]
+
+
+def _lie_joined(parts: list[Local], held: Mapping[int, Tensor]) -> bool:
+    """Whether parameters are trained and lie one after another, so that joining them is a view."""
+    tensors = [held[part.number] for part in parts if part.number in held]
+    return len(tensors) == len(parts) and all(x.requires_grad for x in tensors) and are_adjacent(tensors)
 
 
 class _InSentOrder:
@@ -203,7 +256,7 @@ class _InSentOrder:
         return dims.pop() if len(dims) == 1 else None
 
     def _is_by_row(self, one: Instruction) -> bool:
-        if one.function in (F.linear, product):
+        if one.function in (*_LINEAR, product):
             return self._dim(one.args[0]) is not None
         if one.function in _CUTS:
             return self._dim(one.args[0]) is not None and (one.kwargs.get("dim") == -1 or one.args[2:] == (-1,))
@@ -220,16 +273,22 @@ class _InSentOrder:
         return given == shape if self._dim(arg) is not None else len(given) <= 1
 
     def _stays(self, one: Instruction) -> bool:
-        """Whether a cut's results are used row by row; if not, they are put in order before they are cut."""
+        """Whether results stay in the order of ranks.
+
+        A cut's do if they are used row by row; if not, they are put in order before they are cut. Those of a layer that
+        is wider than its input do unless the program returns them, as a head's logits: ordering the input is less.
+        """
+        if one.function in (F.linear, product) and one.results[0] in self._program.outputs:
+            return self._shapes[one.results[0]][-1] <= self._shapes[one.args[0].number][-1]
         return one.function not in _CUTS or any(
-            use.function in _ELEMENTWISE or use.function is F.linear
+            use.function in _ELEMENTWISE or use.function in _LINEAR
             for number in one.results
             for use in self._uses.get(number, ())
         )
 
     def _scattered_along(self, one: Instruction) -> int | None:
         """The dim along which the sum of a row layer's output is scattered, if nobody else reads it."""
-        if one.function is not F.linear or one.kwargs or not isinstance(one.args[0], Local):
+        if one.function not in _LINEAR or one.kwargs or not isinstance(one.args[0], Local):
             return None
         uses = self._uses.get(one.results[0], [])
         if len(uses) != 1 or uses[0].function is not ADD_UP_PART:

@@ -38,9 +38,8 @@ def split_tensors(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, blocks: 
         run = partial(_with_parts, cuts=_own(cuts, row.module), mesh=mesh, sums_along_sequence=along)
         wrap_forward(modules[row.module], run)
     programs = BlockPrograms(mesh)
-    for name in blocks:
-        if name in modules:
-            wrap_forward(modules[name], programs)
+    for module in _recorded(modules, blocks, {row.module for row in rows}, sequence=plan.sequence):
+        wrap_forward(module, programs)
     wrap_forward(model, partial(_in_region, mesh=mesh))
     return cuts
 
@@ -65,6 +64,22 @@ def _narrow_all(model: nn.Module, cut_of: dict[int, Cut]) -> Cuts:
             if parameter is not None and id(parameter) in cut_of:
                 narrow(module, attribute, cut_of[id(parameter)], narrowed)
     return cuts
+
+
+def _recorded(
+    modules: dict[str, nn.Module], blocks: Sequence[str], divided: set[str], *, sequence: bool
+) -> Iterator[nn.Module]:
+    """The modules that run as programs: blocks, and outside of them divided layers and norms of divided sequences.
+
+    Other modules outside of blocks get whole tensors, on which a function takes less time than a program's conditions.
+    """
+    found: set[int] = set()
+    for name, module in modules.items():
+        outside = not any(name.startswith(f"{block}.") for block in blocks)
+        is_norm = sequence and not [*module.children()] and {p.dim() for p in module.parameters()} == {1}
+        if id(module) not in found and (name in blocks or (outside and (name in divided or is_norm))):
+            found.add(id(module))
+            yield module
 
 
 def _own(cuts: Cuts, module: str) -> Cuts:

@@ -1,42 +1,25 @@
 """Llamas as an expert writes them for one strategy, to measure ours against: no code of the library is used.
 
 `TensorLlama` is in Megatron's style: column and row layers, the sequence divided between them, query, key and value in
-one product, gate and up in one, and a loss over a divided vocabulary. `Llama` is the plain model for FSDP2.
+one product, gate and up in one, and a loss over a divided vocabulary. `Llama` is the plain model for FSDP2 and for one
+process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from same_start import Sizes, fill, rotary, text_for
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
 
 COLLECTIVES = torch.ops._c10d_functional
-
-
-@dataclass(frozen=True)
-class Sizes:
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    feed_forward: int
-    vocabulary: int
-    length: int
-    samples: int
-
-
-def rotary(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
-    head = sizes.width // sizes.heads
-    speeds = 10000.0 ** -(torch.arange(0, head, 2, device=device) / head)
-    angles = torch.outer(torch.arange(sizes.length, device=device), speeds).repeat(1, 2)
-    return angles.cos().bfloat16(), angles.sin().bfloat16()
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -147,12 +130,12 @@ class TensorLlama(nn.Module):
 
 
 class Masters:
-    """fp32 masters of bf16 parameters, their clipping and their AdamW."""
+    """Turns an fp32 model's parameters to bf16 and keeps fp32 masters of them, with clipping and AdamW."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.low = list(model.parameters())
-        self.high = [nn.Parameter(p.detach().float()) for p in self.low]
-        self.optimizer = AdamW(self.high, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        self.high = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+        self.low = list(model.bfloat16().parameters())
+        self.optimizer = adamw(self.high)
 
     def step(self) -> None:
         for high, low in zip(self.high, self.low, strict=True):
@@ -165,13 +148,34 @@ class Masters:
             torch._foreach_copy_(self.low, self.high)
 
 
+def adamw(parameters: Iterable[nn.Parameter]) -> AdamW:
+    return AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def parts_of(model: TensorLlama, sizes: Sizes) -> Iterator[tuple[str, Tensor]]:
+    """The parameters by name, joint ones in their parts."""
+    query, key = sizes.width // model.ranks, sizes.kv_heads * sizes.head_width // model.ranks
+    joint = {"qkv": {"q": query, "k": key, "v": key}}
+    joint["gate_up"] = dict.fromkeys(("gate", "up"), sizes.feed_forward // model.ranks)
+    for name, parameter in model.named_parameters():
+        block, _, layer = name.removesuffix(".weight").rpartition(".")
+        rows = joint.get(layer)
+        if rows is None:
+            yield name, parameter
+            continue
+        pieces = parameter.detach().split(list(rows.values()))
+        yield from ((f"{block}.{part}.weight", piece) for part, piece in zip(rows, pieces, strict=True))
+
+
 def tensor_step(sizes: Sizes, ranks: int, device: torch.device, *, compiled: bool) -> Callable[[], Tensor]:
     with device:
-        model = TensorLlama(sizes, ranks).bfloat16()
+        model = TensorLlama(sizes, ranks)
+    fill(parts_of(model, sizes))
     for block in model.blocks if compiled else ():
         block.compile()
-    masters, (cos, sin) = Masters(model), rotary(sizes, device)
-    text = torch.randint(sizes.vocabulary, (sizes.samples, sizes.length + 1), device=device)
+    masters = Masters(model)
+    cos, sin = (table.bfloat16() for table in rotary(sizes, device))
+    text = text_for(sizes, sizes.samples, device, tensor_ranks=ranks)
 
     def step() -> Tensor:
         loss: Tensor = model(text[:, :-1], text[:, 1:], cos, sin)
@@ -223,23 +227,27 @@ def loss_of(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
 
 
-def sharded_step(sizes: Sizes, device: torch.device, *, compiled: bool) -> Callable[[], Tensor]:
-    """FSDP2 as its documentation lays it, with the loss compiled too where blocks are."""
-    with torch.device("meta"):
-        model = Llama(sizes)
+def shard(model: Llama, *, compiled: bool, mesh: DeviceMesh | None = None) -> None:
+    """Apply FSDP2 as its documentation does, after compiling the blocks."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         if compiled:
             block.compile()
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def sharded_step(sizes: Sizes, device: torch.device, *, compiled: bool) -> Callable[[], Tensor]:
+    """FSDP2, with the loss compiled too where blocks are."""
+    with torch.device("meta"):
+        model = Llama(sizes)
+    shard(model, compiled=compiled)
     model.to_empty(device=device)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.02)
-    optimizer = AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    fill(model.named_parameters())
+    optimizer = adamw(model.parameters())
     loss_function = torch.compile(loss_of) if compiled else loss_of
-    cos, sin = rotary(sizes, device)
-    text = torch.randint(sizes.vocabulary, (sizes.samples, sizes.length + 1), device=device)
+    cos, sin = (table.bfloat16() for table in rotary(sizes, device))
+    text = text_for(sizes, sizes.samples, device)
 
     def step() -> Tensor:
         loss: Tensor = loss_function(model(text[:, :-1], cos, sin), text[:, 1:])
@@ -250,3 +258,34 @@ def sharded_step(sizes: Sizes, device: torch.device, *, compiled: bool) -> Calla
         return loss.detach()
 
     return step
+
+
+def one_graph_step(
+    model: nn.Module, inputs: tuple[Tensor, ...], y: Tensor, optimizer: AdamW, *, compiled: bool = True
+) -> Callable[[], Tensor]:
+    """Autocast, with model and loss compiled as one graph."""
+
+    def forward(*inputs: Tensor) -> Tensor:
+        with torch.autocast(y.device.type, torch.bfloat16):
+            return loss_of(model(*inputs), y)
+
+    run = torch.compile(forward) if compiled else forward
+
+    def step() -> Tensor:
+        loss: Tensor = run(*inputs)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def single_step(sizes: Sizes, device: torch.device) -> Callable[[], Tensor]:
+    with device:
+        model = Llama(sizes)
+    fill(model.named_parameters())
+    text = text_for(sizes, sizes.samples, device)
+    cos, sin = (table.bfloat16() for table in rotary(sizes, device))
+    return one_graph_step(model, (text[:, :-1], cos, sin), text[:, 1:], adamw(model.parameters()))

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from plan_gpu import make_up_weights
+from step_profile import differences, profile_step
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -33,8 +34,8 @@ from meshwright.describe.observe import make_batch
 from meshwright.facts import pieces
 from meshwright.facts.strategy import Strategy
 from meshwright.jobs.load import load_job
-from meshwright.pieced_loss import rows
 from meshwright.pieced_loss.head import HeadCalls, Output
+from meshwright.pieced_loss.losses import compiled_gradient
 
 GIB = 1 << 30
 HEADS = [("llama3-8b 1x8192", 8192, 4096, 128256), ("gpt2 16x1024", 16384, 768, 50304)]
@@ -44,6 +45,7 @@ CASES = [
     ("preset:llama3-8b:seq=8192,batch=64", "fsdp,bf16,compile", 64),
     ("preset:llama3.2-1b:seq=2048,batch=8", "single,bf16", 1),
     ("preset:gpt2:seq=1024,batch=16", "single,bf16,compile", 1),
+    ("preset:llama3.2-1b:seq=2048,batch=8", "single,bf16,compile", 1),
 ]
 TINY_HEADS = [("tiny", 64, 32, 200)]
 TINY_CASES = [("examples/gpt.py", "single,bf16", 1), ("examples/gpt.py", "fsdp,bf16", 8)]
@@ -76,7 +78,15 @@ def peak_of(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def measure_head(
-    name: str, tokens: int, width: int, classes: int, device: torch.device, rounds: int, sizes: list[int]
+    name: str,
+    tokens: int,
+    width: int,
+    classes: int,
+    device: torch.device,
+    rounds: int,
+    sizes: list[int],
+    *,
+    profiled: bool,
 ) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16).requires_grad_()
@@ -107,7 +117,7 @@ def measure_head(
 
         return run
 
-    fused = rows.compiled_gradient()
+    fused = compiled_gradient()
     runs = {"whole": lambda: step(loss_of), "whole compiled": lambda: step(compiled_loss)}
     runs |= {f"pieced {size >> 20}Mi": pieced(None, size) for size in sizes}
     runs |= {f"pieced compiled {size >> 20}Mi": pieced(fused, size) for size in sizes}
@@ -126,12 +136,15 @@ def measure_head(
                 f"head {name:18s} {label:22s} {ms:8.2f} ms  {peak:6.2f} GiB  off by (loss, hidden, weight) {error}",
                 flush=True,
             )
+            if profiled:
+                for kernel, (count, taken) in sorted(profile_step(run).kernels.items(), key=lambda item: -item[1][1]):
+                    print(f"    {taken:8.2f} ms {count:5d} {kernel[:120]}", flush=True)
         except Exception:
             traceback.print_exc()
             print(f"head {name:18s} {label:22s} FAILED", flush=True)
 
 
-def measure_case(job_text: str, text: str, ranks: int, device: torch.device, rounds: int) -> None:
+def measure_case(job_text: str, text: str, ranks: int, device: torch.device, rounds: int, *, profiled: bool) -> None:
     job = load_job(job_text)
     facts, batch = describe(job), make_batch(job, job.global_batch)
     world = replace(fake_world(ranks, device), weightless=True)
@@ -152,15 +165,28 @@ def measure_case(job_text: str, text: str, ranks: int, device: torch.device, rou
     print(
         f"{job_text} {text}: whole {ms['whole']:.1f} ms {peaks['whole']:.2f} GiB, pieced {ms['pieced']:.1f} ms "
         f"{peaks['pieced']:.2f} GiB; {peaks['whole'] - peaks['pieced']:.2f} GiB less, "
-        f"time x{ms['pieced'] / ms['whole']:.4f}, "
+        f"time x{ms['pieced'] / ms['whole']:.4f} (fastest x{min(times['pieced']) / min(times['whole']):.4f}), "
         f"first losses {first['whole']:.6f} {first['pieced']:.6f}",
         flush=True,
     )
+    if profiled:
+        show_profiles(trainers, batch)
     del trainers
     gc.collect()
     dist.destroy_process_group()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def show_profiles(trainers: dict[str, Trainer], batch: Any) -> None:
+    """Where the two steps spend their time, and the kernels that differ most."""
+    found = {loss: profile_step(lambda trainer=trainer: trainer.step(batch)) for loss, trainer in trainers.items()}
+    for loss, one in found.items():
+        print(
+            f"    {loss:8s} wall {one.wall:.1f} ms, host {one.host:.1f} ms, kernels {one.busy:.1f} ms in "
+            f"{one.launches} launches: {one.by_kind()}"
+        )
+    print("    " + "\n    ".join(differences(found["whole"], found["pieced"])), flush=True)
 
 
 def main() -> None:
@@ -170,16 +196,17 @@ def main() -> None:
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=[256], help="Mi elements of a piece's logits, for `head`"
     )
+    parser.add_argument("--profile", action="store_true", help="print kernels by kind, and those that differ")
     parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU")
     asked = parser.parse_args()
     device = torch.device("cpu") if asked.tiny else torch.device("cuda", 0)
     for head in TINY_HEADS if asked.tiny else HEADS:
         if asked.only in f"head {head[0]}":
-            measure_head(*head, device, asked.rounds, [size << 20 for size in asked.sizes])
+            measure_head(*head, device, asked.rounds, [size << 20 for size in asked.sizes], profiled=asked.profile)
     for case in TINY_CASES if asked.tiny else CASES:
         if asked.only in " ".join(map(str, case)):
             try:
-                measure_case(*case, device, asked.rounds)
+                measure_case(*case, device, asked.rounds, profiled=asked.profile)
             except Exception:
                 traceback.print_exc()
                 print(f"{case} FAILED", flush=True)

@@ -6,24 +6,27 @@
     PYTHONPATH=src:benchmarks python benchmarks/recompute_cost.py --only host     # the host's time per block, on a CPU
 
 GPT-2 XL, four sequences of 1,024 tokens, bf16. `by operator` is PyTorch's selective checkpointing, which looks at every
-operator; `selective` is ours. Rows of one group are timed in turns. `budget` compiles without checkpoints and lets the
-compiler choose what to keep within a share of the memory.
+operator; `selective` is ours. Rows of one group are timed in turns, each with the first row of the group. `budget`
+compiles without checkpoints and lets the compiler choose what to keep within a share of the memory. Kernels are the sum
+of a profiled step: unlike a step's time, it does not depend on the host.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, partialmethod
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from plan_gpu import make_up_weights
+from step_profile import Profile, host_and_wall, profile_step
 from torch import nn
 
 from meshwright.assemble import apply
@@ -52,10 +55,18 @@ def by_operator() -> Iterator[None]:
 
 @contextmanager
 def budget(share: float) -> Iterator[None]:
-    """Let the compiler keep this share of what it would keep."""
-    import torch._functorch.config as config
+    """Let the compiler keep this share of what it would keep.
 
-    with config.patch(activation_memory_budget=share):
+    Each share is a backend of its own: compiled code is found again by its backend, and not by this setting.
+    """
+    import torch._functorch.config as config
+    from torch._inductor.compile_fx import compile_fx
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        with config.patch(activation_memory_budget=share):
+            return compile_fx(graph, inputs)
+
+    with patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend)):
         yield
 
 
@@ -74,7 +85,11 @@ GROUPS: dict[str, tuple[int, list[tuple[str, str, Region]]]] = {
         [
             ("compile", "ddp,bf16,compile", nullcontext),
             ("compile, selective", "ddp,bf16,compile,ac=selective", nullcontext),
-            ("compile, budget 0.5", "ddp,bf16,compile", partial(budget, 0.5)),
+            *(
+                (f"compile, budget {share}", "ddp,bf16,compile", partial(budget, share))
+                for share in (0.9, 0.5, 0.3, 0.1)
+            ),
+            ("compile, full", "ddp,bf16,compile,ac=full", nullcontext),
         ],
     ),
     "compile": (
@@ -94,24 +109,19 @@ class Row:
     name: str
     trainer: Trainer
     batch: Any
-    region: Region
     first: float = 0.0
     held: int = 0
     peak: int = 0
     seconds: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+    beside: float = 0.0
+    """Median seconds of the group's first row, in the same turns."""
+    profile: Profile | None = None
 
-    def step(self, device: torch.device) -> float:
-        with self.region():
-            synchronise(device)
-            start = time.perf_counter()
-            self.trainer.step(self.batch)
-            synchronise(device)
-            return time.perf_counter() - start
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    def step(self) -> tuple[float, float]:
+        """Seconds until a step returned, and until the device was done."""
+        host, wall = host_and_wall(lambda: self.trainer.step(self.batch))
+        return host / 1e3, wall / 1e3
 
 
 def allocated(device: torch.device) -> int:
@@ -125,8 +135,8 @@ def build(name: str, strategy: str, region: Region, model: str, world: World) ->
     with region():
         trainer = Trainer(job, facts, Strategy.parse(strategy).resolve(world.ranks), world, seed=0)
     make_up_weights(trainer)
-    row = Row(name, trainer, make_batch(job, job.global_batch), region)
-    row.first = row.step(device)
+    row = Row(name, trainer, make_batch(job, job.global_batch))
+    row.first = row.step()[1]
     row.held = allocated(device) - before
     return row
 
@@ -134,29 +144,46 @@ def build(name: str, strategy: str, region: Region, model: str, world: World) ->
 def measure(rows: list[Row], device: torch.device, rounds: int) -> None:
     for _ in range(rounds):
         for row in rows:
-            row.step(device)  # fills caches after another model ran
+            row.step()  # fills caches after another model ran
             others = allocated(device) - row.held
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            row.seconds.append(row.step(device))
+            host, wall = row.step()
+            row.host.append(host)
+            row.seconds.append(wall)
             if device.type == "cuda":
                 row.peak = torch.cuda.max_memory_allocated() - others
 
 
-def show(group: str, rows: list[Row]) -> None:
-    first = median(rows[0].seconds)
-    for row in rows:
-        own = median(row.seconds)
-        print(
-            f"{group:8} | {row.name:20} | {own * 1e3:8.1f} ms | {own / first:6.3f} | {row.peak / GIB:6.2f} GiB | "
-            f"first step {row.first:5.1f} s",
-            flush=True,
-        )
+def show(group: str, row: Row, first: Row) -> None:
+    own, others = row.profile, first.profile
+    kernels = f"kernels {own.busy:6.1f} ms {own.busy / (others.busy or 1):6.3f} | " if own and others else ""
+    print(
+        f"{group:8} | {row.name:20} | {median(row.seconds) * 1e3:8.1f} ms | {median(row.seconds) / row.beside:6.3f} | "
+        f"host {median(row.host) * 1e3:6.1f} ms | {kernels}{row.peak / GIB:6.2f} GiB | first step {row.first:5.1f} s",
+        flush=True,
+    )
 
 
-def early(row: Row) -> str:
-    """What is known of a row before it is timed in turns with the others."""
-    return f"first step {row.first:.1f} s, then {row.seconds[0] * 1e3:.1f} ms, {row.peak / GIB:.2f} GiB"
+def run_group(group: str, model: str, device: torch.device, rounds: int) -> None:
+    """Measure each row in turns with the first one; no more than two models are on the device."""
+    ranks, cases = GROUPS[group]
+    world = replace(fake_world(ranks, device), weightless=True)
+    first: Row | None = None
+    for case in cases:
+        try:
+            row = build(*case, model, world)
+            first = first or row
+            pair = [first] if row is first else [first, row]
+            first.seconds.clear()
+            measure(pair, device, rounds)
+            row.beside, row.profile = median(first.seconds), profile_step(row.step)
+            show(group, row, first)
+        except Exception as error:
+            print(f"{group:8} | {case[0]:20} | failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        row, pair = None, []  # type: ignore[assignment]
+        gc.collect()
+    world.leave()
 
 
 class Block(nn.Module):
@@ -206,20 +233,7 @@ def main() -> None:
         if group == "host":
             host(options.rounds * 5)
             continue
-        rows: list[Row] = []
-        ranks, cases = GROUPS[group]
-        world = replace(fake_world(ranks, device), weightless=True)
-        for case in cases:
-            try:
-                rows.append(build(*case, model, world))
-                measure(rows[-1:], device, 1)
-                print(f"{group:8} | {case[0]:20} | {early(rows[-1])}", flush=True)
-            except Exception as error:
-                print(f"{group:8} | {case[0]:20} | failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
-        measure(rows, device, options.rounds)
-        show(group, rows)
-        rows.clear()
-        world.leave()
+        run_group(group, model, device, options.rounds)
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.compiler.reset()

@@ -1,5 +1,6 @@
 """One rank's step on fake tensors in a fake world: memory, operators and messages."""
 
+import gc
 from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
@@ -261,6 +262,19 @@ def test_no_program_of_a_trace_is_left() -> None:
     before = dict(MADE)
     trace("tp=2,compile", 2, layers=1)
     assert before == MADE
+
+
+@pytest.mark.parametrize("strategy", ["ddp,mb=2", "fsdp", "tp=2", "op=2", "pp=2:1f1b,mb=2"])
+def test_a_trace_does_not_depend_on_the_garbage_collector(strategy: str) -> None:
+    thresholds = gc.get_threshold()
+    try:
+        gc.set_threshold(10, 2, 2)
+        often = trace(strategy, 2)
+        gc.disable()
+        assert trace(strategy, 2).memory == often.memory
+    finally:
+        gc.enable()
+        gc.set_threshold(*thresholds)
 
 
 def test_roles_of_a_pipeline() -> None:

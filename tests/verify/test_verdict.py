@@ -70,6 +70,14 @@ def test_initial_values_are_the_builders_own_to_the_bit() -> None:
     assert "w: differs by 1e-15 at the start" in verdict.first_difference
 
 
+def test_outputs_of_the_same_micro_batches_are_compared() -> None:
+    plain = reference(outputs=[[ONES], [2 * ONES]])
+    assert judge("single", trace(outputs=[[ONES], [2 * ONES]]), plain).equal
+    assert "output 1" in judge("single", trace(outputs=[[ONES], [3 * ONES]]), plain).first_difference
+    assert "3 tensors" in judge("single", trace(outputs=[[ONES, ONES], [ONES]]), plain).first_difference
+    assert judge("single,mb=2", trace(outputs=[[ONES], [ONES], [ONES]]), plain).equal  # of other micro-batches
+
+
 def test_a_gradient_is_compared_before_the_optimizer() -> None:
     assert of_gradient(ONES, ONES).equal
     assert "it is 2 times the right one" in of_gradient(ONES, 2 * ONES).first_difference

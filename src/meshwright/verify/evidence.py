@@ -31,8 +31,8 @@ class Evidence:
     first: State = field(default_factory=dict)
     """Parameters and buffers after the first step, which still shows the cause of a difference."""
     last: State = field(default_factory=dict)
-    outputs: list[torch.Tensor] = field(default_factory=list)
-    """Tensors of the first step's model outputs, in the order of their pytree."""
+    outputs: list[list[torch.Tensor]] = field(default_factory=list)
+    """For each micro-batch of the first step, the tensors of the model's output in the order of their pytree."""
     gradients: State | None = None
     """Of the first step, before clipping; parameters without a gradient are left out. None if they cannot be read."""
     smallest: State = field(default_factory=dict)

@@ -127,7 +127,7 @@ def step_batch(job: Job, recipe: Recipe, step: int) -> Any:
 
 
 def forward_backward(
-    job: Job, model: nn.Module, batch: Any, recipe: Recipe, step: int, outputs: list[torch.Tensor]
+    job: Job, model: nn.Module, batch: Any, recipe: Recipe, step: int, outputs: list[list[torch.Tensor]]
 ) -> float:
     """Compute gradients of the mean loss, and return the loss; `outputs` gets the model's outputs of the first step."""
     sums, weights, pieces = [], [], _pieces(job, batch, recipe)
@@ -141,7 +141,7 @@ def forward_backward(
         sums.append(float(total.detach()))
         weights.append(float(weight))
         if step == 0:
-            outputs += outputs_of(output)
+            outputs.append(outputs_of(output))
     if len(pieces) > 1:
         for parameter in model.parameters():
             if parameter.grad is not None:

@@ -100,7 +100,7 @@ def _noting_outputs(job: Job, trace: Evidence) -> Callable[[Any, Any], Any]:
 
     def loss(output: Any, batch: Any) -> Any:
         if not trace.losses and torch.is_grad_enabled():
-            trace.outputs.extend(outputs_of(output))
+            trace.outputs.append(outputs_of(output))
         return job.loss(output, batch)
 
     return loss

@@ -22,8 +22,8 @@ from meshwright.planner.candidates import Allowed, candidates
 from meshwright.planner.collectives import group_on
 from meshwright.planner.explain import explain
 from meshwright.planner.search import consider
+from meshwright.planner.site import Site
 from meshwright.planner.step_layout import lay_out_step
-from meshwright.planner.time import Site
 from meshwright.strategies import InnerAxis, register, unregister
 from meshwright.strategies.cuts import Cuts
 from meshwright.strategies.model_axis import Division, Sent, UnitShare

@@ -19,8 +19,10 @@ from meshwright.facts.strategy import Strategy
 from meshwright.facts.timeline import DATA, SEND, UPDATE, Piece, Timeline, with_idle
 from meshwright.planner.calibrate import Calibration
 from meshwright.planner.search import PlanContext
+from meshwright.planner.site import Site
+from meshwright.planner.stage_pass import stage_passes
 from meshwright.planner.step_layout import StepLayout, lay_out_step
-from meshwright.planner.time import Site, forecast_time, stage_passes
+from meshwright.planner.time import forecast_time
 from meshwright.schedules import Action, Kind, Schedule, TimedAction, make, simulate
 
 LARGEST = 20_000

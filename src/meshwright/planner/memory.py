@@ -6,7 +6,8 @@ from functools import lru_cache
 
 from meshwright import schedules
 from meshwright.facts.forecast import Forecast
-from meshwright.planner.stage_costs import StageCosts, StageWork, UnitWork
+from meshwright.planner.stage_costs import StageCosts
+from meshwright.planner.stage_work import StageWork, UnitWork
 from meshwright.planner.step_layout import BUCKET, StepLayout, stages_of
 
 GATHERED_UNITS = 2

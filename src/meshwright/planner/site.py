@@ -1,0 +1,89 @@
+"""A step layout on a cluster: the groups of its mesh axes, and what their messages take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, prod
+
+from meshwright.facts.catalogue import is_measured
+from meshwright.facts.hardware import Hardware
+from meshwright.facts.links import KINDS
+from meshwright.facts.strategy import AxisTerm
+from meshwright.planner.collectives import RankGroup, group_on
+from meshwright.planner.step_layout import StepLayout, inner_causes
+
+MESSAGE = 256e6
+"""Bytes of the largest message that engines send at once; a larger one is split."""
+DATA_PLACE = 0
+"""Place of the data axis in the mesh; axes of a higher place are inside it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A step layout on a cluster: its rank groups and the cost of their collectives."""
+
+    hardware: Hardware
+    per_node: int
+    """Devices per node."""
+    step_layout: StepLayout
+    collective: Callable[[str, float, RankGroup], float]
+    """Seconds of one collective, from its kind, bytes and group."""
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.hardware.device == "cpu"
+
+    @cached_property
+    def causes(self) -> tuple[str, ...]:
+        return inner_causes()
+
+    @cached_property
+    def inner(self) -> tuple[tuple[AxisTerm, RankGroup], ...]:
+        """Each inner axis and its group."""
+        terms = self.step_layout.inner
+        return tuple((term, self._group(term.size, self._stride(term.traits.place))) for term in terms)
+
+    def _group(self, axis_size: int, inner: int) -> RankGroup:
+        return group_on(axis_size, inner, self.per_node, self.nodes)
+
+    @property
+    def nodes(self) -> int:
+        return ceil(self.step_layout.ranks / self.per_node)
+
+    def _stride(self, place: int) -> int:
+        """Number of consecutive ranks inside one step of the axis at a place of the mesh."""
+        inner = prod(term.size for term in self.step_layout.inner if term.traits.place > place)
+        return inner * self.step_layout.data if place < DATA_PLACE else inner
+
+    @cached_property
+    def shard(self) -> RankGroup:
+        return self._group(self.step_layout.shards, self._stride(DATA_PLACE))
+
+    @cached_property
+    def replica(self) -> RankGroup:
+        layout = self.step_layout
+        return self._group(layout.data // layout.shards, self._stride(DATA_PLACE) * layout.shards)
+
+    @cached_property
+    def data(self) -> RankGroup:
+        return self._group(self.step_layout.data, self._stride(DATA_PLACE))
+
+    @cached_property
+    def neighbour(self) -> RankGroup:
+        """The group of a stage and the next one."""
+        return self._group(2, self.step_layout.inner_ranks * self.step_layout.data)
+
+    @cached_property
+    def stall(self) -> float:
+        """Seconds that each message between nodes loses in the median run of this size."""
+        known = self.nodes == 1 or is_measured(self.hardware, "between.latency")
+        return 0.0 if known else KINDS[self.hardware.between.kind].usual_stall(self.nodes)
+
+    def time(self, kind: str, size: float, group: RankGroup) -> float:
+        """Seconds to communicate `size` bytes, in messages of about `MESSAGE` bytes."""
+        if group.ranks == 1 or size <= 0:
+            return 0.0
+        messages = max(1, round(size / MESSAGE))
+        return messages * self.collective(kind, size / messages, group)

@@ -1,0 +1,134 @@
+"""Seconds of a stage's forward and backward for one micro-batch: compute, messages of inner axes, and the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.planner.collectives import RankGroup
+from meshwright.planner.kernels import moving
+from meshwright.planner.site import Site
+from meshwright.planner.stage_costs import WIDE
+from meshwright.planner.stage_work import StageWork, UnitWork
+from meshwright.strategies.model_axis import Sent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """Seconds of a stage's forward or backward for one micro-batch."""
+
+    compute: float
+    sent: dict[str, float]
+    """Exposed communication of each inner axis, by the name of its mesh axis."""
+    host: float
+    """Host seconds beyond both."""
+
+    @property
+    def total(self) -> float:
+        return self.compute + sum(self.sent.values()) + self.host
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {"compute": self.compute, **self.sent, "host": self.host}
+
+
+def stage_passes(site: Site, stage: StageWork) -> tuple[Pass, Pass]:
+    """Forward and backward of one micro-batch on one stage."""
+    return _pass(site, stage, backward=False), _pass(site, stage, backward=True)
+
+
+def _pass(site: Site, stage: StageWork, *, backward: bool) -> Pass:
+    compute = host_total = 0.0
+    sent = dict.fromkeys(site.causes, 0.0)
+    axes = [(term.traits.mesh_name, group, _meeting(site, group.ranks)) for term, group in site.inner]
+    for unit, times in stage.counted:
+        compute += times * ((unit.backward if backward else unit.forward) + _preparing(site, unit, backward=backward))
+        host = _launching(site, unit, backward=backward)
+        for (cause, group, meeting), own in zip(axes, unit.sent, strict=True):
+            sent[cause] += times * sending(site, group, own[backward])
+            host += sum(message.times for message in own[backward]) * meeting
+        host_total += times * host
+    if backward:
+        compute += _accumulating(site, stage.trainable)
+    if not site.is_cpu:
+        host_total += site.step_layout.host.neighbour * (site.step_layout.stage_ranks > 1)
+        host_total += _sharded_host(site, stage, backward=backward)
+    return Pass(compute=compute, sent=sent, host=max(0.0, host_total - compute - sum(sent.values())))
+
+
+def _launching(site: Site, unit: UnitWork, *, backward: bool) -> float:
+    """Host seconds of launching a unit's kernels."""
+    layout = site.step_layout
+    launches = unit.backward_launches if backward else unit.forward_launches
+    if site.is_cpu:
+        return launches * site.hardware.launch
+    if layout.graphs:
+        return launches * layout.host.node
+    plain = each = site.hardware.launch + layout.host.operator
+    if unit.intercepted:
+        each += layout.host.divided[backward]
+    # Casts of all parameters at once launch less, but the host's costs were fitted to steps that cast each alone.
+    casts = unit.tensors if layout.cast_bytes else 0
+    if layout.recompute == "none" or layout.compile or not unit.is_block:  # compiled code recomputes by itself
+        return launches * each + casts * plain
+    if layout.recompute == "selective":
+        return launches * each + casts * plain + (unit.forward_launches + casts) * layout.host.selected
+    again = casts * plain + layout.host.repeated if backward else 0.0
+    return launches * each + casts * plain + again
+
+
+def _preparing(site: Site, unit: UnitWork, *, backward: bool) -> float:
+    """Device seconds of casting or copying a unit's parameters before they are read."""
+    layout = site.step_layout
+    repeats = layout.casts_each and layout.recompute != "none" and unit.is_block
+    if layout.cast_bytes and (not backward or repeats):
+        passes = 1 if layout.casts_each or layout.graphs else layout.micro_batches
+        return moving(unit.elements * (layout.parameter_bytes + layout.compute_bytes), site.hardware) / passes
+    if layout.gathers and layout.host.gathers_by_copy and (layout.reshards or not backward):
+        return moving(unit.elements * 2 * layout.compute_bytes, site.hardware)
+    return 0.0
+
+
+def _sharded_host(site: Site, stage: StageWork, *, backward: bool) -> float:
+    """Host seconds of the data axis's collectives in one micro-batch."""
+    layout = site.step_layout
+    if layout.shards == 1:
+        return 0.0
+    gathers = layout.gathers and (layout.reshards or not backward)
+    reduces = backward / (1 if layout.reduces_each else layout.micro_batches)  # or in the last micro-batch only
+    units = sum(times for unit, times in stage.counted if unit.elements)
+    return units * layout.host.shard * (gathers + reduces)
+
+
+def _accumulating(site: Site, elements: int) -> float:
+    """Device seconds of adding a micro-batch's gradients to the sum: one is read, the other read and written.
+
+    If they are reduced first, they are cast whole, and only a shard is added.
+    """
+    layout = site.step_layout
+    casts = layout.compute_bytes != layout.gradient_bytes
+    if layout.micro_batches == 1 and not casts:
+        return 0.0
+    if layout.reduces_each:
+        added = 3 * layout.gradient_bytes / layout.gradients_over if layout.micro_batches > 1 else 0.0
+        # FSDP2 casts to the dtype that it sends, our ZeRO to that of the masters.
+        whole = layout.reduce_bytes if layout.gathers else layout.gradient_bytes
+        cast = layout.compute_bytes + 2 * whole if casts else 0.0
+        return moving(elements * (cast + added), site.hardware)
+    # Where ranks keep whole sums, these are rounded to be sent and cast back, once a step.
+    rounded = layout.optimizer_over == 1 and layout.reduce_bytes < layout.gradient_bytes
+    back = 2 * rounded * (layout.gradient_bytes + layout.reduce_bytes) / layout.micro_batches
+    return moving(elements * (layout.compute_bytes + 2 * layout.gradient_bytes + back), site.hardware)
+
+
+def _meeting(site: Site, ranks: int) -> float:
+    """Host seconds of one collective of an inner axis."""
+    if site.is_cpu:
+        return 0.0
+    crosses = site.step_layout.stage_ranks > 1 and site.neighbour.nodes > 1
+    host = site.step_layout.host
+    stall = host.stall * ranks * max(1.0, ranks / WIDE) if crosses and not site.step_layout.compile else 0.0
+    return host.collective + stall
+
+
+def sending(site: Site, group: RankGroup, messages: tuple[Sent, ...]) -> float:
+    return sum(message.times * site.time(message.kind, message.bytes, group) for message in messages)

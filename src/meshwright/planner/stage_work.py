@@ -1,0 +1,88 @@
+"""What one rank computes, keeps and sends in a stage, at one micro-batch size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from meshwright.strategies.model_axis import Sent
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitWork:
+    """One unit at one micro-batch size, on one rank of the inner axes."""
+
+    name: str
+    is_block: bool
+    forward: float
+    """Seconds on the device."""
+    backward: float
+    forward_launches: int
+    backward_launches: int
+    kept: float
+    """Bytes; the next three likewise."""
+    output: float
+    forward_peak: float
+    backward_peak: float
+    elements: int
+    """Elements of the parameters that the unit reads, on this rank."""
+    gathered_with: int
+    """Elements that FSDP gathers for it: those of the largest shard unit that it runs."""
+    in_units: int
+    """How many of its own elements are in shard units; the others are gathered for the whole step."""
+    trainable: int
+    tensors: int
+    """Number of parameters that the unit reads."""
+    multiplies: bool
+    """Whether backward needs the parameters again; a matmul's it does, an embedding table's it does not."""
+    intercepted: bool
+    """Whether an inner axis intercepts each of its operators on the host, where no recorded program runs."""
+    sent: tuple[tuple[tuple[Sent, ...], tuple[Sent, ...]], ...] = field(hash=False)
+    """For each inner axis: its messages in forward, and in backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """Consecutive units on one stage."""
+
+    units: tuple[UnitWork, ...]
+    elements: int
+    """Elements of all parameters that the stage holds, each counted once."""
+    trainable: int
+    output: float
+    """Bytes that one rank sends to the next stage."""
+
+    @cached_property
+    def counted(self) -> tuple[tuple[UnitWork, int], ...]:
+        """Each distinct unit, with its number of occurrences."""
+        counts: dict[int, list[Any]] = {}
+        for unit in self.units:
+            counts.setdefault(id(unit), [unit, 0])[1] += 1
+        return tuple((unit, times) for unit, times in counts.values())
+
+    @cached_property
+    def kept(self) -> float:
+        return sum(unit.kept for unit in self.units)
+
+    @cached_property
+    def cast(self) -> tuple[int, int, int]:
+        """Elements that are cast and kept for backward: outside of blocks, in all blocks, in the largest block."""
+        around = sum(unit.elements for unit in self.units if unit.multiplies and not unit.is_block)
+        blocks = [unit.elements for unit in self.units if unit.multiplies and unit.is_block]
+        return around, sum(blocks), max(blocks, default=0)
+
+    @cached_property
+    def climb(self) -> float:
+        """Peak bytes of one micro-batch's forward and backward, on top of what the other micro-batches keep."""
+        before, peak = 0.0, 0.0
+        for unit in self.units:
+            peak = max(peak, before + unit.forward_peak, before + unit.backward_peak)
+            before += unit.kept
+        return max(peak, before)
+
+    @cached_property
+    def logits(self) -> float:
+        """The part of `climb` that belongs to the loss, on the last stage."""
+        last = self.units[-1] if self.units else None
+        return max(last.forward_peak, last.backward_peak) if last is not None and not last.elements else 0.0

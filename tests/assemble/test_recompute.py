@@ -1,6 +1,9 @@
 """Recomputed blocks give the gradients that kept activations give, and keep less."""
 
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -147,3 +150,52 @@ def test_keyword_arguments_reach_the_block() -> None:
     recompute_blocks([recomputed], "full")
     assert torch.equal(recomputed(batch(), scale=3.0), plain(batch(), scale=3.0))
     assert not torch.equal(recomputed(batch(), scale=3.0), plain(batch()))
+
+
+class Remembers(nn.Module):
+    """Attention that keeps what it has seen in an object that all blocks are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, seen: SimpleNamespace, outputs: list[Tensor]) -> Tensor:
+        seen.tokens = x if seen.tokens is None else torch.cat([seen.tokens, x], dim=1)
+        x = x + self.mix(seen.tokens).mean(1, keepdim=True) * (1 + len(outputs))
+        outputs.append(x)
+        return x
+
+
+def remembered(kind: str, *, twice: bool = False) -> list[Tensor]:
+    torch.manual_seed(0)
+    blocks = [Remembers() for _ in range(3)]
+    if kind != "none":
+        recompute_blocks(blocks, kind)
+    x, seen, outputs = batch(), SimpleNamespace(tokens=None), []
+    y = x
+    for block in blocks:
+        y = block(y, seen, outputs)
+    assert seen.tokens.shape[1] == 9 and len(outputs) == 3
+    if twice:
+        y.sum().backward(retain_graph=True)
+        for block in blocks:
+            block.zero_grad()
+    y.sum().backward()
+    return [block.mix.weight.grad for block in blocks]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_objects_are_given_again_as_they_were(kind: str, twice: bool) -> None:
+    torch.testing.assert_close(remembered(kind, twice=twice), remembered("none", twice=twice), rtol=0, atol=0)
+
+
+def test_an_object_that_cannot_be_copied_is_given_as_it_is() -> None:
+    model = made(Locked, "full")
+    model[0](batch(), threading.Lock()).sum().backward()
+
+
+class Locked(Block):
+    def forward(self, x: Tensor, lock: Any) -> Tensor:
+        with lock:
+            return super().forward(x)

@@ -1,8 +1,10 @@
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.torch_private.autograd import (
@@ -13,6 +15,7 @@ from meshwright.torch_private.autograd import (
     at_end_of_backward,
     backward_id,
     direct_apply,
+    engine_inside,
     engine_wrapped,
     hooks_wrapped,
     own_functions_wrapped,
@@ -57,6 +60,21 @@ def test_the_engine_is_wrapped(backward: Callable[..., Any]) -> None:
     assert len(calls) == 2
     backward((x * 3).sum(), x)
     assert len(calls) == 2
+
+
+def test_a_mode_is_on_while_the_engine_runs() -> None:
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            with engine_inside(self) if func is torch.Tensor.backward else nullcontext():
+                return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with Mode():
+        checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+    assert torch.sin in seen[seen.index(torch.Tensor.backward) :]
 
 
 def test_the_engine_is_wrapped_for_good(monkeypatch: pytest.MonkeyPatch) -> None:

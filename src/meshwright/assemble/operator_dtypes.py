@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.describe.dtypes import LOW
-from meshwright.torch_private.autograd import engine_wrapped
+from meshwright.torch_private.autograd import engine_inside
 from meshwright.torch_private.modes import function_modes, without_innermost_mode
 from meshwright.torch_private.modules import wrap_compiled_call
 from meshwright.torch_private.operators import FUNCTIONS
@@ -61,21 +61,12 @@ class Recomputing(OperatorDtypes):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in BACKWARD:
-            with engine_wrapped(self._entered):
+            with engine_inside(self):
                 return func(*args, **(kwargs or {}))
         rule = RULES.get(func) if torch.is_grad_enabled() else None
         if rule is None:  # PyTorch 2.11 compiles no super() of a mode
             return func(*args, **kwargs) if kwargs else func(*args)
         return rule(func, self.dtype, args, kwargs or {})
-
-    def _entered(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Enter the mode again for the engine's run, because a mode is off inside the function it handles."""
-
-        def run_in_mode(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return run(*args, **kwargs)
-
-        return run_in_mode
 
 
 BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.assemble.given_arguments import on_given_arguments
 from meshwright.assemble.selective import run_selectively
 from meshwright.describe.flops import operator_kind
 from meshwright.recording.wrap_forward import Around, wrap_forward
@@ -42,6 +43,8 @@ def _by_function(module: nn.Module, forward: Callable[..., Any], args: Any, kwar
 def _full(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, **options: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    if not torch.compiler.is_compiling():
+        forward = on_given_arguments(forward, args, kwargs)
     if torch.compiler.is_compiling() or _batch_norms(module):  # a program would count a batch twice
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
     made = Choices()

@@ -24,6 +24,19 @@ def engine_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> 
     return patch.object(torch.autograd, name, wrap(getattr(torch.autograd, name)))
 
 
+def engine_inside(mode: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """For a function mode that handles a backward pass, in which it is off: run the engine with it on again."""
+
+    def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_inside(*args: Any, **kwargs: Any) -> Any:
+            with mode:
+                return run(*args, **kwargs)
+
+        return run_inside
+
+    return engine_wrapped(wrap)
+
+
 def wrap_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Like `engine_wrapped`, but from now on."""
     torch.autograd._engine_run_backward = wrap(torch.autograd._engine_run_backward)

@@ -86,8 +86,16 @@ def record_step(
         return run(known_values(ReadValues()))
     try:
         return run(nullcontext())
-    except (DataDependentOutputException, DynamicOutputShapeException):  # a small model was described on real tensors
-        return run(known_values(ReadValues()))
+    except Exception as error:
+        if not _reads_values(error):
+            raise
+    return run(known_values(ReadValues()))  # of a small model, which was described on real tensors
+
+
+def _reads_values(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was made from, is that a model reads values, which fake tensors do not have."""
+    reading = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+    return reading or (error is not None and _reads_values(error.__cause__))
 
 
 def _record_step(

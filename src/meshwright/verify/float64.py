@@ -16,10 +16,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 
+from meshwright.assemble.operator_dtypes import BACKWARD
 from meshwright.describe.dtypes import WORDS
 from meshwright.describe.structure import map_tensors
 from meshwright.facts.job import Job
 from meshwright.recording.wrap_forward import wrap_forward
+from meshwright.torch_private.autograd import backward_id, engine_inside
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.modules import REGISTERED
 from meshwright.torch_private.trees import tree_leaves, tree_map
@@ -87,6 +89,11 @@ class _Widened(TorchFunctionMode):
     """Replaces float32 by float64 in the arguments of every call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in BACKWARD:
+            with engine_inside(self):  # checkpointed parts of the model run again
+                return func(*args, **(kwargs or {}))
+        if backward_id() != -1 and not torch.is_grad_enabled():  # a derivative, whose dtype is its function's
+            return func(*args, **(kwargs or {}))
         func = torch.Tensor.double if func is torch.Tensor.float else func
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
         kwargs = {key: torch.float64 if arg is torch.float32 else arg for key, arg in (kwargs or {}).items()}

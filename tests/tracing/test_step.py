@@ -258,6 +258,34 @@ def test_compiled_programs_send_the_same_and_launch_less() -> None:
     assert compiled.peak == trace("tp=2,compile", 2, layers=10, whole=True).peak
 
 
+class Routed(nn.Module):
+    """Runs only the samples whose first feature is positive, and asks how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0).nonzero()[:, 0]
+        if bool((x[chosen] > -9).all()):
+            return x.index_add(0, chosen, self.inner(x[chosen]))
+        return x
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2,ac=full"])
+def test_a_divided_model_that_reads_values(strategy: str) -> None:
+    job = Job(
+        model=lambda: nn.Sequential(*(Routed() for _ in range(2))),
+        inputs=lambda batch: (batch["x"],),
+        loss=lambda output, batch: (output.square().sum(), len(output)),
+        optimizer=SGD,
+        global_batch=SAMPLES,
+        sample=lambda n: {"x": torch.ones(n, WIDTH)},
+    )
+    found = trace_step(job, describe(job), Strategy.parse(strategy), ranks=2)
+    assert found.peak > 0 and not found.unseen
+
+
 def test_no_program_of_a_trace_is_left() -> None:
     before = dict(MADE)
     trace("tp=2,compile", 2, layers=1)

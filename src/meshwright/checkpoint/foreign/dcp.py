@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import metadata as parts
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from meshwright.errors import CheckpointError, one_line
+from meshwright.errors import CheckpointError, OutputError, one_line
 from meshwright.reading import refuse_special
 
 METADATA = ".metadata"
@@ -74,7 +75,12 @@ def write_dcp(folder: Path, content: Mapping[str, Any]) -> None:
     """Write a nested dict as one process would."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(dict(content), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        try:
+            dcp.save(dict(content), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        except CheckpointException as failure:
+            raise OutputError(
+                f"{folder} cannot be written: {one_line(next(iter(failure.failures.values()))[0])}"
+            ) from None
 
 
 def _load(state: dict[str, Any], reader: _Reader) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from meshwright.checkpoint.formats import SAFETENSORS, Item
@@ -87,7 +87,9 @@ def _refuse_other_names(config: Mapping[str, Any], names: list[str]) -> None:
 
 
 def one_file(manifest: Manifest) -> Content:
-    return replace(all_names(manifest, shared=False), alone=SAFETENSORS.alone)
+    """Each parameter once in one file, as safetensors' `load_model` wants it."""
+    items = [item_of(manifest, key, names[:1]) for key, names in named(manifest)]
+    return Content(items=items, alone=SAFETENSORS.alone)
 
 
 def of_trainer(manifest: Manifest) -> Content:

@@ -14,6 +14,8 @@ from meshwright.checkpoint.json_state import decode
 from meshwright.checkpoint.manifest import MODEL, OPTIMIZER, Manifest, RunState
 from meshwright.checkpoint.whole_tensors import WholeTensors
 
+_OF_ADAM = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+
 
 class TrainingDocuments:
     """The state of a checkpoint as dicts. Tensors are mapped, and read when they are written."""
@@ -54,11 +56,22 @@ class TrainingDocuments:
         """As `get_optimizer_state_dict` returns it: by parameter name."""
         if self.run_state.optimizer is None:
             return None
-        groups = list(self._groups())
+        groups = self._groups()
+        slots = {self._prefix + name: self._slots(name) for names, _ in groups for name in names}
         return {
-            "state": {self._prefix + n: slots for names, _ in groups for n in names if (slots := self._slots(n))},
+            "state": {name: own or self._unstepped(name, slots) for name, own in slots.items()},
             "param_groups": [{**values, "params": [self._prefix + n for n in names]} for names, values in groups],
         }
+
+    def _unstepped(self, name: str, slots: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Zeros for a parameter without gradient, as Adam begins: PyTorch asks for the state of every parameter."""
+        model = next((own for own in slots.values() if own), {})
+        if "step" not in model or not model.keys() <= _OF_ADAM:
+            return {}
+        parameter = self._tensors.read(MODEL + name.removeprefix(self._prefix))
+        step = model["step"]
+        zero = torch.zeros_like(step) if torch.is_tensor(step) else 0
+        return {key: zero if key == "step" else torch.zeros_like(parameter) for key in model}
 
     def schedule(self) -> dict[str, Any] | None:
         found = self.run_state.schedule

@@ -48,7 +48,8 @@ def write_trainer(folder: Path, state: TrainingDocuments) -> None:
     _save(folder / "optimizer.pt", state.numbered_optimizer())
     _save(folder / "scheduler.pt", state.schedule())
     _save(folder / SCALER, state.scaler())
-    progress = {"global_step": state.run_state.step, "log_history": []}
+    step, samples = state.run_state.step, state.run_state.samples
+    progress = {"global_step": step, "train_batch_size": max(1, samples // max(1, step)), "log_history": []}
     write_durably(folder / TRAINER_STATE, json.dumps(progress, indent=2) + "\n")
 
 

@@ -66,9 +66,15 @@ def read_dcp(folder: Path) -> dict[str, Any]:
         _load(state, reader)
     except (CheckpointError, OSError):
         raise
+    except CheckpointException as failure:  # not an Exception
+        raise _unreadable(folder, next(iter(failure.failures.values()))[0]) from None
     except Exception as error:
-        raise CheckpointError(f"{folder} cannot be read as a torch.distributed checkpoint: {one_line(error)}") from None
+        raise _unreadable(folder, error) from None
     return _nested(state, metadata.planner_data or {})
+
+
+def _unreadable(folder: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(f"{folder} cannot be read as a torch.distributed checkpoint: {one_line(error)}")
 
 
 def write_dcp(folder: Path, content: Mapping[str, Any]) -> None:

@@ -49,7 +49,11 @@ def write_trainer(folder: Path, state: TrainingDocuments) -> None:
     _save(folder / "scheduler.pt", state.schedule())
     _save(folder / SCALER, state.scaler())
     step, samples = state.run_state.step, state.run_state.samples
-    progress = {"global_step": step, "train_batch_size": max(1, samples // max(1, step)), "log_history": []}
+    progress = {
+        "global_step": step,
+        "train_batch_size": max(1, samples // max(1, step)),
+        "stateful_callbacks": {"TrainerControl": {"args": {}, "attributes": {}}},  # the Trainer's next save needs it
+    }
     write_durably(folder / TRAINER_STATE, json.dumps(progress, indent=2) + "\n")
 
 

@@ -157,7 +157,7 @@ def test_groups_that_are_one_in_all_but_number(tmp_path: Path) -> None:
 
 def test_an_order_that_differs_is_refused(tmp_path: Path) -> None:
     model, optimizer = one_group(adamw, lambda model: list(reversed(list(model.parameters()))))
-    with pytest.raises(WrongCheckpoint, match=r"where the job has blocks\.0\.norm\.weight of shape \(16,\), so their orders"):
+    with pytest.raises(WrongCheckpoint, match=r"has blocks\.0\.norm\.weight of shape \(16,\), so their orders differ"):
         imported(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "one_group")
     assert everything_below(tmp_path) == ["theirs.pt"]
 

@@ -20,6 +20,7 @@ from checkpoint_samples import everything_below, same_bits
 from meshwright.checkpoint.exports import export
 from meshwright.checkpoint.imports import import_weights
 from meshwright.checkpoint.manifest import RunState, read_manifest
+from meshwright.checkpoint.state import merged
 from meshwright.checkpoint.whole_tensors import WholeTensors
 from meshwright.errors import BadInput, CheckpointError, WrongCheckpoint
 from moving_jobs import BATCH, BEFORE, Training, by_hand, mean_loss
@@ -393,3 +394,10 @@ def test_exports_tell_what_they_leave_out(trained: Training, tmp_path: Path) -> 
     document = export(tmp_path / "bare", tmp_path / "again", to="accelerate")
     assert "optimizer: the checkpoint has none" in document["notes"] and not document["optimizer"]
     assert everything_below(tmp_path / "again") == ["model.safetensors"]
+
+
+def test_groups_of_stages_are_joined_in_the_model_s_order() -> None:
+    """Optimizers elsewhere are numbered in this order; a rank of an interleaved pipeline holds every other stage."""
+    place = {name: at for at, name in enumerate("abcd")}
+    assert merged((["a", "c"], ["b", "d"]), place) == ["a", "b", "c", "d"]
+    assert merged((["d", "a"], ["d", "a"]), place) == ["d", "a"]  # the job's own order, where every rank has all

@@ -55,10 +55,10 @@ def group_names(trainer: Trained) -> GroupNames:
     own = [[names[id(p)] for p in group["params"] if id(p) in names] for group in trainer.remembered.param_groups]
     everyone = trainer.world.gather(own)
     place = {p.name: at for at, p in enumerate(trainer.facts.parameters)}
-    return [_merged(ranks, place) for ranks in zip(*everyone, strict=True)]
+    return [merged(ranks, place) for ranks in zip(*everyone, strict=True)]
 
 
-def _merged(ranks: tuple[list[str], ...], place: dict[str, int]) -> list[str]:
+def merged(ranks: tuple[list[str], ...], place: dict[str, int]) -> list[str]:
     """All ranks' names in the optimizer's order; stages hold parts of it, which the model's order joins."""
     if all(own == ranks[0] for own in ranks):
         return ranks[0]

@@ -96,8 +96,6 @@ def export(
 ) -> None:
     """Export a checkpoint to files for other tools: its weights, or all that continues the training.
 
-    [bold]meshwright checkpoint export runs/gpt --to safetensors --out gpt-weights[/]
-
     [bold]meshwright checkpoint export runs/llama --to hf --dtype bf16 --shard-size 2GB --out llama-hf[/]
 
     [bold]meshwright checkpoint export runs/gpt --to accelerate --out gpt-accelerate[/]

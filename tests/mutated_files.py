@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint_samples import save_in_boxes
-from meshwright.checkpoint.foreign_weights import open_weights
+from meshwright.checkpoint.foreign.source import open_source
 from meshwright.checkpoint.integrity import inspect
 from meshwright.checkpoint.manifest import DIGESTS, MANIFEST, digest_line, read_manifest
 from meshwright.checkpoint.overview import check, show
@@ -125,9 +125,9 @@ def kinds(folder: Path) -> dict[str, Kind]:
         "plan": Kind(_json(PLAN), _at("theirs.json", lambda path: _picked(_read_plan(path), None))),
         "rows": Kind(rows, _at("theirs.csv", read_rows)),
         "manifest": Kind((sound / MANIFEST).read_bytes(), _read_manifest),
-        "safetensors": Kind((folder / "sound.safetensors").read_bytes(), _at("theirs.safetensors", open_weights)),
-        "torch": Kind((folder / "sound.pt").read_bytes(), _at("theirs.pt", open_weights)),
-        "index": Kind(_json(index), _at("model.safetensors.index.json", lambda path: open_weights(path.parent))),
+        "safetensors": Kind((folder / "sound.safetensors").read_bytes(), _at("theirs.safetensors", open_source)),
+        "torch": Kind((folder / "sound.pt").read_bytes(), _at("theirs.pt", open_source)),
+        "index": Kind(_json(index), _at("model.safetensors.index.json", lambda path: open_source(path.parent))),
         "config of transformers": Kind(_json(CONFIG), _read_hugging_face),
     }
 
@@ -166,7 +166,7 @@ def _read_accelerate_file(folder: Path, content: bytes) -> object:
 def _read_hugging_face(folder: Path, content: bytes) -> object:
     (folder / "config.json").write_bytes(content)
     save_file({"a": torch.ones(2, 2)}, folder / "model.safetensors")
-    return open_weights(folder)
+    return open_source(folder)
 
 
 def _checkpoint(folder: Path) -> Path:

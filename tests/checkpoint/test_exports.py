@@ -275,7 +275,10 @@ def test_another_model_is_not_of_hugging_face(saved: Path, tmp_path: Path) -> No
     ("options", "says"),
     [
         ({"to": "safetensor"}, "did you mean 'safetensors'"),
-        ({"to": "onnx"}, "--to must be one of safetensors, torch, hf, not 'onnx'."),
+        (
+            {"to": "onnx"},
+            "--to must be one of safetensors, torch, hf, dcp, accelerate, accelerate-fsdp, trainer, lightning, not",
+        ),
         ({"to": "torch", "dtype": "int8"}, "--dtype must be one of bf16, fp16, fp32"),
         ({"to": "torch", "shard_size": "many"}, "--shard-size: Cannot read 'many'"),
         ({"to": "torch", "shard_size": "0GB"}, "at least one byte"),

@@ -1,13 +1,14 @@
 """What DeepSpeed is told of a strategy, and what of a user's own configuration is taken, compared or refused."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adam, AdamW
 
 import tiny_jobs
 from meshwright.assemble.check import check_engine_config
@@ -19,7 +20,9 @@ from meshwright.strategies.deepspeed.config import config_of
 from meshwright.strategies.deepspeed.user_config import read_config, strategy_of, understood
 
 FACTS = ModelFacts(parameters=(ParameterFacts(names=("w",), shape=(1000, 1001), itemsize=4),), blocks=())
-JOB = replace(tiny_jobs.transformer, optimizer=lambda params: AdamW(params, lr=1e-3, betas=(0.9, 0.95)))
+JOB = replace(
+    tiny_jobs.transformer, optimizer=lambda params: AdamW(params, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+)
 
 
 def config(text: str, **rest: Any) -> dict[str, Any]:
@@ -139,7 +142,7 @@ def test_what_agrees_is_handed_on_without_what_the_job_owns() -> None:
         ({"gradient_clipping": 1.0}, ["gradient_clipping is 1.0", "max_norm=0.5"]),
         ({"zero_optimization": {"stage": 3}}, ["zero_optimization.stage is 3", "the strategy has zero2"]),
         ({"bf16": {"enabled": True}}, ["precision is 'bf16'", "the strategy has fp32"]),
-        ({"optimizer": {"type": "Lamb"}}, ["optimizer.type is 'Lamb'", "the job makes a AdamW"]),
+        ({"optimizer": {"type": "Lamb"}}, ["optimizer.type is 'Lamb'", "the job makes an AdamW"]),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1}}}, ["optimizer.params.lr is 1", "AdamW has 0.001"]),
         ({"scheduler": {"type": "WarmupLR"}}, ["scheduler is 'WarmupLR'", "the job has its own"]),
         (
@@ -154,10 +157,56 @@ def test_a_contradiction_names_both_sides(changed: dict[str, Any], both: list[st
     assert all(side in str(caught.value) for side in both), caught.value
 
 
+def checked(section: dict[str, Any], optimizer: Callable[..., Any]) -> str:
+    """What contradicts, or nothing."""
+    try:
+        check_engine_config(AGREES | {"optimizer": section}, replace(JOB, optimizer=optimizer), STRATEGY)
+    except Refused as refused:
+        return str(refused)
+    return ""
+
+
 def test_plain_adam_is_not_adamw() -> None:
-    section = {"type": "Adam", "params": {"adam_w_mode": False}}
-    with pytest.raises(Refused, match=r"optimizer\.type"):
-        check_engine_config(AGREES | {"optimizer": section}, JOB, STRATEGY)
+    """Unless nothing decays: then they are one."""
+    plain = {"type": "Adam", "params": {"lr": 1e-3, "adam_w_mode": False, "weight_decay": 0.1}}
+    assert "optimizer.type is 'Adam', and DeepSpeed runs it as Adam" in checked(
+        plain, lambda p: AdamW(p, lr=1e-3, weight_decay=0.1)
+    )
+    assert not checked(plain, lambda p: Adam(p, lr=1e-3, weight_decay=0.1))
+    decaying = {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.1}}
+    said = checked(decaying, lambda p: Adam(p, lr=1e-3, weight_decay=0.1))
+    assert "runs it as AdamW unless adam_w_mode is false, but the job makes an Adam with weight decay" in said
+    assert not checked(decaying, lambda p: AdamW(p, lr=1e-3, weight_decay=0.1))
+    assert not checked({"type": "Adam", "params": {"lr": 1e-3}}, lambda p: Adam(p, lr=1e-3))
+    assert not checked({"type": "AdamW", "params": {"lr": 1e-3}}, lambda p: Adam(p, lr=1e-3))
+
+
+def test_what_the_section_leaves_out_is_deepspeed_s_default() -> None:
+    """Torch's AdamW decays by 0.01 by default, DeepSpeed's by nothing."""
+    section: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    said = checked(section, lambda p: AdamW(p, lr=1e-3))
+    assert "optimizer.params.weight_decay is 0.0, and the job's AdamW has 0.01" in said and "default" in said
+    section["params"]["torch_adam"] = True
+    assert not checked(section, lambda p: AdamW(p, lr=1e-3))
+    assert "betas" in checked(section, lambda p: AdamW(p, lr=1e-3, betas=(0.9, 0.95)))
+
+
+def test_a_setting_that_the_job_s_optimizer_lacks() -> None:
+    section: dict[str, Any] = {"type": "Adam", "params": {"lr": 1e-3, "bias_correction": True}}
+    assert not checked(section, lambda p: Adam(p, lr=1e-3))
+    section["params"]["bias_correction"] = False
+    assert "bias_correction is False, and the job's Adam has no such" in checked(section, lambda p: Adam(p, lr=1e-3))
+
+
+def test_groups_may_say_otherwise() -> None:
+    section = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
+
+    def groups(params: Any, decay: float) -> AdamW:
+        one, *others = params
+        return AdamW([{"params": [one], "weight_decay": decay}, {"params": others, "weight_decay": 0.0}], lr=1e-3)
+
+    assert not checked(section, lambda params: groups(params, 0.1))
+    assert "weight_decay" in checked(section, lambda params: groups(params, 0.2))
 
 
 def test_low_precision_sums_contradict_what_bf16_means() -> None:

@@ -79,7 +79,7 @@ def test_another_optimizer_is_named(written: tuple[Path, Truth], tmp_path: Path)
         "from dataclasses import replace\nfrom torch.optim import SGD\nimport tiny_jobs\n"
         "job = replace(tiny_jobs.transformer, optimizer=lambda p: SGD(p, lr=0.1, momentum=0.9))\n"
     )
-    with pytest.raises(WrongCheckpoint, match=r"has betas, but the job's is SGD; omit --job"):
+    with pytest.raises(WrongCheckpoint, match=r"has betas, but the job's is SGD; `--weights-only` imports"):
         import_weights(written[0], tmp_path / "run", job=str(job))
 
 

@@ -6,13 +6,13 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from meshwright.checkpoint.foreign_weights import ForeignWeights
+from meshwright.checkpoint.foreign.source import Source
 from meshwright.checkpoint.hugging_face import is_obsolete
 from meshwright.describe.model import parameter_facts
 from meshwright.errors import WrongCheckpoint
@@ -70,6 +70,10 @@ class Prefix:
         return self.on + name.removeprefix(self.off)
 
 
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Parts of names that torch.compile, FSDP and activation checkpointing put around a module, at any depth."""
+
+
 @dataclass(frozen=True)
 class Match:
     """The source's tensors for a job, under the checkpoint's names."""
@@ -78,16 +82,26 @@ class Match:
     prefix: Prefix
     left_out: tuple[str, ...]
     """Tensors that transformers ignores, too."""
+    wrappers: tuple[str, ...] = ()
+    """Parts of names that were removed."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """The job's names for names of the source that differ in more than a prefix."""
+
+    def rename(self, name: str) -> str:
+        """The job's name for a name of the source."""
+        return self.renamed.get(name) or self.prefix.apply(unwrapped(name, self.wrappers))
 
 
-def match_to(source: ForeignWeights, expected: ExpectedState) -> Match:
+def match_to(source: Source, expected: ExpectedState) -> Match:
     """Match every tensor of the job; the error names what is missing, left over or has another shape."""
-    prefix = find_prefix(source.tensors, expected.names)
+    wrappers = _wrappers_inside(source.tensors, expected.names)
+    prefix = find_prefix([unwrapped(name, wrappers) for name in source.tensors], expected.names)
+    match = Match({}, prefix, (), wrappers)
     found: dict[str, torch.Tensor] = {}
     for name, tensor in source.tensors.items():
-        if prefix.apply(name) in found:
-            raise WrongCheckpoint(f"{source.path} has {prefix.apply(name)} twice, with and without {prefix.off!r}.")
-        found[prefix.apply(name)] = tensor
+        if match.rename(name) in found:
+            raise WrongCheckpoint(f"{source.path} has {match.rename(name)} twice, with and without {prefix.off!r}.")
+        found[match.rename(name)] = tensor
     extra = [name for name in found if name not in expected.names]
     left_out = tuple(name for name in extra if is_obsolete(expected.model, name))
     _refuse(source.path, "has", [name for name in extra if name not in left_out], "which the job's model does not have")
@@ -96,7 +110,18 @@ def match_to(source: ForeignWeights, expected: ExpectedState) -> Match:
     missing = [names[0] for names in shapes if not any(name in found for name in names)]
     _refuse(source.path, "lacks", missing, "which the job's model has")
     tensors = {names[0]: _one_of(source.path, names, found, shape) for names, shape in shapes.items()}
-    return Match(tensors, prefix, left_out)
+    return replace(match, tensors=tensors, left_out=left_out)
+
+
+def unwrapped(name: str, wrappers: Collection[str]) -> str:
+    """A name without the parts that wrappers added."""
+    return ".".join(part for part in name.split(".") if part not in wrappers) if wrappers else name
+
+
+def _wrappers_inside(found: Collection[str], wanted: Collection[str]) -> tuple[str, ...]:
+    """Wrappers that are inside of names; one in front of all names is a prefix."""
+    inside = {part for name in found for part in name.split(".")[1:] if part in WRAPPERS}
+    return tuple(sorted(inside - {part for name in wanted for part in name.split(".")}))
 
 
 def find_prefix(found: Collection[str], wanted: Collection[str]) -> Prefix:

@@ -54,7 +54,15 @@ def group_names(trainer: Trained) -> GroupNames:
     names = {id(parameter): name for name, parameter in trainer.optimized.named()}
     own = [[names[id(p)] for p in group["params"] if id(p) in names] for group in trainer.remembered.param_groups]
     everyone = trainer.world.gather(own)
-    return [list(dict.fromkeys(name for rank in group for name in rank)) for group in zip(*everyone, strict=True)]
+    place = {p.name: at for at, p in enumerate(trainer.facts.parameters)}
+    return [merged(ranks, place) for ranks in zip(*everyone, strict=True)]
+
+
+def merged(ranks: tuple[list[str], ...], place: dict[str, int]) -> list[str]:
+    """All ranks' names in the optimizer's order; stages hold parts of it, which the model's order joins."""
+    if all(own == ranks[0] for own in ranks):
+        return ranks[0]
+    return sorted({name for own in ranks for name in own}, key=lambda name: place.get(name, len(place)))
 
 
 def rng_state(trainer: Trained) -> State:

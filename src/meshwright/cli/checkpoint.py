@@ -15,7 +15,7 @@ unpickled; from imported files, only tensors are."""
 
 app = typer.Typer(
     name="checkpoint",
-    help="Show and check checkpoints, export their weights, and import weights from elsewhere.",
+    help="Show and check checkpoints, export them for other tools, and import those of other tools.",
     epilog=NOTES,
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -75,23 +75,37 @@ def check(
 @app.command("export")
 def export(
     path: Checkpoint,
-    to: Annotated[str, typer.Option(help="safetensors, torch, or hf (a folder for from_pretrained).")],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="Weights: safetensors, torch, hf (a folder for from_pretrained, or a peft adapter). "
+            "The whole training: dcp, accelerate, accelerate-fsdp, trainer, lightning, torch --training."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="A new folder.")],
+    training: Annotated[
+        bool, typer.Option("--training", help="With --to torch: also the optimizer, the schedule and the step.")
+    ] = False,
+    prefix: Annotated[
+        str, typer.Option(help="In front of every name, such as model. for a LightningModule with self.model.")
+    ] = "",
     shard_size: Annotated[str, typer.Option(help="Maximum file size; a larger tensor gets its own file.")] = "5GB",
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: as in the checkpoint.")] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Export a checkpoint's weights to files for other tools.
-
-    [bold]meshwright checkpoint export runs/gpt --to safetensors --out gpt-weights[/]
+    """Export a checkpoint to files for other tools: its weights, or all that continues the training.
 
     [bold]meshwright checkpoint export runs/llama --to hf --dtype bf16 --shard-size 2GB --out llama-hf[/]
+
+    [bold]meshwright checkpoint export runs/gpt --to accelerate --out gpt-accelerate[/]
     """
     from meshwright.checkpoint import exports
     from meshwright.report.checkpoint import bytes_bar, export_page
 
-    document = exports.export(path, out, to=to, shard_size=shard_size, dtype=dtype, progress=bytes_bar)
+    document = exports.export(
+        path, out, to=to, training=training, prefix=prefix, shard_size=shard_size, dtype=dtype, progress=bytes_bar
+    )
     print_result(document, export_page(document), as_json=as_json)
 
 
@@ -99,14 +113,27 @@ def export(
 def import_(
     source: Annotated[
         Path,
-        typer.Argument(metavar="SRC", help="A .safetensors, .pt, .pth or .bin; a Hugging Face or DeepSpeed folder."),
+        typer.Argument(
+            metavar="SRC",
+            help="A .safetensors, .pt, .pth, .bin or .ckpt; a folder of Hugging Face, peft, Accelerate, the Trainer, "
+            "DeepSpeed or torch.distributed.checkpoint.",
+        ),
     ],
     out: Annotated[Path, typer.Option(metavar="RUN", help="The folder of a new run.")],
-    job: Annotated[str | None, typer.Option(help="A job that the weights must fit: file.py or file.py:name.")] = None,
+    job: Annotated[
+        str | None, typer.Option(help="A job that it must fit: file.py or file.py:name. Without it, only weights.")
+    ] = None,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave out the optimizer and the step.")] = False,
+    step: Annotated[int | None, typer.Option(help="Steps that were taken, where the source does not say.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="Whose schedule to take where they differ: source, or job (at this step).")
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Make a run's first checkpoint from existing weights; train --resume starts from it.
+    """Make a run's first checkpoint from another tool's; train --resume starts from it.
+
+    With a job, its optimizer, schedule and step are imported too. What is left out is listed.
 
     [bold]meshwright checkpoint import gpt2/ --job examples/hf_gpt2.py --out runs/gpt2[/]
 
@@ -115,5 +142,7 @@ def import_(
     from meshwright.checkpoint import imports
     from meshwright.report.checkpoint import bytes_bar, import_page
 
-    document = imports.import_weights(source, out, job=job, progress=bytes_bar)
+    document = imports.import_weights(
+        source, out, job=job, weights_only=weights_only, step=step, schedule=schedule, progress=bytes_bar
+    )
     print_result(document, import_page(document), as_json=as_json)

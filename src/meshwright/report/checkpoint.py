@@ -32,7 +32,7 @@ def check_page(document: dict[str, Any]) -> Text:
 
 def export_page(document: dict[str, Any]) -> Group:
     count = f"{document['tensors']} tensors, {show_bytes(document['bytes'])}"
-    return Group(_files(document["files"], f"{document['out']}: {count}"), *_left_out(document))
+    return Group(_files(document["files"], f"{document['out']}: {count}"), *_left_out(document), *_notes(document))
 
 
 def import_page(document: dict[str, Any]) -> Group:
@@ -45,7 +45,7 @@ def import_page(document: dict[str, Any]) -> Group:
         lines.append(f"with the optimizer state of step {document['step']:,}")
     if off or on:
         lines.append(f"names at the source {f'have the prefix {off}' if off else f'lack the prefix {on}'}")
-    return Group(*(Text(line) for line in lines), *_left_out(document))
+    return Group(*(Text(line) for line in lines), *_left_out(document), *_notes(document))
 
 
 def _overview(document: dict[str, Any]) -> Table:
@@ -106,6 +106,10 @@ def _tensors(tensors: list[dict[str, Any]]) -> Table:
 def _left_out(document: dict[str, Any]) -> list[Text]:
     names = document["left_out"]
     return [Text(f"left out, not part of the model: {', '.join(names)}")] if names else []
+
+
+def _notes(document: dict[str, Any]) -> list[Text]:
+    return [Text(note) for note in document["notes"]]
 
 
 @contextmanager

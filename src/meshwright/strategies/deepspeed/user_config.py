@@ -8,7 +8,6 @@ section would silently change the training.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from meshwright.facts.data_axis import word_of_stage
 from meshwright.facts.job import Job
 from meshwright.facts.strategy import Strategy
 from meshwright.reading import read_json
+from meshwright.strategies.deepspeed.user_optimizer import Difference, compare_optimizer
 
 NAME = Path("The DeepSpeed configuration")
 """The name in messages, because code passes a dict instead of a file."""
@@ -100,16 +100,6 @@ def _strategy_of(config: DeepSpeedConfig) -> Strategy:
     )
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A key in which the configuration contradicts the strategy or the job."""
-
-    key: str
-    written: Any
-    whose: str
-    """What the strategy or the job says."""
-
-
 def refuse_contradictions(config: Mapping[str, Any], strategy: Strategy, job: Job, optimizer: Optimizer) -> None:
     """Raise if the configuration contradicts a resolved strategy, the job or its optimizer."""
     said = read_deepspeed.read_config(Fields(config, NAME))
@@ -162,23 +152,8 @@ def _of_job(config: DeepSpeedConfig, job: Job, optimizer: Optimizer) -> Iterator
     if config.scheduler is not None:
         kind = config.scheduler.get("type")
         yield Difference("scheduler", kind, f"the job {'has its own' if job.schedule else 'has none'}: Job(schedule=)")
-    section = config.optimizer
-    if section is None:
-        return
-    own, params = type(optimizer).__name__, section.get("params", {})
-    kind = str(section.get("type", own)).lower()
-    if kind == "adam" and params.get("adam_w_mode", True):  # DeepSpeed's Adam is AdamW by default
-        kind = "adamw"
-    if kind != own.lower():
-        yield Difference("optimizer.type", section["type"], f"the job makes a {own}")
-        return
-    for key, value in params.items():
-        if key in optimizer.defaults and not _alike(value, optimizer.defaults[key]):
-            yield Difference(f"optimizer.params.{key}", value, f"the job's {own} has {optimizer.defaults[key]!r}")
-
-
-def _alike(written: Any, own: Any) -> bool:
-    return bool(tuple(written) == tuple(own) if isinstance(written, list) else written == own)
+    if config.optimizer is not None:
+        yield from compare_optimizer(config.optimizer, optimizer)
 
 
 def _offload(zero: Zero) -> str:

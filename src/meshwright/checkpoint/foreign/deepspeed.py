@@ -8,42 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from meshwright.checkpoint.foreign.optimizer import read_optimizer
+from meshwright.checkpoint.foreign.training import TrainingState
 from meshwright.checkpoint.parts import HeldParts, add_parts, chunk, held_parts
 from meshwright.describe.dtypes import LOW
 from meshwright.errors import CheckpointError, one_line
+from meshwright.facts.data_axis import word_of_stage
+from meshwright.facts.strategy import Strategy
 from meshwright.reading import read_text, refuse_special
 from meshwright.strategies.cuts import Stretch
 
 LATEST = "latest"
 _MODEL = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingState:
-    """Everything a run needs to continue, other than weights."""
-
-    step: int
-    samples: int
-    ranks: int
-    stage: int
-    groups: list[dict[str, Any]]
-    """The optimizer's hyperparameters, by group."""
-    names: list[list[str]] | None
-    """Parameters of each group; None if the folder does not name them: then they are in the job's order."""
-    slots: dict[str, dict[str, HeldParts]] = field(default_factory=dict)
-    """By parameter and key; empty if names are not known."""
-    unnamed: list[tuple[torch.Tensor | None, dict[str, Any]]] = field(default_factory=list)
-    """Replaces `slots` if names are not known: masters and state, group by group."""
-    schedule: Mapping[str, Any] | None = None
-    loss_scale: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -129,12 +113,8 @@ def _read_stage_0(model: Mapping[str, Any]) -> DeepSpeedFolder:
     found = model.get("optimizer") or {}
     document = found.get("optimizer_state_dict", found)
     masters = [tensor for group in found.get("fp32_groups", ()) for tensor in group]
-    numbers = [number for group in document.get("param_groups", ()) for number in group["params"]]
-    unnamed = [
-        (masters[place] if masters else None, document["state"].get(number, {})) for place, number in enumerate(numbers)
-    ]
-    groups = [_values(group) for group in document.get("param_groups", ())]
-    training = _training(model, stage=0, groups=groups, names=None, unnamed=unnamed)
+    optimizer = read_optimizer(document, "The folder's optimizer") if document else {}
+    training = _training(model, stage=0, masters=masters, **optimizer)
     return DeepSpeedFolder(_parameters(model["module"]), training)
 
 
@@ -252,11 +232,13 @@ def _loss_scale(state: Mapping[str, Any]) -> dict[str, float] | None:
     }
 
 
-def _training(model: Mapping[str, Any], **rest: Any) -> TrainingState:
+def _training(model: Mapping[str, Any], *, stage: int, **rest: Any) -> TrainingState:
+    ranks = int(model.get("dp_world_size", 1))
     return TrainingState(
         step=int(model.get("global_steps", 0)),
         samples=int(model.get("global_samples", 0)),
-        ranks=int(model.get("dp_world_size", 1)),
+        ranks=ranks,
+        strategy=str(Strategy(data=word_of_stage(stage), data_size=ranks, engine="deepspeed")),
         schedule=model.get("lr_scheduler"),
         **rest,
     )

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from meshwright.assemble.step import Trainer
+from meshwright.checkpoint.load import agreed
 from meshwright.describe.data_source import DataSource
 from meshwright.facts.position import DataPosition
 from meshwright.runtime.agreement import Agreement
 from meshwright.runtime.data import Loader
 from meshwright.runtime.order import Order
-from meshwright.runtime.stream_state import why_inexact
+from meshwright.runtime.stream_state import StreamTrial, try_stream
 from meshwright.runtime.user_order import UserOrder
 
 
@@ -27,9 +28,11 @@ def open_loader(trainer: Trainer, *, workers: int, position: DataPosition) -> Lo
     by_state = False
     if source.is_stream:
         # One rank tries the stream's state for all: what they do must not differ.
-        (reason, *_) = world.gather(why_inexact(source, trainer.seed) if world.is_main else "")
-        by_state = not reason
-        _tell_costs(say, reason, ranks=world.ranks, position=position)
+        trial = agreed(world, lambda: try_stream(source, trainer.seed) if world.is_main else None)
+        (trial, *_) = world.gather(trial)
+        assert trial is not None
+        by_state = not trial.no_state
+        _tell_costs(say, trial, ranks=world.ranks, position=position)
         if position.state is not None and not by_state:
             position = replace(position, state=None)
     user = None
@@ -65,16 +68,24 @@ def _samples(source: DataSource, user: UserOrder | None) -> int | None:
     return len(source.dataset) if user is None else user.length
 
 
-def _tell_costs(say: Callable[[str], None], reason: str, *, ranks: int, position: DataPosition) -> None:
+def _tell_costs(say: Callable[[str], None], trial: StreamTrial, *, ranks: int, position: DataPosition) -> None:
     if ranks > 1:
         say(
             f"note: Job(data=...) is a stream, so each of the {ranks} ranks reads all of it and collates its own "
             "samples; put expensive work into Job(collate=...)."
         )
-    if reason:
+    if not trial.no_state:
+        return
+    if not trial.repeats:
         say(
-            f"note: {reason}. A resumed run therefore reads its epoch again from the start and passes over the samples "
-            "that it has seen; they are checked to be the same."
+            "note: a resumed run cannot continue exactly: this stream gives other samples each time it is read, even "
+            "if the generators of PyTorch, Python and numpy start from the same seed. Let it draw from those, or give "
+            "it state_dict() and load_state_dict()."
         )
-        if position.within:
-            say(f"note: passing over {position.within:,} samples to resume.")
+        return
+    say(
+        f"note: {trial.no_state}. A resumed run therefore reads its epoch again from the start and passes over the "
+        "samples that it has seen; they are checked to be the same."
+    )
+    if position.within:
+        say(f"note: passing over {position.within:,} samples to resume.")

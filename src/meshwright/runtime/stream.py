@@ -1,8 +1,8 @@
 """Read a stream: every rank and every loading process reads all of it, and collates only its own part.
 
 So the samples of a global batch depend on nothing but the stream, and none is lost or repeated when ranks or workers
-change. Work that only a sample's owner should do belongs into `Job(collate=...)`. A stream that divides itself by rank or
-worker would lose samples: both are hidden from it, and ranks compare what they read.
+change. Work that only a sample's owner should do belongs into `Job(collate=...)`. A stream that divides itself by rank
+or worker would lose samples: both are hidden from it, and ranks compare what they read.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from meshwright.runtime.run import Run
 from rank_programs import trainer
 from stream_jobs import Counted, DividedByGroup, DividedByVariable, Failing, Shuffled, make, padded
 
-LOADERS: dict[str, Any] = {
+DATA: dict[str, Any] = {
     "shuffled": Shuffled,
     "counted": Counted,
     "by variable": DividedByVariable,
@@ -28,6 +28,7 @@ LOADERS: dict[str, Any] = {
         collate_fn=padded,
     ),
 }
+JOBS = {name: make(data) for name, data in DATA.items()}
 
 
 def seen(world: World, data: str, strategy: str, options: dict[str, Any]) -> list[tuple[list[int], float]]:
@@ -35,7 +36,7 @@ def seen(world: World, data: str, strategy: str, options: dict[str, Any]) -> lis
 
     `steps` or `epochs` of them; `load` and `save` name a checkpoint.
     """
-    run = Run(trainer(world, make(LOADERS[data]), strategy), workers=options.get("workers", 0))
+    run = Run(trainer(world, JOBS[data], strategy))
     if "load" in options:
         run.load(Path(options["load"]))
     found = []

@@ -6,6 +6,7 @@ batch sampler, collate function, `drop_last` and workers are used, and what cann
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -84,16 +85,21 @@ class DataSource:
                 raise JobError("Job(data=...) has no samples.")
 
     def epoch(self) -> Iterator[Any]:
-        """The items of one epoch in their plain order."""
+        """The items of one epoch in their plain order. A stream is copied: what is read here must not be lost."""
         if self.is_stream:
-            return iter(self.fresh())
+            return iter(self.copied())
         return (self.dataset[index] for index in range(len(self.dataset)))
 
     def fresh(self) -> Any:
         """The dataset; if it can be iterated only once, another one."""
         if not is_used_up(self.dataset):
             return self.dataset
-        assert self.build is not None  # refused by `open_data` otherwise
+        return self.copied()
+
+    def copied(self) -> Any:
+        """A second dataset in the same state: built again, or copied."""
+        if self.build is None:
+            return copy.deepcopy(self.dataset)
         built = self.build()
         return built.dataset if isinstance(built, DataLoader) else built
 

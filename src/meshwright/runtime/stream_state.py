@@ -9,8 +9,6 @@ from itertools import islice
 from types import ModuleType
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from meshwright.checkpoint.json_state import decode, encode
 from meshwright.describe.data_source import DataSource, named
 from meshwright.environment import alone
@@ -45,7 +43,7 @@ def set_epoch(dataset: Any, epoch: int) -> None:
 
 def restored(source: DataSource, state: Any, epoch: int) -> tuple[Any, Iterator[Any]]:
     """A copy of the dataset that continues at `state`, and its iterator. The next epoch needs the dataset unchanged."""
-    dataset = copied(source)
+    dataset = source.copied()
     set_epoch(dataset, epoch)
     if not has_state(dataset):
         iterator: Any = iter(dataset)
@@ -53,13 +51,6 @@ def restored(source: DataSource, state: Any, epoch: int) -> tuple[Any, Iterator[
         return dataset, iterator
     dataset.load_state_dict(state)
     return dataset, iter(dataset)
-
-
-def copied(source: DataSource) -> Any:
-    if source.build is None:
-        return copy.deepcopy(source.dataset)
-    built = source.build()
-    return built.dataset if isinstance(built, DataLoader) else built
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,7 @@ def try_stream(source: DataSource, seed: int) -> StreamTrial:
     """Read the first samples of copies of a stream. Raises JobError if it cannot be read."""
     with OwnRandom(seed), alone():
         try:
-            first, again = (_read(opened(copied(source), 0)[1], PLACES[0] + AFTER, seed, 0) for _ in range(2))
+            first, again = (_read(opened(source.copied(), 0)[1], PLACES[0] + AFTER, seed, 0) for _ in range(2))
         except Exception as error:
             raise named(error) from error
         return StreamTrial(first == again, _why_no_state(source, seed))
@@ -85,7 +76,7 @@ def try_stream(source: DataSource, seed: int) -> StreamTrial:
 def _why_no_state(source: DataSource, seed: int) -> str:
     name = type(source.dataset).__name__
     try:
-        dataset, iterator = opened(copied(source), 0)
+        dataset, iterator = opened(source.copied(), 0)
         if not has_state(iterator) and not has_state(dataset):
             return f"{name} has no state_dict() and load_state_dict()"
         if _shuffles_in_buffer(dataset, DEPTH):

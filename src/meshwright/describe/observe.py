@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -64,7 +64,7 @@ def make_batch(job: Job, samples: int) -> Any:
 def call_model(job: Job, model: Any, batch: Any) -> Any:
     """The model's output for the inputs that the job takes from a batch."""
     inputs = job.inputs(batch)
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):  # also transformers' BatchEncoding
         return model(**inputs)
     if isinstance(inputs, tuple | list):
         return model(*inputs)

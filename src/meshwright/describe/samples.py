@@ -88,9 +88,7 @@ class Cutter:
     def data_are_regular(self) -> bool:
         """Whether all samples of the data have one size, also that of made-up ones."""
         sources = list(self._sources())
-        return all(source.regular for source in sources) and all(
-            source.size_of_one() == sources[0].size_of_one() for source in sources[1:]
-        )
+        return all(source.regular and source.size == sources[0].size for source in sources)
 
     @property
     def cuts_data(self) -> bool:
@@ -187,10 +185,8 @@ class BatchSource:
     layout: Layout
     regular: bool
     """Whether all samples have the same size."""
-
-    def size_of_one(self) -> list[Any]:
-        """The sizes of one sample, if all have the same."""
-        return _sizes(self.layout.take(self.draw(SIZES[0]), 0, 1, SIZES[0]))
+    size: Sequence[Any] = ()
+    """The sizes of one sample, if all have the same."""
 
 
 def inspect_samples(make: Callable[[int], Any], name: str) -> BatchSource:
@@ -207,7 +203,10 @@ def inspect_samples(make: Callable[[int], Any], name: str) -> BatchSource:
         reason = f"could not be inspected: {name} raised {one_line(error)}"
         return BatchSource(draw, Unknown("batch", reason), regular=False)
     layout = learn_layout(draws)
-    return BatchSource(draw, layout, regular=layout.unknown() is None and _are_alike(layout, draws))
+    if layout.unknown() is not None or not _are_alike(layout, draws):
+        return BatchSource(draw, layout, regular=False)
+    samples, batch = draws[0]
+    return BatchSource(draw, layout, regular=True, size=_sizes(layout.take(batch, 0, 1, samples)))
 
 
 def _are_alike(layout: Layout, draws: Draws) -> bool:

@@ -93,7 +93,7 @@ class Yardstick:
 
     def measure(self, run: Run) -> Distance:
         """Where this rank differs most, in units of what is allowed."""
-        laid = snapshot(run.trainer, run.position, [[] for _ in run.trainer.optimizer.param_groups]).state
+        laid = snapshot(run.trainer, run.data_position, [[] for _ in run.trainer.optimizer.param_groups]).state
         state = {name: boxes for name, boxes in laid.items() if not name.startswith(RNG)}
         found = Vectors({name: [part.tensor for part in boxes.parts] for name, boxes in state.items()})
         if self._expected is None:  # what lies where stays as it is

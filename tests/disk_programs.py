@@ -107,7 +107,7 @@ def save_in(saver: Saver, samples: int, step: int, folder: RunFolder, *, backgro
 
 
 def _save(run: Run, folder: RunFolder, background: bool) -> None:
-    save_in(run.saver, run.position, run.trainer.steps, folder, background=background)
+    save_in(run.saver, run.data_position, run.trainer.steps, folder, background=background)
     run.saver.wait()
 
 

@@ -51,6 +51,22 @@ def announce(place: LaunchedRank) -> None:
         os.environ.setdefault("MASTER_PORT", str(place.meeting_point[1]))
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Hide the launcher's ranks from code that would divide its data by them: it runs as the only rank."""
+    hidden = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    before = {name: os.environ.get(name) for name in hidden}
+    os.environ.update(hidden)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def own_folder() -> Path | None:
     """The folder of the request and result of a rank that Meshwright started."""
     return Path(os.environ[FOLDER]) if FOLDER in os.environ else None

@@ -61,7 +61,7 @@ def saved(run: mw.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def save_as_ranks(run: mw.Run, folder: Path) -> None:
     """What several ranks would write that have the tensors in shards."""
     names = [name for name, _ in run.trainer.optimized.named()]
-    whole = snapshot(run.trainer, run.position, [names])
+    whole = snapshot(run.trainer, run.data_position, [names])
     planners, plans = [], []
     for rank in range(RANKS):
         planner = PartsSavePlanner()

@@ -145,12 +145,12 @@ def test_waiting_tells_what_the_background_did(run: Run, tmp_path: Path) -> None
     """Once: then the next save is tried as if nothing had been."""
     folder = programs.RunFolder(tmp_path / "checkpoints")
     with files_up_to(100):
-        programs.save_in(run.saver, run.position, 1, folder, background=True)
+        programs.save_in(run.saver, run.data_position, 1, folder, background=True)
         with pytest.raises(OutputError, match="File too large"):
             run.saver.wait()
     run.saver.wait()
     assert not run.saver.busy
-    programs.save_in(run.saver, run.position, 1, folder, background=True)
+    programs.save_in(run.saver, run.data_position, 1, folder, background=True)
     run.saver.wait()
     assert run.load(tmp_path / "checkpoints").step == 1
 
@@ -158,7 +158,7 @@ def test_waiting_tells_what_the_background_did(run: Run, tmp_path: Path) -> None
 def test_the_next_save_tells_of_the_one_before(run: Run, tmp_path: Path) -> None:
     folder = programs.RunFolder(tmp_path / "checkpoints")
     with files_up_to(100):
-        programs.save_in(run.saver, run.position, 1, folder, background=True)
+        programs.save_in(run.saver, run.data_position, 1, folder, background=True)
         with pytest.raises(OutputError, match="File too large"):
             run.save(tmp_path / "other")
     assert not (tmp_path / "other").exists()

@@ -142,9 +142,10 @@ def _dimensions(sizes: Mapping[str, int], data: Mapping[str, int]) -> dict[str, 
     return found
 
 
-def host_group(world: World) -> dist.ProcessGroup | None:
-    """A second gloo group of all ranks, for background communication. All ranks must call it."""
-    return _once("host", lambda: dist.new_group(backend="gloo")) if world.ranks > 1 else world.group
+def host_group(world: World, purpose: str = "host") -> dist.ProcessGroup | None:
+    """A second gloo group of all ranks, for communication beside that of steps: one for each purpose, since threads
+    must not share one. All ranks must call it."""
+    return _once(purpose, lambda: dist.new_group(backend="gloo")) if world.ranks > 1 else world.group
 
 
 def _mesh(device: str, axes: dict[str, int]) -> DeviceMesh:

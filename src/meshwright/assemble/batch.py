@@ -53,6 +53,8 @@ class Batch:
     """Number of samples in the global batch."""
     whole: Any = None
     """The global batch itself, if every rank has it."""
+    epoch: int | None = None
+    """The epoch of its samples, if it comes from the job's data."""
 
     @property
     def pieces(self) -> list[MicroBatch]:
@@ -68,6 +70,11 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         return replace(self, rounds=tuple(tuple(piece.to(device) for piece in round_) for round_ in self.rounds))
+
+    def irregular(self) -> Batch:
+        """The same batch if nothing is known of the sizes of its samples."""
+        rounds = tuple(tuple(replace(piece, regular=False) for piece in round_) for round_ in self.rounds)
+        return replace(self, rounds=rounds)
 
 
 @dataclass(frozen=True, kw_only=True)

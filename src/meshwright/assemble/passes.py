@@ -65,7 +65,8 @@ class Losses:
         if piece.span.length and not isclose(float(weight), expected * piece.span.length, rel_tol=1e-9):
             raise JobError(
                 f"Job(loss=...) gave the weight {weight} for {piece.span.length} samples, but {expected:g} per sample "
-                "when the model was described; return a weight that depends on the data as a tensor."
+                "when the model was described: these samples have another size, or the weight follows from values. "
+                "Return a weight that depends on the data as a tensor."
             )
         return total * counts, torch.stack([kept, kept.new_full((), float(weight) * counts)])
 

@@ -24,6 +24,7 @@ import torch
 from meshwright import version
 from meshwright.checkpoint.json_state import decode, read_dataclass
 from meshwright.errors import CheckpointError, DamagedCheckpoint, Unreadable, WrongCheckpoint, one_line
+from meshwright.facts.position import DataPosition
 from meshwright.reading import Limits, parse_json, read_text, shown
 from meshwright.units import GIB
 
@@ -95,8 +96,18 @@ class RunState:
     """Class and groups; None if only weights are stored."""
     schedule: Mapping[str, Any] | None = None
     loss_scale: Mapping[str, float] | None = None
+    data: Mapping[str, Any] | None = None
+    """The place in the current epoch, and the dataset's own state; None if only `samples` is known."""
     made: Mapping[str, str] = field(default_factory=lambda: made_now())
     """Versions and time of writing."""
+
+    @property
+    def position(self) -> DataPosition:
+        """Where the run continues in its data."""
+        if self.data is None:
+            return DataPosition(samples=self.samples)
+        state = self.data["state"]
+        return DataPosition(**{**self.data, "samples": self.samples, "state": None if state is None else decode(state)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +232,14 @@ class _HuggingFace:
     """For a peft model: its adapters, and the config and names of the adapter if there is just one."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Data:
+    epoch: int
+    within: int
+    digest: int | None
+    state: Mapping[str, Any] | None
+
+
 def _check_values(run_state: RunState) -> None:
     """Check what the field types cannot express."""
     if run_state.step < 0 or run_state.samples < 0 or run_state.ranks < 1:
@@ -232,6 +251,10 @@ def _check_values(run_state: RunState) -> None:
             _check_rate(decode(group.values).get("lr"))
     if run_state.hugging_face is not None:
         read_dataclass(_HuggingFace, run_state.hugging_face)
+    if run_state.data is not None:
+        data = read_dataclass(_Data, run_state.data)
+        if data.epoch < 0 or data.within < 0 or not isinstance(decode(data.state), dict | None):
+            raise ValueError(f"its data are at epoch {data.epoch}, item {data.within}")
     if run_state.schedule is not None:
         _check_encoded(run_state.schedule["class"], run_state.schedule["state"])
 

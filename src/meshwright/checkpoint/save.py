@@ -22,6 +22,7 @@ from meshwright.checkpoint.state import Snapshot, group_names, snapshot
 from meshwright.checkpoint.storage import Writer
 from meshwright.checkpoint.trained import Trained
 from meshwright.errors import CheckpointError, MeshwrightError, OutputError, one_line
+from meshwright.facts.position import DataPosition
 
 Box = tuple[str, tuple[int, ...]]
 """A tensor's name and the offsets of a part of it."""
@@ -45,14 +46,16 @@ class Saver:
         self._share: frozenset[Box] = frozenset()
         self._copies: dict[Box, torch.Tensor] = {}
 
-    def save(self, samples: int, temporary: Path, publish: Callable[[Path], None], *, background: bool) -> None:
+    def save(
+        self, position: DataPosition, temporary: Path, publish: Callable[[Path], None], *, background: bool
+    ) -> None:
         """Write to the folder `temporary` and have rank 0 call `publish` on it. All ranks call it between the same
         steps.
 
         Raises OutputError on all ranks if it fails; a background failure is raised by the next `wait`.
         """
         self.wait()
-        taken = self._take(samples)
+        taken = self._take(position)
         state = self._copied(taken.state) if background else taken.state
         self._running = self._thread.submit(self._write, state, taken.run_state, temporary, publish)
         if not background:
@@ -70,12 +73,12 @@ class Saver:
     def close(self) -> None:
         self._thread.shutdown(wait=False)
 
-    def _take(self, samples: int) -> Snapshot:
+    def _take(self, position: DataPosition) -> Snapshot:
         """This rank's share of the state; an error on any rank is raised on all."""
         taken: Snapshot | None = None
         problem = ""
         try:
-            taken = snapshot(self._trainer, samples, self._groups)
+            taken = snapshot(self._trainer, position, self._groups)
         except MeshwrightError as error:
             problem = str(error)
         planner = PartsSavePlanner()
@@ -140,7 +143,7 @@ class Saver:
             raise OutputError(_reason(failure)) from None
 
 
-def save_at(saver: Saver, samples: int, target: Path) -> None:
+def save_at(saver: Saver, position: DataPosition, target: Path) -> None:
     """Save to a path of the user's choice, now."""
     target = target.resolve()  # "." has no name
     temporary = target.with_name(f".{target.name}.part")
@@ -151,7 +154,7 @@ def save_at(saver: Saver, samples: int, target: Path) -> None:
         folder.replace(target)
         sync_folder(target.parent)
 
-    saver.save(samples, temporary, publish, background=False)
+    saver.save(position, temporary, publish, background=False)
 
 
 def _only(state: State, share: frozenset[Box]) -> State:

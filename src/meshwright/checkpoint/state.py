@@ -19,6 +19,7 @@ from meshwright.checkpoint.manifest import MODEL, OPTIMIZER, RNG, RunState
 from meshwright.checkpoint.parts import State, add_parts, held_parts
 from meshwright.checkpoint.trained import Trained
 from meshwright.errors import CheckpointError
+from meshwright.facts.position import DataPosition
 from meshwright.strategies.cuts import Cut, Stretch
 
 GroupNames = list[list[str]]
@@ -33,10 +34,10 @@ class Snapshot:
     run_state: RunState
 
 
-def snapshot(trainer: Trained, samples: int, groups: GroupNames) -> Snapshot:
+def snapshot(trainer: Trained, position: DataPosition, groups: GroupNames) -> Snapshot:
     """The state between two steps. Tensors are not copied, so it is valid only until the next step."""
     state = model_state(trainer, current_only=True) | _optimizer_state(trainer) | rng_state(trainer)
-    return Snapshot(state, _run_state(trainer, samples, groups))
+    return Snapshot(state, _run_state(trainer, position, groups))
 
 
 def model_state(trainer: Trained, *, current_only: bool = False) -> State:
@@ -127,12 +128,13 @@ def _needs_no_cut(value: torch.Tensor, parameter: nn.Parameter, cut: Cut | Stret
 NUMBERS = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
 
-def _run_state(trainer: Trained, samples: int, groups: GroupNames) -> RunState:
+def _run_state(trainer: Trained, position: DataPosition, groups: GroupNames) -> RunState:
     optimizer, schedule = trainer.optimizer, trainer.schedule
     values = [{k: v for k, v in group.items() if k != "params"} for group in trainer.remembered.param_groups]
     return RunState(
         step=trainer.steps,
-        samples=samples,
+        samples=position.samples,
+        data=_data_of(position),
         seed=trainer.seed,
         strategy=str(trainer.strategy),
         ranks=trainer.world.ranks,
@@ -144,6 +146,13 @@ def _run_state(trainer: Trained, samples: int, groups: GroupNames) -> RunState:
         else {"class": type(schedule).__name__, "state": encode(schedule.state_dict(), "The schedule")},
         loss_scale=asdict(trainer.loss_scale) if trainer.loss_scale else None,
     )
+
+
+def _data_of(position: DataPosition) -> dict[str, Any] | None:
+    if position.epoch is None:
+        return None
+    state = None if position.state is None else encode(position.state, "The dataset's state_dict()")
+    return {"epoch": position.epoch, "within": position.within, "digest": position.digest, "state": state}
 
 
 def _one_model(trainer: Trained) -> nn.Module:

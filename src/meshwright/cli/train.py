@@ -45,7 +45,9 @@ def train(
         int | None, typer.Option(help="Seed for initial weights, data order and dropout; default: 0.")
     ] = None,
     max_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm instead of the job's.")] = None,
-    workers: Annotated[int, typer.Option(min=0, help="Data-loading processes per rank.")] = 0,
+    workers: Annotated[
+        int, typer.Option(min=0, help="Data-loading processes per rank; 0: as many as the job's DataLoader has.")
+    ] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if there is a GPU.")] = None,
     deepspeed_config: Annotated[
         Path | None, typer.Option(help="A DeepSpeed JSON config; sets the strategy if --strategy is missing.")

@@ -11,6 +11,7 @@ from meshwright.assemble.check import check, check_engine_config
 from meshwright.assemble.dry_run import dry_run
 from meshwright.commands.layout import show_layout
 from meshwright.commands.worker import run_train
+from meshwright.describe.data_source import open_data
 from meshwright.describe.model import describe
 from meshwright.environment import LaunchedRank, launched, restart_count
 from meshwright.errors import BadInput, Refused
@@ -55,7 +56,7 @@ def _checked(request: TrainRequest) -> TrainTask:
     dry_run(job, facts, resolved)
     if facts.drops and (note := dropout_note(resolved)):
         print(f"note: {note}", file=sys.stderr)
-    job.dataset()
+    open_data(job)
     if request.tensorboard:
         require_tensorboard()
         if out is None:

@@ -94,7 +94,9 @@ class Rows(Layout):
         if len(shapes) > 1:
             raise JobError(
                 f"{self.path} cannot be joined from parts of different shapes "
-                f"({' and '.join(map(str, sorted(shapes)))}); pad every part to one length."
+                f"({' and '.join(map(str, sorted(shapes)))}); pad every part to one length. They "
+                "are joined because the loss is over the whole batch: its sum or weight does not add up over samples "
+                "(nor does a weight of len(x) if x has its samples in a later dim)."
             )
         join: Any = numpy.concatenate if isinstance(values[0], numpy.ndarray) else torch.cat
         return join(values, self.dim)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
 from meshwright.describe import pass_tensors
 from meshwright.describe.calls import Flow
 from meshwright.describe.code_lines import CodeLine, failed_line
+from meshwright.describe.data_source import first_batch
 from meshwright.describe.flow import Watcher
 from meshwright.describe.parameter_reads import Reads
 from meshwright.describe.pass_tensors import PassCache, has_no_values, lend, stand_ins
@@ -53,8 +53,7 @@ def make_batch(job: Job, samples: int) -> Any:
     try:
         if job.sample is not None:
             return job.sample(samples)
-        dataset = job.dataset()
-        return (job.collate or default_collate)([dataset[index] for index in range(samples)])
+        return first_batch(job, samples)
     except JobError:
         raise
     except Exception as error:
@@ -65,7 +64,7 @@ def make_batch(job: Job, samples: int) -> Any:
 def call_model(job: Job, model: Any, batch: Any) -> Any:
     """The model's output for the inputs that the job takes from a batch."""
     inputs = job.inputs(batch)
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):  # also transformers' BatchEncoding
         return model(**inputs)
     if isinstance(inputs, tuple | list):
         return model(*inputs)

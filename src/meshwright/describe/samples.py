@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import count
+from functools import cached_property, partial
+from itertools import count, islice
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
 from meshwright.describe.batch_layout import CannotCut, Layout, Unknown
+from meshwright.describe.data_source import DataSource, collate_of, open_data
 from meshwright.describe.learnt_layout import Draws, learn_layout
 from meshwright.describe.observe import make_batch
 from meshwright.describe.structure import leaves_of, tensors_of
@@ -84,6 +84,12 @@ class Cutter:
         """Whether all samples of batches like this one have the same size."""
         return self.source_of(batch).regular
 
+    @cached_property
+    def data_are_regular(self) -> bool:
+        """Whether all samples of the data have one size, also that of made-up ones."""
+        sources = list(self._sources())
+        return all(source.regular and source.size == sources[0].size for source in sources)
+
     @property
     def cuts_data(self) -> bool:
         """Whether batches of collated data can be cut."""
@@ -118,9 +124,9 @@ class Cutter:
             yield self.data
 
     @cached_property
-    def dataset(self) -> Any:
+    def opened(self) -> DataSource:
         """The job's data, built once."""
-        return self._job.dataset()
+        return open_data(self._job)
 
     @cached_property
     def made_up(self) -> BatchSource:
@@ -129,18 +135,19 @@ class Cutter:
 
     @cached_property
     def data(self) -> BatchSource:
-        taken = 0
-
-        def draw(samples: int) -> Any:
-            nonlocal taken
-            items = [self.dataset[index % len(self.dataset)] for index in range(taken, taken + samples)]
-            taken += samples
-            return self._collate(items)
-
-        return inspect_samples(draw, "Job(data=..., collate=...)")
+        """Batches of the data; each holds the samples that follow those of the one before."""
+        if self.opened.holds_batches:
+            why = "comes whole from a DataLoader with batch_size=None, and Job(sample=...) makes no batches like it"
+            return BatchSource(partial(make_batch, self._job), Unknown("batch", why), regular=False)
+        samples = self.opened.samples()
+        return inspect_samples(lambda count: self._collate(list(islice(samples, count))), "Job(data=..., collate=...)")
 
     def _collate(self, samples: list[Any]) -> Any:
-        return (self._job.collate or default_collate)(samples)
+        return self._collates(samples)
+
+    @cached_property
+    def _collates(self) -> Callable[[list[Any]], Any]:
+        return collate_of(self._job) if self._job.data is None else self.opened.collate
 
     def _split(self, batch: Any) -> list[Any]:
         assert self._split_fits
@@ -178,6 +185,8 @@ class BatchSource:
     layout: Layout
     regular: bool
     """Whether all samples have the same size."""
+    size: Sequence[Any] = ()
+    """The sizes of one sample, if all have the same."""
 
 
 def inspect_samples(make: Callable[[int], Any], name: str) -> BatchSource:
@@ -194,7 +203,10 @@ def inspect_samples(make: Callable[[int], Any], name: str) -> BatchSource:
         reason = f"could not be inspected: {name} raised {one_line(error)}"
         return BatchSource(draw, Unknown("batch", reason), regular=False)
     layout = learn_layout(draws)
-    return BatchSource(draw, layout, regular=layout.unknown() is None and _are_alike(layout, draws))
+    if layout.unknown() is not None or not _are_alike(layout, draws):
+        return BatchSource(draw, layout, regular=False)
+    samples, batch = draws[0]
+    return BatchSource(draw, layout, regular=True, size=_sizes(layout.take(batch, 0, 1, samples)))
 
 
 def _are_alike(layout: Layout, draws: Draws) -> bool:

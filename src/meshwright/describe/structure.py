@@ -8,6 +8,7 @@ graphs does, they are found, and replaced in a copy of the object.
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass, fields, is_dataclass
 from types import FunctionType, MethodType, ModuleType
@@ -140,7 +141,8 @@ def to_device(node: Any, device: torch.device) -> Any:
     """The same structure on a device. If an object has a `to` method, as a packed sequence does, that is used."""
     if isinstance(node, torch.Tensor):
         return node.to(device, non_blocking=True)
-    if callable(getattr(type(node), "to", None)):
+    # transformers' BatchEncoding.to changes the batch itself, which may be needed again elsewhere.
+    if callable(getattr(type(node), "to", None)) and not isinstance(node, UserDict):
         return _moved(node, device)
     parts = parts_of(node)
     if parts is None:

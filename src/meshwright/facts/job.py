@@ -49,10 +49,11 @@ class Job:
     For "batch", it gets the outputs of all ranks and micro-batches. None: determined by trying."""
     max_norm: float | None = None
     """Clip gradients to this global norm; None does not clip."""
-    data: Callable[[], Dataset[Any]] | Dataset[Any] | None = None
-    """A map-style dataset, or a function that builds one. Only training needs it."""
+    data: Callable[[], Any] | Dataset[Any] | Iterable[Any] | None = None
+    """A map-style dataset, an iterable (a stream), a DataLoader over either, or a function that builds one of them.
+    Only training needs it."""
     collate: Callable[[list[Any]], Any] | None = None
-    """From a list of samples to a batch; None is PyTorch's default. Called for each micro-batch."""
+    """From a list of samples to a batch, called for each micro-batch. None: the DataLoader's, or PyTorch's default."""
     split: Callable[[Any], Sequence[Any]] | None = None
     """The inverse of `collate`, from a batch to the list of its samples. Only needed if a whole batch must be cut and
     comparing batches of several sizes does not show how samples are laid out."""
@@ -83,15 +84,10 @@ class Job:
                 f"Job(max_norm=...) must be above 0, but it is {self.max_norm!r}; leave it out for no clipping."
             )
 
-    def dataset(self) -> Dataset[Any]:
-        """The training data, built if the job gives a builder."""
+    def dataset(self) -> Any:
+        """The training data, built if the job gives a builder. `describe/data_source.py` says what they are."""
         if self.data is None:
-            raise JobError("This job has no data to train on; give Job(data=...) a map-style dataset.")
-        built = isinstance(self.data, type) or (callable(self.data) and not hasattr(self.data, "__getitem__"))
-        dataset: Any = self.data() if built else self.data  # type: ignore[operator]  # told apart by what it can do
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-            raise JobError(
-                f"Job(data=...) gave {type(dataset).__name__}, which has no length or no items; "
-                "give a map-style dataset, so that a run can be continued at any sample."
-            )
-        return dataset  # type: ignore[no-any-return]  # a Dataset by its two methods
+            raise JobError("This job has no data to train on; give Job(data=...) a dataset or a DataLoader.")
+        holds_data = hasattr(self.data, "__getitem__") or hasattr(self.data, "__iter__")
+        built = isinstance(self.data, type) or (callable(self.data) and not holds_data)
+        return self.data() if built else self.data  # type: ignore[operator]  # told apart by what it can do

@@ -48,7 +48,7 @@ class Checkpoints:
         self.wait()
         try:
             temporary, publish = self._folder.temporary(step), self._folder.publish
-            self._run.saver.save(self._run.position, temporary, publish, background=background)
+            self._run.saver.save(self._run.data_position, temporary, publish, background=background)
             self._pending = step, begun
         except BadInput as error:
             self._failed(step, error)

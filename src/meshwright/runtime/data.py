@@ -1,114 +1,36 @@
 """Give each data rank its part of every global batch.
 
-The order of an epoch is a permutation drawn from (seed, epoch) alone, so every strategy and world size sees the same
-global batches. A position is a global sample index, counted through all epochs: it is all that the loader needs to
-continue at the exact next sample, on any number of ranks.
+Samples of map-style data are fetched by index (`order.py`); streams are read through by every rank (`stream.py`).
+Positions are free of ranks and workers: a checkpoint holds the position after the last batch handed out, not after what
+was read ahead.
+
+An epoch ends where the data end. `Batch.epoch` says which epoch a batch belongs to, `Loader.batches(epochs=n)` stops
+after the n-th epoch of the run, and `Loader.steps_per_epoch` is None if the end of the data is not known beforehand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
-from meshwright.assemble.batch import Batch, Rounds, Share, Span, assemble, cut, has_stand_ins
-from meshwright.assemble.passes import seed_host
+from meshwright.assemble.batch import Batch, Share, assemble, cut, has_stand_ins, part
+from meshwright.describe.data_source import named
 from meshwright.describe.samples import Cutter
 from meshwright.describe.structure import tensors_of
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
+from meshwright.facts.position import DataPosition
 from meshwright.launch.preemption import spare_loader
+from meshwright.runtime.agreement import Agreement
+from meshwright.runtime.order import Order, RankSamples
+from meshwright.runtime.seeds import seed_for_collate, seed_for_sample
+from meshwright.runtime.stream import Failure, Portion, StreamReader
 
-_SAMPLE, _COLLATE = 0, 1  # purposes that generators are seeded for
-
-
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """The samples of each global batch, and one rank's part of them."""
-
-    samples: int
-    """Size of the data set."""
-    global_batch: int
-    seed: int
-    share: Share = field(default_factory=Share)
-    """One rank's part of each global batch."""
-    drop_ragged: bool = False
-    """Whether to skip a last batch that leaves some rank without samples (BatchNorm must not see stand-ins)."""
-
-    def __post_init__(self) -> None:
-        if self.samples == 0:
-            raise JobError("Job(data=...) has no samples.")
-        if self.drop_ragged and self._has_stand_ins(min(self.samples, self.global_batch)):
-            raise JobError(
-                f"A batch of {min(self.samples, self.global_batch)} leaves one of {self.share.ranks} ranks without "
-                "samples in some micro-step, and BatchNorm must not see stand-ins; use fewer ranks, or more samples in "
-                "a batch."
-            )
-
-    def _has_stand_ins(self, samples: int) -> bool:
-        return has_stand_ins(samples, self.share.ranks, self.share.micro_batch)
-
-    def parts(self, position: int) -> Iterator[RankSamples]:
-        """Yield this rank's parts from `position` on, epoch after epoch, without end."""
-        epoch, start = divmod(position, self.samples)
-        while True:
-            order = self._permutation(epoch)
-            for first in range(start, self.samples, self.global_batch):
-                batch = order[first : first + self.global_batch]
-                if not (self.drop_ragged and self._has_stand_ins(len(batch))):
-                    yield self._part(batch, epoch * self.samples + first)
-            epoch, start = epoch + 1, 0
-
-    def _permutation(self, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
-        return torch.randperm(self.samples, generator=generator).tolist()
-
-    def _part(self, batch: list[int], position: int) -> RankSamples:
-        rounds = self.share.rounds(len(batch))
-        own = [batch[span.first : span.first + span.length] for round_ in rounds for span in round_]
-        stand_in = next((indices[:1] for indices in own if indices), batch[:1])
-        groups = tuple(tuple(indices or stand_in) for indices in own)
-        return RankSamples(groups=groups, rounds=rounds, samples=len(batch), end=position + len(batch))
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSamples:
-    """One rank's part of one global batch, as indices into the data set."""
-
-    groups: tuple[tuple[int, ...], ...]
-    """The samples of each micro-batch; one stand-in where the rank has none."""
-    rounds: Rounds
-    samples: int
-    end: int
-    """The position after this batch."""
-
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        return tuple(chain.from_iterable(self.rounds))
-
-    @property
-    def places(self) -> tuple[tuple[int, ...], ...]:
-        """Positions of each micro-batch's samples, counted through all epochs."""
-        firsts = [self.end - self.samples + span.first for span in self.spans]
-        return tuple(tuple(range(first, first + len(g))) for first, g in zip(firsts, self.groups, strict=True))
-
-    @property
-    def indices(self) -> tuple[int, ...]:
-        """All samples of this rank; one stand-in where it has none."""
-        return self._own(self.groups)
-
-    @property
-    def all_places(self) -> tuple[int, ...]:
-        """Positions of the samples in `indices`."""
-        return self._own(self.places)
-
-    def _own(self, groups: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-        own = [one for group, span in zip(groups, self.spans, strict=True) if span.length for one in group]
-        return tuple(own) or groups[0]
+__all__ = ["Loader", "Order", "RankSamples"]
 
 
 class Loader:
@@ -123,99 +45,225 @@ class Loader:
         cutter: Cutter | None = None,
         weighed: bool = True,
         workers: int = 0,
-        position: int = 0,
+        position: int | DataPosition = 0,
+        agreement: Agreement | None = None,
+        by_state: bool = False,
+        say: Callable[[str], None] = lambda words: None,
     ) -> None:
-        """With `weighed`, a few samples are read to find out whether all have one size."""
-        self.order, self.position = order, position
-        self._device, self._workers, self._cutter = device, workers, cutter or Cutter(job)
+        """With `weighed`, a few samples are read to find out whether all have one size.
+
+        With an `agreement`, ranks compare every batch. `by_state`: positions in a stream hold its own state. `say` is
+        told what the user should know.
+        """
+        self._cutter = cutter or Cutter(job)
+        self._source = self._cutter.opened
+        self._whole = order.share if self._source.holds_batches else None
+        self._nominal = job.global_batch
+        self.order = order if self._whole is None else replace(order, global_batch=1, share=Share(), drop_ragged=False)
+        self._drops_ragged = order.drop_ragged
+        self.data_position = DataPosition(samples=position) if isinstance(position, int) else position
+        self._device, self._workers = device, workers or self._source.workers
+        self._agreement, self._by_state, self._say = agreement, by_state, say
         # Micro-batches of a pipeline must have one shape: a padding collate ensures that if it gets them together.
-        self._together = (order.share.pipelined or 1) > 1 and self._cutter.cuts_data
-        self._regular = not weighed or self._cutter.data.regular
-        collate = job.collate or default_collate
-        self._collated = _Collated(self._cutter.dataset, collate, seed=order.seed, together=self._together)
+        self._together = self._whole is None and (order.share.pipelined or 1) > 1 and self._cutter.cuts_data
+        self._regular = not weighed or (not self._source.may_vary and self._cutter.data_are_regular)
+        self._collate = _Collate(
+            _only if self._whole else self._source.collate, seed=order.seed, together=self._together
+        )
+        self._running: tuple[int | None, Iterator[tuple[Batch, DataPosition]]] | None = None
+
+    @property
+    def position(self) -> int:
+        """Samples passed, counted through all epochs."""
+        return self.data_position.samples
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None if the end of the data is not known beforehand."""
+        return self.order.steps
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = self._batches()
-        if self._device.type == "cuda":
-            batches = _one_ahead(batches, self._device)
-        for batch, end in batches:
-            self.position = end
-            yield batch
+        return self.batches()
 
-    def _batches(self) -> Iterator[tuple[Batch, int]]:
-        start = self.position
-        loader: DataLoader[Any] = DataLoader(
-            self._collated,
+    def batches(self, *, epochs: int | None = None) -> Iterator[Batch]:
+        """Yield batches until `epochs` epochs of the whole run are over, or without end.
+
+        Another call continues after the last batch that was handed out, without reading anything again.
+        """
+        if self._running is None or self._running[0] != epochs:
+            self._running = epochs, self._ahead(epochs)
+        running = self._running[1]
+        try:
+            for batch, self.data_position in running:
+                yield batch
+        except Exception:
+            self._running = None
+            raise
+        self._running = None
+
+    def _ahead(self, epochs: int | None) -> Iterator[tuple[Batch, DataPosition]]:
+        batches = self._batches(epochs)
+        return _one_ahead(batches, self._device) if self._device.type == "cuda" else batches
+
+    def _batches(self, epochs: int | None) -> Iterator[tuple[Batch, DataPosition]]:
+        samples = self.data_position.samples
+        for portion in self._portions(epochs):
+            if not portion.part.exact:
+                self._say(_OTHER_SAMPLES)
+            batch, after = self._batch(portion.part, portion.pieces), portion.part.after
+            if self._whole is not None:
+                samples += batch.samples
+                after = replace(after, samples=samples)
+                if self._drops_ragged and has_stand_ins(batch.samples, self._whole.ranks, self._whole.micro_batch):
+                    continue
+            yield batch, after
+
+    def _portions(self, epochs: int | None) -> Iterator[Portion]:
+        found = iter(self._loading_processes(epochs))
+        agreement = self._agreement
+        while True:
+            try:
+                portion = next(found, None)
+            except Exception as error:
+                if agreement is None:
+                    raise
+                portion = Failure(str(named(error)))
+            if isinstance(portion, Failure):
+                if agreement is not None:
+                    agreement.settle(digest=None, samples=None, failure=portion.reason)
+                raise JobError(portion.reason)
+            after = None if portion is None else portion.part.after
+            if agreement is not None:
+                agreement.settle(digest=after and after.digest, samples=after and after.samples)
+            if portion is None:
+                return
+            yield portion
+
+    def _loading_processes(self, epochs: int | None) -> DataLoader[Any]:
+        source, start = self._source, self.data_position
+        theirs = source.loader
+        options: dict[str, Any] = {}
+        if theirs is not None and self._workers:
+            options = {"timeout": theirs.timeout, "multiprocessing_context": theirs.multiprocessing_context}
+            options |= {"prefetch_factor": theirs.prefetch_factor} if theirs.prefetch_factor else {}
+        if source.is_stream:
+            read: Any = StreamReader(source, self.order, self._collate, start, by_state=self._by_state, epochs=epochs)
+        else:
+            read = _Fetched(source.dataset, self._collate, seed=self.order.seed)
+            options["sampler"] = self.order.parts(start, epochs=epochs)
+        return DataLoader(
+            read,
             batch_size=None,
-            sampler=self.order.parts(start),
             num_workers=self._workers,
             collate_fn=_identity,
             pin_memory=self._device.type == "cuda",
-            persistent_workers=self._workers > 0,
-            worker_init_fn=spare_loader,
+            persistent_workers=self._workers > 0 and not source.is_stream,
+            worker_init_fn=_WorkerStart(None if theirs is None else theirs.worker_init_fn),
             generator=torch.Generator().manual_seed((self.order.seed * 1_000_003 + self.order.share.rank) % 2**63),
+            **options,
         )
-        for part, pieces in zip(self.order.parts(start), loader, strict=False):
-            yield self._batch(part, pieces), part.end
 
-    def _batch(self, part: RankSamples, pieces: list[Any]) -> Batch:
+    def _batch(self, own: RankSamples, pieces: list[Any]) -> Batch:
+        if self._whole is not None:
+            batch = part(pieces[0], self._whole, self._cutter, nominal=self._nominal)
+        elif self._together:
+            batch = cut(pieces[0], own.rounds, self._cutter, samples=own.samples, first=own.spans[0].first)
+        else:
+            batch = assemble(pieces, own.rounds, samples=own.samples)
+        if not self._regular:
+            batch = batch.irregular()
+        return replace(batch, epoch=own.epoch)
+
+
+_OTHER_SAMPLES = (
+    "warning: the data passed over to resume are not those that the saved run had seen: samples may be repeated or "
+    "lost. The data changed, or draw random numbers that the seed does not control."
+)
+
+
+class _Collate:
+    """Collates each micro-batch of a part by itself, so that no batch has to be cut; with `together`, all as one."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], *, seed: int, together: bool) -> None:
+        self._collate, self._seed, self._together = collate, seed, together
+
+    def groups(self, part: RankSamples) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Indices and places of the samples of each call."""
         if self._together:
-            return cut(pieces[0], part.rounds, self._cutter, samples=part.samples, first=part.spans[0].first)
-        return assemble(pieces, part.rounds, samples=part.samples, regular=self._regular)
+            return iter([(part.indices, part.all_places)])
+        return zip(part.groups, part.places, strict=True)
+
+    def __call__(self, samples: list[Any], part: RankSamples) -> list[Any]:
+        """`samples` are those of the whole batch."""
+        return [self.one([samples[index] for index in group], places) for group, places in self.groups(part)]
+
+    def one(self, samples: list[Any], places: tuple[int, ...]) -> Any:
+        seed_for_collate(self._seed, places[0])
+        return self._collate(samples)
 
 
-class _Collated(Dataset[list[Any]]):
-    """A data set whose items are a part's collated micro-batches, so that no batch has to be cut.
+class _Fetched(Dataset[Portion]):
+    """A dataset whose items are the portions of map-style data, fetched in a loading process."""
 
-    Generators are seeded for each sample from the seed and the sample's position, and for each collate from its first
-    sample's position. Augmentation is therefore the same on any number of ranks and workers, and after a resume.
-    """
+    def __init__(self, dataset: Any, collate: _Collate, *, seed: int) -> None:
+        self._dataset, self._collate, self._seed = dataset, collate, seed
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], *, seed: int, together: bool) -> None:
-        self._dataset, self._collate, self._seed, self._together = dataset, collate, seed, together
-
-    def __getitem__(self, part: RankSamples) -> list[Any]:
-        groups = (part.indices,) if self._together else part.groups
-        places = (part.all_places,) if self._together else part.places
-        return [self._collated(list(group), of) for group, of in zip(groups, places, strict=True)]
-
-    def _collated(self, indices: list[int], places: tuple[int, ...]) -> Any:
-        items = self._items(indices, places)
-        self._seed_for(places[0], _COLLATE)
-        return self._collate(items)
+    def __getitem__(self, part: RankSamples) -> Portion:
+        pieces = [
+            self._collate.one(self._items(list(group), places), places) for group, places in self._collate.groups(part)
+        ]
+        return Portion(part=part, pieces=pieces)
 
     def _items(self, indices: list[int], places: tuple[int, ...]) -> list[Any]:
         many = getattr(self._dataset, "__getitems__", None)  # the batched access that DataLoader uses, too
         if many:
-            self._seed_for(places[0], _SAMPLE)
+            seed_for_sample(self._seed, places[0])
             return list(many(indices))
         return [self._item(index, place) for index, place in zip(indices, places, strict=True)]
 
     def _item(self, index: int, place: int) -> Any:
-        self._seed_for(place, _SAMPLE)
+        seed_for_sample(self._seed, place)
         return self._dataset[index]
 
-    def _seed_for(self, place: int, what: int) -> None:
-        seed_host((((self._seed * 1_000_003 + place) * 1_000_003) + what) % 2**63)
+
+class _WorkerStart:
+    """Sets up a loading process, then calls the user's own `worker_init_fn`."""
+
+    def __init__(self, theirs: Callable[[int], None] | None) -> None:
+        self._theirs = theirs
+
+    def __call__(self, worker: int) -> None:
+        spare_loader(worker)
+        if self._theirs is not None:
+            self._theirs(worker)
 
 
-def _identity(pieces: list[Any]) -> list[Any]:
-    return pieces
+def _only(samples: list[Any]) -> Any:
+    return samples[0]
 
 
-def _one_ahead(batches: Iterator[tuple[Batch, int]], device: torch.device) -> Iterator[tuple[Batch, int]]:
+def _identity(portion: Any) -> Any:
+    return portion
+
+
+def _one_ahead(
+    batches: Iterator[tuple[Batch, DataPosition]], device: torch.device
+) -> Iterator[tuple[Batch, DataPosition]]:
     """Copy the next batch to the GPU on a separate stream while the current one is computed."""
     stream = torch.cuda.Stream(device)
 
-    def start(item: tuple[Batch, int]) -> tuple[Batch, int]:
+    def start() -> tuple[Batch, DataPosition] | None:
+        item = next(batches, None)
+        if item is None:
+            return None
         with torch.cuda.stream(stream):
             return item[0].to(device), item[1]
 
-    following = start(next(batches))
-    while True:
+    following = start()
+    while following is not None:
         torch.cuda.current_stream(device).wait_stream(stream)
         current = following
         for tensor in tensors_of([piece.data for piece in current[0].pieces]):
             tensor.record_stream(torch.cuda.current_stream(device))
-        following = start(next(batches))
+        following = start()
         yield current

@@ -96,7 +96,7 @@ class LoopRequest:
 
 
 def as_arguments(batch: Any) -> Any:
-    return batch if isinstance(batch, tuple | list | dict) else (batch,)
+    return batch if isinstance(batch, tuple | list | Mapping) else (batch,)
 
 
 def plain_sgd(parameters: NamedParameters) -> Optimizer:

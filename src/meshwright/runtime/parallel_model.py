@@ -15,6 +15,7 @@ from meshwright.checkpoint.load import load
 from meshwright.checkpoint.manifest import RunState
 from meshwright.checkpoint.save import Saver, save_at
 from meshwright.errors import CheckpointError, JobError
+from meshwright.facts.position import DataPosition
 from meshwright.runtime.loop_batches import Batches
 from meshwright.runtime.own_loop import OwnLoop
 from meshwright.torch_private.modules import FixedModule, incompatible_keys
@@ -126,12 +127,12 @@ class Parallel(FixedModule):
         self.loop.follow_changed_weights()
         if weights_only:
             with self.loop.without_optimizer():
-                save_at(Saver(self.loop), samples, Path(path))
+                save_at(Saver(self.loop), DataPosition(samples=samples), Path(path))
             return
         self.loop.refuse_unsaved()
         if self._saver is None:
             self._saver = Saver(self.loop)
-        save_at(self._saver, samples, Path(path))
+        save_at(self._saver, DataPosition(samples=samples), Path(path))
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> RunState:
         """Continue from a checkpoint of `save`, `train` or `mw.setup`. All ranks call it."""

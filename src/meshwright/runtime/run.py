@@ -24,8 +24,10 @@ from meshwright.environment import LaunchedRank, announce, launched, restart_cou
 from meshwright.errors import Refused
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
+from meshwright.facts.position import DataPosition
 from meshwright.facts.strategy import Strategy
-from meshwright.runtime.data import Loader, Order
+from meshwright.runtime.data import Loader
+from meshwright.runtime.open_loader import open_loader
 from meshwright.runtime.place import choose_device, place_for, place_of
 from meshwright.runtime.start_check import check_start
 from meshwright.strategies.deepspeed.user_config import understood
@@ -34,28 +36,47 @@ from meshwright.strategies.deepspeed.user_config import understood
 class Run:
     """A job laid out by `setup`. A training loop needs only `batches` and `step`."""
 
-    def __init__(self, trainer: Trainer, *, workers: int = 0, position: int = 0) -> None:
+    def __init__(self, trainer: Trainer, *, workers: int = 0) -> None:
         self.trainer = trainer
         self.strategy, self.world, self.facts = trainer.strategy, trainer.world, trainer.facts
         self._workers = workers
-        self._position = position
+        self._position = DataPosition()
         self._loader: Loader | None = None
         self._saver: Saver | None = None
 
     @property
     def position(self) -> int:
         """The global sample index after the last batch handed out."""
-        return self._position if self._loader is None else self._loader.position
+        return self.data_position.samples
+
+    @property
+    def data_position(self) -> DataPosition:
+        """The place in the data after the last batch handed out: all that a checkpoint needs to continue there."""
+        return self._position if self._loader is None else self._loader.data_position
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None if the end of the data is not known beforehand. Its first use is collective, like `batches`."""
+        return self.loader.steps_per_epoch
+
+    @property
+    def loader(self) -> Loader:
+        """The object that reads the job's data. Its first use is collective: all ranks must take part."""
+        if self._loader is None:
+            self._loader = open_loader(self.trainer, workers=self._workers, position=self._position)
+        return self._loader
 
     @property
     def is_main(self) -> bool:
         return self.world.is_main
 
-    def batches(self, *, steps: int | None = None) -> Iterator[Batch]:
-        """Yield this rank's part of each global batch, epoch after epoch; `steps` of them, or without end."""
-        if self._loader is None:
-            self._loader = self._make_loader()
-        yield from islice(self._loader, steps)
+    def batches(self, *, steps: int | None = None, epochs: int | None = None) -> Iterator[Batch]:
+        """Yield this rank's part of each global batch, epoch after epoch; `steps` of them, or without end.
+
+        `epochs` is the number of epochs of the whole run, including those before a resume: batches end when they are
+        over. `batch.epoch` counts from 0.
+        """
+        yield from islice(self.loader.batches(epochs=epochs), steps)
 
     def step(self, batch: Any) -> StepResult:
         """Take one optimizer step: forward and backward over all micro-batches, normalise, clip, update.
@@ -82,12 +103,12 @@ class Run:
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint to the folder `path`; any strategy on any number of ranks loads it. All ranks call it."""
-        save_at(self.saver, self.position, Path(path))
+        save_at(self.saver, self.data_position, Path(path))
 
     def load(self, path: str | Path) -> RunState:
         """Resume from a checkpoint, or from a run's latest one. All ranks call it, before `batches`."""
         loaded = load(self.trainer, find_checkpoint(Path(path)))
-        self._position, self._loader = loaded.samples, None
+        self._position, self._loader = loaded.position, None
         return loaded
 
     @property
@@ -109,25 +130,6 @@ class Run:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:  # otherwise peers may be stuck in a collective, and leaving would wait for them
             self.close()
-
-    def _make_loader(self) -> Loader:
-        job, trainer = self.trainer.job, self.trainer
-        order = Order(
-            samples=len(trainer.cutter.dataset),
-            global_batch=job.global_batch,
-            seed=trainer.seed,
-            share=trainer.share,
-            drop_ragged=bool(self.facts.batch_norms),
-        )
-        return Loader(
-            job,
-            order,
-            device=self.world.device,
-            cutter=trainer.cutter,
-            weighed=self.facts.weight_per_sample is not None,
-            workers=self._workers,
-            position=self._position,
-        )
 
 
 def setup(

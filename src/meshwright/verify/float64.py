@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import default_collate
 
 from meshwright.assemble.operator_dtypes import BACKWARD
+from meshwright.describe.data_source import collate_of
 from meshwright.describe.dtypes import WORDS
 from meshwright.describe.structure import map_tensors
 from meshwright.facts.job import Job
@@ -30,7 +30,7 @@ from meshwright.verify.evidence import ROUNDING, tensors_in
 
 def in_double(job: Job) -> Job:
     """The job with parameters, buffers and batches in float64. Take its steps in `double_arithmetic`."""
-    collate = job.collate or default_collate
+    collate = collate_of(job)
 
     def loss(output: Any, batch: Any) -> Any:
         with double_arithmetic():

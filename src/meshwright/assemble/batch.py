@@ -53,6 +53,8 @@ class Batch:
     """Number of samples in the global batch."""
     whole: Any = None
     """The global batch itself, if every rank has it."""
+    ends_epoch: int | None = None
+    """The number of epochs completed with this batch; None if more batches of the epoch follow."""
 
     @property
     def pieces(self) -> list[MicroBatch]:

@@ -15,7 +15,7 @@ from meshwright.checkpoint.folder import atomic_folder, find_checkpoint, reading
 from meshwright.checkpoint.formats import SAFETENSORS, TORCH, Format, Item, index_of, pack
 from meshwright.checkpoint.hugging_face import differing_names
 from meshwright.checkpoint.integrity import inspect, raise_damage
-from meshwright.checkpoint.manifest import MODEL, Manifest, read_manifest
+from meshwright.checkpoint.manifest import EMA, MODEL, Manifest, read_manifest
 from meshwright.checkpoint.progress import Progress, silent
 from meshwright.checkpoint.storage import write_durably
 from meshwright.checkpoint.whole_tensors import WholeTensors
@@ -33,9 +33,10 @@ def export(
     to: str,
     shard_size: str = SHARD_SIZE,
     dtype: str | None = None,
+    ema: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Write the model's weights into the new folder `out`, after checking everything."""
+    """Write the model's weights into the new folder `out`, after checking everything; with `ema`, the averaged ones."""
     (form, content_of), limit = _choose("--to", to, _TARGETS), _size(shard_size)
     cast = (
         None
@@ -46,6 +47,8 @@ def export(
         folder = find_checkpoint(path)
         manifest = read_manifest(folder)
     content = content_of(manifest)
+    if ema:
+        content = replace(content, items=_averaged(manifest, content.items))
     content = replace(content, items=[_as_dtype(item, cast) for item in content.items])
     with reading(out):
         refuse_taken(out)
@@ -58,7 +61,7 @@ def export(
     shards = dict(zip(names, packed, strict=True))
     sizes = _write(out, shards, form, content, WholeTensors(folder, manifest), progress)
     return {
-        **{"path": str(folder), "to": to, "out": str(out), "dtype": dtype},
+        **{"path": str(folder), "to": to, "out": str(out), "dtype": dtype, "ema": ema},
         "tensors": sum(len(item.names) for item in content.items),
         "bytes": sum(size for _, size in sizes),
         "files": [{"name": name, "bytes": size} for name, size in sizes],
@@ -177,6 +180,17 @@ def _named(manifest: Manifest) -> list[tuple[str, tuple[str, ...]]]:
 def _item(manifest: Manifest, key: str, names: tuple[str, ...]) -> Item:
     entry = manifest.tensors[key]
     return Item(names=names, source=key, dtype=entry.torch_dtype, shape=entry.shape)
+
+
+def _averaged(manifest: Manifest, items: list[Item]) -> list[Item]:
+    """The averaged weights in the place of the trained ones. Buffers and frozen parameters have no average."""
+    if manifest.run_state.ema is None:
+        raise CheckpointError("--ema was given, but this checkpoint has no averaged weights; train with Job(ema=...).")
+    averages = {item.source: EMA + item.source.removeprefix(MODEL) for item in items}
+    return [
+        replace(item, source=averages[item.source]) if averages[item.source] in manifest.tensors else item
+        for item in items
+    ]
 
 
 def _as_dtype(item: Item, dtype: torch.dtype | None) -> Item:

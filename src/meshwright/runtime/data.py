@@ -8,7 +8,7 @@ continue at the exact next sample, on any number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -38,6 +38,8 @@ class Order:
     """One rank's part of each global batch."""
     drop_ragged: bool = False
     """Whether to skip a last batch that leaves some rank without samples (BatchNorm must not see stand-ins)."""
+    shuffled: bool = True
+    """Evaluation reads samples in order."""
 
     def __post_init__(self) -> None:
         if self.samples == 0:
@@ -59,11 +61,32 @@ class Order:
             order = self._permutation(epoch)
             for first in range(start, self.samples, self.global_batch):
                 batch = order[first : first + self.global_batch]
-                if not (self.drop_ragged and self._has_stand_ins(len(batch))):
+                if not self._drops(len(batch)):
                     yield self._part(batch, epoch * self.samples + first)
             epoch, start = epoch + 1, 0
 
+    def completed(self, position: int) -> int:
+        """Epochs that are complete at a position; a last batch that is skipped is no part of its epoch."""
+        epoch, start = divmod(position, self.samples)
+        rest = self.samples - start
+        return epoch + (start > 0 and rest < self.global_batch and self._drops(rest))
+
+    def batches_until(self, epochs: int, position: int = 0) -> int:
+        """The number of batches from a position to the end of that many epochs."""
+        done, start = divmod(position, self.samples)
+        each = self._batches_of(self.samples)
+        return max(0, (epochs - done - 1) * each + self._batches_of(self.samples - start)) if epochs > done else 0
+
+    def _batches_of(self, samples: int) -> int:
+        whole, rest = divmod(samples, self.global_batch)
+        return whole + bool(rest and not self._drops(rest))
+
+    def _drops(self, samples: int) -> bool:
+        return self.drop_ragged and self._has_stand_ins(samples)
+
     def _permutation(self, epoch: int) -> list[int]:
+        if not self.shuffled:
+            return list(range(self.samples))
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
         return torch.randperm(self.samples, generator=generator).tolist()
 
@@ -156,7 +179,9 @@ class Loader:
             generator=torch.Generator().manual_seed((self.order.seed * 1_000_003 + self.order.share.rank) % 2**63),
         )
         for part, pieces in zip(self.order.parts(start), loader, strict=False):
-            yield self._batch(part, pieces), part.end
+            before, after = self.order.completed(part.end - part.samples), self.order.completed(part.end)
+            batch = self._batch(part, pieces)
+            yield replace(batch, ends_epoch=after) if after > before else batch, part.end
 
     def _batch(self, part: RankSamples, pieces: list[Any]) -> Batch:
         if self._together:

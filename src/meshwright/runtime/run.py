@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from meshwright.assemble.batch import Batch
 from meshwright.assemble.check import check, check_engine_config, refuse_missing_gpus
-from meshwright.assemble.step import StepResult, Trainer
+from meshwright.assemble.step import Trainer
+from meshwright.assemble.step_result import StepResult
 from meshwright.assemble.world import PATIENCE, World, alone, join
 from meshwright.checkpoint.folder import find_checkpoint
 from meshwright.checkpoint.load import load
@@ -26,6 +27,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.data import Loader, Order
+from meshwright.runtime.evaluation import EvaluationData
 from meshwright.runtime.place import choose_device, place_for, place_of
 from meshwright.runtime.start_check import check_start
 from meshwright.strategies.deepspeed.user_config import understood
@@ -40,6 +42,7 @@ class Run:
         self._workers = workers
         self._position = position
         self._loader: Loader | None = None
+        self._evaluated: EvaluationData | None = None
         self._saver: Saver | None = None
 
     @property
@@ -48,14 +51,23 @@ class Run:
         return self._position if self._loader is None else self._loader.position
 
     @property
+    def epoch(self) -> int:
+        """Epochs completed with the last batch handed out."""
+        return self.loader.order.completed(self.position)
+
+    @property
+    def loader(self) -> Loader:
+        if self._loader is None:
+            self._loader = self._make_loader()
+        return self._loader
+
+    @property
     def is_main(self) -> bool:
         return self.world.is_main
 
     def batches(self, *, steps: int | None = None) -> Iterator[Batch]:
         """Yield this rank's part of each global batch, epoch after epoch; `steps` of them, or without end."""
-        if self._loader is None:
-            self._loader = self._make_loader()
-        yield from islice(self._loader, steps)
+        yield from islice(self.loader, steps)
 
     def step(self, batch: Any) -> StepResult:
         """Take one optimizer step: forward and backward over all micro-batches, normalise, clip, update.
@@ -75,6 +87,15 @@ class Run:
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The mean loss over batches; changes nothing."""
         return self.trainer.evaluate(batches)
+
+    def measure(self, *, batches: int | None = None) -> dict[str, float]:
+        """The loss and the metrics of `Job(evaluation=...)`, over each of its samples once; all ranks call it.
+
+        `batches` stops after so many of them.
+        """
+        if self._evaluated is None:
+            self._evaluated = EvaluationData(self.trainer, workers=self._workers)
+        return self._evaluated.measure(batches)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Every full parameter and buffer, on the CPU of every rank. All ranks must call it."""

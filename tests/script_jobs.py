@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import default_collate
 
+import contrastive_jobs
+import pieced_jobs
 from meshwright import EarlyStop, Evaluation, Job, Metric
 from tiny_jobs import LENGTH, VOCABULARY, Transformer
 
@@ -160,3 +162,22 @@ JOBS = {
     "averaged": partial(script_job, weights="ema"),
     "no hook": partial(script_job, weights="ema", on_gradient=None),
 }
+
+
+def divided_head() -> Job:
+    """Classes that two ranks can divide, so that outputs are divided as well."""
+    return replace(script_job(on_gradient=None), model=pieced_jobs.Tied)
+
+
+def pairs_that_match(output: Any, batch: Any) -> tuple[Tensor, int]:
+    return (output["image"] * output["text"]).sum(-1).sigmoid().sum(), len(batch["kind"])
+
+
+def contrastive() -> Job:
+    """A loss that compares samples with each other; its last batch leaves a rank without samples."""
+    data = [contrastive_jobs.item(index) for index in range(9)]
+    evaluation = Evaluation(data=data, metrics={"match": pairs_that_match}, batch=4)
+    return replace(contrastive_jobs.clip, data=data, evaluation=evaluation)
+
+
+MEASURED = {"divided head": divided_head, "contrastive": contrastive}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ from meshwright.assemble.world import World
 from meshwright.checkpoint.folder import find_checkpoint
 from meshwright.checkpoint.manifest import EMA
 from meshwright.checkpoint.whole_tensors import WholeTensors
+from meshwright.errors import JobError, Refused
 from meshwright.facts.model import ModelFacts
 from meshwright.runtime.checkpoints import Checkpoints
 from meshwright.runtime.run import setup
 from meshwright.runtime.summary import Summary
 from meshwright.runtime.train import train
-from script_jobs import JOBS
+from script_jobs import JOBS, MEASURED, script_job
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,66 @@ def train_script(
         checkpoints.resume()
     summary = train(run, steps=steps, epochs=epochs, out=Path(out), checkpoints=checkpoints, progress=False)
     return Trained(summary, run.state())
+
+
+def measured(world: World, job: str, facts: ModelFacts, strategies: list[str]) -> list[dict[str, float]]:
+    """What is measured before the first step under each strategy."""
+    return [setup(MEASURED[job](), strategy, facts=facts, world=world).measure() for strategy in strategies]
+
+
+def failure(world: World, facts: ModelFacts, strategy: str, how: str) -> str:
+    """What a run says that fails on the last rank alone; all ranks must say the same."""
+
+    def on_last_rank(*arguments: Any) -> Any:
+        if world.rank == world.ranks - 1:
+            raise ValueError("on this rank alone")
+        return 0.0, 1.0
+
+    job = script_job()
+    if how == "metric":
+        assert job.evaluation is not None
+        job = replace(job, evaluation=replace(job.evaluation, metrics={"odd": on_last_rank}), early_stop=None)
+    else:
+        job = replace(job, **{how: on_last_rank})
+    try:
+        train(setup(job, strategy, facts=facts, world=world), steps=5, progress=False)
+    except JobError as error:
+        return str(error)
+    return "nothing"
+
+
+def steps_until_asked(world: World, facts: ModelFacts, strategy: str) -> tuple[int, str | None]:
+    """The steps of a run whose last rank has seen enough after the second."""
+    job = script_job(on_step=lambda event: world.rank == world.ranks - 1 and event.step == 2)
+    summary = train(setup(job, strategy, facts=facts, world=world), steps=6, progress=False)
+    return summary.steps, summary.stopped
+
+
+def refusal(world: World, facts: ModelFacts, strategy: str, hook: str) -> str:
+    """Why a hook on gradients is refused; empty if it runs."""
+    try:
+        run = setup(script_job(on_gradient=HOOKS[hook]), strategy, facts=facts, world=world)
+    except Refused as error:
+        return str(error)
+    for batch in run.batches(steps=1):
+        run.step(batch)
+    sums = world.gather({name: float(tensor.double().sum()) for name, tensor in run.state().items()})
+    assert all(found == sums[0] for found in sums), "ranks differ"
+    return ""
+
+
+def _first_row_stays(name: str, gradient: torch.Tensor) -> None:
+    if gradient.dim() == 2:
+        gradient[0] = 0.0
+
+
+HOOKS: dict[str, Any] = {
+    "norm": lambda name, gradient: gradient / (gradient.norm() + 1e-6),
+    "row": _first_row_stays,
+    "noise": lambda name, gradient: gradient + torch.randn_like(gradient),
+    "sign": lambda name, gradient: gradient.sign(),
+    "shape": lambda name, gradient: gradient[:1],
+}
 
 
 def evaluations(out: Path) -> list[dict[str, Any]]:

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.assemble.world import alone
 from meshwright.checkpoint.exports import export
 from meshwright.describe.model import describe
 from meshwright.facts.model import ModelFacts
 from rank_pool import RankPool
-from script_jobs import JOBS, PlainRun, train_plainly
-from script_programs import averages, evaluations, losses, train_script
+from script_jobs import JOBS, MEASURED, PlainRun, train_plainly
+from script_programs import averages, evaluations, failure, losses, measured, refusal, steps_until_asked, train_script
 
 pytestmark = pytest.mark.slow
 
@@ -72,3 +73,42 @@ def test_stopped_and_resumed_elsewhere(
     export(out, tmp_path / "averaged", to="torch", ema=True)
     written = torch.load(tmp_path / "averaged" / "model.pt", weights_only=True)
     close({name: written[name] for name in plain(averaged=True).averages}, plain(averaged=True).averages)
+
+
+@pytest.mark.parametrize(
+    ("job", "strategies"),
+    [
+        ("divided head", ["tp=2", "tp=2,loss=pieced", "fsdp,bf16"]),
+        ("contrastive", ["ddp", "fsdp", "ddp,mb=1"]),
+    ],
+)
+def test_metrics_of_outputs_that_are_not_whole(two_ranks: RankPool, job: str, strategies: list[str]) -> None:
+    found_once = describe(MEASURED[job]())
+    (expected,) = measured(alone(torch.device("cpu")), job, found_once, ["single"])
+    for ranks in two_ranks(measured, job, found_once, strategies):
+        for strategy, found in zip(strategies, ranks, strict=True):
+            bound = 0.05 if "bf16" in strategy else 1e-5
+            torch.testing.assert_close(found, expected, rtol=bound, atol=bound, msg=f"{strategy}: {found} {expected}")
+
+
+@pytest.mark.parametrize(("strategy", "how"), [("fsdp", "on_step"), ("pp=2:1f1b", "metric"), ("ddp", "on_eval")])
+def test_one_rank_fails(two_ranks: RankPool, strategy: str, how: str) -> None:
+    """All ranks say so, and none waits for it."""
+    first, last = two_ranks(failure, facts(), strategy, how)
+    assert first == last and "ValueError: on this rank alone" in first
+
+
+def test_one_rank_has_seen_enough(two_ranks: RankPool) -> None:
+    assert two_ranks(steps_until_asked, facts(), "ddp") == [(3, "on_step at step 2")] * 2
+
+
+def test_hooks_on_gradients(two_ranks: RankPool) -> None:
+    """What needs a whole gradient is refused where gradients are divided; elsewhere all ranks do the same."""
+    for strategy in ("fsdp", "tp=2"):
+        for hook in ("norm", "row", "noise"):
+            for reason in two_ranks(refusal, facts(), strategy, hook):
+                assert "does something else to a part" in reason, (strategy, hook, reason)
+        assert two_ranks(refusal, facts(), strategy, "sign") == ["", ""]
+    for hook in ("norm", "row", "noise", "sign"):
+        assert two_ranks(refusal, facts(), "ddp", hook) == ["", ""]
+    assert "must return None or a tensor" in two_ranks(refusal, facts(), "fsdp", "shape")[0]

@@ -14,7 +14,7 @@ from meshwright.errors import JobError, Refused, one_line
 from meshwright.facts.job import NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.dtensor import is_dtensor
-from meshwright.strategies.engine import Engine, OptimizingEngine
+from meshwright.strategies.engine import Engine
 from meshwright.strategies.norm import local
 
 Hook = Callable[[str, torch.Tensor], torch.Tensor | None]
@@ -43,8 +43,6 @@ def refuse_hook(hook: Hook, own: NamedParameters, engine: Engine, strategy: Stra
 
     All ranks must call it: the ranks of a pipeline hold different parameters.
     """
-    if isinstance(engine, OptimizingEngine):
-        raise Refused("Job(on_gradient=...) cannot run under engine=deepspeed, which clips and updates by itself.")
     divided = [(n, p) for n, p in own.named() if is_dtensor(p) or engine.cut_of(n) is not None]
     reasons = world.gather(next((reason for name, p in divided if (reason := _differs(hook, name, p))), None))
     if found := next((reason for reason in reasons if reason), None):

@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -59,13 +60,17 @@ def test_a_script_and_its_job(four_ranks: RankPool, tmp_path: Path, strategy: st
 
 
 @pytest.mark.parametrize(("first", "then"), [("fsdp", "zero1"), ("tp=2,ddp", "pp=2:1f1b")])
-def test_stopped_and_resumed_elsewhere(
+def test_killed_and_resumed_elsewhere(
     two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, first: str, then: str
 ) -> None:
-    """In the middle of an epoch, on another number of ranks: records, weights and averages are those of one run."""
+    """In the middle of an epoch, on another number of ranks: records, weights and averages are those of one run.
+
+    What the first run did after its checkpoint of step 5 is lost, as if it had been killed.
+    """
     out = tmp_path / "run"
-    four_ranks(train_script, "averaged", facts(), first, str(out), 5, None, 2)
-    assert evaluations(out)[-1]["final"]
+    four_ranks(train_script, "averaged", facts(), first, str(out), 7, None, 5)
+    assert [record["final"] for record in evaluations(out)] == [False, False, False, True]
+    rmtree(out / "checkpoints" / "step-00000007")
     ranks = two_ranks(train_script, "averaged", facts(), then, str(out), None, EPOCHS, 0, True)
     assert ranks[0].summary.resumed_at == 5
     compare(out, ranks[0].weights, plain(averaged=True))
@@ -78,7 +83,7 @@ def test_stopped_and_resumed_elsewhere(
 @pytest.mark.parametrize(
     ("job", "strategies"),
     [
-        ("divided head", ["tp=2", "tp=2,loss=pieced", "fsdp,bf16"]),
+        ("divided head", ["tp=2,loss=pieced", "fsdp,loss=pieced", "ddp,bf16"]),
         ("contrastive", ["ddp", "fsdp", "ddp,mb=1"]),
     ],
 )

@@ -29,15 +29,19 @@ class MetricSums:
     def __bool__(self) -> bool:
         return bool(self._metrics)
 
-    def add(self, output: Any, piece: MicroBatch) -> None:
-        """Count a micro-batch. The output must be whole; a stand-in counts nothing."""
-        if not piece.span.length or self._problem is not None:
+    def add(self, output: Any, piece: MicroBatch, *, counts: bool) -> None:
+        """Read a micro-batch's output, and count it unless it is a stand-in or another rank counts the same samples.
+
+        All ranks read all outputs: reading one may be collective, where `loss=pieced` makes logits when they are read.
+        """
+        if self._problem is not None:
             return
         output = raise_small(output)
         for name, metric in self._metrics.items():
             try:
                 found = torch.as_tensor(metric.sums(output, piece.data)).detach().to("cpu", torch.float64).reshape(-1)
-                self._sums[name] = found + self._sums[name] if name in self._sums else found
+                if counts and piece.span.length:
+                    self._sums[name] = found + self._sums[name] if name in self._sums else found
             except Exception as error:  # whatever a user's function raises
                 self._problem = f"The metric {name!r} raised {one_line(error)}"
                 return

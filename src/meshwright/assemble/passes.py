@@ -71,11 +71,9 @@ class Losses:
         return total * counts, torch.stack([kept, kept.new_full((), float(weight) * counts)])
 
     def measure(self, output: Any, piece: MicroBatch, metrics: MetricSums | None, *, counts: bool) -> None:
-        """Add an output to the metrics if it counts on this rank. All ranks of an axis that divides it must call it."""
+        """Add an output to the metrics. All ranks must call it, because an output may be divided over them."""
         if metrics:
-            whole = self.plain(output)
-            if counts:
-                metrics.add(whole, piece)
+            metrics.add(self.plain(output), piece, counts=counts)
 
 
 class PlainPasses:

@@ -79,7 +79,7 @@ def train(
 
     [bold]meshwright train examples/cnn.py --strategy fsdp --ranks 4 --steps 200 --out runs/cnn --resume[/]
 
-    [bold]meshwright train examples/images.py --ranks 2 --epochs 3 --eval-every 20 --out runs/images[/]
+    [bold]meshwright train examples/epochs.py --ranks 2 --epochs 3 --eval-every 10 --out runs/epochs[/]
 
     [bold]meshwright train examples/gpt.py --ranks 2 --steps 20 --out runs/gpt --profile 5-7 --log-to wandb[/]
 

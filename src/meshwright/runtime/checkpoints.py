@@ -119,12 +119,12 @@ class Checkpoints:
 def _resumed(loaded: RunState, run: Run) -> str:
     """What a resumed run goes on with, and what of it changed."""
     weights = "" if loaded.optimizer is not None else ", weights only: the optimizer starts anew"
-    ranks = f"{loaded.ranks} rank{'s' * (loaded.ranks > 1)}"
-    lines = [f"resumed at step {loaded.step} (saved under {loaded.strategy} on {ranks}{weights})"]
+    then, now = (f"{count} rank{'s' * (count > 1)}" for count in (loaded.ranks, run.world.ranks))
+    lines = [f"resumed at step {loaded.step} (saved under {loaded.strategy} on {then}{weights})"]
     if loaded.ranks != run.world.ranks and loaded.optimizer is not None:
         lines.append(
-            f"the global batch stays {run.trainer.job.global_batch} samples on {run.world.ranks} ranks, so learning "
-            "rate, schedule and data order stay as they are"
+            f"the global batch stays {run.trainer.job.global_batch} samples on {now}, so learning rate, schedule and "
+            "data order stay as they are"
         )
     if loaded.ema is None and run.trainer.ema is not None:
         lines.append("the checkpoint has no averaged weights (ema): the average starts with the next step")

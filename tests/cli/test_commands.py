@@ -188,10 +188,8 @@ job = Job(**parts, global_batch=8)
 
 
 def test_train_for_epochs_with_evaluations(call: Call, folder: Path) -> None:
-    text = (
-        "from meshwright import Evaluation\njob = Job(**parts, global_batch=16, evaluation=Evaluation(data=Data()))\n"
-    )
-    (folder / "job.py").write_text(JOB + text)
+    evaluation = "job = Job(**parts, global_batch=16, evaluation=Evaluation(data=Data()))"
+    (folder / "job.py").write_text(f"{JOB}from meshwright import Evaluation\n{evaluation}\n")
     words = ("train", "job.py", "--strategy", "single", "--device", "cpu", "--epochs", "2", "--eval-every", "2")
     done = call(*words, "--json")
     assert done.returncode == 0, done.stderr

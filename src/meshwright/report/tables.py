@@ -60,7 +60,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
         table.add_row("loss, last step", f"{summary['last_loss']:.4f}")
     for name, value in (summary["evaluation"] or {}).items():
         if name != "step":
-            table.add_row(Text(f"evaluation, {name}"), f"{value:.4f} (step {summary['evaluation']['step']})")
+            shown = "not finite" if value is None else f"{value:.4f}"
+            table.add_row(Text(f"evaluation, {name}"), f"{shown} (step {summary['evaluation']['step']})")
     if found := summary["early_stop"]:
         best = "never finite" if found["best"] is None else f"best {found['best']:.4f} at step {found['best_step']}"
         table.add_row("stopped early by", Text(f"{found['metric']}, {best}"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 from meshwright.assemble.step_result import StepResult
@@ -57,8 +58,9 @@ class Evaluator:
 
     @property
     def last(self) -> dict[str, Any] | None:
-        """The step and the results of the last evaluation."""
-        return self._kept.get(LAST)
+        """The step and the results of the last evaluation, None for what is not finite."""
+        found = self._kept.get(LAST)
+        return None if found is None else {name: value if isfinite(value) else None for name, value in found.items()}
 
     def _measure(self, *, final: bool) -> dict[str, float]:
         begun, step, epoch = time.perf_counter(), self._run.trainer.steps, self._run.epoch

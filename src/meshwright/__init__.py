@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright import strategies as _registers_strategies_and_axes  # noqa: F401
 from meshwright.facts.cluster import Cluster
+from meshwright.facts.evaluation import EarlyStop, Evaluation, Metric
 from meshwright.facts.forecast import Forecast
 from meshwright.facts.job import Job
 from meshwright.facts.plan import Plan
@@ -24,7 +25,20 @@ if TYPE_CHECKING:
     from meshwright.runtime.run import Run
 
 __version__ = VERSION
-__all__ = ["Cluster", "Forecast", "Job", "Parallel", "Plan", "Run", "Strategy", "parallelize", "setup"]
+__all__ = [
+    "Cluster",
+    "EarlyStop",
+    "Evaluation",
+    "Forecast",
+    "Job",
+    "Metric",
+    "Parallel",
+    "Plan",
+    "Run",
+    "Strategy",
+    "parallelize",
+    "setup",
+]
 
 _LATER = {
     "Parallel": "meshwright.runtime.parallel_model",

@@ -336,3 +336,9 @@ def test_what_a_killed_export_left_is_replaced(saved: Path, tmp_path: Path) -> N
     (tmp_path / ".out.part" / "model-00001-of-00009.safetensors").write_text("half")
     export(saved, tmp_path / "out", to="safetensors")
     assert everything_below(tmp_path) == ["out", "out/model.safetensors"]
+
+
+def test_averages_of_a_run_that_has_none(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no averaged weights"):
+        export(saved, tmp_path / "out", to="torch", ema=True)
+    assert not (tmp_path / "out").exists()

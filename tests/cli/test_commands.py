@@ -185,3 +185,20 @@ job = Job(**parts, global_batch=8)
         first = done.stderr.index("--- rank 1 ---")
         assert "bad sample" in done.stderr[first:]
     assert ranks_left(folder) == []
+
+
+def test_train_for_epochs_with_evaluations(call: Call, folder: Path) -> None:
+    evaluation = "job = Job(**parts, global_batch=16, evaluation=Evaluation(data=Data()))"
+    (folder / "job.py").write_text(f"{JOB}from meshwright import Evaluation\n{evaluation}\n")
+    words = ("train", "job.py", "--strategy", "single", "--device", "cpu", "--epochs", "2", "--eval-every", "2")
+    done = call(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["steps"], summary["epochs"], summary["samples"]) == (6, 2, 80)
+    assert summary["evaluation"]["step"] == 6
+    assert done.stderr.count("evaluation: loss") == len((2, 3, 4, 6))
+
+
+def test_evaluations_of_a_job_that_has_none(call: Call) -> None:
+    done = call("train", "job.py", "--strategy", "single", "--eval-every", "2")
+    assert done.returncode == 2 and "the job has no evaluation" in done.stderr

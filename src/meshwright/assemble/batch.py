@@ -55,6 +55,8 @@ class Batch:
     """The global batch itself, if every rank has it."""
     epoch: int | None = None
     """The epoch of its samples, if it comes from the job's data."""
+    ends_epoch: int | None = None
+    """The number of epochs completed with this batch; None if more batches of the epoch follow."""
 
     @property
     def pieces(self) -> list[MicroBatch]:

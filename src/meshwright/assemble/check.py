@@ -39,6 +39,7 @@ def check(job: Job, facts: ModelFacts, strategy: Strategy, place: Place) -> Stra
         or refuse_optimizer(facts.couplings, resolved)
         or (facts.moved and refuse_moved(resolved, facts, _micro_steps(job, resolved)))
         or _refuse_model_axes(job, facts, resolved)
+        or _refuse_on_deepspeed(job, resolved)
     ):
         raise Refused(reason)
     return resolved
@@ -122,6 +123,14 @@ def _refuse_float8(strategy: Strategy, place: Place) -> str | None:
 def _refuse_graphs_on_cpu(strategy: Strategy, place: Place) -> str | None:
     if strategy.graphs and place.device != "cuda":
         return f"graphs needs a GPU, and this would run on the {place.device.upper()}; drop it from {strategy}."
+    return None
+
+
+def _refuse_on_deepspeed(job: Job, strategy: Strategy) -> str | None:
+    if job.on_gradient is not None and strategy.engine == "deepspeed":
+        return "Job(on_gradient=...) cannot run under engine=deepspeed, which clips and updates by itself."
+    if job.ema is not None and strategy.offload == "nvme":
+        return f"Job(ema=...) averages masters, and {strategy} keeps them in DeepSpeed's files; use offload=params."
     return None
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from meshwright.assemble.apply import RankSetup, apply_in_order
 from meshwright.assemble.axes import Axes
 from meshwright.assemble.batch import Batch, MicroBatch, refuse_unlike_shapes
+from meshwright.assemble.metrics import MetricSums
 from meshwright.assemble.passes import Dropout, Losses
 from meshwright.assemble.precision import cast
 from meshwright.describe.structure import tensors_of
@@ -49,6 +50,7 @@ class DeepSpeedPasses:
         self._next, self._factor, self._step = 0, 1.0, 0
         self._shapes: list[torch.Size] = []
         self._totals = torch.zeros(2, device=dropout.device)
+        self._metrics: MetricSums | None = None
         self.engine.before_each = self._begin
 
     def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
@@ -60,11 +62,13 @@ class DeepSpeedPasses:
                 self.engine.run(self._loaded(), len(pieces), last=number == len(batch.rounds))
         return self._totals
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, metrics: MetricSums | None = None) -> torch.Tensor:
+        self._metrics = metrics
         self._totals = torch.zeros(2, device=self._dropout.device, dtype=torch.float64)
         for pieces in batch.rounds:
             self._start(pieces)
             self.engine.run_forward(self._loaded(), len(pieces))
+        self._metrics = None
         return self._totals
 
     def _start(self, pieces: Sequence[MicroBatch]) -> None:
@@ -87,8 +91,10 @@ class DeepSpeedPasses:
             yield entering, torch.zeros(())
 
     def _loss(self, output: Any, dummy_label: torch.Tensor) -> torch.Tensor:
-        loss, sums = self._losses.of_output(output, self._pieces[self._next - 1])
+        piece = self._pieces[self._next - 1]
+        loss, sums = self._losses.of_output(output, piece)
         self._totals[:2].add_(sums)
+        self._losses.measure(output, piece, self._metrics, counts=True)
         return loss * self._factor
 
     def _begin(self) -> None:

@@ -13,6 +13,7 @@ import numpy
 import torch
 
 from meshwright.assemble.batch import Batch, MicroBatch
+from meshwright.assemble.metrics import MetricSums
 from meshwright.describe.observe import call_model
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
@@ -33,8 +34,8 @@ class Passes(Protocol):
     def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
         """Compute the gradients of `factor` times this rank's summed loss."""
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Compute the loss only."""
+    def forward(self, batch: Batch, metrics: MetricSums | None = None) -> torch.Tensor:
+        """Compute the loss only, and add to the metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,11 @@ class Losses:
             )
         return total * counts, torch.stack([kept, kept.new_full((), float(weight) * counts)])
 
+    def measure(self, output: Any, piece: MicroBatch, metrics: MetricSums | None, *, counts: bool) -> None:
+        """Add an output to the metrics. All ranks must call it, because an output may be divided over them."""
+        if metrics:
+            metrics.add(self.plain(output), piece, counts=counts)
+
 
 class PlainPasses:
     """Passes of a rank that runs the whole model, or its part of every layer."""
@@ -91,12 +97,13 @@ class PlainPasses:
         self.engine.finish()
         return totals * self._counts
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, metrics: MetricSums | None = None) -> torch.Tensor:
         totals = torch.zeros(2, device=self._dropout.device, dtype=torch.float64)
         for piece in batch.pieces:
             with self.engine.region():
                 output = call_model(self._losses.job, self.engine, piece.data)
                 totals += self._losses.of_output(output, piece)[1].to(totals.device)
+                self._losses.measure(output, piece, metrics, counts=bool(self._counts))
         return totals * self._counts
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import pipelining
 
 from meshwright.assemble.batch import Batch, MicroBatch, refuse_unlike_shapes
+from meshwright.assemble.metrics import MetricSums
 from meshwright.assemble.passes import Dropout, Losses
 from meshwright.assemble.rank_engine import RankEngine
 from meshwright.assemble.stage_model import StageModel
@@ -75,6 +76,7 @@ class PipelinePasses:
         self._next = [0] * len(own)
         self._factor, self._step = 1.0, 0
         self._totals = torch.zeros(2, device=dropout.device)
+        self._metrics: MetricSums | None = None
         for place, stage in enumerate(own):
             wrap_forward(stage.stage_model.model, self._stage_forward(place, stage))
 
@@ -91,7 +93,8 @@ class PipelinePasses:
         self.engine.finish()
         return self._totals * self._counts
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, metrics: MetricSums | None = None) -> torch.Tensor:
+        self._metrics = metrics
         self._totals = torch.zeros(2, device=self._dropout.device, dtype=torch.float64)
         for pieces in self._in_flight(batch):
             self._start(pieces)
@@ -100,6 +103,7 @@ class PipelinePasses:
                 for stage in self._own:
                     with self.engine.region():
                         sent = self._run_alone(stage, sent)
+        self._metrics = None
         return self._totals * self._counts
 
     def _dummy_input(self, length: int) -> tuple[torch.Tensor, ...]:
@@ -197,6 +201,7 @@ class PipelinePasses:
                 output = call_model(self._losses.job, forward, piece.data)
                 loss, sums = self._losses.of_output(output, piece)
                 self._totals[:2].add_(sums)
+                self._losses.measure(output, piece, self._metrics, counts=bool(self._counts))
                 return loss * self._factor
 
             received = args if stage.index else ()

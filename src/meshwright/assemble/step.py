@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from math import isfinite
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from meshwright.assemble.apply import RankSetup, lay_on_devices, lay_out, make_whole
 from meshwright.assemble.autocast import autocast_region
@@ -18,23 +17,28 @@ from meshwright.assemble.axes import lay_axes
 from meshwright.assemble.batch import Batch, Share, part
 from meshwright.assemble.deepspeed_pipeline import build_deepspeed_pipeline
 from meshwright.assemble.device_placement import Devices, devices_for
+from meshwright.assemble.ema import Ema
 from meshwright.assemble.error_context import naming_optimizer, naming_strategy
 from meshwright.assemble.gathering import Gathering
+from meshwright.assemble.gradient_hook import apply_hook, refuse_hook
 from meshwright.assemble.graphs import CudaRecorder, GraphedPasses
 from meshwright.assemble.low_copies import LowCopies
+from meshwright.assemble.metrics import MetricSums
 from meshwright.assemble.operator_dtypes import recomputing
 from meshwright.assemble.optimizer import HostCopies, refuse_coupled_shards, take_fused_kernels
 from meshwright.assemble.passes import Dropout, Losses, Passes, PlainPasses
 from meshwright.assemble.precision import LossScale, compiles_loss, loss_under
 from meshwright.assemble.rank_engine import RankEngine
 from meshwright.assemble.staging import build_pipeline
+from meshwright.assemble.step_result import StepResult, Totals
 from meshwright.assemble.whole_batch import WholeBatchLoss, WholeBatchPasses
 from meshwright.assemble.world import World, outside_of_modes
 from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.samples import Cutter
 from meshwright.errors import JobError
+from meshwright.facts.evaluation import LOSS, Metric
 from meshwright.facts.job import Job, NamedParameters
-from meshwright.facts.lr_schedule import advance
+from meshwright.facts.lr_schedule import EPOCH, EVALUATION, STEP, advance
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.blueprint import record
@@ -42,70 +46,6 @@ from meshwright.strategies.engine import Engine, OptimizerState, OptimizingEngin
 from meshwright.strategies.norm import scale_
 from meshwright.strategies.pipeline.sizes import count_micro_batches
 from meshwright.strategies.pipeline.stages import cut_stages
-
-
-@dataclass(frozen=True, kw_only=True)
-class Totals:
-    """The loss's sum and weight and the wish to stop, while they are summed over ranks."""
-
-    local: torch.Tensor
-    """This rank's own sum, to find the rank whose loss is not finite."""
-    summed: torch.Tensor
-    """Sum, weight and the number of ranks that wish to stop (not in `evaluate`); valid after `wait`."""
-    work: dist.Work | None
-    known_weight: float | None
-    """The global weight, if it follows from shapes."""
-
-    @property
-    def weight(self) -> float | torch.Tensor:
-        self.wait()
-        return self.summed[1] if self.known_weight is None else self.known_weight
-
-    @property
-    def mean(self) -> torch.Tensor:
-        self.wait()
-        return self.summed[0] / self.weight
-
-    @cached_property
-    def read(self) -> torch.Tensor:
-        """`summed` on the CPU: one copy from the device for the loss and the wish to stop."""
-        self.wait()
-        return self.summed.cpu()
-
-    def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """The result of one step, the same on every rank. Numbers stay on the device until they are read."""
-
-    step: int
-    samples: int
-    lr: float
-    totals: Totals
-    norm_tensor: torch.Tensor
-    skipped: bool = False
-    """Whether fp16 gradients overflowed, so that nothing was updated."""
-
-    @property
-    def loss_tensor(self) -> torch.Tensor:
-        return self.totals.mean
-
-    @property
-    def loss(self) -> float:
-        read, known = self.totals.read, self.totals.known_weight
-        return float(read[0] / (read[1] if known is None else known))
-
-    @property
-    def stop(self) -> bool:
-        """Whether any rank wished to stop before this step, so that all ranks stop after the same step."""
-        return bool(self.totals.read[2])
-
-    @property
-    def grad_norm(self) -> float:
-        return float(self.norm_tensor)
 
 
 class Trainer:
@@ -143,18 +83,25 @@ class Trainer:
         _keep_attributes(self.optimized, self.engine.model)
         if not world.fake:  # collectives transfer nothing there
             refuse_coupled_shards(job, facts.couplings, self._own, strategy)
+            if job.on_gradient is not None:
+                refuse_hook(job.on_gradient, self._own, self.engine, strategy, world)
         self.optimizer = take_fused_kernels(job.optimizer(self.optimized or _nothing_to_update()))
         self.remembered: OptimizerState = self.optimizer
         """The optimizer's state of each of them."""
         if isinstance(self.engine, OptimizingEngine):
             self.engine.adopt(self.optimizer, job.max_norm)
             self.optimized, self.remembered = self.engine.optimized(), self.engine.remembered()
+        self.ema = None if job.ema is None else Ema(job.ema, self.optimized)
         self.schedule = job.schedule(self.optimizer) if job.schedule else None
         self.loss_scale = LossScale() if strategy.number_format.scales_loss else None
         self.steps = 0
+        self.loop: dict[str, Any] = {}
+        """What the training loop keeps in checkpoints: small values that are the same on all ranks."""
         self.wish_to_stop = False
         """Set before a step. It is sent to all ranks with the step's loss and returned as the result's `stop`."""
-        self._pending: tuple[Totals, int, float] | None = None
+        self._is_stale = False
+        """Whether masters changed, and what the model computes with has not followed yet."""
+        self._pending: tuple[Totals, Batch, float] | None = None
 
     def _build_passes(self) -> Passes:
         job, facts, strategy, world, axes = self.job, self.facts, self.strategy, self.world, self.axes
@@ -195,7 +142,7 @@ class Trainer:
             return PlainPasses(engine, losses, dropout, counts=counts)
         gathering = Gathering(share, self.axes.batch_group(self.world))
         whole = WholeBatchLoss(losses, gathering, self.cutter, self.world.device)
-        return WholeBatchPasses(engine, losses, dropout, whole, counts=counts and share.rank == 0)
+        return WholeBatchPasses(engine, losses, dropout, whole, counts=counts and share.rank == 0, measures=counts)
 
     @property
     def share(self) -> Share:
@@ -214,6 +161,7 @@ class Trainer:
 
     def forward_backward(self, batch: Any) -> None:
         """Compute the gradient of the global batch's mean loss (under fp16, times the loss scale)."""
+        self._refresh()
         own = self._part(batch)
         expected = self.facts.weight_per_sample if own.regular else None
         # A weight that depends on the data is not known yet: divide by the samples now and correct that below.
@@ -231,7 +179,7 @@ class Trainer:
         )
         if expected is None and not isinstance(self.engine, OptimizingEngine):
             scale_(self._gradients(), divisor / sums.weight)
-        self._pending = sums, own.samples, divisor
+        self._pending = sums, replace(own, rounds=(), whole=None), divisor
 
     def take_totals(self) -> Totals:
         """The loss of the last `forward_backward`, for a loop that makes the update itself."""
@@ -244,7 +192,7 @@ class Trainer:
         """Clip by the global norm, and step the optimizer and its schedule."""
         if self._pending is None:
             raise JobError("update() was called without a forward_backward(batch) before it.")
-        (totals, samples, divisor), self._pending = self._pending, None
+        (totals, batch, divisor), self._pending = self._pending, None
         lr = float(self.optimizer.param_groups[0].get("lr") or 0.0)  # some optimizers choose it themselves
         if isinstance(self.engine, OptimizingEngine):
             known = totals.known_weight is not None
@@ -253,23 +201,81 @@ class Trainer:
             norm, finite = self._clip_and_apply()
         if self.loss_scale:
             self.loss_scale.after(finite)
-        if finite and self.schedule is not None:
-            advance(self.schedule, updates=self.steps + 1, loss=lambda: float(totals.mean))
+        if finite and self.ema is not None:
+            self.ema.update()
+        self._advance_schedule(totals, batch.ends_epoch, updated=finite)
         for parameter in self._own:
             parameter.grad = None
         self.engine.forget_gradients()
         self.steps += 1
-        return StepResult(step=self.steps, samples=samples, lr=lr, totals=totals, norm_tensor=norm, skipped=not finite)
+        return StepResult(
+            step=self.steps,
+            samples=batch.samples,
+            lr=lr,
+            totals=totals,
+            norm_tensor=norm,
+            skipped=not finite,
+            ends_epoch=batch.ends_epoch,
+        )
+
+    def _advance_schedule(self, totals: Totals, epochs: int | None, *, updated: bool) -> None:
+        if self.schedule is None:
+            return
+        if self.job.schedule_by == STEP and updated:
+            advance(self.schedule, updates=self.steps + 1, loss=lambda: float(totals.mean))
+        elif self.job.schedule_by == EPOCH and epochs is not None:
+            advance(self.schedule, updates=epochs, loss=lambda: float(totals.mean))
+
+    def evaluated(self, loss: float, evaluations: int) -> None:
+        """Step a schedule that follows evaluations."""
+        if self.schedule is not None and self.job.schedule_by == EVALUATION:
+            advance(self.schedule, updates=evaluations, loss=lambda: loss)
+
+    def evaluate(self, batches: Iterable[Any]) -> float:
+        return self.measure(batches, {})[LOSS]
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Any]) -> float:
-        self.engine.model.eval()
-        totals = torch.zeros(2, device=self.world.device, dtype=torch.float64)
-        with self._low.shared():
-            for batch in batches:
-                totals += self.passes.forward(self._part(batch))
-        self.engine.model.train()
-        return float(Totals(local=totals, summed=totals, work=self.world.start_sum(totals), known_weight=None).mean)
+    def measure(
+        self, batches: Iterable[Any], metrics: Mapping[str, Metric], *, averaged: bool = False
+    ) -> dict[str, float]:
+        """The mean loss and the metrics over batches, with the averaged weights if `averaged`.
+
+        All ranks call it with the same number of batches.
+        """
+        sums, totals = MetricSums(metrics), torch.zeros(2, device=self.world.device, dtype=torch.float64)
+        self._refresh()
+        with self._averaged_weights() if averaged else nullcontext(), self._low.shared():
+            self.engine.model.eval()
+            try:
+                for batch in batches:
+                    totals += self.passes.forward(self._part(batch), sums)
+            finally:
+                self.engine.model.train()
+        loss = Totals(local=totals, summed=totals, work=self.world.start_sum(totals), known_weight=None).mean
+        return {LOSS: float(loss)} | sums.results(self.world)
+
+    @contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        """Compute with the averaged weights. All ranks must enter and leave it together."""
+        if self.ema is None:
+            raise JobError("There are no averaged weights; give Job(ema=...) a decay.")
+        weights = self.ema.exchange()
+        self._is_stale = True
+        self._refresh()
+        try:
+            yield
+        finally:
+            self.ema.exchange(weights)
+            self._is_stale = True
+        self._refresh()  # not after an error, which other ranks may not have seen
+
+    def _refresh(self) -> None:
+        """Compute with the masters as they are now. Collective if they have changed."""
+        if self._is_stale:
+            if self.host:
+                self.host.give_all_parameters()
+            self.engine.loaded()
+            self._is_stale = False
 
     def _part(self, batch: Any) -> Batch:
         if isinstance(batch, Batch):
@@ -289,11 +295,11 @@ class Trainer:
         """The factor of the gradients that undoes the loss scale."""
         return self.engine.gradient_scale / self.loss_scale.value if self.loss_scale else 1.0
 
-    def _scale_down_and_clip(self, norm: torch.Tensor) -> bool:
+    def _scale_down_and_clip(self, norm: torch.Tensor, scale: float) -> bool:
         """Scale and clip in one pass. False if fp16 overflowed; all ranks agree because they have the same norm."""
         if self.loss_scale and not isfinite(float(norm)):
             return False
-        factor: torch.Tensor | float = self._scale_down()
+        factor: torch.Tensor | float = scale
         if self.job.max_norm is not None:
             factor = factor * torch.clamp(self.job.max_norm / (norm + 1e-6), max=1.0)
         # On a CPU reading the factor is free, and most steps need no clipping.
@@ -306,7 +312,14 @@ class Trainer:
     def _clip_and_apply(self) -> tuple[torch.Tensor, bool]:
         """The gradients' norm, and whether the optimizer took its step."""
         norm = self.engine.norm(self._own) * self._scale_down()
-        if not self._scale_down_and_clip(norm):
+        scale = self._scale_down()
+        if self.job.on_gradient is not None and (not self.loss_scale or isfinite(float(norm))):
+            scale_(self._gradients(), scale)
+            apply_hook(
+                self.job.on_gradient, self._own, Dropout(run_seed=self.seed, device=self.world.device), self.steps
+            )
+            norm, scale = self.engine.norm(self._own), 1.0
+        if not self._scale_down_and_clip(norm, scale):
             return norm, False
         if self.host:
             self.host.take_gradients()

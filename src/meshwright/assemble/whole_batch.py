@@ -14,6 +14,7 @@ import torch
 
 from meshwright.assemble.batch import Batch, MicroBatch
 from meshwright.assemble.gathering import Gathering, UnreadTensor
+from meshwright.assemble.metrics import MetricSums
 from meshwright.assemble.passes import Dropout, Losses
 from meshwright.assemble.world import outside_of_modes
 from meshwright.describe.batch_layout import Layout, Listed, Rows, Shared, Unknown, pairs_of, rebuilt
@@ -166,11 +167,11 @@ class WholeBatchPasses:
     """Passes of a rank that runs the whole model, or its part of every layer, on its samples."""
 
     def __init__(
-        self, engine: Engine, losses: Losses, dropout: Dropout, whole: WholeBatchLoss, *, counts: bool
+        self, engine: Engine, losses: Losses, dropout: Dropout, whole: WholeBatchLoss, *, counts: bool, measures: bool
     ) -> None:
-        """`counts`: whether the loss, which every rank computes, counts on this rank."""
+        """`counts`: whether the loss, which every rank computes, counts here. `measures`: whether its samples do."""
         self.engine, self._losses, self._dropout, self._whole = engine, losses, dropout, whole
-        self._counts = 1.0 if counts else 0.0
+        self._counts, self._measures = 1.0 if counts else 0.0, measures
 
     def backward(self, batch: Batch, factor: float, step: int) -> torch.Tensor:
         pieces, found = batch.pieces, None
@@ -186,8 +187,11 @@ class WholeBatchPasses:
         assert found is not None
         return torch.cat([found.sums, found.sums.new_zeros(1)]) * self._counts
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        return self._whole.compute(batch, self._outputs(batch.pieces), None).sums * self._counts
+    def forward(self, batch: Batch, metrics: MetricSums | None = None) -> torch.Tensor:
+        outputs = self._outputs(batch.pieces)
+        for output, piece in zip(outputs, batch.pieces, strict=True):
+            self._losses.measure(output, piece, metrics, counts=self._measures)
+        return self._whole.compute(batch, outputs, None).sums * self._counts
 
     def _loss(self, batch: Batch, outputs: list[Any], factor: float, step: int) -> BatchLoss:
         self._dropout.seed(step, 0)  # the same on all ranks

@@ -15,7 +15,7 @@ from meshwright.checkpoint.export_targets import Target, choose, notes_of, targe
 from meshwright.checkpoint.folder import atomic_folder, find_checkpoint, reading, refuse_taken
 from meshwright.checkpoint.formats import Item, index_of, pack
 from meshwright.checkpoint.integrity import inspect, raise_damage
-from meshwright.checkpoint.manifest import read_manifest
+from meshwright.checkpoint.manifest import EMA, MODEL, Manifest, read_manifest
 from meshwright.checkpoint.progress import Progress, silent
 from meshwright.checkpoint.storage import write_durably
 from meshwright.checkpoint.training_documents import TrainingDocuments
@@ -36,9 +36,10 @@ def export(
     prefix: str = "",
     shard_size: str = SHARD_SIZE,
     dtype: str | None = None,
+    ema: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Write a checkpoint into the new folder `out`, after checking everything.
+    """Write a checkpoint into the new folder `out`, after checking everything; with `ema`, the averaged weights.
 
     `training` adds the optimizer, the schedule and the step to a kind that can do without; `prefix` goes in front of
     the names of a kind that is read by a wrapper of the model.
@@ -53,6 +54,8 @@ def export(
         folder = find_checkpoint(path)
         manifest = read_manifest(folder)
     content = target.content(manifest)
+    if ema:
+        content = replace(content, items=_averaged(manifest, content.items))
     content = replace(content, items=[_as_dtype(item, cast) for item in content.items])
     with reading(out):
         refuse_taken(out)
@@ -67,7 +70,8 @@ def export(
     documents = TrainingDocuments(folder, manifest, prefix) if target.training else None
     sizes = _write(out, shards, target, content, WholeTensors(folder, manifest), progress, documents)
     return {
-        **{"path": str(folder), "to": to, "out": str(out), "dtype": dtype, "step": manifest.run_state.step},
+        **{"path": str(folder), "to": to, "out": str(out), "dtype": dtype, "ema": ema},
+        "step": manifest.run_state.step,
         "optimizer": target.training is not None and manifest.run_state.optimizer is not None,
         "tensors": sum(len(item.names) for item in content.items) or sum(len(n) for _, n in named(manifest)),
         "bytes": sum(size for _, size in sizes),
@@ -85,6 +89,17 @@ def _size(text: str) -> int:
     if size < 1:
         raise BadInput(f"--shard-size must be at least one byte, not {text!r}.")
     return size
+
+
+def _averaged(manifest: Manifest, items: list[Item]) -> list[Item]:
+    """The averaged weights in the place of the trained ones. Buffers and frozen parameters have no average."""
+    if manifest.run_state.ema is None:
+        raise CheckpointError("--ema was given, but this checkpoint has no averaged weights; train with Job(ema=...).")
+    averages = {item.source: EMA + item.source.removeprefix(MODEL) for item in items}
+    return [
+        replace(item, source=averages[item.source]) if averages[item.source] in manifest.tensors else item
+        for item in items
+    ]
 
 
 def _as_dtype(item: Item, dtype: torch.dtype | None) -> Item:

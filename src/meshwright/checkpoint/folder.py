@@ -67,6 +67,10 @@ class RunFolder:
         """Where the checkpoint of a step is written before it is published."""
         return self.folder / f".step-{step:08d}.part"
 
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is when it is complete."""
+        return self.folder / f"step-{step:08d}"
+
     def clear(self) -> None:
         """Remove incomplete checkpoints of a killed run."""
         for path in self.folder.glob(".step-*"):

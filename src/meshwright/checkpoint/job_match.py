@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from meshwright.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
+from meshwright.checkpoint.manifest import EMA, MODEL, OPTIMIZER, Manifest
 from meshwright.checkpoint.parts import State, add_parts
 from meshwright.checkpoint.trained import Trained
 from meshwright.errors import WrongCheckpoint
@@ -23,10 +23,23 @@ def match_run(trainer: Trained, manifest: Manifest, own: State) -> State:
     if manifest.run_state.optimizer is not None and trainer.optimizer is not None:
         _match_optimizer(trainer, manifest)
         _match_schedule(trainer, manifest)
+    if manifest.run_state.ema is not None and trainer.ema is not None:
+        _match_averages(trainer, manifest)
     state: State = {}
     for name, held in own.items():
         add_parts(state, sources[name], held)
     return state
+
+
+def _match_averages(trainer: Trained, manifest: Manifest) -> None:
+    shapes = {p.name: tuple(p.shape) for p in trainer.facts.parameters}
+    for name, _ in trainer.optimized.named():
+        entry = manifest.tensors.get(EMA + name)
+        if entry is None or entry.shape != shapes[name]:
+            found = "lacks" if entry is None else f"has, with shape {entry.shape},"
+            raise WrongCheckpoint(
+                f"The checkpoint {found} the averaged {name}; to begin a new average, export and import its weights."
+            )
 
 
 def match_names(

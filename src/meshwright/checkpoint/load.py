@@ -20,7 +20,7 @@ from meshwright.checkpoint.job_match import group_of, match_run
 from meshwright.checkpoint.json_state import decode
 from meshwright.checkpoint.manifest import OPTIMIZER, RNG, Entry, Manifest, RunState, read_manifest
 from meshwright.checkpoint.parts import State, add_parts, held_parts
-from meshwright.checkpoint.state import model_state, set_rng
+from meshwright.checkpoint.state import ema_parts, model_state, set_rng
 from meshwright.checkpoint.storage import MappedFiles, Reader
 from meshwright.checkpoint.trained import Trained
 from meshwright.errors import CheckpointError, MeshwrightError
@@ -68,6 +68,10 @@ def _load_state(trainer: Trained, manifest: Manifest, model: State, reader: Read
     optimizer_state = _Slots(trainer, manifest)
     generators = _generators(trainer, manifest)
     state = model | optimizer_state.state | {key: held_parts(tensor) for key, tensor in generators.items()}
+    if trainer.ema is not None:
+        trainer.ema.forget()
+        if run_state.ema is not None:
+            state |= ema_parts(trainer, trainer.ema.make_room())
     agreed(trainer.world, lambda: _read(state, reader))
     trainer.engine.loaded()
     if trainer.host is not None:
@@ -79,6 +83,10 @@ def _load_state(trainer: Trained, manifest: Manifest, model: State, reader: Read
     if trainer.loss_scale is not None and run_state.loss_scale is not None:
         for key, value in run_state.loss_scale.items():
             setattr(trainer.loss_scale, key, value)
+    if trainer.ema is not None and run_state.ema is not None:
+        trainer.ema.updates = run_state.ema["updates"]
+    trainer.loop.clear()
+    trainer.loop.update(decode(run_state.loop) if run_state.loop is not None else {})
     for key, tensor in generators.items():
         set_rng(key.rpartition("/")[2], tensor, trainer.world.device)
     trainer.steps = run_state.step

@@ -1,8 +1,8 @@
 """`checkpoint.json`: what a checkpoint holds, in global coordinates, and the digests of its files.
 
-Tensors are keyed `model/NAME`, `optimizer/NAME/KEY` and `rng/RANK/KIND`, where NAME is the unsplit model's. Each chunk
-has its own digest, so damage is reported by tensor; a file's digest covers those of its header and chunks. Next to it,
-`checkpoint.sha256` holds the digest of `checkpoint.json` itself, in the format of `sha256sum -c`.
+Tensors are keyed `model/NAME`, `optimizer/NAME/KEY`, `ema/NAME` and `rng/RANK/KIND`, where NAME is the unsplit model's.
+Each chunk has its own digest, so damage is reported by tensor; a file's digest covers those of its header and chunks.
+Next to it, `checkpoint.sha256` holds the digest of `checkpoint.json` itself, in the format of `sha256sum -c`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshwright.units import GIB
 
 FORMAT, VERSION = "meshwright checkpoint", 1
 MANIFEST, DIGESTS = "checkpoint.json", "checkpoint.sha256"
-MODEL, OPTIMIZER, RNG = "model/", "optimizer/", "rng/"
+MODEL, OPTIMIZER, EMA, RNG = "model/", "optimizer/", "ema/", "rng/"
 LIMITS = Limits(bytes=GIB, values=50_000_000, finite=False)
 """A thousand ranks write a million chunks; each field's type is checked separately."""
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -98,6 +98,10 @@ class RunState:
     loss_scale: Mapping[str, float] | None = None
     data: Mapping[str, Any] | None = None
     """The place in the current epoch, and the dataset's own state; None if only `samples` is known."""
+    ema: Mapping[str, Any] | None = None
+    """Decay and number of updates of the averaged weights; None if there are none."""
+    loop: Mapping[str, Any] | None = None
+    """What the training loop keeps: evaluations so far, and the best of them for an early stop."""
     made: Mapping[str, str] = field(default_factory=lambda: made_now())
     """Versions and time of writing."""
 
@@ -125,7 +129,11 @@ class Manifest:
     def text(self) -> str:
         tensors = {name: asdict(entry) for name, entry in self.tensors.items()}
         files = {name: asdict(file) for name, file in self.files.items()}
-        document = {"format": FORMAT, "version": VERSION, **asdict(self.run_state), "files": files, "tensors": tensors}
+        values = asdict(self.run_state)
+        for late in ("ema", "loop"):  # versions that do not know these fields read checkpoints without them
+            if values[late] is None:
+                del values[late]
+        document = {"format": FORMAT, "version": VERSION, **values, "files": files, "tensors": tensors}
         return json.dumps(document, indent=1) + "\n"
 
     def chunks_in(self, file: str) -> list[tuple[str, Entry, Chunk]]:
@@ -240,6 +248,14 @@ class _Data:
     state: Mapping[str, Any] | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Ema:
+    """How the averaged weights were made."""
+
+    decay: float
+    updates: int
+
+
 def _check_values(run_state: RunState) -> None:
     """Check what the field types cannot express."""
     if run_state.step < 0 or run_state.samples < 0 or run_state.ranks < 1:
@@ -257,6 +273,10 @@ def _check_values(run_state: RunState) -> None:
             raise ValueError(f"its data are at epoch {data.epoch}, item {data.within}")
     if run_state.schedule is not None:
         _check_encoded(run_state.schedule["class"], run_state.schedule["state"])
+    if run_state.ema is not None:
+        read_dataclass(_Ema, run_state.ema)
+    if run_state.loop is not None:
+        _check_encoded("loop", run_state.loop)
 
 
 def _check_rate(rate: Any) -> None:

@@ -12,7 +12,17 @@ from meshwright.checkpoint.folder import find_checkpoint, reading
 from meshwright.checkpoint.integrity import Damage, inspect, raise_damage
 from meshwright.checkpoint.job_match import match_names
 from meshwright.checkpoint.json_state import decode
-from meshwright.checkpoint.manifest import DIGESTS, MANIFEST, MODEL, OPTIMIZER, RNG, Manifest, RunState, read_manifest
+from meshwright.checkpoint.manifest import (
+    DIGESTS,
+    EMA,
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    RNG,
+    Manifest,
+    RunState,
+    read_manifest,
+)
 from meshwright.checkpoint.name_matching import ExpectedState, expected_by
 from meshwright.checkpoint.progress import Progress, silent
 from meshwright.errors import DamagedCheckpoint, WrongCheckpoint
@@ -68,6 +78,7 @@ def show(path: Path, *, tensors: bool = False) -> dict[str, Any]:
         "files": [{"name": name, "bytes": file.bytes} for name, file in sorted(manifest.files.items())],
         "optimizer": _optimizer(run_state),
         "schedule": run_state.schedule["class"] if run_state.schedule else None,
+        "ema": dict(run_state.ema) if run_state.ema else None,
         "loss_scale": dict(run_state.loss_scale) if run_state.loss_scale else None,
         "tied": dict(run_state.tied),
         "hugging_face": _hugging_face(run_state.hugging_face),
@@ -75,7 +86,7 @@ def show(path: Path, *, tensors: bool = False) -> dict[str, Any]:
     return document | ({"tensors": _tensors(manifest)} if tensors else {})
 
 
-_KINDS = {"model": MODEL, "optimizer": OPTIMIZER, "rng": RNG}
+_KINDS = {"model": MODEL, "optimizer": OPTIMIZER, "ema": EMA, "rng": RNG}
 
 
 def _damage_of_manifest(folder: Path, message: str) -> Damage:

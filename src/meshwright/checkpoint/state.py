@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.assemble.rank_engine import RankEngine
 from meshwright.checkpoint.hugging_face import hugging_face_of
 from meshwright.checkpoint.json_state import encode, encode_optimizer
-from meshwright.checkpoint.manifest import MODEL, OPTIMIZER, RNG, RunState
+from meshwright.checkpoint.manifest import EMA, MODEL, OPTIMIZER, RNG, RunState
 from meshwright.checkpoint.parts import State, add_parts, held_parts
 from meshwright.checkpoint.trained import Trained
 from meshwright.errors import CheckpointError
@@ -37,6 +37,8 @@ class Snapshot:
 def snapshot(trainer: Trained, position: DataPosition, groups: GroupNames) -> Snapshot:
     """The state between two steps. Tensors are not copied, so it is valid only until the next step."""
     state = model_state(trainer, current_only=True) | _optimizer_state(trainer) | rng_state(trainer)
+    if trainer.ema is not None:
+        state |= ema_parts(trainer, trainer.ema.named())
     return Snapshot(state, _run_state(trainer, position, groups))
 
 
@@ -97,6 +99,14 @@ def _optimizer_state(trainer: Trained) -> State:
     return state
 
 
+def ema_parts(trainer: Trained, averages: list[tuple[str, torch.Tensor]]) -> State:
+    """The boxes of averaged weights, which lie like the masters."""
+    state: State = {}
+    for name, average in averages:
+        add_parts(state, EMA + name, held_parts(average, trainer.engine.cut_of(name)))
+    return state
+
+
 def _boxed(
     name: str, key: str, value: Any, parameter: nn.Parameter, cut: Cut | Stretch | None
 ) -> Iterator[tuple[str, torch.Tensor, Cut | Stretch | None]]:
@@ -145,6 +155,10 @@ def _run_state(trainer: Trained, position: DataPosition, groups: GroupNames) -> 
         if schedule is None
         else {"class": type(schedule).__name__, "state": encode(schedule.state_dict(), "The schedule")},
         loss_scale=asdict(trainer.loss_scale) if trainer.loss_scale else None,
+        ema={"decay": trainer.ema.decay, "updates": trainer.ema.updates}
+        if trainer.ema is not None and trainer.ema.updates
+        else None,
+        loop=encode(trainer.loop, "The training loop") if trainer.loop else None,
     )
 
 

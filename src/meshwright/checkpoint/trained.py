@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
+from meshwright.assemble.ema import Ema
 from meshwright.assemble.optimizer import HostCopies
 from meshwright.assemble.precision import LossScale
 from meshwright.assemble.world import World
@@ -50,6 +51,14 @@ class Trained(Protocol):
 
     @property
     def loss_scale(self) -> LossScale | None: ...
+
+    @property
+    def ema(self) -> Ema | None:
+        """The averaged weights; None if none are kept."""
+
+    @property
+    def loop(self) -> dict[str, Any]:
+        """What the training loop keeps: small values that are the same on all ranks."""
 
     @property
     def host(self) -> HostCopies | None: ...

@@ -91,6 +91,7 @@ def export(
     ] = "",
     shard_size: Annotated[str, typer.Option(help="Maximum file size; a larger tensor gets its own file.")] = "5GB",
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: as in the checkpoint.")] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="Export the averaged weights of a job with ema.")] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -99,12 +100,22 @@ def export(
     [bold]meshwright checkpoint export runs/llama --to hf --dtype bf16 --shard-size 2GB --out llama-hf[/]
 
     [bold]meshwright checkpoint export runs/gpt --to accelerate --out gpt-accelerate[/]
+
+    [bold]meshwright checkpoint export runs/vit --to torch --ema --out vit-averaged[/]
     """
     from meshwright.checkpoint import exports
     from meshwright.report.checkpoint import bytes_bar, export_page
 
     document = exports.export(
-        path, out, to=to, training=training, prefix=prefix, shard_size=shard_size, dtype=dtype, progress=bytes_bar
+        path,
+        out,
+        to=to,
+        training=training,
+        prefix=prefix,
+        shard_size=shard_size,
+        dtype=dtype,
+        ema=ema,
+        progress=bytes_bar,
     )
     print_result(document, export_page(document), as_json=as_json)
 

@@ -27,7 +27,16 @@ def train(
     job: Annotated[str, typer.Argument(help="A Python file with a variable `job`, or file.py:name.")],
     strategy: Annotated[str | None, typer.Option(help="A strategy such as fsdp,bf16, or auto; default: ddp.")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes to start here, one per device.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the whole run, including resumed ones.")] = 100,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Optimizer steps of the whole run, including resumed ones; default: 100."),
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Epochs of the whole run: every sample once in each. See also --steps.")
+    ] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate every N steps instead of as the job says.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for records and checkpoints.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, under any strategy.")] = False,
     save_every: Annotated[int, typer.Option(min=0, help="Save every N steps; 0: only at the end.")] = 0,
@@ -72,6 +81,8 @@ def train(
 
     [bold]meshwright train examples/cnn.py --strategy fsdp --ranks 4 --steps 200 --out runs/cnn --resume[/]
 
+    [bold]meshwright train examples/epochs.py --ranks 2 --epochs 3 --eval-every 10 --out runs/epochs[/]
+
     [bold]meshwright train examples/gpt.py --ranks 2 --steps 20 --out runs/gpt --profile 5-7 --log-to wandb[/]
 
     [bold]meshwright train job.py --deepspeed-config ds.json --ranks 8[/]
@@ -98,7 +109,9 @@ def train(
         job=job,
         strategy=wanted,
         ranks=ranks,
-        steps=steps,
+        steps=100 if steps is None and epochs is None else steps,
+        epochs=epochs,
+        eval_every=eval_every,
         out=out,
         resume=resume,
         save_every=save_every,

@@ -49,14 +49,16 @@ def _checked(request: TrainRequest) -> TrainTask:
     device = choose_device(known_device(request.device))
     count = count_ranks(request.ranks, default=fewest_ranks(strategy, device))
     job, facts = load_and_describe(request.job)
-    clipped = request.clip(job)
-    resolved = check(clipped, facts, strategy, find_place(device, count, strategy))
+    adjusted = request.adjust(job)
+    resolved = check(adjusted, facts, strategy, find_place(device, count, strategy))
     if request.deepspeed_config is not None:
-        check_engine_config(request.deepspeed_config, clipped, resolved)
+        check_engine_config(request.deepspeed_config, adjusted, resolved)
     dry_run(job, facts, resolved)
     if facts.drops and (note := dropout_note(resolved)):
         print(f"note: {note}", file=sys.stderr)
     open_data(job)
+    if job.evaluation is not None:
+        job.evaluation_dataset()
     if request.tensorboard:
         require_tensorboard()
         if out is None:

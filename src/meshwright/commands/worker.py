@@ -33,7 +33,7 @@ def run_train(task: TrainTask) -> dict[str, Any]:
         Preemption(grace=request.grace) as preemption,
         watching_itself(request.patience),
         setup(
-            request.clip(load_job(request.job)),
+            request.adjust(load_job(request.job)),
             request.strategy,
             seed=saved_seed(out, request.seed) if out is not None and resume else request.seed or 0,
             device=request.device,
@@ -56,6 +56,7 @@ def run_train(task: TrainTask) -> dict[str, Any]:
         summary = train(
             run,
             steps=request.steps,
+            epochs=request.epochs,
             out=out,
             checkpoints=checkpoints,
             preemption=preemption,

@@ -27,6 +27,8 @@ def check_optimizer(job: Job, model: nn.Module) -> None:
     try:
         optimizer = job.optimizer(_small_parameters(model))
         schedule = job.schedule(optimizer) if job.schedule is not None else None
+    except JobError:
+        raise
     except Exception as error:
         raise JobError(f"Job(optimizer=..., schedule=...) raised {one_line(error)}") from error
     if not isinstance(optimizer, Optimizer):
@@ -38,11 +40,15 @@ def check_optimizer(job: Job, model: nn.Module) -> None:
             "here a step computes it once. Use an optimizer whose step() takes no argument, such as AdamW."
         )
     if schedule is not None:
-        refuse_schedule(schedule)
+        refuse_schedule(schedule, job.schedule_by)
 
 
 def optimizer_slots(job: Job, model: nn.Module) -> float:
-    """Bytes of state per byte of parameter, measured on tiny parameters after one step."""
+    """Bytes of state per byte of parameter, measured on tiny parameters after one step; an average counts as state."""
+    return _slots_of_optimizer(job, model) + (job.ema is not None)
+
+
+def _slots_of_optimizer(job: Job, model: nn.Module) -> float:
     parameters = _small_parameters(model)
     optimizer = job.optimizer(parameters)
     # Stepping one parameter of each group and shape is enough: an optimizer skips those without a gradient.
@@ -166,7 +172,8 @@ def differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
 def _small_parameters(model: nn.Module) -> NamedParameters:
     """Tiny real parameters with the model's names, attributes and numbers of dims."""
     originals = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    small = NamedParameters((n, nn.Parameter(torch.zeros(_clip(p.shape, SMALL)))) for n, p in originals.items())
+    pairs = ((n, nn.Parameter(torch.zeros(_clip(p.shape, SMALL)))) for n, p in originals.items())
+    small = NamedParameters(pairs, whole=True)
     for name, parameter in small.named():
         vars(parameter).update(vars(originals[name]))
     return small

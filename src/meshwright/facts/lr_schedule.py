@@ -1,4 +1,4 @@
-"""Step a job's learning-rate schedule once per optimizer step, with the arguments that its `step` takes."""
+"""Step a job's learning-rate schedule with the arguments that its `step` takes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 from meshwright.errors import JobError
 
 LOSS, COUNT = "loss", "count"
+STEP, EPOCH, EVALUATION = EACH = ("step", "epoch", "evaluation")
+"""After what a schedule is stepped."""
 
 
 def advance(schedule: Any, *, updates: int, loss: Callable[[], float]) -> None:
-    """Step a schedule after an update: with nothing, with the mean loss, or with the number of updates so far.
+    """Step a schedule: with nothing, with the mean loss, or with the number of updates (or epochs, or evaluations).
 
     timm's schedules also have `step_update`. They count epochs in one and updates in the other, and ignore one of them;
     both are called with the number of updates.
@@ -23,14 +25,19 @@ def advance(schedule: Any, *, updates: int, loss: Callable[[], float]) -> None:
         update(updates)
 
 
-def refuse_schedule(schedule: Any) -> None:
-    """Raise `JobError` if the arguments of a schedule's `step` are unknown."""
+def refuse_schedule(schedule: Any, by: str = STEP) -> None:
+    """Raise `JobError` if the arguments of a schedule's `step` are unknown, or if an epoch does not have them."""
     if not callable(getattr(schedule, "step", None)):
         raise JobError(f"Job(schedule=...) must give something with a step(), but it gave {type(schedule).__name__}.")
     if _wanted(schedule.step) is None:
         raise JobError(
             f"{type(schedule).__name__}.step{inspect.signature(schedule.step)} takes unknown arguments; "
             "a schedule is stepped with nothing, with the loss (step(metrics)) or with the number of updates."
+        )
+    if by == EPOCH and LOSS in (_wanted(schedule.step) or ()):
+        raise JobError(
+            f"{type(schedule).__name__}.step takes a loss, and an epoch has none of its own; "
+            'give Job(schedule_by="evaluation") to step it with the loss of each evaluation.'
         )
 
 

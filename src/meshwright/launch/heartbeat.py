@@ -19,8 +19,9 @@ from typing import IO, ClassVar
 PATIENCE = 120.0
 """Seconds beyond its longest step so far that a rank may be silent."""
 AT_LEAST = 600.0
-"""The minimum before the first step has ended, while compiling and while saving, which take longer than steps."""
+"""The minimum before the first step has ended, and while compiling, saving and evaluating, which take longer."""
 STARTING, STEPPING, COMPILING, SAVING = "starting", "stepping", "compiling", "saving"
+EVALUATING = "evaluating"
 DUMP = signal.SIGRTMIN + 7
 """Signal on which a rank dumps its Python stacks, even if its main thread is stuck in C."""
 _WIDTH = 96

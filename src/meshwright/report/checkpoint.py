@@ -59,6 +59,9 @@ def _overview(document: dict[str, Any]) -> Table:
     table.add_row("model", _model(document))
     for kind in ("optimizer", "rng"):
         table.add_row(kind, show_bytes(document["bytes"][kind]))
+    if document["ema"] is not None:
+        decay = f"decay {document['ema']['decay']:g}, {document['ema']['updates']:,} updates"
+        table.add_row("averaged weights", f"{show_bytes(document['bytes']['ema'])}, {decay}")
     table.add_row("schedule", document["schedule"] or "none")
     for alias, first in document["tied"].items():
         table.add_row("tied", Text(f"{alias} = {first}"))

@@ -40,6 +40,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table = make_list(f"{summary['strategy']} on {ranks}")
     resumed = f" (resumed at {summary['resumed_at']})" if summary["resumed_at"] else ""
     table.add_row("steps", f"{summary['steps']}{resumed}")
+    table.add_row("epochs completed", str(summary["epochs"]))
     if summary["stopped"]:
         table.add_row("stopped by", summary["stopped"])
     if summary["out"]:
@@ -57,6 +58,13 @@ def summary_table(summary: dict[str, Any]) -> Table:
     if summary["first_loss"] is not None:
         table.add_row("loss, first step", f"{summary['first_loss']:.4f}")
         table.add_row("loss, last step", f"{summary['last_loss']:.4f}")
+    for name, value in (summary["evaluation"] or {}).items():
+        if name != "step":
+            shown = "not finite" if value is None else f"{value:.4f}"
+            table.add_row(Text(f"evaluation, {name}"), f"{shown} (step {summary['evaluation']['step']})")
+    if found := summary["early_stop"]:
+        best = "never finite" if found["best"] is None else f"best {found['best']:.4f} at step {found['best_step']}"
+        table.add_row("stopped early by", Text(f"{found['metric']}, {best}"))
     return table
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from meshwright.checkpoint.folder import CHECKPOINTS, RunFolder, list_checkpoints, read_latest
@@ -26,6 +27,8 @@ class Checkpoints:
         self.failures = 0
         self.stalls: list[float] = []
         """Seconds that each save blocked training."""
+        self.when_saved: Callable[[int, Path], None] = lambda step, path: None
+        """Called on every rank with each checkpoint that is complete: when the next save begins, or at the end."""
 
     def prepare(self) -> None:
         """Create the folder and remove what a killed run left. Call it before the first step."""
@@ -65,6 +68,7 @@ class Checkpoints:
             self._run.saver.wait()
             self.saved = step
             self._note("saved", step=step, seconds=round(time.perf_counter() - begun, 3))
+            self.when_saved(step, self._folder.path_of(step))
         except BadInput as error:
             self._failed(step, error)
 
@@ -87,7 +91,7 @@ class Checkpoints:
                 self._note("damaged", checkpoint=Path(path).name, reason=str(error))
                 continue
             self.saved = loaded.step
-            self._say(_resumed(loaded))
+            self._say(_resumed(loaded, self._run))
             self._note("resumed", step=loaded.step, samples=loaded.samples, saved_under=loaded.strategy)
             return loaded
         if paths:
@@ -112,10 +116,21 @@ class Checkpoints:
             write_event(self._out, event, strategy=str(self._run.strategy), ranks=self._run.world.ranks, **values)
 
 
-def _resumed(loaded: RunState) -> str:
+def _resumed(loaded: RunState, run: Run) -> str:
+    """What a resumed run goes on with, and what of it changed."""
     weights = "" if loaded.optimizer is not None else ", weights only: the optimizer starts anew"
-    ranks = f"{loaded.ranks} rank{'s' * (loaded.ranks > 1)}"
-    return f"resumed at step {loaded.step} (saved under {loaded.strategy} on {ranks}{weights})"
+    then, now = (f"{count} rank{'s' * (count > 1)}" for count in (loaded.ranks, run.world.ranks))
+    lines = [f"resumed at step {loaded.step} (saved under {loaded.strategy} on {then}{weights})"]
+    if loaded.ranks != run.world.ranks and loaded.optimizer is not None:
+        lines.append(
+            f"the global batch stays {run.trainer.job.global_batch} samples on {now}, so learning rate, schedule and "
+            "data order stay as they are"
+        )
+    if loaded.ema is None and run.trainer.ema is not None:
+        lines.append("the checkpoint has no averaged weights (ema): the average starts with the next step")
+    if loaded.ema is not None and run.trainer.ema is None:
+        lines.append("the job has no ema: the checkpoint's averaged weights are left behind")
+    return "\n".join(lines)
 
 
 def saved_seed(out: Path, asked: int | None) -> int:

@@ -26,6 +26,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.position import DataPosition
 from meshwright.launch.preemption import spare_loader
 from meshwright.runtime.agreement import Agreement
+from meshwright.runtime.epoch_ends import with_ends
 from meshwright.runtime.order import Order, RankSamples
 from meshwright.runtime.seeds import seed_for_collate, seed_for_sample
 from meshwright.runtime.stream import Failure, Portion, StreamReader
@@ -71,6 +72,14 @@ class Loader:
             _only if self._whole else self._source.collate, seed=order.seed, together=self._together
         )
         self._running: tuple[int | None, Iterator[tuple[Batch, DataPosition]]] | None = None
+        known = self._is_known and self.data_position.epoch is None
+        self.completed = self.order.completed(self.position) if known else self.data_position.epoch or 0
+        """Epochs completed with the last batch handed out. At the start of a resumed run, one that ended just before is
+        not counted if the end of the data is not known beforehand."""
+
+    @property
+    def _is_known(self) -> bool:
+        return self.order.is_known and self._whole is None
 
     @property
     def position(self) -> int:
@@ -81,6 +90,10 @@ class Loader:
     def steps_per_epoch(self) -> int | None:
         """None if the end of the data is not known beforehand."""
         return self.order.steps
+
+    def steps_until(self, epochs: int) -> int | None:
+        """Steps from here to the end of that many epochs of the run; None if unknown."""
+        return self.order.batches_until(epochs, self.position) if self._is_known else None
 
     def __iter__(self) -> Iterator[Batch]:
         return self.batches()
@@ -95,6 +108,7 @@ class Loader:
         running = self._running[1]
         try:
             for batch, self.data_position in running:
+                self.completed = batch.ends_epoch or batch.epoch or 0
                 yield batch
         except Exception:
             self._running = None
@@ -102,8 +116,11 @@ class Loader:
         self._running = None
 
     def _ahead(self, epochs: int | None) -> Iterator[tuple[Batch, DataPosition]]:
-        batches = self._batches(epochs)
+        batches = with_ends(self._batches(epochs), self._ends if self._is_known else None)
         return _one_ahead(batches, self._device) if self._device.type == "cuda" else batches
+
+    def _ends(self, batch: Batch, after: DataPosition) -> bool:
+        return self.order.completed(after.samples) > (batch.epoch or 0)
 
     def _batches(self, epochs: int | None) -> Iterator[tuple[Batch, DataPosition]]:
         samples = self.data_position.samples

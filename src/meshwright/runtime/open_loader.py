@@ -9,6 +9,7 @@ from dataclasses import replace
 from meshwright.assemble.step import Trainer
 from meshwright.checkpoint.load import agreed
 from meshwright.describe.data_source import DataSource
+from meshwright.facts.job import Job
 from meshwright.facts.position import DataPosition
 from meshwright.runtime.agreement import Agreement
 from meshwright.runtime.data import Loader
@@ -35,13 +36,11 @@ def open_loader(trainer: Trainer, *, workers: int, position: DataPosition) -> Lo
         _tell_costs(say, trial, ranks=world.ranks, position=position)
         if position.state is not None and not by_state:
             position = replace(position, state=None)
-    user = None
-    if source.loader is not None and not source.is_stream:
-        user = UserOrder(source, seed=trainer.seed, chunk=1 if source.holds_batches else job.global_batch)
+    user = user_order(source, job, trainer.seed)
     return Loader(
         job,
         Order(
-            samples=_samples(source, user),
+            samples=samples_of(source, user),
             global_batch=job.global_batch,
             seed=trainer.seed,
             share=trainer.share,
@@ -61,7 +60,14 @@ def open_loader(trainer: Trainer, *, workers: int, position: DataPosition) -> Lo
     )
 
 
-def _samples(source: DataSource, user: UserOrder | None) -> int | None:
+def user_order(source: DataSource, job: Job, seed: int) -> UserOrder | None:
+    """The order of the user's DataLoader, if there is one."""
+    if source.loader is None or source.is_stream:
+        return None
+    return UserOrder(source, seed=seed, chunk=1 if source.holds_batches else job.global_batch)
+
+
+def samples_of(source: DataSource, user: UserOrder | None) -> int | None:
     """Samples of an epoch, if known."""
     if source.is_stream or (user is not None and user.gives_batches):
         return None

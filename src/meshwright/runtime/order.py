@@ -37,6 +37,8 @@ class Order:
     """Whether to skip an incomplete last batch."""
     user: UserOrder | None = None
     """The user's sampler or batch sampler; None for a permutation."""
+    shuffled: bool = True
+    """Evaluation reads samples in order."""
 
     def __post_init__(self) -> None:
         if self.samples is None:
@@ -55,10 +57,31 @@ class Order:
         """Steps of an epoch; None if unknown."""
         if self.user is not None and self.user.gives_batches:
             return self.user.length
-        if self.samples is None:
-            return None
-        whole, rest = divmod(self.samples, self.global_batch)
+        return None if self.samples is None else self._steps_of(self.samples)
+
+    def _steps_of(self, samples: int) -> int:
+        whole, rest = divmod(samples, self.global_batch)
         return whole + bool(rest and self.keeps(rest))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known beforehand with which batch an epoch ends."""
+        return self.samples is not None and self.user is None
+
+    def completed(self, position: int) -> int:
+        """Epochs that are complete at a position, in an order that is known. What is left out is no part of an epoch."""
+        assert self.samples is not None
+        epoch, start = divmod(position, self.samples)
+        rest = self.samples - start
+        return epoch + (start > 0 and rest < self.global_batch and not self.keeps(rest))
+
+    def batches_until(self, epochs: int, position: int = 0) -> int:
+        """The number of batches from a position to the end of that many epochs, in an order that is known."""
+        assert self.samples is not None
+        done, start = divmod(position, self.samples)
+        if epochs <= done:
+            return 0
+        return (epochs - done - 1) * self._steps_of(self.samples) + self._steps_of(self.samples - start)
 
     def keeps(self, samples: int) -> bool:
         """Whether a batch of this size is trained on. A user's batch sampler may give batches of any size."""
@@ -125,6 +148,8 @@ class Order:
 
     def _permutation(self, epoch: int) -> list[int]:
         assert self.samples is not None
+        if not self.shuffled:
+            return list(range(self.samples))
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
         return torch.randperm(self.samples, generator=generator).tolist()
 

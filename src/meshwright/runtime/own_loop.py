@@ -67,6 +67,8 @@ class OwnLoop:
         self.updaters: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """All optimizers that were given or have updated the model."""
         self.schedule: Any = None
+        self.ema = None
+        self.loop: dict[str, Any] = {}
         self.step_was_skipped = False
         self.watch = BackwardWatch(engine, self.loss_scale)
         self.checks = LoopChecks(strategy, axes, world)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.errors import BadInput
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
@@ -25,8 +26,12 @@ class TrainRequest:
     job: str
     strategy: Strategy
     ranks: int | None = None
-    steps: int = 100
+    steps: int | None = 100
     """Of the whole run, including those before a resume."""
+    epochs: int | None = None
+    """Of the whole run. With steps, it ends at whichever comes first."""
+    eval_every: int | None = None
+    """Steps between evaluations. None: the job's."""
     out: Path | None = None
     resume: bool = False
     save_every: int = 0
@@ -48,9 +53,15 @@ class TrainRequest:
     profile: ProfileOptions | None = None
     deepspeed_config: Mapping[str, Any] | None = None
 
-    def clip(self, job: Job) -> Job:
-        """The job with this request's `max_norm`."""
-        return job if self.max_norm is None else replace(job, max_norm=self.max_norm)
+    def adjust(self, job: Job) -> Job:
+        """The job with this request's `max_norm` and `eval_every`."""
+        if self.max_norm is not None:
+            job = replace(job, max_norm=self.max_norm)
+        if self.eval_every is None:
+            return job
+        if job.evaluation is None:
+            raise BadInput("--eval-every was given, but the job has no evaluation; give it Job(evaluation=...).")
+        return replace(job, evaluation=replace(job.evaluation, every=self.eval_every))
 
 
 @dataclass(frozen=True, kw_only=True)

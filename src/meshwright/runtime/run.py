@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from meshwright.assemble.batch import Batch
 from meshwright.assemble.check import check, check_engine_config, refuse_missing_gpus
-from meshwright.assemble.step import StepResult, Trainer
+from meshwright.assemble.step import Trainer
+from meshwright.assemble.step_result import StepResult
 from meshwright.assemble.world import PATIENCE, World, alone, join
 from meshwright.checkpoint.folder import find_checkpoint
 from meshwright.checkpoint.load import load
@@ -27,6 +28,7 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.position import DataPosition
 from meshwright.facts.strategy import Strategy
 from meshwright.runtime.data import Loader
+from meshwright.runtime.evaluation import EvaluationData
 from meshwright.runtime.open_loader import open_loader
 from meshwright.runtime.place import choose_device, place_for, place_of
 from meshwright.runtime.start_check import check_start
@@ -42,6 +44,7 @@ class Run:
         self._workers = workers
         self._position = DataPosition()
         self._loader: Loader | None = None
+        self._evaluated: EvaluationData | None = None
         self._saver: Saver | None = None
 
     @property
@@ -65,6 +68,11 @@ class Run:
         if self._loader is None:
             self._loader = open_loader(self.trainer, workers=self._workers, position=self._position)
         return self._loader
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed with the last batch handed out."""
+        return self.loader.completed
 
     @property
     def is_main(self) -> bool:
@@ -96,6 +104,15 @@ class Run:
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The mean loss over batches; changes nothing."""
         return self.trainer.evaluate(batches)
+
+    def measure(self, *, batches: int | None = None) -> dict[str, float]:
+        """The loss and the metrics of `Job(evaluation=...)`, over each of its samples once; all ranks call it.
+
+        `batches` stops after so many of them.
+        """
+        if self._evaluated is None:
+            self._evaluated = EvaluationData(self.trainer, workers=self._workers)
+        return self._evaluated.measure(batches)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Every full parameter and buffer, on the CPU of every rank. All ranks must call it."""

@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.errors import BadInput, OutputError, named, one_line
 from meshwright.runtime.sinks import CsvFile, Sink
 
-RECORDS, EVENTS = "records.jsonl", "events.jsonl"
+RECORDS, EVALUATIONS, EVENTS = "records.jsonl", "evaluations.jsonl", "events.jsonl"
 
 
 def prepare_output(folder: Path, *, resume: bool = False) -> None:
@@ -36,40 +36,67 @@ def prepare_output(folder: Path, *, resume: bool = False) -> None:
 
 
 class RunRecorder:
-    """Writes one record per step. Only rank 0 passes a folder; without one, nothing is written."""
+    """Writes a record per step and per evaluation. Only rank 0 passes a folder; without one, nothing is written."""
 
     def __init__(
         self, folder: Path | None, *, tensorboard: bool = False, after: int = 0, services: Sequence[Sink] = ()
     ) -> None:
         """A run resumed `after` a step repeats later steps, so their old records are dropped."""
         self._file = None
+        self._folder = folder
+        self._evaluations: Any = None
         self._board: Any = None
-        self._sinks: list[Sink] = [*services]
+        self._sinks: list[Sink] = []
+        self._services = services
         self._warned = False
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             _keep_until(folder / RECORDS, after)
+            if (folder / EVALUATIONS).exists():
+                _keep_until(folder / EVALUATIONS, after)
             self._file = (folder / RECORDS).open("a", buffering=1)
-            self._sinks.insert(0, CsvFile(folder, after=after))
+            self._sinks.append(CsvFile(folder, after=after))
             self._board = _tensorboard(folder) if tensorboard else None
 
     def write(self, record: Mapping[str, Any]) -> None:
-        if self._file is not None:
+        """Write the record of a step."""
+        self._write_line(self._file, record)
+        self._plot(record)
+        for sink in self._sinks:
+            self._try(partial(sink.write, record))
+
+    def write_evaluation(self, record: Mapping[str, Any]) -> None:
+        """Write the record of an evaluation; plots get its values under `eval/`."""
+        if self._folder is not None and self._evaluations is None:
+            self._try(self._open_evaluations)
+        self._write_line(self._evaluations, record)
+        measured = {f"eval/{key}": value for key, value in record.items() if key not in ("step", "epoch", "final")}
+        self._plot({"step": record["step"], **measured})
+
+    def _open_evaluations(self) -> None:
+        assert self._folder is not None
+        self._evaluations = (self._folder / EVALUATIONS).open("a", buffering=1)
+
+    def _write_line(self, file: Any, record: Mapping[str, Any]) -> None:
+        if file is not None:
             try:
-                self._file.write(json.dumps({key: _json(value) for key, value in record.items()}) + "\n")
+                file.write(json.dumps({key: _json(value) for key, value in record.items()}) + "\n")
             except OSError as error:  # a full disk must not end the training
                 self._warn(error)
+
+    def _plot(self, record: Mapping[str, Any]) -> None:
+        """Send numbers to TensorBoard and to other tools."""
         if self._board is not None:
             for key, value in record.items():
                 if key != "step" and isinstance(value, int | float):
                     self._board.add_scalar(key, value, record["step"])
-        for sink in self._sinks:
-            self._try(partial(sink.write, record))
+        for service in self._services:
+            self._try(partial(service.write, record))
 
     def close(self) -> None:
-        for one in self._sinks:
+        for one in (*self._sinks, *self._services):
             self._try(one.close)
-        for sink in (self._file, self._board):
+        for sink in (self._file, self._evaluations, self._board):
             if sink is not None:
                 try:
                     sink.close()
@@ -108,14 +135,17 @@ def write_event(folder: Path, event: str, **values: Any) -> None:
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Drop records of later steps, and an unfinished last line of a killed run."""
+    """Drop records of later steps, and an unfinished last line of a killed run.
+
+    The extra evaluation at a run's end goes as well: the run goes on, and would not have made it.
+    """
     kept = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             record = json.loads(line)
         except ValueError:
             continue
-        if record.get("step", 0) <= step:
+        if record.get("step", 0) <= step and not record.get("final"):
             kept.append(line + "\n")
     part = path.with_suffix(".part")
     part.write_text("".join(kept))

@@ -1,118 +1,36 @@
-"""The training loop: takes steps, writes records and saves checkpoints."""
+"""The training loop: takes steps, evaluates, writes records and saves checkpoints."""
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from meshwright.assemble.step import StepResult
-from meshwright.errors import NonFiniteLoss
+from meshwright.errors import JobError, NonFiniteLoss
 from meshwright.launch.heartbeat import SAVING, own_heartbeat
 from meshwright.launch.preemption import Preemption
+from meshwright.runtime.callbacks import Callbacks
 from meshwright.runtime.checkpoints import Checkpoints
-from meshwright.runtime.measure import peak_bytes
+from meshwright.runtime.evaluator import Evaluator
 from meshwright.runtime.profile_train import ProfileOptions, TrainProfiler
 from meshwright.runtime.run import Run
 from meshwright.runtime.run_records import RunRecorder, write_event
 from meshwright.runtime.sinks import open_services
-
-WARMUP = 2  # first steps, left out of the speed because they fill allocators and caches
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """Results of a run; the same on every rank."""
-
-    strategy: str
-    ranks: int
-    device: str
-    steps: int
-    """Of the whole run, including those before a resume."""
-    resumed_at: int | None
-    """The step that the run resumed from; None if it started at step 0."""
-    samples: int
-    """Since the resume, like all fields below."""
-    seconds: float
-    start_up_s: float | None
-    """How much longer the first steps took than later ones: compiling, recording programs, filling caches."""
-    step_ms: float | None
-    """Median."""
-    samples_per_s: float | None
-    first_loss: float | None
-    last_loss: float | None
-    peak_bytes: list[int]
-    """Per rank."""
-    stopped: str | None = None
-    """The signal that stopped the run before its last step."""
-    saved: int | None = None
-    """The step of the last checkpoint."""
-    failed_saves: int = 0
-    out: str | None = None
-
-
-class StepWatch:
-    """Turns step results into records; on a GPU one step late, because reading a number blocks until it is computed."""
-
-    def __init__(self, run: Run, recorder: RunRecorder) -> None:
-        self._run, self._recorder = run, recorder
-        self._waiting: StepResult | None = None
-        self._clock = time.perf_counter()
-        self.losses: list[float] = []
-        self.times: list[float] = []
-        self.samples = 0
-        self.stop = False
-        """Whether a result read so far says that some rank got a signal to stop; the same on all ranks."""
-
-    def saw(self, result: StepResult) -> None:
-        """Add a result, and record those that are computed."""
-        if self._run.world.device.type != "cuda":
-            self._write(result)
-            return
-        self.catch_up()
-        self._waiting = result
-
-    def catch_up(self) -> None:
-        """Record all results added so far."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            self._write(waiting)
-
-    def _write(self, result: StepResult) -> None:
-        loss, now = result.loss, time.perf_counter()
-        seconds, self._clock = now - self._clock, now
-        self.losses.append(loss)
-        self.times.append(seconds)
-        self.samples += result.samples
-        self.stop = self.stop or result.stop
-        refuse_non_finite(self._run, result)
-        self._recorder.write(
-            {
-                "step": result.step,
-                "loss": loss,
-                "grad_norm": result.grad_norm,
-                "lr": result.lr,
-                "step_ms": seconds * 1e3,
-                "samples_per_s": result.samples / seconds,
-                "memory_mib": peak_bytes(self._run.world.device) / 2**20,
-                "samples": result.samples,
-                "skipped": result.skipped,
-            }
-        )
+from meshwright.runtime.step_watch import StepWatch
+from meshwright.runtime.summary import Summary, summarise
 
 
 def train(
     run: Run,
     *,
-    steps: int,
+    steps: int | None = None,
+    epochs: int | None = None,
     out: Path | None = None,
     checkpoints: Checkpoints | None = None,
     preemption: Preemption | None = None,
@@ -121,7 +39,10 @@ def train(
     profile: ProfileOptions | None = None,
     progress: bool = True,
 ) -> Summary:
-    """Train until the run has taken `steps` optimizer steps. All ranks call it and get the same summary."""
+    """Train until the run has taken `steps` optimizer steps or completed `epochs`, whichever comes first.
+
+    All ranks call it and get the same summary.
+    """
     start = time.perf_counter()
     begun_at = run.trainer.steps
     if checkpoints is not None:
@@ -133,47 +54,94 @@ def train(
         _bar(run, progress) as bar,
         closing(TrainProfiler(profile, out, rank=run.world.rank, device=run.world.device)) as profiler,
     ):
-        watch = StepWatch(run, recorder)
+        callbacks = Callbacks(run)
+        if checkpoints is not None:
+            checkpoints.when_saved = callbacks.saved
+        watch = StepWatch(run, recorder, callbacks.stepped)
+        evaluator = Evaluator(run, recorder, callbacks, lambda line: _say(bar, line))
+        last = _last_step(run, evaluator, steps=steps, epochs=epochs)
         try:
-            _loop(run, watch, bar, profiler, steps=steps, checkpoints=checkpoints, preemption=preemption)
-        except NonFiniteLoss:
+            _loop(
+                *(run, watch, evaluator, callbacks, bar, profiler),
+                last=last,
+                epochs=epochs,
+                checkpoints=checkpoints,
+                preemption=preemption,
+            )
+            asked = callbacks.stop_reason()
+        except (NonFiniteLoss, JobError):
             if checkpoints is not None:
                 checkpoints.wait()  # all ranks get here, and the last good state may still be written
             raise
-    stopped = _stop_signal(run, preemption) if watch.stop and run.trainer.steps < steps else None
-    if checkpoints is not None:
-        with own_heartbeat().doing(SAVING):
-            checkpoints.finish()
-    if out is not None and stopped and run.is_main:
+        is_early = watch.stop and (last is None or run.trainer.steps < last)
+        interrupted = is_early and asked is None
+        stopped = _stop_signal(run, preemption) if interrupted else asked if is_early else None
+        if not interrupted:
+            evaluator.evaluate_at_the_end()
+        if checkpoints is not None:
+            with own_heartbeat().doing(SAVING):
+                checkpoints.finish()
+        callbacks.stop_reason()  # the last evaluation and the last save may have failed, too
+    if out is not None and interrupted and run.is_main:
         write_event(out, "asked to stop", signal=stopped, step=run.trainer.steps)
+    if out is not None and evaluator.stopping.is_over and run.is_main:
+        write_event(out, "stopped early", step=run.trainer.steps, **(evaluator.stopping.told or {}))
     seconds = time.perf_counter() - start
-    return _summarise(run, watch, begun_at, checkpoints, seconds=seconds, stopped=stopped, out=out)
+    return summarise(
+        *(run, watch, evaluator, checkpoints), begun_at=begun_at, seconds=seconds, stopped=stopped, out=out
+    )
+
+
+def _last_step(run: Run, evaluator: Evaluator, *, steps: int | None, epochs: int | None) -> int | None:
+    """The step with which the run ends; None if only the end of its data will tell."""
+    if steps is None and epochs is None:
+        raise JobError("train() needs steps or epochs.")
+    done = run.trainer.steps
+    if evaluator.stopping.is_over:  # in an earlier part of the run
+        return done
+    left = None if epochs is None else run.loader.steps_until(epochs)
+    ends = [] if steps is None else [max(done, steps)]
+    ends += [] if left is None else [done + left]
+    return min(ends, default=None)
 
 
 def _loop(
     run: Run,
     watch: StepWatch,
+    evaluator: Evaluator,
+    callbacks: Callbacks,
     bar: Progress,
     profiler: TrainProfiler,
     *,
-    steps: int,
+    last: int | None,
+    epochs: int | None,
     checkpoints: Checkpoints | None,
     preemption: Preemption | None,
 ) -> None:
     heartbeat = own_heartbeat()
     begins = "compiling" if run.strategy.compile else ""
-    task = bar.add_task(str(run.strategy), total=steps, completed=run.trainer.steps, loss=begins)
-    for batch in run.batches(steps=max(0, steps - run.trainer.steps)):
-        run.trainer.wish_to_stop = preemption is not None and preemption.asked is not None
+    task = bar.add_task(str(run.strategy), total=last, completed=run.trainer.steps, loss=begins)
+    left = None if last is None else last - run.trainer.steps
+    if left != 0:
+        evaluator.try_one_batch()
+    watch.restart_clock()
+    for batch in run.batches(steps=left, epochs=epochs):
+        signalled = preemption is not None and preemption.asked is not None
+        run.trainer.wish_to_stop = signalled or callbacks.wishes_to_stop
         with profiler.around(run.trainer.steps + 1):
-            watch.saw(run.step(batch))
+            result = run.step(batch)
+            watch.saw(result)
         heartbeat.step(run.trainer.steps)
+        if evaluator.is_due(result):
+            watch.catch_up()
+            evaluator.evaluate()
+            watch.restart_clock()
         if checkpoints is not None and checkpoints.is_due():
             watch.catch_up()  # a state with a NaN loss must not become the last checkpoint
             with heartbeat.doing(SAVING):
                 checkpoints.save()
         bar.update(task, advance=1, loss=f"loss {watch.losses[-1]:.4f}" if watch.losses else begins)
-        if watch.stop:
+        if watch.stop or evaluator.stopping.is_over:
             break
     watch.catch_up()
     if watch.losses:
@@ -186,57 +154,10 @@ def _about(run: Run) -> Mapping[str, Any]:
     return {**about, "global_batch": run.trainer.job.global_batch, "seed": run.trainer.seed}
 
 
-def refuse_non_finite(run: Run, result: StepResult) -> None:
-    """Stop at a loss that is not finite. All ranks see the same loss, so they stop together."""
-    if math.isfinite(result.loss):
-        return
-    parts = run.world.gather(float(result.totals.local))
-    culprits = [rank for rank, value in enumerate(parts) if not math.isfinite(value)] or [0]
-    raise NonFiniteLoss(
-        f"The loss became {result.loss} at step {result.step}, first on rank {culprits[0]}; "
-        "lower the learning rate, set max_norm, or check that rank's batch."
-    )
-
-
 def _stop_signal(run: Run, preemption: Preemption | None) -> str:
     """The first signal that any rank got."""
     asked = run.world.gather(preemption.asked if preemption is not None else None)
     return next((name for name in asked if name is not None), "a signal")
-
-
-def _summarise(
-    run: Run,
-    watch: StepWatch,
-    begun_at: int,
-    checkpoints: Checkpoints | None,
-    *,
-    seconds: float,
-    stopped: str | None,
-    out: Path | None,
-) -> Summary:
-    first, counted = watch.times[:WARMUP], sorted(watch.times[WARMUP:] or watch.times)
-    step_seconds = counted[len(counted) // 2] if counted else None
-    return Summary(
-        strategy=str(run.strategy),
-        ranks=run.world.ranks,
-        device=str(run.world.device.type),
-        steps=run.trainer.steps,
-        resumed_at=begun_at or None,
-        samples=watch.samples,
-        seconds=seconds,
-        start_up_s=max(0.0, sum(first) - len(first) * step_seconds)
-        if step_seconds and len(watch.times) > WARMUP
-        else None,
-        step_ms=step_seconds * 1e3 if step_seconds else None,
-        samples_per_s=watch.samples / len(watch.times) / step_seconds if step_seconds else None,
-        first_loss=watch.losses[0] if watch.losses else None,
-        last_loss=watch.losses[-1] if watch.losses else None,
-        peak_bytes=run.world.gather(peak_bytes(run.world.device)),
-        stopped=stopped,
-        saved=checkpoints.saved if checkpoints is not None else None,
-        failed_saves=checkpoints.failures if checkpoints is not None else 0,
-        out=None if out is None else str(out),
-    )
 
 
 def _bar(run: Run, wanted: bool) -> Progress:
@@ -250,3 +171,9 @@ def _bar(run: Run, wanted: bool) -> Progress:
     )
     # If stderr is no terminal, rich draws the bar once, at the end.
     return Progress(*columns, console=Console(file=sys.stderr), disable=not (wanted and run.is_main))
+
+
+def _say(bar: Progress, line: str) -> None:
+    """Print a line above the bar, where the bar is shown."""
+    if not bar.disable:
+        bar.console.print(line, markup=False, highlight=False)

@@ -27,7 +27,7 @@ from meshwright.describe.samples import Cutter, own_random_numbers
 from meshwright.describe.structure import to_device
 from meshwright.errors import JobError, MeshwrightError, one_line
 from meshwright.facts.job import Job, NamedParameters
-from meshwright.facts.lr_schedule import advance
+from meshwright.facts.lr_schedule import STEP, advance
 from meshwright.verify.evidence import Evidence, gradients_of, kept_of, outputs_of, state_of
 
 
@@ -110,9 +110,10 @@ def _train(job: Job, recipe: Recipe) -> Evidence:
         with recipe.arithmetic(), nullcontext() if recipe.dropout else NoDropout():
             trace.losses.append(forward_backward(job, model, batch, recipe, step, trace.outputs))
             _note_gradients(model, trace, step)
+            _call_hook(job, model)
             trace.norms.append(_clip(model, job.max_norm))
             optimizer.step()
-        if schedule is not None:
+        if schedule is not None and job.schedule_by == STEP:  # made-up batches have no epochs
             advance(schedule, updates=step + 1, loss=lambda: trace.losses[-1])
         if step == 0:
             trace.first.update(state_of(model))
@@ -168,6 +169,15 @@ def _note_gradients(model: nn.Module, trace: Evidence, step: int) -> None:
     for name, gradient in gradients.items():
         size = gradient.abs()
         trace.smallest[name] = torch.minimum(trace.smallest[name], size) if name in trace.smallest else size
+
+
+@torch.no_grad()
+def _call_hook(job: Job, model: nn.Module) -> None:
+    if job.on_gradient is None:
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and (found := job.on_gradient(name, parameter.grad)) is not None:
+            parameter.grad = found
 
 
 def _clip(model: nn.Module, max_norm: float | None) -> float:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy
 import torch
 
-from meshwright.assemble.step import StepResult, Trainer
+from meshwright.assemble.step import Trainer
+from meshwright.assemble.step_result import StepResult
 from meshwright.assemble.world import World
 from meshwright.describe.dropout import NoDropout, switch_dropout_off
 from meshwright.facts.job import Job

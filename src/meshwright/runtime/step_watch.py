@@ -1,0 +1,81 @@
+"""Turn the results of steps into records, and stop at a loss that is not finite."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from meshwright.assemble.step_result import StepResult
+from meshwright.errors import NonFiniteLoss
+from meshwright.runtime.measure import peak_bytes
+from meshwright.runtime.run import Run
+from meshwright.runtime.run_records import RunRecorder
+
+
+class StepWatch:
+    """Turns step results into records; on a GPU one step late, because reading a number blocks until it is computed."""
+
+    def __init__(self, run: Run, recorder: RunRecorder, told: Callable[[StepResult], None]) -> None:
+        """`told` is called with each result after it is recorded."""
+        self._run, self._recorder, self._told = run, recorder, told
+        self._waiting: StepResult | None = None
+        self._clock = time.perf_counter()
+        self.losses: list[float] = []
+        self.times: list[float] = []
+        self.samples = 0
+        self.stop = False
+        """Whether a result read so far says that some rank wishes to stop; the same on all ranks."""
+
+    def saw(self, result: StepResult) -> None:
+        """Add a result, and record those that are computed."""
+        if self._run.world.device.type != "cuda":
+            self._write(result)
+            return
+        self.catch_up()
+        self._waiting = result
+
+    def catch_up(self) -> None:
+        """Record all results added so far."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._write(waiting)
+
+    def restart_clock(self) -> None:
+        """Leave what has passed since the last step out of the next step's time."""
+        self._clock = time.perf_counter()
+
+    def _write(self, result: StepResult) -> None:
+        loss, now = result.loss, time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        self.losses.append(loss)
+        self.times.append(seconds)
+        self.samples += result.samples
+        self.stop = self.stop or result.stop
+        refuse_non_finite(self._run, result)
+        self._recorder.write(
+            {
+                "step": result.step,
+                "loss": loss,
+                "grad_norm": result.grad_norm,
+                "lr": result.lr,
+                "step_ms": seconds * 1e3,
+                "samples_per_s": result.samples / seconds,
+                "memory_mib": peak_bytes(self._run.world.device) / 2**20,
+                "samples": result.samples,
+                "skipped": result.skipped,
+            }
+        )
+        self._told(result)
+
+
+def refuse_non_finite(run: Run, result: StepResult) -> None:
+    """Stop at a loss that is not finite. All ranks see the same loss, so they stop together."""
+    if math.isfinite(result.loss):
+        return
+    parts = run.world.gather(float(result.totals.local))
+    culprits = [rank for rank, value in enumerate(parts) if not math.isfinite(value)] or [0]
+    raise NonFiniteLoss(
+        f"The loss became {result.loss} at step {result.step}, first on rank {culprits[0]}; "
+        "lower the learning rate, set max_norm, or check that rank's batch."
+    )

@@ -11,7 +11,7 @@ from meshwright.assemble.check import check, check_engine_config
 from meshwright.assemble.dry_run import dry_run
 from meshwright.commands.layout import show_layout
 from meshwright.commands.worker import run_train
-from meshwright.describe.data_source import open_data
+from meshwright.describe.data_source import about_evaluation, open_data
 from meshwright.describe.model import describe
 from meshwright.environment import LaunchedRank, launched, restart_count
 from meshwright.errors import BadInput, Refused
@@ -58,7 +58,8 @@ def _checked(request: TrainRequest) -> TrainTask:
         print(f"note: {note}", file=sys.stderr)
     open_data(job)
     if job.evaluation is not None:
-        job.evaluation_dataset()
+        with about_evaluation():
+            open_data(job.for_evaluation())
     if request.tensorboard:
         require_tensorboard()
         if out is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import islice
@@ -102,6 +103,15 @@ class DataSource:
             return copy.deepcopy(self.dataset)
         built = self.build()
         return built.dataset if isinstance(built, DataLoader) else built
+
+
+@contextmanager
+def about_evaluation() -> Iterator[None]:
+    """Let errors in data name those of the evaluation."""
+    try:
+        yield
+    except JobError as error:
+        raise JobError(str(error).replace("Job(data=", "Evaluation(data=")) from None
 
 
 def open_data(job: Job) -> DataSource:

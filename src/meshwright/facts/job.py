@@ -162,10 +162,3 @@ class Job:
         found = self.evaluation
         batch, collate = found.batch or self.global_batch, found.collate or self.collate
         return replace(self, data=found.data, collate=collate, global_batch=batch)
-
-    def evaluation_dataset(self) -> Any:
-        """The evaluation data, built if the job gives a builder."""
-        try:
-            return self.for_evaluation().dataset()
-        except JobError as error:
-            raise JobError(str(error).replace("Job(data=...)", "Evaluation(data=...)")) from None

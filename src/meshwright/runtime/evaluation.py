@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 from meshwright.assemble.batch import Batch
 from meshwright.assemble.passes import Dropout
 from meshwright.assemble.step import Trainer
+from meshwright.describe.data_source import about_evaluation
 from meshwright.describe.samples import Cutter
 from meshwright.errors import JobError
 from meshwright.facts.evaluation import EMA
@@ -26,16 +25,16 @@ class EvaluationData:
         if trainer.job.evaluation is None:
             raise JobError("This job has no evaluation data; give Job(evaluation=Evaluation(data=...)).")
         self._trainer, self._evaluation = trainer, trainer.job.evaluation
-        data: Any = trainer.job.evaluation_dataset()
-        self._job, self._workers = replace(trainer.job.for_evaluation(), data=data), workers
+        self._job, self._workers = trainer.job.for_evaluation(), workers
         self._cutter = Cutter(self._job)
-        source = self._cutter.opened
+        with about_evaluation():
+            self._order = self._make_order()
+
+    def _make_order(self) -> Order:
+        source, trainer = self._cutter.opened, self._trainer
         user = user_order(source, self._job, trainer.seed)
-        samples = samples_of(source, user)
-        if samples == 0:
-            raise JobError("Evaluation(data=...) has no samples.")
-        self._order = Order(
-            samples=samples,
+        return Order(
+            samples=samples_of(source, user),
             global_batch=self._job.global_batch,
             seed=trainer.seed,
             share=trainer.share,
@@ -47,7 +46,8 @@ class EvaluationData:
     def measure(self, batches: int | None = None) -> dict[str, float]:
         """The loss and the metrics, the same on all ranks; at most `batches` batches are read."""
         metrics, averaged = self._evaluation.measured(), self._evaluation.weights == EMA
-        return self._trainer.measure(self._batches(batches), metrics, averaged=averaged)
+        with about_evaluation():
+            return self._trainer.measure(self._batches(batches), metrics, averaged=averaged)
 
     def _batches(self, most: int | None) -> Iterator[Batch]:
         """One epoch. Generators are seeded for each batch, so that a model that draws in `eval()` draws the same."""

@@ -69,7 +69,7 @@ class Order:
         return self.samples is not None and self.user is None
 
     def completed(self, position: int) -> int:
-        """Epochs that are complete at a position, in an order that is known. What is left out is no part of an epoch."""
+        """Epochs that are complete at a position, in an order that is known. What is left out belongs to no epoch."""
         assert self.samples is not None
         epoch, start = divmod(position, self.samples)
         rest = self.samples - start

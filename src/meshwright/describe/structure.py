@@ -35,7 +35,9 @@ def parts_of(node: Any) -> Parts | None:
     """The parts of a container; None for anything else."""
     if isinstance(node, torch.Tensor | str | bytes):
         return None
-    itself = id(node)  # tree_flatten leaves a cycle around `is_leaf`: with the node in it, tensors would outlive the step
+    itself = id(
+        node
+    )  # tree_flatten leaves a cycle around `is_leaf`: with the node in it, tensors would outlive the step
     values, tree = tree_flatten(node, is_leaf=lambda other: id(other) != itself)
     if not (len(values) == 1 and values[0] is node):
         return Parts(_names(node, len(values)), values, lambda new: tree_unflatten(new, tree))

@@ -24,6 +24,7 @@ LAYERS = (
     ("torch_private",),
     ("recording", "pieced_loss"),
     (
+        "adopt",
         "describe",
         "exchange",
         "jobs",

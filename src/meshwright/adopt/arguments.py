@@ -28,7 +28,9 @@ def _is_parsed(script: Script, body: ast.AST, value: ast.expr) -> bool:
         return True
     if not isinstance(value, ast.Name):
         return False
-    sources = [one.value for one in ast.walk(body) if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == value.id]
+    sources = [
+        one.value for one in ast.walk(body) if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == value.id
+    ]
     return any(isinstance(one, ast.Call) and last_name(one.func) in PARSERS for one in sources)
 
 

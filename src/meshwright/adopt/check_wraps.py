@@ -146,7 +146,9 @@ def _not_prepared(script: Script, kind: Kind) -> Iterator[Finding]:
 
 
 def _is_returned(script: Script, call: ast.Call, target: str) -> bool:
-    returns = [one for one in ast.walk(script.function_of(call)) if isinstance(one, ast.Return) and one.value is not None]
+    returns = [
+        one for one in ast.walk(script.function_of(call)) if isinstance(one, ast.Return) and one.value is not None
+    ]
     return any(target in names_in(one) for one in returns)
 
 

@@ -75,22 +75,35 @@ def evaluate(node: ast.AST, known: Mapping[str, Any], dotted: Callable[[ast.AST]
                 items = [of(one) for one in part.elts]
                 return UNKNOWN if UNKNOWN in items else items if isinstance(part, ast.List) else tuple(items)
             case ast.Dict():
-                pairs = [(UNKNOWN if key is None else of(key), of(value)) for key, value in zip(part.keys, part.values, strict=True)]
-                return UNKNOWN if any(key is UNKNOWN for key, _ in pairs) else {k: v for k, v in pairs if v is not UNKNOWN}
+                pairs = [
+                    (UNKNOWN if key is None else of(key), of(value))
+                    for key, value in zip(part.keys, part.values, strict=True)
+                ]
+                return (
+                    UNKNOWN if any(key is UNKNOWN for key, _ in pairs) else {k: v for k, v in pairs if v is not UNKNOWN}
+                )
             case ast.UnaryOp():
                 value = of(part.operand)
                 if value is UNKNOWN:
                     return UNKNOWN
-                return not value if isinstance(part.op, ast.Not) else -value if isinstance(part.op, ast.USub) else +value
+                return (
+                    not value if isinstance(part.op, ast.Not) else -value if isinstance(part.op, ast.USub) else +value
+                )
             case ast.BinOp():
                 left, right = of(part.left), of(part.right)
                 if UNKNOWN in (left, right) or type(part.op) not in _BINARY:
                     return left**right if isinstance(part.op, ast.Pow) and _small(left, right) else UNKNOWN
-                return _BINARY[type(part.op)](left, right) if _small(left, right) or isinstance(part.op, ast.Add) else UNKNOWN
+                return (
+                    _BINARY[type(part.op)](left, right)
+                    if _small(left, right) or isinstance(part.op, ast.Add)
+                    else UNKNOWN
+                )
             case ast.BoolOp():
                 return _joined([of(one) for one in part.values], is_and=isinstance(part.op, ast.And))
             case ast.Compare():
-                return _compared([of(part.left), *(_environment(one, dotted) or of(one) for one in part.comparators)], part.ops)
+                return _compared(
+                    [of(part.left), *(_environment(one, dotted) or of(one) for one in part.comparators)], part.ops
+                )
             case ast.IfExp():
                 test = of(part.test)
                 return UNKNOWN if test is UNKNOWN else of(part.body if test else part.orelse)

@@ -79,6 +79,7 @@ class _Flattener:
         self.classes = {node.name: node for node in script.tree.body if isinstance(node, ast.ClassDef)}
         self.instances: dict[str, ast.ClassDef] = {}
         self.attributes: dict[tuple[str, str], str] = {}
+        self.stored: set[tuple[str, str]] = set()
         self.used: set[str] = set()
         values, self.flat.missing = defaults(script)
         self.arguments = values
@@ -89,12 +90,16 @@ class _Flattener:
         self.flat.statements = self._block(body, {}, 0)
         return self.flat
 
-    def _block(self, body: list[ast.stmt], names: dict[str, str], depth: int, result: ast.expr | None = None) -> list[ast.stmt]:
+    def _block(
+        self, body: list[ast.stmt], names: dict[str, str], depth: int, result: ast.expr | None = None
+    ) -> list[ast.stmt]:
         found: list[ast.stmt] = []
         for statement in body:
             if isinstance(statement, ast.Return):
                 if result is not None and statement.value is not None:
-                    made = ast.copy_location(ast.Assign(targets=[copy.deepcopy(result)], value=statement.value), statement)
+                    made = ast.copy_location(
+                        ast.Assign(targets=[copy.deepcopy(result)], value=statement.value), statement
+                    )
                     value = self._renamed(made.value, names)
                     made.value = value
                     found += self._finished(made)
@@ -102,7 +107,9 @@ class _Flattener:
             found += self._statement(statement, names, depth, result)
         return found
 
-    def _statement(self, statement: ast.stmt, names: dict[str, str], depth: int, result: ast.expr | None) -> list[ast.stmt]:
+    def _statement(
+        self, statement: ast.stmt, names: dict[str, str], depth: int, result: ast.expr | None
+    ) -> list[ast.stmt]:
         if isinstance(statement, ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.Pass | ast.Assert):
             return []
         if isinstance(statement, ast.If) and _is_main(statement.test):
@@ -115,7 +122,22 @@ class _Flattener:
             inlined = self._inlined(statement, names, depth)
             if inlined is not None:
                 return inlined
+        if isinstance(statement, ast.Assign) and self._is_alias(statement, names):
+            return []
         return self._finished(self._renamed(statement, names))
+
+    def _is_alias(self, statement: ast.Assign, names: Mapping[str, str]) -> bool:
+        """Whether a statement only stores a name in `self`; the attribute is then called by that name."""
+        target = statement.targets[0]
+        if not (isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name)):
+            return False
+        value = self.single.visit(self._renamed(statement.value, names))
+        key = names.get(target.value.id, target.value.id), target.attr
+        if key not in self.attributes or not isinstance(value, ast.Name) or key in self.stored:
+            return False
+        self.attributes[key] = value.id
+        self.stored.add(key)
+        return True
 
     def _renamed(self, node: Any, names: Mapping[str, str]) -> Any:
         return _Rename(names, self.attributes).visit(copy.deepcopy(node))
@@ -124,7 +146,9 @@ class _Flattener:
         """A statement as one process runs it; literals that it assigns are remembered."""
         lines = {"lineno": getattr(statement, "lineno", 1), "col_offset": 0}
         if isinstance(statement, ast.Assign) and parses(self.script, statement.value):
-            target = statement.targets[0].elts[0] if isinstance(statement.targets[0], ast.Tuple) else statement.targets[0]
+            target = (
+                statement.targets[0].elts[0] if isinstance(statement.targets[0], ast.Tuple) else statement.targets[0]
+            )
             name = ast.unparse(target)
             self.flat.namespace[name] = self.flat.known[name] = self.arguments
             return []
@@ -145,7 +169,10 @@ class _Flattener:
             value = evaluate(statement.value, self.flat.known, self.script.dotted)
             pairs = [(target, value)]
             if isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Tuple):
-                pairs = [(one, evaluate(v, self.flat.known, self.script.dotted)) for one, v in zip(target.elts, statement.value.elts, strict=False)]
+                pairs = [
+                    (one, evaluate(v, self.flat.known, self.script.dotted))
+                    for one, v in zip(target.elts, statement.value.elts, strict=False)
+                ]
             for one, known in pairs:
                 if known is not UNKNOWN and isinstance(one, ast.Name):
                     self.flat.known[one.id] = known
@@ -159,7 +186,9 @@ class _Flattener:
         body = self._block(statement.body, names, depth, result)
         self.flat.known = dict(before)
         orelse = self._block(statement.orelse, names, depth, result)
-        self.flat.known = {k: v for k, v in before.items() if k not in {n for one in (*body, *orelse) for n in _assigned(one)}}
+        self.flat.known = {
+            k: v for k, v in before.items() if k not in {n for one in (*body, *orelse) for n in _assigned(one)}
+        }
         if not body and not orelse:
             return []
         made = ast.If(test=test, body=body or [ast.Pass()], orelse=orelse)
@@ -184,12 +213,19 @@ class _Flattener:
         if isinstance(made, ast.For):
             made.iter = self.single.visit(made.iter)
         found = done if isinstance(done, list) else [done]
-        return [ast.fix_missing_locations(ast.copy_location(one, statement) if not hasattr(one, "lineno") else one) for one in found]
+        return [
+            ast.fix_missing_locations(ast.copy_location(one, statement) if not hasattr(one, "lineno") else one)
+            for one in found
+        ]
 
     def _inlined(self, statement: Any, names: dict[str, str], depth: int) -> list[ast.stmt] | None:
         """The body of a function that a statement calls, or None if it is not one to inline."""
         call = statement.value
-        while isinstance(call, ast.Call) and last_name(call.func) in ("item", "detach", "to", "cpu") and isinstance(call.func, ast.Attribute):
+        while (
+            isinstance(call, ast.Call)
+            and last_name(call.func) in ("item", "detach", "to", "cpu")
+            and isinstance(call.func, ast.Attribute)
+        ):
             call = call.func.value
         if not isinstance(call, ast.Call):
             return None
@@ -205,9 +241,14 @@ class _Flattener:
             return self._constructed(self.classes[name], call, target.id, depth)
         owner = call.func.value if isinstance(call.func, ast.Attribute) else None
         if isinstance(owner, ast.Name) and owner.id in self.instances:
-            method = next((one for one in self.instances[owner.id].body if isinstance(one, ast.FunctionDef) and one.name == name), None)
+            method = next(
+                (one for one in self.instances[owner.id].body if isinstance(one, ast.FunctionDef) and one.name == name),
+                None,
+            )
             return None if method is None else self._body(method, call, target, depth, instance=owner.id)
-        function = next((one for one in self.script.tree.body if isinstance(one, ast.FunctionDef) and one.name == name), None)
+        function = next(
+            (one for one in self.script.tree.body if isinstance(one, ast.FunctionDef) and one.name == name), None
+        )
         if function is None or not isinstance(call.func, ast.Name) or not self.script.reaches(function, self.targets):
             return None
         return self._body(function, call, target, depth)
@@ -217,7 +258,9 @@ class _Flattener:
         name = last_name(call.func)
         if name not in LAUNCHERS or not call.args:
             return call
-        given = next((one.value for one in call.keywords if one.arg == "args"), call.args[1] if len(call.args) > 1 else None)
+        given = next(
+            (one.value for one in call.keywords if one.arg == "args"), call.args[1] if len(call.args) > 1 else None
+        )
         values = list(given.elts) if isinstance(given, ast.Tuple | ast.List) else []
         rank: list[ast.expr] = [ast.Constant(0)] if name != "notebook_launcher" else []
         return ast.copy_location(ast.Call(func=call.args[0], args=[*rank, *values], keywords=[]), call)
@@ -226,12 +269,19 @@ class _Flattener:
         """An object of a class of the script whose methods train."""
         methods = [one for one in made.body if isinstance(one, ast.FunctionDef)]
         bases = {last_name(base) for base in made.bases}
-        if bases & {"Module", "Dataset", "IterableDataset"} or not any(self.script.reaches(one, self.targets) for one in methods):
+        if bases & {"Module", "Dataset", "IterableDataset"} or not any(
+            self.script.reaches(one, self.targets) for one in methods
+        ):
             return None
         self.instances[name] = made
         for method in methods:
             for node in ast.walk(method):
-                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self" and isinstance(node.ctx, ast.Store):
+                if (
+                    isinstance(node, ast.Attribute)
+                    and isinstance(node.value, ast.Name)
+                    and node.value.id == "self"
+                    and isinstance(node.ctx, ast.Store)
+                ):
                     self.attributes.setdefault((name, node.attr), self._fresh(node.attr, f"{name}_{node.attr}"))
         init = next((one for one in methods if one.name == "__init__"), None)
         return [] if init is None else self._body(init, call, None, depth, instance=name)
@@ -244,7 +294,9 @@ class _Flattener:
         self.used.add(found)
         return found
 
-    def _body(self, function: Function, call: ast.Call, target: ast.expr | None, depth: int, *, instance: str = "") -> list[ast.stmt] | None:
+    def _body(
+        self, function: Function, call: ast.Call, target: ast.expr | None, depth: int, *, instance: str = ""
+    ) -> list[ast.stmt] | None:
         if any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords):
             return None
         names: dict[str, str] = {}
@@ -252,10 +304,16 @@ class _Flattener:
         parameters = [*function.args.posonlyargs, *function.args.args]
         if instance:
             names[parameters[0].arg], parameters = instance, parameters[1:]
-        given = dict(zip([one.arg for one in parameters], call.args, strict=False)) | {one.arg: one.value for one in call.keywords if one.arg}
+        given = dict(zip([one.arg for one in parameters], call.args, strict=False)) | {
+            one.arg: one.value for one in call.keywords if one.arg
+        }
         plain = [*reversed(list(zip(reversed(parameters), reversed(function.args.defaults), strict=False)))]
         fallback = {one.arg: value for one, value in plain}
-        fallback |= {one.arg: value for one, value in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True) if value is not None}
+        fallback |= {
+            one.arg: value
+            for one, value in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+            if value is not None
+        }
         for parameter in [*(one.arg for one in parameters), *(one.arg for one in function.args.kwonlyargs)]:
             value = given.get(parameter, fallback.get(parameter))
             if isinstance(value, ast.Name) and parameter in given:
@@ -272,7 +330,9 @@ class _Flattener:
             single = [one.value for one in function.body if isinstance(one, ast.Return)]
             if len(single) == 1 and single[0] is not None and _same_shape(single[0], target):
                 _adopt_names(single[0], target, names, self.used)
-                result = None if ast.unparse(self._renamed(single[0], names)).strip("()") == outer.strip("()") else target
+                result = (
+                    None if ast.unparse(self._renamed(single[0], names)).strip("()") == outer.strip("()") else target
+                )
         return made + self._block(function.body, names, depth + 1, result)
 
 
@@ -287,7 +347,12 @@ def _adopt_names(value: ast.expr, target: ast.expr, names: dict[str, str], used:
     values = value.elts if isinstance(value, ast.Tuple) else [value]
     targets = target.elts if isinstance(target, ast.Tuple) else [target]
     for one, other in zip(values, targets, strict=False):
-        if isinstance(one, ast.Name) and isinstance(other, ast.Name) and one.id in names and other.id not in names.values():
+        if (
+            isinstance(one, ast.Name)
+            and isinstance(other, ast.Name)
+            and one.id in names
+            and other.id not in names.values()
+        ):
             names[one.id] = other.id
 
 

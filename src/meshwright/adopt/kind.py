@@ -32,12 +32,14 @@ class Kind:
     """Of ddp, fsdp, fsdp2, dp, accelerate, fabric, deepspeed, zero1, tp."""
     backward: tuple[ast.Call, ...]
     """Its backward passes."""
+    elsewhere: bool = False
+    """Whether the loop is in another file: this one builds an optimizer and a loader, and hands them on."""
     trainer: str = ""
     """The class that holds the loop, if another library does."""
 
     @property
     def trains(self) -> bool:
-        return bool(self.backward) or bool(self.trainer)
+        return bool(self.backward) or bool(self.trainer) or self.elsewhere
 
     @property
     def by_hand(self) -> bool:
@@ -75,7 +77,10 @@ def kind_of(script: Script) -> Kind:
     }
     if any(script.dotted(call.func) == "deepspeed.initialize" for call in script.calls):
         libraries.add("deepspeed")
-    return Kind(libraries=frozenset(libraries), backward=tuple(_backward(script)), trainer=_trainer(script))
+    elsewhere = bool(script.calls_of(*OPTIMIZERS)) and bool(script.calls_of("DataLoader")) and not _backward(script)
+    return Kind(
+        libraries=frozenset(libraries), backward=tuple(_backward(script)), trainer=_trainer(script), elsewhere=elsewhere
+    )
 
 
 def _backward(script: Script) -> list[ast.Call]:

@@ -21,7 +21,16 @@ DROPPED = (
     "debug", "warning", "log", "makedirs", "launch", "set_epoch", "end_training", "init_trackers", "set_float32_matmul_precision",
 )  # fmt: skip
 """Calls whose statements are left out: they set up processes and seeds, or tell the user something."""
-CONTEXTS = ("main_process_first", "autocast", "accumulate", "no_sync", "join", "no_backward_sync", "profile", "local_main_process_first")
+CONTEXTS = (
+    "main_process_first",
+    "autocast",
+    "accumulate",
+    "no_sync",
+    "join",
+    "no_backward_sync",
+    "profile",
+    "local_main_process_first",
+)
 _RANKS = {"get_rank": 0, "get_world_size": 1, "get_node_local_rank": 0}
 
 
@@ -42,7 +51,9 @@ class AsSingle(ast.NodeTransformer):
         is_wrap = source.rpartition(".")[2] in WRAPPERS and not (source.startswith("re.") or source == "compile")
         if is_wrap and (node.args or node.keywords):
             return node.args[0] if node.args else node.keywords[0].value
-        if name in ("setup", "setup_module", "setup_optimizers", "setup_dataloaders", "prepare") and _is_library(node.func):
+        if name in ("setup", "setup_module", "setup_optimizers", "setup_dataloaders", "prepare") and _is_library(
+            node.func
+        ):
             return node.args[0] if len(node.args) == 1 else ast.Tuple(elts=node.args, ctx=ast.Load())
         if name in ("tqdm", "trange") and node.args:
             return node.args[0] if name == "tqdm" else node
@@ -50,7 +61,11 @@ class AsSingle(ast.NodeTransformer):
 
     def visit_Subscript(self, node: ast.Subscript) -> Any:
         self.generic_visit(node)
-        if self._script.dotted(node.value) == "os.environ" and isinstance(node.slice, ast.Constant) and node.slice.value in RANKED:
+        if (
+            self._script.dotted(node.value) == "os.environ"
+            and isinstance(node.slice, ast.Constant)
+            and node.slice.value in RANKED
+        ):
             return ast.Constant("1" if "WORLD" in str(node.slice.value) else "0")
         return node
 
@@ -70,7 +85,9 @@ class AsSingle(ast.NodeTransformer):
 
     def visit_Assign(self, node: ast.Assign) -> Any:
         self.generic_visit(node)
-        same = len(node.targets) == 1 and ast.unparse(node.targets[0]).strip("()") == ast.unparse(node.value).strip("()")
+        same = len(node.targets) == 1 and ast.unparse(node.targets[0]).strip("()") == ast.unparse(node.value).strip(
+            "()"
+        )
         if not same and _is_initialize(self._script, node.value):
             return _initialized(node)
         return None if same else node

@@ -117,6 +117,9 @@ def _is_divided(script: Script, loop: ast.AST | None, count: str) -> bool:
     scope = script.function_of(loop) if loop is not None else script.tree
     for one in ast.walk(scope):
         divides = (isinstance(one, ast.BinOp | ast.AugAssign)) and isinstance(one.op, ast.Div | ast.Mult)
+        divisor = one.right if isinstance(one, ast.BinOp) else one.value if isinstance(one, ast.AugAssign) else None
+        if divides and divisor is not None and ast.unparse(divisor) == count:
+            return True
         if divides and "loss" in ast.unparse(one).lower():
             return True
         if (

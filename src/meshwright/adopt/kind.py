@@ -17,10 +17,7 @@ WRAPPERS = {
     "ZeroRedundancyOptimizer": "zero1",
     "parallelize_module": "tp",
 }
-OPTIMIZERS = (
-    "SGD Adam AdamW Adadelta Adagrad Adamax NAdam RAdam RMSprop Rprop ASGD LBFGS Adafactor SparseAdam Muon Lion Lamb LARS "
-    "FusedAdam DeepSpeedCPUAdam AdamW8bit Adam8bit PagedAdamW8bit SOAP Prodigy"
-).split()
+OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "LBFGS", "Adafactor", "SparseAdam", "Muon", "Lion", "Lamb", "LARS", "FusedAdam", "DeepSpeedCPUAdam", "AdamW8bit", "Adam8bit", "PagedAdamW8bit", "SOAP", "Prodigy"]
 TRAINERS = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", "DPOTrainer", "LightningTrainer")
 
 

@@ -56,7 +56,7 @@ def find_parts(script: Script, flat: Flat) -> Parts:
     if path:
         _split(script, flat, parts, path)
     else:
-        parts.prelude = list(flat.statements)
+        parts.prelude = _before_loops(script, flat)
     _find_optimizer(script, flat, parts)
     _find_schedule(script, flat, parts)
     if parts.loop is not None:
@@ -68,6 +68,15 @@ def find_parts(script: Script, flat: Flat) -> Parts:
         parts.loss = loss_of(parts.backward[0])
     _find_clip(parts, everything)
     return parts
+
+
+def _before_loops(script: Script, flat: Flat) -> list[ast.stmt]:
+    """Statements before the first loop that uses an optimizer: the loop over batches is in another file."""
+    optimizers = {name for name, _ in _made_by(script, flat.statements, tuple(OPTIMIZERS))}
+    for place, statement in enumerate(flat.statements):
+        if isinstance(statement, ast.For | ast.While) and read_names(statement) & optimizers:
+            return flat.statements[:place]
+    return list(flat.statements)
 
 
 def _made_in_order(script: Script, parts: Parts) -> list[str]:

@@ -127,6 +127,15 @@ class Collector:
                 ((0, 0), f'{name} = "cpu"' if "device" in name else f"{name} = {int(name == 'world_size')}")
             )
             return set()
+        stars = [
+            one for one in ast.walk(self.script.tree) if isinstance(one, ast.ImportFrom) and one.names[0].name == "*"
+        ]
+        if stars:
+            pieces.imports += [f"from {'.' * one.level}{one.module or ''} import *" for one in stars]
+            pieces.neighbours += [
+                root for one in stars if self._is_neighbour(root := (one.module or ".").split(".")[0])
+            ]
+            return set()
         pieces.unknown.append(name)
         pieces.body.append(((0, 0), f"{name} = None  # TODO"))
         return set()

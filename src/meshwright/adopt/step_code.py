@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.adopt.draft import Draft, raising
 from meshwright.adopt.parts import Parts
-from meshwright.adopt.script import Script, last_name
+from meshwright.adopt.script import last_name
 from meshwright.adopt.slices import Slicer, read_names, stored_names
 from meshwright.adopt.weigh import divided, divides, weigh
 
@@ -23,8 +23,6 @@ class StepCode:
     inputs: str
     loss: str
     needs: set[str] = field(default_factory=set)
-    carried: set[str] = field(default_factory=set)
-    """Names that the step takes from the step before."""
 
 
 class _Replace(ast.NodeTransformer):
@@ -37,46 +35,43 @@ class _Replace(ast.NodeTransformer):
         return ast.Name(id=OUTPUT, ctx=ast.Load()) if node is self._target else self.generic_visit(node)
 
 
-def write_step(
-    script: Script, parts: Parts, todo: Callable[[int, str], None], note: Callable[[str], None]
-) -> StepCode | None:
-    """The two functions, or None if the step is not one call of the model and one loss."""
-    calls = [
-        (place, node)
-        for place, statement in enumerate(parts.step)
-        for node in ast.walk(statement)
-        if _calls(node, parts.model)
+def write_step(draft: Draft) -> StepCode:
+    """The two functions; those that could not be written raise, and are left to the user."""
+    return _write(draft) or StepCode(inputs=raising("job_inputs", "batch"), loss=raising("job_loss", "output, batch"))
+
+
+def _write(draft: Draft) -> StepCode | None:
+    parts = draft.parts
+    found = [
+        (place, node) for place, one in enumerate(parts.step) for node in ast.walk(one) if _calls(node, parts.model)
     ]
-    line = parts.backward[0].lineno if parts.backward else 1
-    if len(calls) != 1 or parts.loss is None:
-        found = f"{len(calls)} times" if calls else "in a way that was not found"
-        todo(
-            line,
-            f"inputs and loss: the step calls the model {found}; a job calls it once. Write both functions, or keep the loop with mw.parallelize.",
-        )
+    if parts.loss is None:
+        where = "is in another file" if draft.kind.elsewhere else "was not found"
+        draft.leave(1, f"inputs and loss: the loop {where}; write both functions.")
         return None
-    place, call = calls[0]
-    batch = _batch(parts, call)
+    if len(found) != 1:
+        how = f"{len(found)} times" if found else "in a way that was not found"
+        advice = "Write both functions, or keep the loop with mw.parallelize"
+        draft.leave(draft.line, f"inputs and loss: the step calls the model {how}, and a job calls it once. {advice}.")
+        return None
+    place, call = found[0]
+    batch, arguments = _batch(parts, call), _arguments(call)
     if batch is None:
-        todo(line, "inputs and loss: what a batch is was not found. Write both functions.")
+        draft.leave(draft.line, "inputs and loss: what a batch is was not found; write both functions.")
         return None
-    before = parts.step[:place]
-    arguments = _arguments(call)
     if arguments is None:
-        todo(
-            call.lineno,
-            "inputs: the model is called with positional and keyword arguments; return one tuple or one dict.",
-        )
+        draft.leave(call.lineno, "inputs: the model takes positional and keyword arguments; return one tuple or dict.")
         return None
     wanted, returned = arguments
+    before = parts.step[:place]
     prepared = [before[one] for one in Slicer(before).of(wanted)]
-    inputs = _function("inputs", "batch", [_unpack(batch, wanted, prepared), *prepared], f"return {returned}")
-    loss = _loss(script, parts, place, call, batch, note)
-    local = _targets(batch) | {OUTPUT, "batch"}
+    inputs = _function("job_inputs", "batch", [_unpack(batch, wanted, prepared), *prepared], f"return {returned}")
+    loss = _loss(draft, place, call, batch)
     needs = (_free(inputs) | _free(loss)) - {"batch", OUTPUT}
-    inside = {name for one in (parts.inner[0],) for name in stored_names(one)} if parts.inner else set()
-    carried = (needs & inside) - local
-    return StepCode(inputs=inputs, loss=loss, needs=needs - carried, carried=carried)
+    carried = needs & (stored_names(parts.inner[0]) if parts.inner else set())
+    for name in sorted(carried - _targets(batch)):
+        draft.leave(draft.line, f"{name} is carried from one batch to the next; a job's batches are independent.")
+    return StepCode(inputs=inputs, loss=loss, needs=needs)
 
 
 def _calls(node: ast.AST, model: str) -> bool:
@@ -131,9 +126,9 @@ def _targets(node: ast.AST) -> set[str]:
     return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
 
 
-def _loss(
-    script: Script, parts: Parts, place: int, call: ast.Call, batch: ast.expr, note: Callable[[str], None]
-) -> str:
+def _loss(draft: Draft, place: int, call: ast.Call, batch: ast.expr) -> str:
+    """The function from the model's output to the loss's sum and weight."""
+    parts, script = draft.parts, draft.script
     replaced = []
     for number, statement in enumerate(parts.step[:-1]):
         one = _Replace(call).visit(_copied(statement, call)) if number == place else statement
@@ -155,12 +150,12 @@ def _loss(
     in_output = _is_of_output(last, body, final)
     weight = weigh(script, parts, last, in_output=in_output)
     if weight.note:
-        note(f"line {parts.backward[0].lineno}: {weight.note}")
+        draft.note(f"line {draft.line}: {weight.note}")
     shown = [one for one in body if not _is_same(one)]
     text = ast.unparse(final)
     ending = f"weight = {weight.text}\n    return {text}{'' if weight.is_sum else ' * weight'}, weight"
     reads = read_names(final) | read_names(ast.parse(weight.text))
-    return _function("loss", "output, batch", [_unpack(batch, reads, body), *shown], ending)
+    return _function("job_loss", "output, batch", [_unpack(batch, reads, body), *shown], ending)
 
 
 def _copied(node: Any, call: ast.Call) -> Any:

@@ -9,13 +9,6 @@ SAMPLES_IN = '''def samples_in(batch):
     while not isinstance(batch, torch.Tensor):
         batch = next(iter(batch.values())) if hasattr(batch, "values") else batch[0]
     return len(batch)'''
-_STEPS = '''def steps_per_epoch():
-    """Steps of one epoch{words}."""
-    return {formula}'''
-STEPS_PER_EPOCH = {
-    False: _STEPS.format(words=", the last one with what is left", formula="-(-len(data()) // GLOBAL_BATCH)"),
-    True: _STEPS.format(words=", as the script counts them", formula="max(1, len(data()) // GLOBAL_BATCH)"),
-}
 EVERY_EPOCH = '''class EveryEpoch:
     """Steps a schedule once per epoch; Meshwright steps it once per optimizer step."""
 
@@ -36,6 +29,8 @@ EVERY_EPOCH = '''class EveryEpoch:
 
     def get_last_lr(self):
         return self.schedule.get_last_lr()'''
+HELPERS = {"samples_in(": SAMPLES_IN, "EveryEpoch(": EVERY_EPOCH}
+"""Helpers by what calls of them look like."""
 WIDTH = 110
 
 
@@ -65,19 +60,17 @@ def _wrapped(mark: str, text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=mark, subsequent_indent=" " * len(mark), break_long_words=False)
 
 
-def join(
-    top: str,
-    imports: list[str],
-    constants: list[str],
-    body: list[str],
-    helpers: list[str],
-    code: list[str],
-    fields: str,
-) -> str:
-    needed = _merged({*imports, "import torch"})
-    parts = [top, "\n".join(needed) + "\n\nfrom meshwright import Job", "\n".join(constants)]
-    parts += _spaced(body) + helpers + code + [fields]
-    return "\n\n".join(parts[:3]) + "\n\n\n" + "\n\n\n".join(parts[3:]) + "\n"
+def steps_per_epoch(*, drops_last: bool) -> str:
+    """The helper that counts an epoch's steps as the script does."""
+    words = "as the script counts them" if drops_last else "the last one with what is left"
+    formula = "max(1, len(job_data()) // GLOBAL_BATCH)" if drops_last else "-(-len(job_data()) // GLOBAL_BATCH)"
+    return f'def steps_per_epoch():\n    """Steps of one epoch, {words}."""\n    return {formula}'
+
+
+def join(top: str, imports: list[str], constant: str, body: list[str], code: list[str]) -> str:
+    """The whole file."""
+    head = [top, "\n".join(_merged({*imports, "import torch"})), "from meshwright import Job", constant]
+    return "\n\n".join(head) + "\n\n\n" + "\n\n\n".join([*_spaced(body), *code]) + "\n"
 
 
 def _merged(imports: set[str]) -> list[str]:

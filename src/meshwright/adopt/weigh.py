@@ -9,10 +9,7 @@ from meshwright.adopt.parts import Parts
 from meshwright.adopt.script import Script, argument
 
 PER_TARGET = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss")
-PER_ELEMENT = (
-    "mse_loss MSELoss l1_loss L1Loss smooth_l1_loss SmoothL1Loss huber_loss HuberLoss binary_cross_entropy BCELoss "
-    "binary_cross_entropy_with_logits BCEWithLogitsLoss"
-).split()
+PER_ELEMENT = ["mse_loss", "MSELoss", "l1_loss", "L1Loss", "smooth_l1_loss", "SmoothL1Loss", "huber_loss", "HuberLoss", "binary_cross_entropy", "BCELoss", "binary_cross_entropy_with_logits", "BCEWithLogitsLoss"]
 SHIFTED = ("CausalLM", "LMHeadModel")
 PER_LABEL = ("Seq2SeqLM", "ConditionalGeneration", "MaskedLM", "TokenClassification")
 PER_SAMPLE = ("SequenceClassification", "ImageClassification", "AudioClassification", "create_model", "get_classifier")

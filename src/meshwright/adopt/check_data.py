@@ -52,8 +52,8 @@ def _set_epoch(script: Script) -> Iterator[Finding]:
         yield Finding(
             name="sampler-set-epoch",
             line=call.lineno,
-            message="DistributedSampler shuffles by (seed, epoch), and set_epoch() is never called: every epoch has the "
-            "same order. Call sampler.set_epoch(epoch) before each epoch.",
+            message="DistributedSampler shuffles by (seed, epoch), and set_epoch() is never called: every epoch has "
+            "the same order. Call sampler.set_epoch(epoch) before each epoch.",
         )
 
 
@@ -89,8 +89,8 @@ def _no_sampler(script: Script, kind: Kind) -> Iterator[Finding]:
         yield Finding(
             name="no-distributed-sampler",
             line=call.lineno,
-            message="Every rank iterates over all of this data: the ranks train on the same samples, or an epoch counts "
-            "each sample once per rank. Give the DataLoader sampler=DistributedSampler(dataset).",
+            message="Every rank iterates over all of this data: the ranks train on the same samples, or an epoch "
+            "counts each sample once per rank. Give the DataLoader sampler=DistributedSampler(dataset).",
         )
 
 
@@ -135,8 +135,8 @@ def _uneven_gather(script: Script, kind: Kind) -> Iterator[Finding]:
             yield Finding(
                 name="padded-evaluation",
                 line=call.lineno,
-                message="accelerator.gather() keeps the samples that were repeated to fill the last batch, and the metric "
-                "counts them twice. Use accelerator.gather_for_metrics().",
+                message="accelerator.gather() keeps the samples that were repeated to fill the last batch, and the "
+                "metric counts them twice. Use accelerator.gather_for_metrics().",
             )
 
 

@@ -110,7 +110,8 @@ def _prefixed(script: Script, kind: Kind) -> Iterator[Finding]:
                 name="prefixed-names",
                 line=call.lineno,
                 grade=ADVICE,
-                message=f'The names in {owner}.state_dict() start with "module.", and a plain model does not load them. '
+                message=f'The names in {owner}.state_dict() start with "module.", and a plain model does not load '
+                "them. "
                 f"Save {owner}.module.state_dict().",
             )
 

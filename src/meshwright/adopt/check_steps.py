@@ -199,7 +199,8 @@ def _scaler(script: Script, kind: Kind) -> Iterator[Finding]:
         yield Finding(
             name="step-without-scaler",
             line=steps[0].lineno,
-            message="The loss is scaled, but optimizer.step() applies the scaled gradients. Call scaler.step(optimizer).",
+            message="The loss is scaled, but optimizer.step() applies the scaled gradients. Call "
+            "scaler.step(optimizer).",
         )
     if through and not script.methods("update"):
         yield Finding(
@@ -219,7 +220,7 @@ def _blocks(script: Script) -> Iterator[Block]:
 
 def _order(script: Script) -> Iterator[Finding]:
     for block in _blocks(script):
-        places = {name: _place(block, name) for name in ("optimizer", "schedule", "clip", "backward", "zero")}
+        places = {name: _place(block, name) for name in ("optimizer", "schedule", "clip", "backward")}
         step = places["optimizer"]
         if step is None:
             continue
@@ -235,11 +236,13 @@ def _order(script: Script) -> Iterator[Finding]:
                 line=block[places["clip"]].lineno,
                 message="Gradients are clipped after the optimizer has used them. Clip between backward and step.",
             )
-        zero, backward = places["zero"], places["backward"]
-        if zero is not None and backward is not None and backward < zero < step:
+        backward = places["backward"]
+        between = block[backward + 1 : step] if backward is not None else []
+        zero = _place(between, "zero")
+        if zero is not None:
             yield Finding(
                 name="zero-before-step",
-                line=block[zero].lineno,
+                line=between[zero].lineno,
                 message="Gradients are cleared between backward and step: the step does nothing. Clear them after it.",
             )
 

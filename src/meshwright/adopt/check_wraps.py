@@ -48,8 +48,8 @@ def _optimizer_first(script: Script) -> Iterator[Finding]:
                 yield Finding(
                     name="optimizer-before-wrap",
                     line=call.lineno,
-                    message=f"The optimizer holds the parameters that FSDP replaces in line {wrap.lineno}, so it updates "
-                    "none of those that are trained. Build it after wrapping.",
+                    message=f"The optimizer holds the parameters that FSDP replaces in line {wrap.lineno}, so it "
+                    "updates none of those that are trained. Build it after wrapping.",
                 )
                 return
 
@@ -86,7 +86,8 @@ def _one_gpu(script: Script, kind: Kind) -> Iterator[Finding]:
             yield Finding(
                 name="one-gpu",
                 line=call.lineno,
-                message="Every rank of a node uses GPU 0. Call torch.cuda.set_device(local_rank) first, or name the device.",
+                message="Every rank of a node uses GPU 0. Call torch.cuda.set_device(local_rank) first, or name the "
+                "device.",
             )
             return
 
@@ -111,8 +112,8 @@ def _past_the_wrapper(script: Script, kind: Kind) -> Iterator[Finding]:
             yield Finding(
                 name="past-the-wrapper",
                 line=call.lineno,
-                message=f"{ast.unparse(call.func)}(...) goes around DDP, so gradients are not averaged over ranks. Call "
-                "the wrapped model.",
+                message=f"{ast.unparse(call.func)}(...) goes around DDP, so gradients are not averaged over ranks. "
+                "Call the wrapped model.",
             )
 
 

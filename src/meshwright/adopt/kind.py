@@ -17,7 +17,11 @@ WRAPPERS = {
     "ZeroRedundancyOptimizer": "zero1",
     "parallelize_module": "tp",
 }
-OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "LBFGS", "Adafactor", "SparseAdam", "Muon", "Lion", "Lamb", "LARS", "FusedAdam", "DeepSpeedCPUAdam", "AdamW8bit", "Adam8bit", "PagedAdamW8bit", "SOAP", "Prodigy"]
+OPTIMIZERS = (
+    "SGD", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "LBFGS",
+    "Adafactor", "SparseAdam", "Muon", "Lion", "Lamb", "LARS", "FusedAdam", "DeepSpeedCPUAdam", "AdamW8bit",
+    "Adam8bit", "PagedAdamW8bit", "SOAP", "Prodigy",
+)  # fmt: skip
 TRAINERS = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", "DPOTrainer", "LightningTrainer")
 
 
@@ -95,7 +99,7 @@ def _trainer(script: Script) -> str:
 
 
 def loss_of(call: ast.Call) -> ast.expr | None:
-    """What a backward pass starts from: `loss` of `loss.backward()`, `scaler.scale(loss).backward()`, `lib.backward(loss)`."""
+    """What a backward pass starts from: `loss` of `loss.backward()`, `scaler.scale(loss).backward()` and the like."""
     assert isinstance(call.func, ast.Attribute)
     if (
         call.args

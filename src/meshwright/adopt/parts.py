@@ -168,23 +168,25 @@ def _made_by(script: Script, statements: list[ast.stmt], classes: tuple[str, ...
 
 def _find_optimizer(script: Script, flat: Flat, parts: Parts) -> None:
     parts.optimizers = dict(_made_by(script, parts.prelude, (*OPTIMIZERS, "ZeroRedundancyOptimizer")))
-    for statement in parts.prelude:
-        value = getattr(statement, "value", None)
-        if (
-            isinstance(statement, ast.Assign)
-            and isinstance(value, ast.Call)
-            and isinstance(value.func, ast.Attribute)
-            and not parts.optimizers
-        ):
-            if (
-                "optim" in value.func.attr
-                and isinstance(value.func.value, ast.Name)
-                and isinstance(statement.targets[0], ast.Name)
-            ):
-                parts.made_by_model, parts.model = value, value.func.value.id
+    if not parts.optimizers:
+        parts.made_by_model = next((one for one in map(_made_by_method, parts.prelude) if one is not None), None)
+        parts.model = ast.unparse(parts.made_by_model.func.value) if parts.made_by_model is not None else ""  # type: ignore[attr-defined]
     if parts.optimizers:
-        name, call = list(parts.optimizers.items())[-1]
+        call = list(parts.optimizers.values())[-1]
         parts.model = _owner(call) or _owner_through(parts.prelude, call)
+
+
+def _made_by_method(statement: ast.stmt) -> ast.Call | None:
+    """The call of `optimizer = model.configure_optimizers(...)`."""
+    call = getattr(statement, "value", None)
+    if (
+        not isinstance(statement, ast.Assign)
+        or not isinstance(call, ast.Call)
+        or not isinstance(call.func, ast.Attribute)
+    ):
+        return None
+    is_method = "optim" in call.func.attr and isinstance(call.func.value, ast.Name)
+    return call if is_method and isinstance(statement.targets[0], ast.Name) else None
 
 
 def _owner(node: ast.AST) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -120,16 +120,35 @@ class Script:
             return []
         return [call for call in self.calls if last_name(call.func) == function.name]
 
-    def reaches(self, node: ast.AST, targets: set[ast.AST], depth: int = 6) -> bool:
+    def reaches(self, node: ast.AST, targets: Collection[ast.AST]) -> bool:
         """Whether code contains one of `targets`, itself or through functions of this file that it calls."""
+        wanted, leading = set(targets), self._leading(frozenset(targets))
         for one in ast.walk(node):
-            if one in targets:
+            if one in wanted or (isinstance(one, ast.Call) and last_name(one.func) in leading):
                 return True
-            if depth and isinstance(one, ast.Call):
-                called = self.functions.get(last_name(one.func), [])
-                if any(body is not node and self.reaches(body, targets, depth - 1) for body in called):
-                    return True
         return False
+
+    def _leading(self, targets: frozenset[ast.AST]) -> set[str]:
+        """Names of functions that contain or call what leads to `targets`."""
+        if targets not in self._known_leading:
+            found = {name for name, (nodes, _) in self._contents.items() if not nodes.isdisjoint(targets)}
+            while more := {name for name, (_, calls) in self._contents.items() if calls & found} - found:
+                found |= more
+            self._known_leading[targets] = found
+        return self._known_leading[targets]
+
+    @cached_property
+    def _known_leading(self) -> dict[frozenset[ast.AST], set[str]]:
+        return {}
+
+    @cached_property
+    def _contents(self) -> dict[str, tuple[set[ast.AST], set[str]]]:
+        """By the name of a function: its nodes, and the names of what it calls."""
+        found = {}
+        for name, bodies in self.functions.items():
+            nodes = {node for body in bodies for node in ast.walk(body)}
+            found[name] = nodes, {last_name(node.func) for node in nodes if isinstance(node, ast.Call)}
+        return found
 
     def is_guarded(self, node: ast.AST, depth: int = 4) -> bool:
         """Whether only some ranks get there: under an `if` on the rank, here or at every caller."""
@@ -139,9 +158,9 @@ class Script:
                 break
             if isinstance(one, ast.If | ast.IfExp) and mentions_rank(one.test):
                 return True
-        if any(
-            _leaves_by_rank(one) and one.lineno < node.lineno for one in ast.walk(function) if isinstance(one, ast.If)
-        ):  # type: ignore[attr-defined]
+        line = getattr(node, "lineno", 0)
+        tests = [one for one in ast.walk(function) if isinstance(one, ast.If) and one.lineno < line]
+        if any(_leaves_by_rank(one) for one in tests):
             return True
         callers = self.callers(function)
         return bool(callers) and depth > 0 and all(self.is_guarded(call, depth - 1) for call in callers)

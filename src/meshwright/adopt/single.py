@@ -10,15 +10,17 @@ from meshwright.adopt.script import Script, keyword, last_name
 
 WRAPPERS = {
     "DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "fully_shard", "compile",
-    "convert_sync_batchnorm", "replicate", "parallelize_module", "prepare_model", "prepare_optimizer", "prepare_data_loader",
+    "convert_sync_batchnorm", "replicate", "parallelize_module", "prepare_model", "prepare_optimizer",
+    "prepare_data_loader",
 }  # fmt: skip
 """Functions that return their first argument, for other devices or ranks."""
 MOVES = ("cuda", "cpu", "pin_memory", "share_memory", "to")
 PLACES = ("device", "rank", "gpu", "cuda", "mps")
 DROPPED = (
     "init_process_group", "destroy_process_group", "set_device", "barrier", "wait_for_everyone", "manual_seed",
-    "manual_seed_all", "set_seed", "seed_everything", "seed", "fully_shard", "print", "set_description", "set_postfix", "info",
-    "debug", "warning", "log", "makedirs", "launch", "set_epoch", "end_training", "init_trackers", "set_float32_matmul_precision",
+    "manual_seed_all", "set_seed", "seed_everything", "seed", "fully_shard", "print", "set_description",
+    "set_postfix", "info", "debug", "warning", "log", "makedirs", "launch", "set_epoch", "end_training",
+    "init_trackers", "set_float32_matmul_precision",
 )  # fmt: skip
 """Calls whose statements are left out: they set up processes and seeds, or tell the user something."""
 CONTEXTS = (

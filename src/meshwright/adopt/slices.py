@@ -9,7 +9,11 @@ from dataclasses import dataclass
 
 from meshwright.adopt.script import last_name
 
-HARMLESS = ["to", "cuda", "cpu", "train", "eval", "requires_grad_", "share_memory", "compile", "parameters", "named_parameters", "state_dict", "print_trainable_parameters", "print", "watch", "summary", "save", "num_parameters", "zero_grad", "update", "close", "append", "add_argument", "parse_args"]
+HARMLESS = (
+    "to", "cuda", "cpu", "train", "eval", "requires_grad_", "share_memory", "compile", "parameters",
+    "named_parameters", "state_dict", "print_trainable_parameters", "print", "watch", "summary", "save",
+    "num_parameters", "zero_grad", "update", "close", "append", "add_argument", "parse_args",
+)  # fmt: skip
 """Calls that leave a model, a data set or an optimizer as it is for one process that trains."""
 
 

@@ -42,9 +42,8 @@ def write_step(draft: Draft) -> StepCode:
 
 def _write(draft: Draft) -> StepCode | None:
     parts = draft.parts
-    found = [
-        (place, node) for place, one in enumerate(parts.step) for node in ast.walk(one) if _calls(node, parts.model)
-    ]
+    nodes = [(place, node) for place, one in enumerate(parts.step) for node in ast.walk(one)]
+    found = [(place, node) for place, node in nodes if isinstance(node, ast.Call) and _calls(node, parts.model)]
     if parts.loss is None:
         where = "is in another file" if draft.kind.elsewhere else "was not found"
         draft.leave(1, f"inputs and loss: the loop {where}; write both functions.")
@@ -74,9 +73,7 @@ def _write(draft: Draft) -> StepCode | None:
     return StepCode(inputs=inputs, loss=loss, needs=needs)
 
 
-def _calls(node: ast.AST, model: str) -> bool:
-    if not isinstance(node, ast.Call):
-        return False
+def _calls(node: ast.Call, model: str) -> bool:
     function = node.func
     if isinstance(function, ast.Attribute) and function.attr == "forward":
         function = function.value

@@ -9,7 +9,10 @@ from meshwright.adopt.parts import Parts
 from meshwright.adopt.script import Script, argument
 
 PER_TARGET = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss")
-PER_ELEMENT = ["mse_loss", "MSELoss", "l1_loss", "L1Loss", "smooth_l1_loss", "SmoothL1Loss", "huber_loss", "HuberLoss", "binary_cross_entropy", "BCELoss", "binary_cross_entropy_with_logits", "BCEWithLogitsLoss"]
+PER_ELEMENT = (
+    "mse_loss", "MSELoss", "l1_loss", "L1Loss", "smooth_l1_loss", "SmoothL1Loss", "huber_loss", "HuberLoss",
+    "binary_cross_entropy", "BCELoss", "binary_cross_entropy_with_logits", "BCEWithLogitsLoss",
+)  # fmt: skip
 SHIFTED = ("CausalLM", "LMHeadModel")
 PER_LABEL = ("Seq2SeqLM", "ConditionalGeneration", "MaskedLM", "TokenClassification")
 PER_SAMPLE = ("SequenceClassification", "ImageClassification", "AudioClassification", "create_model", "get_classifier")
@@ -105,8 +108,8 @@ def _summed() -> Weight:
     return Weight(
         text=f"{COUNT} / GLOBAL_BATCH",
         is_sum=True,
-        note="The script's loss is a sum over the batch, so its gradient grows with the batch; the job keeps that for full "
-        "batches.",
+        note="The script's loss is a sum over the batch, so its gradient grows with the batch; the job keeps that for "
+        "full batches.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Write the job file: the script's model, inputs, loss, optimizer, schedule and data, with what is left to do on top."""
+"""Write the job file: the script's model, inputs, loss, optimizer, schedule and data, with what is left on top."""
 
 from __future__ import annotations
 

@@ -10,14 +10,12 @@ import typer
 from meshwright.cli.outcome import print_result
 from meshwright.errors import BadInput
 
-NOTES = """The script is read, never run or imported. What could not be carried over is listed at the top of the job file.
-Mistakes are in the script; the job does not make them."""
+NOTES = """The script is read, never run or imported. What could not be carried over is listed at the top of the job
+file. Mistakes are the script's; the job does not make them."""
 
 
 def adopt(
-    script: Annotated[
-        Path, typer.Argument(help="A training script: plain PyTorch, DDP, FSDP, Accelerate, Fabric, DeepSpeed.")
-    ],
+    script: Annotated[Path, typer.Argument(help="A training script with a loop of its own.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The job file to write; default: none.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the job file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,

@@ -22,13 +22,17 @@ def setup(rank, world_size):
 
 def make_data():
     generator = torch.Generator().manual_seed(5)
-    return TensorDataset(torch.randn(12, 10, generator=generator), (torch.rand(12, 4, generator=generator) > 0.5).float())
+    return TensorDataset(
+        torch.randn(12, 10, generator=generator), (torch.rand(12, 4, generator=generator) > 0.5).float()
+    )
 
 
 def worker(rank, world_size):
     setup(rank, world_size)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(10, 16), nn.GELU(), nn.Linear(16, 4)).to(rank if torch.cuda.is_available() else "cpu")
+    model = nn.Sequential(nn.Linear(10, 16), nn.GELU(), nn.Linear(16, 4)).to(
+        rank if torch.cuda.is_available() else "cpu"
+    )
     ddp_model = DistributedDataParallel(model)
     dataset = make_data()
     sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank)

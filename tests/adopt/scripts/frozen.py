@@ -19,7 +19,9 @@ class Backbone(nn.Module):
 def main():
     generator = torch.Generator().manual_seed(12)
     classes = ["a", "b", "c"]
-    dataset = TensorDataset(torch.randn(15, 7, generator=generator), torch.randint(len(classes), (15,), generator=generator))
+    dataset = TensorDataset(
+        torch.randn(15, 7, generator=generator), torch.randint(len(classes), (15,), generator=generator)
+    )
     loader = DataLoader(dataset, batch_size=15)
     torch.manual_seed(0)
     model = Backbone()

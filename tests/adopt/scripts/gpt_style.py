@@ -70,7 +70,9 @@ else:
 decay = [p for n, p in model.named_parameters() if p.dim() >= 2]
 other = [p for n, p in model.named_parameters() if p.dim() < 2]
 optimizer = torch.optim.AdamW(
-    [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}], lr=learning_rate, betas=(0.9, 0.95)
+    [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}],
+    lr=learning_rate,
+    betas=(0.9, 0.95),
 )
 
 

@@ -16,7 +16,7 @@ from meshwright.jobs.load import load_job
 from rank_pool import RankPool
 
 SCRIPTS = Path(__file__).parent / "scripts"
-ALWAYS = ("functions", "ddp_trainer", "gpt_style")
+ALWAYS = ("ddp_trainer", "gpt_style")
 """Of different styles; the others are thorough."""
 EVERY = [
     pytest.param(path.stem, marks=() if path.stem in ALWAYS else pytest.mark.thorough)

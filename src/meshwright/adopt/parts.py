@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from meshwright.adopt.check_data import HELD_OUT
 from meshwright.adopt.flatten import Flat
 from meshwright.adopt.kind import OPTIMIZERS, loss_of
-from meshwright.adopt.script import Script, argument, last_name
+from meshwright.adopt.script import Script, argument, keyword, last_name
 from meshwright.adopt.slices import read_names, stored_names
 
 LOADERS = ("DataLoader", "StatefulDataLoader")
@@ -63,10 +63,12 @@ def find_parts(script: Script, flat: Flat) -> Parts:
         parts.loader = _loader_name(parts.loop.iter)
     elif not path:
         parts.loader = next((name for name in _made_in_order(script, parts) if not HELD_OUT.search(name)), "")
+    parts.loader = _loader_behind(script, flat, parts.loader)
     parts.loader_call = _loader_call(script, parts)
     if parts.backward:
         parts.loss = loss_of(parts.backward[0])
     _find_clip(parts, everything)
+    parts.accumulation = parts.accumulation or _of_accelerator(everything)
     return parts
 
 
@@ -164,6 +166,15 @@ def _made_by(script: Script, statements: list[ast.stmt], classes: tuple[str, ...
                 target = node.targets[0] if isinstance(node, ast.Assign) else node.target
                 if script.dotted(node.value.func).rpartition(".")[2] in classes and isinstance(target, ast.Name):
                     yield target.id, node.value
+
+
+def _loader_behind(script: Script, flat: Flat, name: str) -> str:
+    """The loader of `active = train_loader` and `active = skip_first_batches(train_loader, n)`."""
+    made = _loaders(script, flat)
+    nodes = [node for statement in flat.statements for node in ast.walk(statement)]
+    sources = [one.value for one in nodes if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == name]
+    behind = [] if name in made else [found for one in sources if (found := _loader_name(one)) in made]
+    return behind[0] if behind else name
 
 
 def _find_optimizer(script: Script, flat: Flat, parts: Parts) -> None:
@@ -275,6 +286,12 @@ def _find_clip(parts: Parts, everything: list[ast.AST]) -> None:
             if parts.clip is None and len(node.args) == 1:
                 parts.clip = node.args[0]  # model.clip_grad_norm_(1.0)
         parts.clips_values |= isinstance(node, ast.Call) and last_name(node.func) == "clip_grad_value_"
+
+
+def _of_accelerator(everything: list[ast.AST]) -> ast.expr | None:
+    """Accelerator(gradient_accumulation_steps=N), which `accelerator.accumulate()` follows."""
+    calls = [node for node in everything if isinstance(node, ast.Call) and last_name(node.func) == "Accelerator"]
+    return next((found for one in calls if (found := keyword(one, "gradient_accumulation_steps")) is not None), None)
 
 
 def _every(statements: list[ast.stmt]) -> ast.expr | None:

@@ -23,6 +23,8 @@ class StepCode:
     inputs: str
     loss: str
     needs: set[str] = field(default_factory=set)
+    prepared: list[ast.stmt] = field(default_factory=list)
+    """Statements that make the model's inputs from a batch."""
 
 
 class _Replace(ast.NodeTransformer):
@@ -63,6 +65,8 @@ def _write(draft: Draft) -> StepCode | None:
         return None
     wanted, returned = arguments
     before = parts.step[:place]
+    if parts.loop is None:  # statements that draw the batch are the data's, which are left to the user
+        before = [one for one in before if not stored_names(one) & _targets(batch) or read_names(one) & _targets(batch)]
     prepared = [before[one] for one in Slicer(before).of(wanted)]
     inputs = _function("job_inputs", "batch", [_unpack(batch, wanted, prepared), *prepared], f"return {returned}")
     loss = _loss(draft, place, call, batch)
@@ -70,7 +74,7 @@ def _write(draft: Draft) -> StepCode | None:
     carried = needs & (stored_names(parts.inner[0]) if parts.inner else set())
     for name in sorted(carried - _targets(batch)):
         draft.leave(draft.line, f"{name} is carried from one batch to the next; a job's batches are independent.")
-    return StepCode(inputs=inputs, loss=loss, needs=needs)
+    return StepCode(inputs=inputs, loss=loss, needs=needs, prepared=prepared)
 
 
 def _calls(node: ast.Call, model: str) -> bool:

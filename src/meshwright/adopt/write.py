@@ -11,6 +11,7 @@ from meshwright.adopt.constants import UNKNOWN
 from meshwright.adopt.draft import Draft
 from meshwright.adopt.flatten import flatten
 from meshwright.adopt.kind import Kind
+from meshwright.adopt.left_out import note_left_out, note_random
 from meshwright.adopt.model_code import share_common, write_data, write_model
 from meshwright.adopt.optimizer_code import write_optimizer, write_schedule
 from meshwright.adopt.parts import find_parts
@@ -46,6 +47,8 @@ def write_job(script: Script, kind: Kind, name: str) -> WrittenJob:
     _note_shape(draft)
     batch = _global_batch(draft)
     step = write_step(draft)
+    note_left_out(draft)
+    note_random(draft, step.prepared)
     optimizer, schedule = write_optimizer(draft), write_schedule(draft)
     draft.share(step.needs)
     share_common(draft)

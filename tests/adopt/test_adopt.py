@@ -94,6 +94,27 @@ def test_what_a_job_cannot_express_is_listed(name: str, right: str, wrong: str, 
     assert [one for one in todo if words in one], todo
 
 
+def test_what_a_trainer_is_given_becomes_a_job() -> None:
+    text = """
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+data, pad = load(), make_collator()
+model = AutoModelForCausalLM.from_pretrained("tiny")
+args = TrainingArguments("out", learning_rate=1e-4, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+Trainer(model=model, args=args, train_dataset=data["train"], data_collator=pad).train()
+"""
+    job = adopt_script(Script.parse(text, Path("train.py"))).job
+    assert job.global_batch == 8
+    for line in (
+        "torch.optim.AdamW(params, lr=0.0001, weight_decay=0.0)",
+        'weight = (batch["labels"][:, 1:] != -100).sum()',
+        "return data['train']",
+        "collate=pad",
+        "max_norm=1.0",
+    ):
+        assert line in job.text
+    assert any("give its schedule" in one for one in job.todo)
+
+
 def test_a_loop_of_another_library_or_file_is_listed() -> None:
     trainer = "from transformers import Trainer\nTrainer(model=None, args=None).train()\n"
     job = adopt_script(Script.parse(trainer, Path("train.py"))).job

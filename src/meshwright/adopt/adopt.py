@@ -49,6 +49,8 @@ def adopt_script(script: Script, name: str = "job.py") -> Adoption:
             f"{script.path} is no training script: it calls neither backward() nor another library's Trainer. "
             "Give the file that holds the training loop."
         )
-    return Adoption(
-        script=str(script.path), kind=str(kind), job=write_job(script, kind, name), findings=find(script, kind)
-    )
+    try:
+        job, findings = write_job(script, kind, name), find(script, kind)
+    except RecursionError:
+        raise BadInput(f"{script.path} nests too deeply to be read; give one training script.") from None
+    return Adoption(script=str(script.path), kind=str(kind), job=job, findings=findings)

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.adopt.arguments import defaults, parses
 from meshwright.adopt.constants import UNKNOWN, evaluate
-from meshwright.adopt.kind import OPTIMIZERS, Kind
+from meshwright.adopt.kind import OPTIMIZERS, TRAINERS, Kind
 from meshwright.adopt.script import Function, Script, last_name
 from meshwright.adopt.single import AsSingle
 
@@ -75,7 +75,7 @@ class _Flattener:
         wanted = set(script.calls_of(*OPTIMIZERS, "DataLoader", "StatefulDataLoader"))
         wanted |= {call for call in script.calls if "lr_scheduler" in script.dotted(call.func)}
         wanted |= {call for call in script.calls_of("get_scheduler") or [] if isinstance(call.func, ast.Name)}
-        self.targets: set[ast.AST] = {*wanted, *kind.backward}
+        self.targets: set[ast.AST] = {*wanted, *kind.backward, *(script.calls_of(*TRAINERS) if kind.trainer else ())}
         self.classes = {node.name: node for node in script.tree.body if isinstance(node, ast.ClassDef)}
         self.instances: dict[str, ast.ClassDef] = {}
         self.attributes: dict[tuple[str, str], str] = {}

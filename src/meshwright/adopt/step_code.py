@@ -46,6 +46,8 @@ def _write(draft: Draft) -> StepCode | None:
     parts = draft.parts
     nodes = [(place, node) for place, one in enumerate(parts.step) for node in ast.walk(one)]
     found = [(place, node) for place, node in nodes if isinstance(node, ast.Call) and _calls(node, parts.model)]
+    if parts.loss is None and parts.loader_call is not None and draft.kind.trainer:
+        return _of_trainer(draft)
     if parts.loss is None:
         where = "is in another file" if draft.kind.elsewhere else "was not found"
         draft.leave(1, f"inputs and loss: the loop {where}; write both functions.")
@@ -75,6 +77,17 @@ def _write(draft: Draft) -> StepCode | None:
     for name in sorted(carried - _targets(batch)):
         draft.leave(draft.line, f"{name} is carried from one batch to the next; a job's batches are independent.")
     return StepCode(inputs=inputs, loss=loss, needs=needs, prepared=prepared)
+
+
+def _of_trainer(draft: Draft) -> StepCode:
+    """The step of transformers' Trainer: the batch as keywords, and the loss that the model returns."""
+    weight = weigh(draft.script, draft.parts, ast.Constant(None), in_output=True)
+    if weight.note:
+        draft.note(weight.note)
+    draft.note("The Trainer drops columns that the model does not take; drop them in the data or in `collate`.")
+    ending = f"weight = {weight.text}\n    return output.loss * weight, weight"
+    loss = _function("job_loss", "output, batch", [], ending)
+    return StepCode(inputs=_function("job_inputs", "batch", [], "return dict(batch)"), loss=loss, needs=set())
 
 
 def _calls(node: ast.Call, model: str) -> bool:

@@ -19,6 +19,7 @@ from meshwright.adopt.script import Script, argument, last_name
 from meshwright.adopt.step_code import write_step
 from meshwright.adopt.strategy import strategy_of
 from meshwright.adopt.text import HELPERS, header, join, steps_per_epoch
+from meshwright.adopt.trainer_parts import find_trainer_parts
 
 FALLBACK_BATCH = 32
 FUNCTIONS = {"job_model", "job_data", "job_inputs", "job_loss", "job_optimizer", "job_schedule"}
@@ -43,7 +44,8 @@ class WrittenJob:
 
 def write_job(script: Script, kind: Kind, name: str) -> WrittenJob:
     flat = flatten(script, kind)
-    draft = Draft(script, kind, flat, find_parts(script, flat))
+    of_trainer = find_trainer_parts(script, flat) if kind.trainer and not kind.backward else None
+    draft = Draft(script, kind, flat, of_trainer or find_parts(script, flat))
     _note_shape(draft)
     batch = _global_batch(draft)
     step = write_step(draft)
@@ -91,9 +93,8 @@ def _note_shape(draft: Draft) -> None:
     if parts.clips_values:
         draft.leave(draft.line, "gradients are clipped by value, which a job does not do; it clips by norm (max_norm).")
     if draft.kind.trainer and not parts.backward:
-        draft.leave(
-            1, f"the loop is in {draft.kind.trainer}: write down the optimizer, schedule and batch that it makes."
-        )
+        advice = "check the optimizer and the batch, and give its schedule (linear unless it says otherwise)"
+        draft.leave(draft.line, f"the loop is in {draft.kind.trainer}: {advice}.")
     for call in draft.script.calls_of("exec"):
         draft.note(f"line {call.lineno}: exec() may change settings; it is left out.")
 

@@ -1,4 +1,4 @@
-"""Mistakes in the step: backward, accumulation, clipping, loss scaling, and the order of calls."""
+"""Mistakes in the step: backward, accumulation, clipping, and what is kept from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from meshwright.adopt.kind import Kind, loss_of
 from meshwright.adopt.script import Script, keyword, last_name, names_in
 
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
-Block = list[ast.stmt]
 
 
 def check(script: Script, kind: Kind) -> Iterator[Finding]:
@@ -21,14 +20,12 @@ def check(script: Script, kind: Kind) -> Iterator[Finding]:
     yield from _accumulation(script, kind)
     yield from _mean_of_means(script, kind)
     yield from _local_norm(script, kind)
-    yield from _scaler(script, kind)
-    yield from _order(script)
     yield from _kept_graph(script, kind)
     yield from _summed_gradients(script)
     yield from _eval_mode(script, kind)
 
 
-def _steps(script: Script) -> list[ast.Call]:
+def updates(script: Script) -> list[ast.Call]:
     """Calls that update weights: `optimizer.step()`, `scaler.step(optimizer)`."""
     found = []
     for call in script.methods("step"):
@@ -39,7 +36,7 @@ def _steps(script: Script) -> list[ast.Call]:
 
 
 def _no_zero_grad(script: Script, kind: Kind) -> Iterator[Finding]:
-    steps = _steps(script)
+    steps = updates(script)
     cleared = script.methods("zero_grad") or any(target.endswith(".grad") for target in script.assigned)
     cleared = cleared or any(last_name(call.func.value) == "grad" for call in script.methods("zero_", "detach_"))  # type: ignore[attr-defined]
     if "dist_autograd" in script.text or "distributed.autograd" in script.text:
@@ -80,7 +77,7 @@ def _foreign_backward(script: Script, kind: Kind) -> Iterator[Finding]:
 def _accumulation(script: Script, kind: Kind) -> Iterator[Finding]:
     if "deepspeed" in kind.libraries or script.methods("accumulate"):
         return
-    for step in _steps(script):
+    for step in updates(script):
         count = _every(script, step)
         loop = next(iter(script.loops_of(step)), None)
         inside = [call for call in kind.backward if loop in script.loops_of(call)]
@@ -132,7 +129,7 @@ def _is_divided(script: Script, loop: ast.AST | None, count: str) -> bool:
 
 
 def _mean_of_means(script: Script, kind: Kind) -> Iterator[Finding]:
-    if not kind.by_hand and not any(_every(script, step) for step in _steps(script)):
+    if not kind.by_hand and not any(_every(script, step) for step in updates(script)):
         return
     for call in script.calls:
         ignored = keyword(call, "ignore_index")
@@ -167,111 +164,6 @@ def _local_norm(script: Script, kind: Kind) -> Iterator[Finding]:
                 message="torch.nn.utils clips by the norm of what this rank holds: ranks with other shards scale by "
                 f"other factors, or clip scaled gradients. Use {wants}.",
             )
-
-
-def _scaler(script: Script, kind: Kind) -> Iterator[Finding]:
-    if not script.calls_of("GradScaler", "ShardedGradScaler") or kind.library:
-        return
-    scaled = [
-        call
-        for call in kind.backward
-        if isinstance(call.func, ast.Attribute)
-        and isinstance(call.func.value, ast.Call)
-        and last_name(call.func.value.func) == "scale"
-    ]
-    if not scaled:
-        return
-    unscaled = script.methods("unscale_")
-    clips = [call for call in script.calls if last_name(call.func) in CLIPS]
-    for clip in clips:
-        if not any(
-            one.lineno < clip.lineno and script.function_of(one) is script.function_of(clip) for one in unscaled
-        ):
-            yield Finding(
-                name="clip-before-unscale",
-                line=clip.lineno,
-                message="Gradients are clipped while they are multiplied by the loss scale, so almost every step is "
-                "clipped. Call scaler.unscale_(optimizer) first.",
-            )
-    steps = _steps(script)
-    through = [call for call in steps if call.args]
-    if steps and not through:
-        yield Finding(
-            name="step-without-scaler",
-            line=steps[0].lineno,
-            message="The loss is scaled, but optimizer.step() applies the scaled gradients. Call "
-            "scaler.step(optimizer).",
-        )
-    if through and not script.methods("update"):
-        yield Finding(
-            name="no-scaler-update",
-            line=through[0].lineno,
-            message="scaler.update() is never called, so the scale stays at its start and overflows repeat.",
-        )
-
-
-def _blocks(script: Script) -> Iterator[Block]:
-    for node in ast.walk(script.tree):
-        for name in ("body", "orelse", "finalbody"):
-            block = getattr(node, name, None)
-            if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
-                yield block
-
-
-def _order(script: Script) -> Iterator[Finding]:
-    for block in _blocks(script):
-        places = {name: _place(block, name) for name in ("optimizer", "schedule", "clip", "backward")}
-        step = places["optimizer"]
-        if step is None:
-            continue
-        if places["schedule"] is not None and places["schedule"] < step:
-            yield Finding(
-                name="schedule-before-step",
-                line=block[places["schedule"]].lineno,
-                message="The schedule steps before the optimizer, which skips its first learning rate. Step it after.",
-            )
-        if places["clip"] is not None and places["clip"] > step:
-            yield Finding(
-                name="clip-after-step",
-                line=block[places["clip"]].lineno,
-                message="Gradients are clipped after the optimizer has used them. Clip between backward and step.",
-            )
-        backward = places["backward"]
-        between = block[backward + 1 : step] if backward is not None else []
-        zero = _place(between, "zero")
-        if zero is not None:
-            yield Finding(
-                name="zero-before-step",
-                line=between[zero].lineno,
-                message="Gradients are cleared between backward and step: the step does nothing. Clear them after it.",
-            )
-
-
-def _place(block: Block, what: str) -> int | None:
-    """Where the first statement of a block does something, on its own or inside a plain `if`."""
-    for place, statement in enumerate(block):
-        own = [statement.value] if isinstance(statement, ast.Expr | ast.Assign) else []
-        if isinstance(statement, ast.If) and what in {"clip", "schedule"}:
-            own = [one.value for one in statement.body if isinstance(one, ast.Expr)]
-        if any(isinstance(one, ast.Call) and _does(one, what) for one in own):
-            return place
-    return None
-
-
-def _does(call: ast.Call, what: str) -> bool:
-    name = last_name(call.func)
-    owner = last_name(call.func.value).lower() if isinstance(call.func, ast.Attribute) else ""
-    if what == "clip":
-        return name in CLIPS
-    if what == "backward":
-        return name == "backward"
-    if what == "zero":
-        return name == "zero_grad"
-    if name != "step":
-        return False
-    if what == "schedule":
-        return "sched" in owner and "opt" not in owner
-    return (owner.endswith("optimizer") or owner in {"opt", "optim"}) or (owner == "scaler" and bool(call.args))
 
 
 def _kept_graph(script: Script, kind: Kind) -> Iterator[Finding]:

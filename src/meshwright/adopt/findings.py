@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from meshwright.adopt import check_data, check_saving, check_steps, check_wraps
+from meshwright.adopt import check_data, check_order, check_saving, check_steps, check_wraps
 from meshwright.adopt.finding import MISTAKE, Finding
 from meshwright.adopt.kind import Kind
 from meshwright.adopt.script import Script
 
-CHECKS = (check_data.check, check_steps.check, check_wraps.check, check_saving.check)
+CHECKS = (check_data.check, check_steps.check, check_order.check, check_wraps.check, check_saving.check)
 
 
 def find(script: Script, kind: Kind) -> list[Finding]:

@@ -15,8 +15,10 @@ from typing import Any
 from meshwright.adopt.arguments import defaults, parses
 from meshwright.adopt.constants import UNKNOWN, evaluate
 from meshwright.adopt.kind import OPTIMIZERS, TRAINERS, Kind
+from meshwright.adopt.renaming import Renamed, call_alike, same_shape
 from meshwright.adopt.script import Function, Script, last_name
 from meshwright.adopt.single import AsSingle
+from meshwright.adopt.slices import stored_names
 
 DEPTH = 12
 LAUNCHERS = {"spawn": "nprocs", "notebook_launcher": "", "start_processes": "nprocs"}
@@ -40,35 +42,6 @@ def flatten(script: Script, kind: Kind) -> Flat:
     return _Flattener(script, kind).run()
 
 
-class _Rename(ast.NodeTransformer):
-    """Names of a function as they are called in the straight script; `self.x` becomes a name."""
-
-    def __init__(self, names: Mapping[str, str], attributes: Mapping[tuple[str, str], str]) -> None:
-        self._names, self._attributes = names, attributes
-
-    def visit_Name(self, node: ast.Name) -> Any:
-        return ast.copy_location(ast.Name(id=self._names.get(node.id, node.id), ctx=node.ctx), node)
-
-    def visit_Attribute(self, node: ast.Attribute) -> Any:
-        self.generic_visit(node)
-        if isinstance(node.value, ast.Name) and (node.value.id, node.attr) in self._attributes:
-            return ast.copy_location(ast.Name(id=self._attributes[node.value.id, node.attr], ctx=node.ctx), node)
-        return node
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
-        own = {arg.arg for arg in [*node.args.args, *node.args.kwonlyargs, *node.args.posonlyargs]}
-        own |= {arg.arg for arg in (node.args.vararg, node.args.kwarg) if arg}
-        inner = _Rename({k: v for k, v in self._names.items() if k not in own}, self._attributes)
-        node.name = self._names.get(node.name, node.name)
-        node.body = [inner.visit(one) for one in node.body]
-        return node
-
-    def visit_Lambda(self, node: ast.Lambda) -> Any:
-        own = {arg.arg for arg in node.args.args}
-        node.body = _Rename({k: v for k, v in self._names.items() if k not in own}, self._attributes).visit(node.body)
-        return node
-
-
 class _Flattener:
     def __init__(self, script: Script, kind: Kind) -> None:
         self.script, self.flat, self.single = script, Flat(), AsSingle(script)
@@ -86,7 +59,7 @@ class _Flattener:
 
     def run(self) -> Flat:
         body = [one for one in self.script.tree.body if not isinstance(one, ast.FunctionDef | ast.ClassDef)]
-        self.used = {last for one in body for last in _assigned(one)}
+        self.used = {last for one in body for last in stored_names(one)}
         self.flat.statements = self._block(body, {}, 0)
         return self.flat
 
@@ -140,7 +113,7 @@ class _Flattener:
         return True
 
     def _renamed(self, node: Any, names: Mapping[str, str]) -> Any:
-        return _Rename(names, self.attributes).visit(copy.deepcopy(node))
+        return Renamed(names, self.attributes).visit(copy.deepcopy(node))
 
     def _finished(self, statement: ast.stmt) -> list[ast.stmt]:
         """A statement as one process runs it; literals that it assigns are remembered."""
@@ -162,7 +135,7 @@ class _Flattener:
         return made
 
     def _remember(self, statement: ast.stmt) -> None:
-        for name in _assigned(statement):
+        for name in stored_names(statement):
             self.flat.known.pop(name, None)
         if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
             target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
@@ -187,7 +160,7 @@ class _Flattener:
         self.flat.known = dict(before)
         orelse = self._block(statement.orelse, names, depth, result)
         self.flat.known = {
-            k: v for k, v in before.items() if k not in {n for one in (*body, *orelse) for n in _assigned(one)}
+            k: v for k, v in before.items() if k not in {n for one in (*body, *orelse) for n in stored_names(one)}
         }
         if not body and not orelse:
             return []
@@ -195,7 +168,7 @@ class _Flattener:
         return [ast.fix_missing_locations(ast.copy_location(made, statement))]
 
     def _compound(self, statement: Any, names: dict[str, str], depth: int, result: ast.expr | None) -> list[ast.stmt]:
-        for name in _assigned(statement):  # a loop may run its body any number of times
+        for name in stored_names(statement):  # a loop may run its body any number of times
             self.flat.known.pop(names.get(name, name), None)
         if isinstance(statement, ast.Try):
             return self._block(statement.body, names, depth, result)
@@ -328,50 +301,16 @@ class _Flattener:
         if target is not None:
             outer = ast.unparse(target)
             single = [one.value for one in function.body if isinstance(one, ast.Return)]
-            if len(single) == 1 and single[0] is not None and _same_shape(single[0], target):
-                _adopt_names(single[0], target, names, self.used)
+            if len(single) == 1 and single[0] is not None and same_shape(single[0], target):
+                call_alike(single[0], target, names)
                 result = (
                     None if ast.unparse(self._renamed(single[0], names)).strip("()") == outer.strip("()") else target
                 )
         return made + self._block(function.body, names, depth + 1, result)
 
 
-def _same_shape(value: ast.expr, target: ast.expr) -> bool:
-    if isinstance(value, ast.Tuple) and isinstance(target, ast.Tuple):
-        return len(value.elts) == len(target.elts)
-    return isinstance(value, ast.Name) and isinstance(target, ast.Name)
-
-
-def _adopt_names(value: ast.expr, target: ast.expr, names: dict[str, str], used: set[str]) -> None:
-    """Call a function's locals as the caller calls what it returns."""
-    values = value.elts if isinstance(value, ast.Tuple) else [value]
-    targets = target.elts if isinstance(target, ast.Tuple) else [target]
-    for one, other in zip(values, targets, strict=False):
-        if (
-            isinstance(one, ast.Name)
-            and isinstance(other, ast.Name)
-            and one.id in names
-            and other.id not in names.values()
-        ):
-            names[one.id] = other.id
-
-
 def _local_names(function: Function) -> set[str]:
-    return {name for one in function.body for name in _assigned(one)}
-
-
-def _assigned(node: ast.AST) -> set[str]:
-    """Names that a statement binds, also in its branches; not those inside functions that it defines."""
-    found: set[str] = set()
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return {node.name}
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
-            continue
-        if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
-            found.add(child.id)
-        found |= _assigned(child)
-    return found
+    return {name for one in function.body for name in stored_names(one)}
 
 
 def _is_main(test: ast.expr) -> bool:

@@ -84,3 +84,20 @@ def test_a_leader_that_was_not_traced_is_named() -> None:
 
 def test_nothing_to_trace() -> None:
     assert settle([], rank=by_time, trace=Tracer(), count=3).plans == []
+
+
+def test_what_a_trace_shows_holds_on_other_data_axes() -> None:
+    class Heavy(Tracer):
+        def __call__(self, plan: Plan) -> Plan:
+            checked = super().__call__(plan)
+            memory = {"parameters": 1, "activations": 100 * (plan.strategy.micro_batch or 0)}
+            fits = sum(memory.values()) <= 500
+            return replace(checked, forecast=replace(plan.forecast, memory=memory), fits=fits, why=())
+
+    plans = [plan(f"{data}=8,mb={size}", 9 - size + n) for n, data in enumerate(("ddp", "fsdp")) for size in (8, 4)]
+    plans.append(plan("ddp=8,ac=full,mb=8", 9.0))
+    trace = Heavy()
+    found = settle(plans, rank=by_time, trace=trace, count=1, room=500)
+    assert trace.traced == ["ddp=8,mb=8", "ddp=8,mb=4"]
+    assert [str(one.strategy) for one in found.plans] == ["ddp=8,mb=4", "fsdp=8,mb=4", "ddp=8,ac=full,mb=8"]
+    assert [str(one.strategy) for one in found.unfit] == ["ddp=8,mb=8", "fsdp=8,mb=8"]

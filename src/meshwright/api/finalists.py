@@ -9,12 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
 
 from meshwright.facts.plan import Plan
 from meshwright.facts.strategy import Strategy
 
 TRIES = 16
 """Plans that are traced at most until one that leads fits."""
+SURELY = 1.2
+"""How far beyond a device's memory a plan must be to leave without a trace of its own."""
 PATIENCE = 10.0
 """Seconds for tracing the finalists after the leader. They keep their ranks, so load does not change the order."""
 
@@ -32,19 +36,25 @@ class Finals:
 
 
 def settle(
-    plans: list[Plan], *, rank: Callable[[list[Plan]], list[Plan]], trace: Callable[[Plan], Plan], count: int
+    plans: list[Plan],
+    *,
+    rank: Callable[[list[Plan]], list[Plan]],
+    trace: Callable[[Plan], Plan],
+    count: int,
+    room: float = inf,
 ) -> Finals:
     """Trace the leader of `rank(plans)` until a traced one leads, then up to `count` finalists in all.
 
     `plans` are all that were found; `rank` lists those to show, best first. If a plan turns out too large, plans that
-    differ from it only by a larger micro-batch leave, too.
+    differ from it only by a larger micro-batch leave, too. So do those on other data axes that would need far more than
+    `room` bytes if their activations are as much larger than forecast as those of the traced plan.
     """
     started = time.perf_counter()
     found, tried = Finals(list(plans)), set[Strategy]()
     shown = rank(found.plans)
     while shown and shown[0].strategy not in tried and len(tried) < TRIES:
         tried.add(shown[0].strategy)
-        _check(found, shown[0], trace)
+        _check(found, shown[0], trace, room)
         shown = rank(found.plans)
     if shown and shown[0].strategy not in tried:
         found.note = (
@@ -57,12 +67,12 @@ def settle(
             break
         if plan in found.plans:
             tried.add(plan.strategy)
-            _check(found, plan, trace)
+            _check(found, plan, trace, room)
             shown = _still(shown, found.plans)
     return replace(found, plans=shown)
 
 
-def _check(found: Finals, plan: Plan, trace: Callable[[Plan], Plan]) -> None:
+def _check(found: Finals, plan: Plan, trace: Callable[[Plan], Plan], room: float) -> None:
     """Replace a plan by its traced one, or move it and those that need more to the unfit ones."""
     checked = trace(plan)
     if checked.fits:
@@ -72,7 +82,22 @@ def _check(found: Finals, plan: Plan, trace: Callable[[Plan], Plan]) -> None:
     larger = [one for one in found.plans if one is not plan and _needs_more(one.strategy, plan.strategy)]
     why = f"does not fit with mb={plan.strategy.micro_batch} either"
     found.unfit += [replace(one, fits=False, why=(why,)) for one in larger]
-    found.plans = [one for one in found.plans if one is not plan and one not in larger]
+    alike = [one for one in found.plans if one is not plan and one not in larger]
+    beyond = [one for one in alike if _corrected(one, plan, checked) > SURELY * room]
+    why = f"needs far more than forecast, as the trace of {plan.strategy} shows"
+    found.unfit += [replace(one, fits=False, why=(why,)) for one in beyond]
+    found.plans = [one for one in alike if one not in beyond]
+
+
+def _corrected(plan: Plan, forecast: Plan, traced: Plan) -> float:
+    """A plan's memory if it exceeds its forecast as a traced one does: activations do not depend on the data axis."""
+    one, other = plan.strategy, forecast.strategy
+    sizes = one.micro_batch, other.micro_batch
+    axes: dict[str, Any] = {"data": other.data, "data_size": other.data_size, "variant": other.variant}
+    axes |= {"hsdp_replicas": other.hsdp_replicas, "sync": other.sync, "micro_batch": other.micro_batch}
+    if sizes[0] is None or sizes[1] is None or replace(one, **axes) != other:
+        return 0.0
+    return plan.forecast.peak + (traced.forecast.peak - forecast.forecast.peak) * sizes[0] / sizes[1]
 
 
 def _still(shown: list[Plan], plans: list[Plan]) -> list[Plan]:

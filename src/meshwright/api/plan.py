@@ -15,6 +15,7 @@ from meshwright.facts.cluster import Cluster
 from meshwright.facts.job import Job
 from meshwright.facts.plan import ForeignChoice, Plan, Ranking, Refusal
 from meshwright.facts.strategy import Strategy, divisors
+from meshwright.planner.account import usable
 from meshwright.planner.explain import explain
 from meshwright.planner.search import TIE, PlanContext, best_of_each_kind, choose, consider, refuse, safe_room
 from meshwright.units import GIB, show_seconds
@@ -45,7 +46,13 @@ def rank(
     if options.fast:
         finals = Finals(ranked(found.plans))
     else:
-        finals = settle(found.plans, rank=ranked, trace=partial(planner.traced, cluster), count=options.finalists)
+        finals = settle(
+            found.plans,
+            rank=ranked,
+            trace=partial(planner.traced, cluster),
+            count=options.finalists,
+            room=usable(context.hardware),
+        )
     plans, unfit = finals.plans, finals.unfit
     advice = () if plans else planner.advise(cluster, options, found)
     offer = () if options.strategies else _offer_graphs(context, plans)

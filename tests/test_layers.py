@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "meshwright"
 LAYERS = (
     (
         "errors",
+        "deferred_warnings",
         "environment",
         "importing",
         "reading",
@@ -23,6 +24,7 @@ LAYERS = (
     ("torch_private",),
     ("recording", "pieced_loss"),
     (
+        "adopt",
         "describe",
         "exchange",
         "jobs",
@@ -51,7 +53,7 @@ LAYERS = (
     ("__main__",),
 )
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
-ROOT_FILES = {"errors", "environment", "importing", "reading", "units", "version"}
+ROOT_FILES = {"errors", "deferred_warnings", "environment", "importing", "reading", "units", "version"}
 
 
 def module_name(path: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,8 +30,6 @@ from meshwright.planner.step_layout import cut_batch
 from meshwright.probe.machine import local_cluster
 from meshwright.tracing.costs import measure_costs
 
-PATIENCE, PATIENCE_FOR_FIRST = 10.0, 90.0
-"""Seconds for tracing finalists, and until one of them fits: the first plan of a ranking should have been traced."""
 UNSEEN = 1.15
 """What the allocator reserves for the whole model, at most, by what traces of shorter ones show (seen: up to 1.10)."""
 
@@ -150,26 +147,15 @@ class Planner:
             self._costs[precision, "none"] = measure_costs(self.job, self.facts, precision)
         self._costs.setdefault((precision, recompute), self._costs[precision, "none"].recomputed(recompute))
 
-    def trace_first(self, cluster: Cluster, plans: list[Plan], count: int) -> tuple[list[Plan], list[Plan]]:
-        """Trace the memory of plans until `count` of them fit. Returns the plans that fit, and those that do not."""
-        context, rest = self.context(cluster), list(plans)
-        traced: list[Plan] = []
-        unfit: list[Plan] = []
-        started = last = time.perf_counter()
-        while rest and len(traced) < count:
-            now = time.perf_counter()
-            if now + (now - last) > started + (PATIENCE if traced else PATIENCE_FOR_FIRST):
-                break
-            plan, last = rest.pop(0), now
-            try:
-                traces = self._trace(plan.strategy, cluster.devices, room=usable(context.hardware))
-            except MeshwrightError as error:
-                self.notes.append(f"{plan.strategy} could not be traced; its closed-form forecast is kept: {error}")
-                traced.append(plan)
-                continue
-            checked = with_traces(context, plan, traces)
-            (traced if checked.fits else unfit).append(checked)
-        return [*traced, *rest], unfit
+    def traced(self, cluster: Cluster, plan: Plan) -> Plan:
+        """The plan with the memory of a traced step. One that cannot be traced stays as it is, and a note says so."""
+        context = self.context(cluster)
+        try:
+            traces = self._trace(plan.strategy, cluster.devices, room=usable(context.hardware))
+        except MeshwrightError as error:
+            self.notes.append(f"{plan.strategy} could not be traced; its closed-form forecast is kept: {error}")
+            return plan
+        return with_traces(context, plan, traces)
 
     def _trace(self, strategy: Strategy, ranks: int, room: float) -> list[Trace]:
         """Traces of shorter models or, if those leave open whether it fits, of the whole one."""

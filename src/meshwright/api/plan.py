@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from functools import partial
 
+from meshwright.api.finalists import Finals, settle
 from meshwright.api.job_planner import Planner, PlanOptions
 from meshwright.describe.model import describe
 from meshwright.errors import MeshwrightError, Refused
@@ -14,6 +15,7 @@ from meshwright.facts.cluster import Cluster
 from meshwright.facts.job import Job
 from meshwright.facts.plan import ForeignChoice, Plan, Ranking, Refusal
 from meshwright.facts.strategy import Strategy, divisors
+from meshwright.planner.account import usable
 from meshwright.planner.explain import explain
 from meshwright.planner.search import TIE, PlanContext, best_of_each_kind, choose, consider, refuse, safe_room
 from meshwright.units import GIB, show_seconds
@@ -37,10 +39,21 @@ def rank(
     found = planner.search(cluster, options)
     # Every strategy that the user named is listed or refused; of a search, only the best of each kind.
     context = planner.context(cluster)
-    plans = choose(context, found.plans if options.strategies else best_of_each_kind(context, found.plans))
-    unfit: list[Plan] = []
-    if not options.fast:
-        plans, unfit = planner.trace_first(cluster, plans, options.finalists)
+
+    def ranked(plans: list[Plan]) -> list[Plan]:
+        return choose(context, plans if options.strategies else best_of_each_kind(context, plans))
+
+    if options.fast:
+        finals = Finals(ranked(found.plans))
+    else:
+        finals = settle(
+            found.plans,
+            rank=ranked,
+            trace=partial(planner.traced, cluster),
+            count=options.finalists,
+            room=usable(context.hardware),
+        )
+    plans, unfit = finals.plans, finals.unfit
     advice = () if plans else planner.advise(cluster, options, found)
     offer = () if options.strategies else _offer_graphs(context, plans)
     return Ranking(
@@ -50,7 +63,14 @@ def rank(
         refused=(*found.refused, *(Refusal(strategy=str(plan.strategy), reason=plan.why[0]) for plan in unfit)),
         candidates=found.candidates,
         seconds=time.perf_counter() - started,
-        advice=(*options.fitted, *planner.facts.assumed, *planner.notes[known:], *advice, *offer),
+        advice=(
+            *options.fitted,
+            *planner.facts.assumed,
+            *planner.notes[known:],
+            *filter(None, [finals.note]),
+            *advice,
+            *offer,
+        ),
         against=rank_foreign(planner, cluster, options.against, plans, traced=not options.fast)
         if options.against
         else None,
@@ -119,8 +139,8 @@ def _forecast(planner: Planner, cluster: Cluster, strategy: Strategy, plans: lis
     same = next((plan for plan in plans if plan.strategy == best.strategy), None)
     if same is not None or not traced or not best.fits:
         return same or best
-    fitting, _ = planner.trace_first(cluster, [best], 1)
-    return fitting[0] if fitting else replace(best, fits=False, why=("the traced step does not fit",))
+    checked = planner.traced(cluster, best)
+    return checked if checked.fits else replace(best, fits=False, why=("the traced step does not fit",))
 
 
 def _sizes(strategy: Strategy, global_batch: int) -> list[Strategy]:

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from meshwright.cli import checkpoint, compare, export, layout, plan, probe, serve, train, validate, verify
+from meshwright.cli import adopt, checkpoint, compare, export, layout, plan, probe, serve, train, validate, verify
 from meshwright.cli.outcome import main_with_exit_codes
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(checkpoint.app, name="checkpoint")
+app.command("adopt", epilog=adopt.NOTES)(adopt.adopt)
 app.command("compare", epilog=compare.NOTES)(compare.compare)
 app.command("export", epilog=export.NOTES)(export.export)
 app.command("layout", epilog=layout.NOTES)(layout.layout)

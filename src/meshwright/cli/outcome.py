@@ -7,11 +7,14 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import ExitStack
 from typing import Any
 
 import typer
 from rich.console import Console, RenderableType
 
+from meshwright.cli.streams import reserved_stdout, result_stream
+from meshwright.deferred_warnings import deferred_warnings
 from meshwright.errors import MeshwrightError, RankFailed
 
 
@@ -29,7 +32,7 @@ def main_with_exit_codes(app: typer.Typer) -> int:
     main = threading.current_thread() is threading.main_thread()  # Python allows handlers only there
     before = signal.signal(signal.SIGTERM, _end) if main else None
     try:
-        app()
+        _run(app)
     except Ended:
         print("ended by SIGTERM", file=sys.stderr)
         return 128 + signal.SIGTERM
@@ -46,10 +49,19 @@ def main_with_exit_codes(app: typer.Typer) -> int:
     return 0
 
 
+def _run(app: typer.Typer) -> None:
+    """Run the application; others' warnings come after its result, and under --json stdout is for the result only."""
+    with ExitStack() as around:
+        around.enter_context(deferred_warnings())
+        if "--json" in sys.argv:
+            around.enter_context(reserved_stdout())
+        app()
+
+
 def print_result(document: Any, page: RenderableType, *, as_json: bool) -> None:
     """Print the JSON document, or a page for people, to stdout."""
     if as_json:
-        print(json.dumps(document, indent=2))
+        print(json.dumps(document, indent=2), file=result_stream(), flush=True)
     else:
         Console().print(page)
 

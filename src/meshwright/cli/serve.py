@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.streams import result_stream
+
 NOTES = """Listens on this machine only, makes no network requests, and runs no code that a visitor names.
 Needs `pip install 'meshwright\\[serve]'`. Press Ctrl-C to stop."""
 
@@ -32,6 +34,7 @@ def serve(
 
     def print_address(address: str) -> None:
         document = {"url": address, "job": job, "folder": str(folder)}
-        print(json.dumps(document) if as_json else f"Open {address} in a browser; press Ctrl-C to stop.", flush=True)
+        words = json.dumps(document) if as_json else f"Open {address} in a browser; press Ctrl-C to stop."
+        print(words, file=result_stream(), flush=True)
 
     server.serve(job=job, folder=folder, host=host, port=port, on_ready=print_address)

@@ -10,6 +10,7 @@
         heartbeat-RANK          what a rank is doing, and since when
         stacks-RANK             stacks of the rank's threads, on request
         failure-RANK.json       a failed rank's error
+        warnings-RANK           warnings of libraries that a rank uses
         finished-RANK           marks a rank that finished its work
 
 Imports no torch: a rank handles signals before it has loaded torch.
@@ -117,6 +118,9 @@ class Attempt:
     def stacks(self, rank: int) -> str:
         path = self.stack_file(rank)
         return path.read_text(errors="replace") if path.exists() else ""
+
+    def warnings(self, rank: int) -> Path:
+        return self.path / f"warnings-{rank}"
 
     def listen(self, rank: int) -> None:
         _write_whole(self.path / f"listening-{rank}", str(os.getpid()))

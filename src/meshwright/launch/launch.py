@@ -10,6 +10,7 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
+from meshwright.deferred_warnings import show_written
 from meshwright.environment import FOLDER, environment_for_ranks, environment_without_ranks
 from meshwright.launch.agent import UNUSED, Agent, Interrupts
 from meshwright.launch.attempt import RankOptions
@@ -69,5 +70,7 @@ def launch(
             raise KeyboardInterrupt(signalled.sigval.name) from None
         finally:
             results += agent.attempt.results()
+            for rank in range(ranks):
+                show_written(agent.attempt.warnings(rank))
         if agent.failure is not None:
             raise agent.failure.error(agent.attempt.number)

@@ -9,6 +9,7 @@ import faulthandler
 import sys
 from importlib import import_module
 
+from meshwright.deferred_warnings import write_warnings
 from meshwright.environment import own_rank
 from meshwright.importing import importing
 from meshwright.launch.attempt import Attempt, exit_now, own_attempt
@@ -22,6 +23,7 @@ def main() -> None:
     if attempt is None:
         raise SystemExit("meshwright.launch.rank is started by meshwright itself; use `meshwright train`.")
     options = attempt.options()
+    write_warnings(attempt.warnings(own_rank()))
     end_with(options.launcher)
     stacks = dump_on_signal(attempt.stack_file(own_rank()))
     faulthandler.enable()  # a crash in C leaves its Python stack on stderr

@@ -24,6 +24,7 @@ import torch
 
 from meshwright.assemble.batch import micro_steps
 from meshwright.assemble.world import World
+from meshwright.deferred_warnings import show_written, write_warnings
 from meshwright.describe.dtypes import DTYPES
 from meshwright.environment import environment_without_ranks
 from meshwright.errors import BadInput, JobError, MeshwrightError, one_line
@@ -43,6 +44,9 @@ from meshwright.verify.float64 import NarrowWatch, double_arithmetic, in_double
 from meshwright.verify.plain_training import Perturbation, Recipe, train_plainly
 from meshwright.verify.strategy_steps import run_steps
 from meshwright.verify.verdict import FAILED, REFUSED, Verdict, judge, judge_loss, without_verdict
+
+WARNINGS = "warnings"
+"""The file of the process's folder that gets the warnings of libraries."""
 
 
 def reference_of(strategy: Strategy, facts: ModelFacts, global_batch: int, *, dropout: bool = False) -> Strategy:
@@ -261,6 +265,8 @@ def run_apart(task: ReferenceTask | CauseTask, folder: Path) -> None:
     except BaseException:
         child.kill()
         raise
+    finally:
+        show_written(folder / WARNINGS)
     if (folder / "failure.json").exists():
         raise JobError(json.loads((folder / "failure.json").read_text()))
     if code:
@@ -271,6 +277,7 @@ def run_apart(task: ReferenceTask | CauseTask, folder: Path) -> None:
 def main(folder: Path) -> None:
     """Entry point of the process: writes references and an index of them, or a cause."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    write_warnings(folder / WARNINGS)
     task: ReferenceTask | CauseTask = pickle.loads((folder / "task").read_bytes())
     request = task.request
     try:

@@ -38,6 +38,7 @@ LAYERS = (
         "runtime",
     ),
     (
+        "preflight",
         "verify",
         "probe",
     ),

@@ -6,7 +6,20 @@ import sys
 
 import typer
 
-from meshwright.cli import checkpoint, compare, export, layout, plan, preflight, probe, serve, train, validate, verify
+from meshwright.cli import (
+    checkpoint,
+    compare,
+    explain,
+    export,
+    layout,
+    plan,
+    preflight,
+    probe,
+    serve,
+    train,
+    validate,
+    verify,
+)
 from meshwright.cli.outcome import main_with_exit_codes
 
 app = typer.Typer(
@@ -19,6 +32,7 @@ app = typer.Typer(
 )
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("compare", epilog=compare.NOTES)(compare.compare)
+app.command("explain", epilog=explain.NOTES)(explain.explain)
 app.command("export", epilog=export.NOTES)(export.export)
 app.command("layout", epilog=layout.NOTES)(layout.layout)
 app.command("plan", epilog=plan.NOTES)(plan.plan)

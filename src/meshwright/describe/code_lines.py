@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sysconfig
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
 
 import torch
 from torch import nn
@@ -55,16 +53,6 @@ def running_module() -> nn.Module | None:
             return module
         frame = frame.f_back
     return None
-
-
-def is_running(codes: Collection[CodeType]) -> bool:
-    """Whether one of these functions is running."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code in codes:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def failed_line(error: BaseException) -> CodeLine | None:

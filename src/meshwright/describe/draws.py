@@ -4,27 +4,41 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Collection
-from contextlib import AbstractContextManager
-from types import CodeType, FrameType
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any
 
 import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from meshwright.describe.code_lines import CodeLine, is_authors, is_running, running_line, running_module
+from meshwright.describe.code_lines import CodeLine, is_authors, running_line, running_module
 from meshwright.describe.dropout import NoDropout
 from meshwright.describe.flow import Watcher
 from meshwright.facts.model import DrawFacts
 
 ATTENTION = "scaled_dot_product"
-_DROPOUT: frozenset[CodeType] = frozenset(
-    function.__code__
-    for function in (*NoDropout.FUNCTIONS, F.multi_head_attention_forward)
-    if hasattr(function, "__code__")
-)
+_DROPPING = {*NoDropout.FUNCTIONS, F.scaled_dot_product_attention, F.multi_head_attention_forward}
+"""Functions whose random numbers `NoDropout` switches off."""
+
+
+class _Dropping(TorchFunctionMode):
+    """Tells whether one of PyTorch's functions with dropout is running."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drops = func in _DROPPING
+        self.depth += drops
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.depth -= drops
 
 
 class DrawWatcher(Watcher):
@@ -34,7 +48,13 @@ class DrawWatcher(Watcher):
         super().__init__(names)
         self._modules = {id(module): name for name, module in model.named_modules()}
         self.draws: dict[DrawFacts, None] = {}
+        self._dropping = _Dropping()
         self.seen = self._look
+
+    @contextmanager
+    def watching(self, model: nn.Module, parameters: dict[str, torch.Tensor]) -> Iterator[Watcher]:
+        with super().watching(model, parameters) as watcher, self._dropping:
+            yield watcher
 
     def _look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         name = func.overloadpacket.__name__
@@ -42,7 +62,7 @@ class DrawWatcher(Watcher):
             if any(isinstance(value, float) and 0 < value < 1 for value in args):
                 self._note(name, dropout=True)
         elif torch.Tag.nondeterministic_seeded in func.tags:
-            self._note(name, dropout=is_running(_DROPOUT))
+            self._note(name, dropout=self._dropping.depth > 0)
 
     def _note(self, operator: str, *, dropout: bool) -> None:
         module, line = running_module(), running_line() or CodeLine("", 0, "")

@@ -63,7 +63,7 @@ def explain_strategy(
         "forecast": _forecast(context, resolved),
         "walks": [show_walk(walk, pricing) for walk in walks],
         "holds": strategy_shares(job, facts, resolved),
-        "side_by_side": side_by_side(job, facts, cluster.devices),
+        "side_by_side": side_by_side(job, facts),
         "timeline": _timeline(context, resolved),
     }
 

@@ -53,7 +53,7 @@ def strategy_shares(job: Job, facts: ModelFacts, strategy: Strategy) -> dict[str
     }
 
 
-def side_by_side(job: Job, facts: ModelFacts, ranks: int) -> list[dict[str, Any]]:
+def side_by_side(job: Job, facts: ModelFacts) -> list[dict[str, Any]]:
     """The same job under plain data, sharded, tensor and pipeline parallelism, or why it cannot run so."""
     inner, staged = first_axes()
     kinds: dict[str, Any] = {
@@ -62,9 +62,8 @@ def side_by_side(job: Job, facts: ModelFacts, ranks: int) -> list[dict[str, Any]
         "tensor": lambda size: str(AxisTerm.of(inner, size)),
         "pipeline": lambda size: str(AxisTerm.of(staged, size)),
     }
-    return [
-        {"kind": kind, **_first_allowed(job, facts, [text(size) for size in SIZES])} for kind, text in kinds.items()
-    ]
+    texts = {kind: [text(size) for size in SIZES] for kind, text in kinds.items()}
+    return [{"kind": kind, **_first_allowed(job, facts, tried)} for kind, tried in texts.items()]
 
 
 def _first_allowed(job: Job, facts: ModelFacts, texts: Sequence[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.facts.walk import OPTIMIZER, PASSES
@@ -15,9 +16,8 @@ from meshwright.units import show_bytes, show_count, show_seconds
 
 VERBS = ("gathers", "computes", "sends", "frees")
 COLUMNS = ("where", *VERBS, "holds at most")
-GATHERS = "all_gather"
-AXES = {"stage": "the next stage"}
-"""Axes of messages in words, where the name alone does not say who gets them."""
+GATHERS, SHARDED = "all_gather", ("data", "shard")
+"""The kind of messages that bring a rank the parameters that it does not hold, and their axes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,12 @@ class WalkPass:
     rows: tuple[WalkRow, ...]
     like: str = ""
 
+    @property
+    def title(self) -> str:
+        if not self.like:
+            return self.name
+        return f"{self.name}: as {'before' if self.like == self.name else self.like}"
+
 
 def explain_page(document: dict[str, Any]) -> Group:
     parts: list[RenderableType] = [Text(headline(document), style="bold")]
@@ -79,8 +85,8 @@ def walk_sentence(walk: dict[str, Any]) -> str:
     most = sorted(walk["peak_held"].items(), key=lambda item: -item[1])[:3]
     held = ", ".join(f"{cause} {show_bytes(size)}" for cause, size in most)
     sent = "; ".join(
-        f"{one['count']} {_verb(one['kind'])} over {_axis(one)}, {show_bytes(one['bytes'])} in "
-        f"{show_seconds(one['ms'] / 1e3)}"
+        f"{one['count']} {_verb(one['kind'])}{'s' * (one['count'] > 1)} {_receivers(one)}, "
+        f"{show_bytes(one['bytes'])} in {show_seconds(one['ms'] / 1e3)}"
         for one in walk["messages"]
     )
     return (
@@ -135,12 +141,12 @@ def _is_alike(one: WalkRow, other: WalkRow) -> bool:
 
 def _row(visit: dict[str, Any]) -> WalkRow:
     name = place_name(visit["module"])
-    gathers = [one for one in visit["messages"] if one["kind"] == GATHERS and visit["gathered_bytes"]]
-    others = [one for one in visit["messages"] if one not in gathers]
+    gathers = [one for one in visit["messages"] if _gathers_parameters(one, visit)]
+    others = [one for one in visit["messages"] if not _gathers_parameters(one, visit)]
     flops = f"{show_count(visit['flops'])} FLOPs, " if visit["flops"] else ""
     computes = f"{flops}{show_seconds(visit['compute_ms'] / 1e3)}"
     cells = (
-        ", ".join(map(message_words, gathers)),
+        ", ".join(message_words(one).removeprefix(f"{_verb(GATHERS)} ") for one in gathers),
         computes if visit["kernels"] else "",
         ", ".join(map(message_words, others)),
         show_bytes(visit["freed_bytes"]) if visit["freed_bytes"] else "",
@@ -157,26 +163,33 @@ def place_name(module: str) -> str:
 def message_words(message: dict[str, Any]) -> str:
     times = f"{message['count']} x " if message["count"] > 1 else ""
     size, time = show_bytes(message["bytes"]), show_seconds(message["ms"] / 1e3)
-    kind = "" if message["kind"] == GATHERS else f"{_verb(message['kind'])} "
-    return f"{times}{kind}{size} over {_axis(message)}, {time}"
+    kind = "" if message["kind"] == "send" else f"{_verb(message['kind'])} "
+    return f"{times}{kind}{size} {_receivers(message)}, {time}"
 
 
 def _verb(kind: str) -> str:
     return kind.replace("_", "-")
 
 
-def _axis(message: dict[str, Any]) -> str:
+def _gathers_parameters(message: dict[str, Any], visit: dict[str, Any]) -> bool:
+    return message["kind"] == GATHERS and message["axis"] in SHARDED and visit["gathered_bytes"] > 0
+
+
+def _receivers(message: dict[str, Any]) -> str:
     if message["kind"] == "send":
-        return AXES.get(message["axis"], message["axis"])
-    return f"{message['ranks']} {message['axis']} ranks"
+        return "to a neighbouring stage"
+    return f"over {message['ranks']} {message['axis']} ranks"
 
 
-def _lines(walk: dict[str, Any]) -> Iterator[Text]:
-    """The walk, a line for each row."""
+def _lines(walk: dict[str, Any]) -> Iterator[RenderableType]:
+    """The walk in passes, with a line for each row."""
     yield Text(rank_name(walk), style="bold")
     yield Text(walk_sentence(walk))
     for one in passes_of(walk):
-        yield Text(f"{one.name}: as {one.like}" if one.like else one.name, style="italic")
+        yield Text(one.title, style="italic")
+        table = Table.grid(Column(width=24), Column(), padding=(0, 1), pad_edge=True)
         for row in () if one.like else one.rows:
             words = [f"{verb} {cell}" for verb, cell in zip(VERBS, row.cells, strict=True) if cell]
-            yield Text(f"  {row.where:<22}  {'; '.join([*words, f'holds {show_bytes(row.peak)}'])}")
+            table.add_row(row.where, "; ".join([*words, f"holds {show_bytes(row.peak)}"]))
+        if table.row_count:
+            yield table

@@ -135,9 +135,8 @@ def _labels(visits: list[dict[str, Any]]) -> Iterator[str]:
     """Names below the columns, and the phases above them."""
     for index, visit in enumerate(visits):
         x = LABEL + index * COLUMN + COLUMN - 5
-        yield text(
-            x, MEMORY_HEIGHT + 2 * LANE + 14, _short(place_name(visit["module"])), anchor="end", size=10, turn=-60
-        )
+        name = _short(place_name(visit["module"]))
+        yield text(x, MEMORY_HEIGHT + 2 * LANE + 14, name, anchor="end", size=10, turn=-60)
     index = 0
     for phase, group in groupby(visits, key=lambda visit: visit["phase"]):
         count = len(list(group))

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -86,7 +87,8 @@ class Follower(StepObserver):
                 if module is not None and any(True for _ in module.parameters()):
                     # Before the hooks of data strategies, which gather a module's parameters.
                     module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
-                    module.register_forward_hook(partial(self._leave, name), prepend=True)
+                    module.register_forward_hook(partial(self._watch_output, name), prepend=True)
+                    module.register_forward_hook(self._leave)  # after those that free them
 
     def begin(self) -> None:
         self._entered.clear()
@@ -106,15 +108,17 @@ class Follower(StepObserver):
         self._inside = phase, name
         self._begin_visit()
 
-    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if self._recorder.step_phase != "forward":
-            return  # recomputed: its backward follows
-        self._inside = "forward", ""
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+    def _watch_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Notice when the gradient of a module's output arrives. What is recomputed belongs to its backward."""
+        if self._recorder.step_phase == "forward":
+            leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+            for leaf in islice(leaves, 1):
                 leaf.register_hook(partial(self._enter_backward, name))
-                break
-        self._begin_visit()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._recorder.step_phase == "forward":
+            self._inside = "forward", ""
+            self._begin_visit()
 
     def _enter_backward(self, name: str, gradient: torch.Tensor) -> None:
         self._entered["backward", name] += 1

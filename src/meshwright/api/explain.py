@@ -185,7 +185,7 @@ def _totals(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     sums: dict[tuple[str, str, int], Counter[str]] = {}
     for one in messages:
         total = sums.setdefault((one["kind"], one["axis"], one["ranks"]), Counter())
-        total.update({"bytes": one["bytes"] * one["count"], "count": one["count"], "ms": one["ms"]})  # type: ignore[dict-item]
+        total.update({"bytes": one["bytes"] * one["count"], "count": one["count"], "ms": one["ms"]})
     return [{"kind": kind, "axis": axis, "ranks": ranks, **total} for (kind, axis, ranks), total in sums.items()]
 
 

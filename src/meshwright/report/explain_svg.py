@@ -20,7 +20,7 @@ COLUMN, MEMORY_HEIGHT, LANE = 18, 170, 40
 """Pixels of a visit's column, of the memory panel, and of a lane below it."""
 NAMES = 130
 """Pixels for the names of modules below a walk."""
-DRAWN = 160
+DRAWN = 120
 """The most visits that a picture shows."""
 WIDE = 1080
 """Pixels of a timeline's width."""
@@ -36,11 +36,11 @@ def svg(width: float, height: float, words: str, parts: Iterator[str]) -> Markup
 
 
 def rect(x: float, y: float, width: float, height: float, colour: str, title: str = "", line: bool = False) -> str:
-    outline = f"stroke:{variable('line')}" if line else "stroke:none"
+    outline = f";stroke:{variable('line')}" if line else ""
     hint = f"<title>{escape(title)}</title>" if title else ""
     return (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(0.0, width):.1f}" height="{max(0.0, height):.1f}" rx="2" '
-        f'style="fill:{variable(colour)};{outline}">{hint}</rect>'
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(0.0, width):.1f}" height="{max(0.0, height):.1f}" '
+        f'style="fill:{variable(colour)}{outline}">{hint}</rect>'
     )
 
 
@@ -110,21 +110,28 @@ def walk_picture(walk: dict[str, Any]) -> Markup:
 
 
 def _column(x: float, visit: dict[str, Any], peak: int, slowest: float) -> Iterator[str]:
-    name = f"{visit['phase']} of {place_name(visit['module'])}, micro-batch {visit['micro_batch']}"
+    """A visit's boxes, with everything about it as their tooltip."""
+    yield f"<g><title>{escape(_tooltip(visit))}</title>"
     y = float(MEMORY_HEIGHT)
     for cause in (*MEMORY, *(cause for cause in visit["held"] if cause not in MEMORY)):
         tall = MEMORY_HEIGHT * visit["held"].get(cause, 0) / peak * 0.96
-        if tall > 0:
+        if tall >= 0.05:
             y -= tall
-            size = show_bytes(visit["held"][cause])
-            yield rect(x, y, COLUMN - 1, tall, MEMORY.get(cause, UNKNOWN), f"{name}: {cause} {size}")
+            yield rect(x, y, COLUMN - 1, tall, MEMORY.get(cause, UNKNOWN))
     base = MEMORY_HEIGHT + LANE + 4
-    tall = (LANE - 8) * visit["compute_ms"] / slowest
-    time = show_seconds(visit["compute_ms"] / 1e3)
-    yield rect(x, base - tall, COLUMN - 1, tall, "blue", f"{name}: computes {time}")
-    tall = (LANE - 8) * _sent(visit) / slowest
-    words = ", ".join(map(message_words, visit["messages"]))
-    yield rect(x, base + LANE - tall, COLUMN - 1, tall, "red", f"{name}: {words}")
+    for lane, (ms, colour) in enumerate([(visit["compute_ms"], "blue"), (_sent(visit), "red")]):
+        tall = (LANE - 8) * ms / slowest
+        if tall >= 0.05:
+            yield rect(x, base + lane * LANE - tall, COLUMN - 1, tall, colour)
+    yield "</g>"
+
+
+def _tooltip(visit: dict[str, Any]) -> str:
+    lines = [f"{visit['phase']} of {place_name(visit['module'])}, micro-batch {visit['micro_batch']}"]
+    lines.append(f"computes {show_seconds(visit['compute_ms'] / 1e3)}")
+    lines += map(message_words, visit["messages"])
+    lines += [f"{cause}: {show_bytes(size)}" for cause, size in visit["held"].items()]
+    return "\n".join(lines)
 
 
 def _sent(visit: dict[str, Any]) -> float:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import linecache
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from broken_models import BROKEN, SOUND, net, with_model
-from meshwright.commands.preflight import examine_job, merged
+from job_text import JOB
+from meshwright.cli.main import app
+from meshwright.commands.preflight import examine_job, merged, tell_findings
 from meshwright.describe.model import describe
 from meshwright.errors import JobError
 from meshwright.facts.finding import Finding
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
+from meshwright.report.preflight import findings_page
+
+MEAN = "job = Job(**{**parts, 'loss': lambda o, b: (((o - b['y']) ** 2).mean(), len(o))}, global_batch=8)"
+LAZY = "job = Job(**{**parts, 'model': lambda: nn.LazyLinear(2)}, global_batch=8)"
 
 _FACTS: dict[int, ModelFacts] = {}
 
@@ -83,3 +92,35 @@ def test_a_builder_without_classes_is_the_place() -> None:
     (found,) = examine_job(with_model(build))
     assert (found.kind, found.module) == ("unused-parameter", "0")
     assert "def build" in linecache.getline(found.file, found.line)
+
+
+@pytest.mark.parametrize(
+    ("extra", "arguments", "code", "kinds"),
+    [
+        ("", [], 0, []),
+        ("", ["--strategy", "pp=2"], 0, []),
+        ("", ["--strategy", "tp=3", "--ranks", "4"], 1, ["refused"]),
+        (MEAN, [], 0, ["loss-weight"]),
+        (LAZY, [], 1, ["lazy-parameter"]),
+    ],
+)
+def test_the_command(extra: str, arguments: list[str], code: int, kinds: list[str], tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB + extra)
+    run = CliRunner().invoke(app, ["preflight", str(tmp_path / "job.py"), *arguments, "--json"])
+    document = json.loads(run.stdout)
+    assert [one["kind"] for one in document["findings"]] == kinds
+    assert run.exit_code == code
+    assert findings_page(document).renderables
+
+
+def test_ranks_without_a_strategy_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    run = CliRunner().invoke(app, ["preflight", str(tmp_path / "job.py"), "--ranks", "2"])
+    assert "--strategy" in str(run.exception)
+
+
+def test_train_says_what_matters_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    job = BROKEN["unused"][0]
+    told = tell_findings(job, describe(job), [Strategy.parse("ddp").resolve(2)])
+    assert [one.kind for one in told] == ["unused-parameter"]
+    assert capsys.readouterr().err.startswith("warning: The loss does not depend on extra.weight")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 
 from meshwright.assemble.check import check
 from meshwright.errors import Refused, StrategyError
@@ -65,13 +64,13 @@ def examine_everywhere(job: Job, facts: ModelFacts) -> list[Finding]:
     found = []
     for issue in _issues(subject):
         levels = {term: level for term, case in cases.items() if (level := issue.level(case))}
-        if levels:
-            worst = min(levels.values(), key=LEVELS.index)
-            found.append(finding_of(issue, worst, (ALL,) if len(levels) == len(cases) else tuple(levels)))
+        if len(levels) == len(cases):  # the level that holds under each of them
+            found.append(finding_of(issue, max(levels.values(), key=LEVELS.index), (ALL,)))
+        elif levels:
+            found.append(finding_of(issue, min(levels.values(), key=LEVELS.index), tuple(levels)))
     return _sorted(found)
 
 
-@cache
 def _tried() -> dict[str, Strategy]:
     """A strategy for every registered term, on as few ranks as it divides something over."""
     texts = {text.partition("=")[0]: text for text in usual_terms(lambda traits: traits.compared, ["2x2"])}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from meshwright.facts.strategy import Strategy
 from meshwright.preflight.places import place_of_function
 from meshwright.preflight.subject import Issue, Subject, first_and_more
+from meshwright.strategies import inner_axis
 from meshwright.strategies.pipeline.sizes import count_stages
 
 
@@ -47,19 +48,16 @@ def _layers(subject: Subject, strategy: Strategy) -> Iterator[Issue]:
 
 
 def _whole_layers(subject: Subject, strategy: Strategy) -> Iterator[Issue]:
-    """Layers that a tensor axis would divide, but not over this many ranks."""
-    plan = subject.facts.tensor_plan
+    """Layers that an inner axis would divide, but not over this many ranks."""
     for term in strategy.inner_axes:
-        if plan is None or not term.traits.pieces_loss:  # the axes that follow the tensor plan
-            continue
-        pairs = zip(plan.rows, plan.for_ranks(term.size).rows, strict=True)
-        kept = [new for old, new in pairs if old.role != "whole" and new.role == "whole"]
+        kept = inner_axis(term).undivided(subject.facts, term.size)
         if kept:
+            names = list(kept)
             yield Issue(
                 kind="undivided-layer",
-                what=f"{first_and_more([row.module for row in kept])} stays whole {kept[0].reason}.",
+                what=f"Not divided by {term}: {first_and_more(names)}, {kept[names[0]]}.",
                 level=lambda case: "note",
                 do="Use a size of the axis that divides it, or pad it in the model.",
-                module=kept[0].module,
-                place=subject.made(kept[0].module),
+                module=names[0],
+                place=subject.made(names[0]),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from meshwright.facts.finding import Level
 from meshwright.preflight.places import CodePlace
@@ -40,7 +41,7 @@ def tied(subject: Subject) -> Iterator[Issue]:
                 level=lambda case: "note" if case.strategy.stage_axis else None,
                 do="Nothing, or untie them to save the copy and the sum.",
                 module=parameter.names[-1].rpartition(".")[0] or parameter.name,
-                place=subject.made(parameter.names[-1]),
+                place=partial(subject.made, parameter.names[-1]),
             )
 
 
@@ -69,7 +70,7 @@ def frozen(subject: Subject) -> Iterator[Issue]:
             do="Nothing, or keep them in modules of their own, so that Job(units=...) or Job(stages=...) separates "
             "them.",
             module=names[0].rpartition(".")[0] or names[0],
-            place=subject.made(names[0]),
+            place=partial(subject.made, names[0]),
         )
 
 
@@ -88,5 +89,5 @@ def read_elsewhere(subject: Subject) -> Iterator[Issue]:
             level=lambda case: "note" if case.strategy.traits.gathers else None,
             do="Call the module instead of reading its parameter.",
             module=names[0].rpartition(".")[0] or names[0],
-            place=subject.made(names[0]),
+            place=partial(subject.made, names[0]),
         )

@@ -90,13 +90,14 @@ def _issues(subject: Subject) -> Iterator[Issue]:
 
 def finding_of(issue: Issue, level: Level, under: tuple[str, ...]) -> Finding:
     """An issue at a level, under some strategies."""
+    place = issue.place if isinstance(issue.place, CodePlace) else issue.place()
     return Finding(
         kind=issue.kind,
         level=level,
         what=issue.what,
         module=issue.module,
-        file=issue.place.file,
-        line=issue.place.line,
+        file=place.file,
+        line=place.line,
         under=under,
         do=issue.do,
     )

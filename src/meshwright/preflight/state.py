@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from meshwright.facts.finding import Level
 from meshwright.facts.model import MovedFacts
@@ -61,7 +62,7 @@ def batch_norm(subject: Subject) -> Iterator[Issue]:
             level=_batch_norm_level,
             do="Leave out mb, or use GroupNorm or LayerNorm.",
             module=names[0],
-            place=subject.made(names[0]),
+            place=partial(subject.made, names[0]),
         )
 
 

@@ -76,7 +76,8 @@ class Issue:
     """None if it does not matter in a case."""
     do: str = ""
     module: str = ""
-    place: CodePlace = NOWHERE
+    place: CodePlace | Callable[[], CodePlace] = NOWHERE
+    """Where it is; a function if finding out builds the model, which only a finding is worth."""
 
 
 def always(case: Case) -> Level:

@@ -40,6 +40,7 @@ LAYERS = (
         "runtime",
     ),
     (
+        "preflight",
         "verify",
         "probe",
     ),

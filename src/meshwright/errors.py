@@ -65,7 +65,14 @@ class ClusterError(BadInput):
 
 
 class JobError(BadInput):
-    """The job's file, model, sample, inputs, loss or optimizer does not work."""
+    """The job's file, model, sample, inputs, loss or optimizer does not work.
+
+    `kind` is a word for the mistake, and `name` the parameter or module that it is about, if they are known.
+    """
+
+    def __init__(self, message: str, *, kind: str = "job", name: str = "") -> None:
+        super().__init__(message)
+        self.kind, self.name = kind, name
 
 
 class ExchangeError(BadInput):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwright.commands.train import dropout_note
 from meshwright.facts.strategy import Strategy
+from meshwright.preflight.randomness import other_masks
 
 
 @pytest.mark.parametrize(
@@ -17,8 +17,8 @@ from meshwright.facts.strategy import Strategy
     ],
 )
 def test_other_masks_are_told(strategy: str, why: str) -> None:
-    assert why in dropout_note(Strategy.parse(strategy))
+    assert why in other_masks(Strategy.parse(strategy))
 
 
 def test_one_process_draws_its_own() -> None:
-    assert dropout_note(Strategy.parse("single")) == ""
+    assert other_masks(Strategy.parse("single")) == ""

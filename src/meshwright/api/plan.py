@@ -12,12 +12,14 @@ from meshwright.describe.model import describe
 from meshwright.errors import MeshwrightError, Refused
 from meshwright.exchange import Imported
 from meshwright.facts.cluster import Cluster
+from meshwright.facts.finding import Finding
 from meshwright.facts.job import Job
 from meshwright.facts.plan import ForeignChoice, Plan, Ranking, Refusal
 from meshwright.facts.strategy import Strategy, divisors
 from meshwright.planner.account import usable
 from meshwright.planner.explain import explain
 from meshwright.planner.search import TIE, PlanContext, best_of_each_kind, choose, consider, refuse, safe_room
+from meshwright.preflight.preflight import examine
 from meshwright.units import GIB, show_seconds
 
 WORTH = 1.3
@@ -74,7 +76,16 @@ def rank(
         against=rank_foreign(planner, cluster, options.against, plans, traced=not options.fast)
         if options.against
         else None,
+        findings=_findings(planner, plans),
     )
+
+
+def _findings(planner: Planner, plans: list[Plan]) -> tuple[Finding, ...]:
+    """What matters under the first plan."""
+    if not plans:
+        return ()
+    job = replace(planner.job, global_batch=planner.global_batch)
+    return tuple(examine(job, planner.facts, plans[0].strategy))
 
 
 def _offer_graphs(context: PlanContext, plans: list[Plan]) -> tuple[str, ...]:

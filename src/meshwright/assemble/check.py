@@ -32,12 +32,12 @@ def check(job: Job, facts: ModelFacts, strategy: Strategy, place: Place) -> Stra
     resolved = check_strategy(facts, strategy, place)
     if reason := (
         _refuse_batch(job, facts, resolved)
-        or _refuse_whole_batch(job, facts, resolved)
-        or refuse_cut_losses(resolved, facts, resolved.data_ranks * _micro_steps(job, resolved))
+        or refuse_whole_batch(job, facts, resolved)
+        or refuse_cut_losses(resolved, facts, resolved.data_ranks * micro_steps_of(job, resolved))
         or refuse_pieced(facts, resolved)
         or _refuse_scatter(job, resolved)
         or refuse_optimizer(facts.couplings, resolved)
-        or (facts.moved and refuse_moved(resolved, facts, _micro_steps(job, resolved)))
+        or (facts.moved and refuse_moved(resolved, facts, micro_steps_of(job, resolved)))
         or _refuse_model_axes(job, facts, resolved)
         or _refuse_on_deepspeed(job, resolved)
     ):
@@ -45,7 +45,8 @@ def check(job: Job, facts: ModelFacts, strategy: Strategy, place: Place) -> Stra
     return resolved
 
 
-def _micro_steps(job: Job, strategy: Strategy) -> int:
+def micro_steps_of(job: Job, strategy: Strategy) -> int:
+    """Micro-batches of a rank in one step of a resolved strategy."""
     if is_pipelined(strategy):
         return count_micro_batches(strategy, job.global_batch)
     return micro_steps(job.global_batch, strategy.data_ranks, strategy.micro_batch)
@@ -199,9 +200,9 @@ def _refuse_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None
     return None
 
 
-def _refuse_whole_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None:
+def refuse_whole_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None:
     """Refuse to cut a batch if the loss is over the whole batch or the model mixes its samples."""
-    steps = _micro_steps(job, strategy)
+    steps = micro_steps_of(job, strategy)
     if facts.loss_over == "samples" or strategy.data_ranks * steps == 1:
         return None
     cut = f"{strategy} cuts a batch of {job.global_batch} into {strategy.data_ranks * steps} parts"

@@ -6,7 +6,21 @@ import sys
 
 import typer
 
-from meshwright.cli import adopt, checkpoint, compare, export, layout, plan, probe, serve, train, validate, verify
+from meshwright.cli import (
+    adopt,
+    checkpoint,
+    compare,
+    explain,
+    export,
+    layout,
+    plan,
+    preflight,
+    probe,
+    serve,
+    train,
+    validate,
+    verify,
+)
 from meshwright.cli.outcome import main_with_exit_codes
 
 app = typer.Typer(
@@ -20,9 +34,11 @@ app = typer.Typer(
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("adopt", epilog=adopt.NOTES)(adopt.adopt)
 app.command("compare", epilog=compare.NOTES)(compare.compare)
+app.command("explain", epilog=explain.NOTES)(explain.explain)
 app.command("export", epilog=export.NOTES)(export.export)
 app.command("layout", epilog=layout.NOTES)(layout.layout)
 app.command("plan", epilog=plan.NOTES)(plan.plan)
+app.command("preflight", epilog=preflight.NOTES)(preflight.preflight)
 app.command("probe", epilog=probe.NOTES)(probe.probe)
 app.command("serve", epilog=serve.NOTES)(serve.serve)
 app.command("train", epilog=train.NOTES)(train.train)

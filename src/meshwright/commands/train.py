@@ -10,6 +10,7 @@ from typing import Any
 from meshwright.assemble.check import check, check_engine_config
 from meshwright.assemble.dry_run import dry_run
 from meshwright.commands.layout import show_layout
+from meshwright.commands.preflight import tell_findings
 from meshwright.commands.worker import run_train
 from meshwright.describe.data_source import about_evaluation, open_data
 from meshwright.describe.model import describe
@@ -33,9 +34,15 @@ RESTARTS = 3
 def train_command(request: TrainRequest) -> dict[str, Any] | None:
     """Train with the run's folder locked; returns the summary on rank 0, and None on other ranks."""
     place = launched()
-    folder = request.out if place is None or place.rank == 0 else None
+    folder = request.out if is_main_rank() else None
     with nullcontext() if folder is None else owned(folder):
         return _train(_checked(request), place)
+
+
+def is_main_rank() -> bool:
+    """Whether this is rank 0, or no rank of a launcher."""
+    place = launched()
+    return place is None or place.rank == 0
 
 
 def _checked(request: TrainRequest) -> TrainTask:
@@ -54,8 +61,8 @@ def _checked(request: TrainRequest) -> TrainTask:
     if request.deepspeed_config is not None:
         check_engine_config(request.deepspeed_config, adjusted, resolved)
     dry_run(job, facts, resolved)
-    if facts.drops and (note := dropout_note(resolved)):
-        print(f"note: {note}", file=sys.stderr)
+    if is_main_rank():
+        tell_findings(job, facts, [resolved])
     open_data(job)
     if job.evaluation is not None:
         with about_evaluation():
@@ -78,7 +85,7 @@ def _checked(request: TrainRequest) -> TrainTask:
 def _train(task: TrainTask, place: LaunchedRank | None) -> dict[str, Any] | None:
     """Train in launched ranks, in this process alone, or in ranks that are started now."""
     request, out, count = task.request, task.request.out, task.request.ranks or 1
-    if out is not None and (place is None or place.rank == 0):
+    if out is not None and is_main_rank():
         prepare_output(out, resume=request.resume)
         if request.resume:
             saved_seed(out, request.seed)  # refuses a different seed before any process starts
@@ -88,26 +95,10 @@ def _train(task: TrainTask, place: LaunchedRank | None) -> dict[str, Any] | None
     if place is not None or request.strategy.traits.many_devices or (count == 1 and not restarts):
         with redirect_stdout(sys.stderr):
             summary = run_train(task)
-        return summary if place is None or place.rank == 0 else None
+        return summary if is_main_rank() else None
     results: list[Any] = []
     launch(task, count, results=results, max_restarts=restarts, grace=request.grace, patience=request.patience)
     return results[0]  # type: ignore[no-any-return]
-
-
-def dropout_note(strategy: Strategy) -> str:
-    """A note if dropout masks differ from those of one process; empty otherwise."""
-    if strategy.compile:
-        why = "compiled code draws its own"
-    elif strategy.model_ranks > 1:
-        why = "it divides the model, and each part draws for itself"
-    elif strategy.data_ranks > 1 or strategy.micro_batch is not None:
-        why = "each micro-batch draws for itself; strategies that cut the batch alike draw the same"
-    else:
-        return ""
-    return (
-        f"{strategy} draws other random numbers (dropout) than one process would: {why}. "
-        "They are equal in distribution, not in bits; see docs/same-training.md."
-    )
 
 
 def layout_command(*, job: str, strategy: str, ranks: int | None) -> dict[str, Any]:

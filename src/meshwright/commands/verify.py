@@ -13,11 +13,13 @@ from typing import Any
 
 from meshwright.assemble.check import check
 from meshwright.assemble.dry_run import dry_run
+from meshwright.commands.preflight import tell_findings
 from meshwright.commands.train import load_and_describe
 from meshwright.commands.worker import run_verify
 from meshwright.environment import launched
 from meshwright.errors import BadInput, MeshwrightError, RankFailed, Refused, StrategyError
 from meshwright.facts.data_axis import usual_terms
+from meshwright.facts.finding import Finding
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.model_axis import AxisTerm, first_axes
@@ -44,6 +46,7 @@ def verify_command(request: VerifyRequest) -> Row | None:
     alone = dict.fromkeys(str(reference_of(strategy, facts, job.global_batch)) for strategy in able)
     place = launched()
     is_main = place is None or place.rank == 0
+    findings = tell_findings(job, facts, able) if is_main else []
     names = [*alone, *(choice.text for choice in choices if choice.strategy is not None and choice.text not in alone)]
     refused = {one.text: without_verdict(one.text, REFUSED, one.reason).to_json() for one in choices if one.reason}
     with TemporaryDirectory(prefix="meshwright-verify-") as folder:
@@ -59,7 +62,7 @@ def verify_command(request: VerifyRequest) -> Row | None:
         else:
             rows = _verify_all(task, count)
         if is_main:
-            _explain(rows, task)
+            _explain(rows, task, findings)
     if not is_main:
         return None
     found = {row["strategy"]: row for row in rows} | refused
@@ -67,14 +70,19 @@ def verify_command(request: VerifyRequest) -> Row | None:
     return {"reference": REFERENCE, "results": [found[text] for text in order]}
 
 
-def _explain(rows: list[Row], task: VerifyTask) -> None:
+def _explain(rows: list[Row], task: VerifyTask, findings: list[Finding]) -> None:
     """Look for the cause of differences, if there are any."""
     different = [row for row in rows if row["status"] == DIFFERS]
     if not different:
         return
     cause = find_cause_apart(CauseTask(request=task.request, device=task.device), task.references)
     for row in different:
-        row["cause"] = cause or _read_elsewhere(row["first_difference"], task.facts)
+        row["cause"] = cause or _read_elsewhere(row["first_difference"], task.facts) or _warned(findings)
+
+
+def _warned(findings: list[Finding]) -> str | None:
+    """The first warning of the preflight, as a possible cause."""
+    return next((f"perhaps: {one.what}" for one in findings if one.level == "warning"), None)
 
 
 def _read_elsewhere(difference: str, facts: ModelFacts) -> str | None:

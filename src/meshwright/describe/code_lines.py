@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 _PACKAGES = sysconfig.get_path("purelib")
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -38,8 +39,18 @@ def running_line() -> CodeLine | None:
     """The innermost running line that is neither PyTorch's, Python's nor ours; None in a backward pass."""
     frame = inspect.currentframe()
     while frame is not None and not frame.f_code.co_filename.startswith(_AUTOGRAD):
-        if _is_authors(frame.f_code.co_filename):
+        if is_authors(frame.f_code.co_filename):
             return CodeLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
+        frame = frame.f_back
+    return None
+
+
+def running_module() -> nn.Module | None:
+    """The innermost running module, by the `self` of running methods."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(module := frame.f_locals.get("self"), nn.Module):
+            return module
         frame = frame.f_back
     return None
 
@@ -49,13 +60,14 @@ def failed_line(error: BaseException) -> CodeLine | None:
     found, step = None, error.__traceback__
     while step is not None:
         code = step.tb_frame.f_code
-        if _is_authors(code.co_filename):
+        if is_authors(code.co_filename):
             found = CodeLine(code.co_filename, step.tb_lineno, code.co_qualname)
         step = step.tb_next
     return found
 
 
-def _is_authors(file: str) -> bool:
+def is_authors(file: str) -> bool:
+    """Whether a file is neither PyTorch's, Python's nor ours."""
     if file.startswith(_LIBRARIES):
         return False
     return file.startswith(_PACKAGES) or not file.startswith(_PYTHON)  # packages may be inside Python's folder

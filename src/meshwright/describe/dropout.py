@@ -1,8 +1,8 @@
-"""Find out whether a model drops anything, and switch dropout off, so that random masks cause no differences."""
+"""Switch dropout off, so that random masks cause no differences."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,11 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.describe.flow import Watcher
 from meshwright.torch_private.modules import Dropout
-
-RANDOM = ("native_dropout", "bernoulli", "bernoulli_", "rand", "rand_like", "randn_like", "multinomial")
-ATTENTION = "scaled_dot_product"
 
 
 class NoDropout(TorchFunctionMode):
@@ -65,17 +61,3 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, value in kept:
             setattr(module, name, value)
-
-
-class DropoutWatcher(Watcher):
-    """A watcher that also notes whether random numbers are drawn."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__(names)
-        self.drops = False
-        self.seen = self._look
-
-    def _look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        name = func.overloadpacket.__name__
-        drops = ATTENTION in name and any(isinstance(value, float) and 0 < value < 1 for value in args)
-        self.drops = self.drops or name in RANDOM or drops

@@ -9,7 +9,8 @@ dropout has separate rules.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from meshwright.describe.batch_layout import CannotCut, Layout, Rows, Shared, pairs_of, rebuilt
 from meshwright.describe.dropout import NoDropout, switch_dropout_off
 from meshwright.describe.learnt_layout import learn_layout
+from meshwright.describe.loss_form import SkippedTargets, find_form
 from meshwright.describe.observe import call_loss, call_model, make_batch, see_output
 from meshwright.describe.samples import BatchSource, Cutter, own_random_numbers
 from meshwright.describe.structure import map_tensors, tensors_of
@@ -25,6 +27,7 @@ from meshwright.errors import Refused
 from meshwright.facts.job import Job
 from meshwright.recording.blueprint import record
 from meshwright.recording.report_as_cpu import tensors_in
+from meshwright.recording.wrap_forward import removing
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.modules import BatchNorm
 
@@ -49,6 +52,10 @@ class LossOver:
     "backward": the gradients."""
     mixed: str = ""
     """The part of the output ("model") or the parameter ("backward") that depends on it."""
+    module: str | None = None
+    """For "model", the first module whose output depends on it, if it was found."""
+    form: str = ""
+    """What is wrong with the loss's sum or weight, a key of `LOSS_FORMS`."""
 
 
 def find_loss_over(job: Job, parameters: int) -> LossOver:
@@ -73,7 +80,7 @@ def _try(job: Job) -> LossOver:
     model = job.model().train()
     found = _compare(job, model, batch, pieces)
     if found.kind == "samples":
-        found = _compare_gradients(job, model, batch, pieces)
+        found = replace(_compare_gradients(job, model, batch, pieces), form=found.form)
     if found.kind == "samples":
         return found
     try:  # in float64, in case the difference was rounding
@@ -88,17 +95,71 @@ def _compare(job: Job, model: nn.Module, batch: Any, pieces: list[Any]) -> LossO
     _freeze_statistics(model)
     with NoDropout():
         output, *outputs = [_seeded(job, model, part) for part in (batch, *pieces)]
-        whole = _loss(job, output, batch)
+        with SkippedTargets() as skipped:
+            whole = _loss(job, output, batch)
         parts = [_loss(job, out, piece) for out, piece in zip(outputs, pieces, strict=True)]
-        if _near(whole, parts[0] + parts[1], parts):
-            return LossOver()
+        additive = _near(whole, parts[0] + parts[1], parts)
+        form = find_form(whole, parts, [length for _, length in RANGES], skipped, additive)
+        if additive:
+            return LossOver(form=form)
         if not _near(whole, _loss(job, _seeded(job, model, batch, seed=1), batch), parts):
             return LossOver()  # random numbers, or state kept between passes: the comparison means nothing
         sizes = [WHOLE, *(length for _, length in RANGES)]
         layout = learn_layout(list(zip(sizes, [output, *outputs], strict=True)), "output")
         if _near(whole, _loss_together(job, layout, outputs, batch), parts):
-            return LossOver("batch")
-    return LossOver("model", _mixed(layout, output, outputs))
+            return LossOver("batch", form=form)
+        module = _mixing_module(job, model, batch, pieces[0])
+    return LossOver("model", _mixed(layout, output, outputs), module)
+
+
+def _mixing_module(job: Job, model: nn.Module, batch: Any, piece: Any) -> str | None:
+    """The first module that makes the first samples depend on the others; None if none was found.
+
+    Its inputs do not depend on them, and its outputs do.
+    """
+    together, alone = (_module_calls(job, model, data) for data in (batch, piece))
+    for (name, *many), (other, *few) in zip(together, alone, strict=False):
+        if name != other:
+            return None  # which module is called depends on the samples
+        inputs, outputs = (_is_mixed(*pair) for pair in zip(many, few, strict=True))
+        if outputs and not inputs:
+            return name
+    return None
+
+
+def _is_mixed(many: list[torch.Tensor], few: list[torch.Tensor]) -> bool:
+    """Whether the first samples of a larger batch have other values than in the smaller one."""
+    for one, part in zip(many, few, strict=False):
+        rows = len(part) if part.dim() else 0
+        comparable = rows and one.shape[1:] == part.shape[1:] and len(one) > rows
+        if comparable and not torch.allclose(one[:rows], part, rtol=1e-4, atol=1e-6):
+            return True
+    return False
+
+
+_Tensors = list[torch.Tensor]
+
+
+def _module_calls(job: Job, model: nn.Module, batch: Any) -> list[tuple[str, _Tensors, _Tensors]]:
+    """Inputs and outputs of each module, in the order in which the modules finished."""
+    found: list[tuple[str, _Tensors, _Tensors]] = []
+    given: list[_Tensors] = []
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given.append(_kept((args, kwargs)))
+
+    def end(module: nn.Module, args: Any, output: Any, *, name: str) -> None:
+        found.append((name, given.pop(), _kept(output)))
+
+    hooks = [module.register_forward_pre_hook(begin, with_kwargs=True) for module in model.modules()]
+    hooks += [module.register_forward_hook(partial(end, name=name)) for name, module in model.named_modules()]
+    with removing(hooks):
+        _seeded(job, model, batch)
+    return found
+
+
+def _kept(tree: Any) -> _Tensors:
+    return [t.detach().clone() for t in tensors_of(tree) if t.is_floating_point()]
 
 
 def _compare_gradients(job: Job, model: nn.Module, batch: Any, pieces: list[Any]) -> LossOver:

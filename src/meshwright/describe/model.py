@@ -10,12 +10,13 @@ from dataclasses import replace
 from torch import nn
 
 from meshwright.describe.blocks import find_blocks, find_units, own_parameters
-from meshwright.describe.dropout import DropoutWatcher
+from meshwright.describe.collectives_in_code import find_collectives
+from meshwright.describe.draws import DrawWatcher, GeneratorLines, GeneratorWatch
 from meshwright.describe.flow import Watcher
 from meshwright.describe.head import HeadWatch
 from meshwright.describe.loss_over import find_loss_over
 from meshwright.describe.moved_state import StateWatch, Watches, find_moved, refuse_made
-from meshwright.describe.observe import Observed, observe, trace
+from meshwright.describe.observe import Observed, forward_passes, observe, trace
 from meshwright.describe.optimizer import check_optimizer, couplings, optimizer_slots
 from meshwright.describe.parameter_reads import OutsideReads
 from meshwright.describe.pass_tensors import PassCache, is_small
@@ -26,10 +27,11 @@ from meshwright.describe.tensor_plan import find_tensor_plan
 from meshwright.describe.value_reads import find_value_reads
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
-from meshwright.facts.model import CallFacts, ModelFacts, ParameterFacts
+from meshwright.facts.model import CallFacts, DrawFacts, ModelFacts, ParameterFacts
 from meshwright.recording.blueprint import Blueprint, record
-from meshwright.recording.memory import names_of_parameters
+from meshwright.recording.memory import has_memory, names_of_parameters
 from meshwright.torch_private.modules import BatchNorm
+from meshwright.torch_private.tensors import storage_id
 
 
 @contextmanager
@@ -56,8 +58,8 @@ def describe(job: Job) -> ModelFacts:
     pass_cache = PassCache(find_repeats(model, blocks))
     units = candidate_units(model, blocks, job.units)
     outside = OutsideReads(model, units)
-    state, head = StateWatch(model), HeadWatch(model)
-    observed, unseen = observe(job, blueprint, Watches(outside, state, head), pass_cache=pass_cache)
+    state, head, generators = StateWatch(model), HeadWatch(model), GeneratorWatch()
+    observed, unseen = observe(job, blueprint, Watches(outside, state, head, generators), pass_cache=pass_cache)
     refuse_made(state.made)
     if observed and job.blocks is None:  # parameters are gathered when a block is called
         blocks = tuple(name for name in blocks if name in observed.called)
@@ -72,9 +74,10 @@ def describe(job: Job) -> ModelFacts:
         values = is_small(model)
         in_blocks, around_blocks = find_value_reads(job, record(job.model, seed=0, values=values), blocks)
         observed = replace(observed, by_value=in_blocks or around_blocks)
-    watcher = DropoutWatcher(find_units(model, blocks, observed.called) if observed else ())
+    watcher = DrawWatcher(find_units(model, blocks, observed.called) if observed else (), model)
     flow, _ = trace(job, blueprint, watcher, pass_cache=pass_cache) if observed else (None, "")
     calls = flow.calls if flow else ()
+    draws = (*watcher.draws, *(_other_draws(job, blueprint) if generators.moved else ()))
     loss_over = find_loss_over(job, sum(parameter.numel() for parameter in model.parameters()))
     return ModelFacts(
         parameters=parameter_facts(model, observed),
@@ -87,6 +90,8 @@ def describe(job: Job) -> ModelFacts:
         weight_per_sample=observed.weight_per_sample if observed and loss_over.kind != "batch" else None,
         loss_over=loss_over.kind,
         mixed_output=loss_over.mixed,
+        mixing_module=loss_over.module,
+        loss_form=loss_over.form,
         tensor_plan=find_tensor_plan(job, blueprint, blocks, pass_cache, observed.read_elsewhere) if observed else None,
         head=head.head if observed else None,
         read_elsewhere=tuple(sorted(observed.read_elsewhere | read_elsewhere(job, blueprint, pass_cache)))
@@ -94,12 +99,23 @@ def describe(job: Job) -> ModelFacts:
         else (),
         read_outside=tuple(sorted(name for name, unit in outside.found.items() if unit in units)),
         moved=find_moved(job, model, state.changed) if observed else (),
+        aliased=aliased_parameters(model),
+        evaluated=evaluated_modules(model),
         by_value=in_blocks or around_blocks,
         blocks_by_value=around_blocks,
         assumed=assumptions(observed.reads) if observed else (),
-        drops=watcher.drops,
+        drops=bool(watcher.draws),
+        draws=draws,
+        collectives=find_collectives(model, job.loss),
         unseen=unseen,
     )
+
+
+def _other_draws(job: Job, blueprint: Blueprint) -> tuple[DrawFacts, ...]:
+    """Where a pass draws from Python's or numpy's generator."""
+    lines = GeneratorLines(blueprint.model)
+    forward_passes(job, blueprint, lines)
+    return tuple(lines.draws)
 
 
 def read_elsewhere(job: Job, blueprint: Blueprint, pass_cache: PassCache | None = None) -> frozenset[str]:
@@ -116,6 +132,28 @@ def read_elsewhere(job: Job, blueprint: Blueprint, pass_cache: PassCache | None 
     for call in flow.calls:
         names |= {n for n in call.reads if not any(alias.startswith(f"{call.name}.") for alias in aliases[n])}
     return frozenset(alias for name in names for alias in aliases[name])
+
+
+def aliased_parameters(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Pairs of different parameters that share memory."""
+    first: dict[int, str] = {}
+    pairs = []
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and has_memory(parameter):
+            owner = first.setdefault(storage_id(parameter.untyped_storage()), name)
+            pairs += [(owner, name)] if owner != name else []
+    return tuple(pairs)
+
+
+def evaluated_modules(model: nn.Module) -> tuple[str, ...]:
+    """The outermost modules in eval mode; none if the whole model is, as after `from_pretrained`."""
+    if not model.training:
+        return ()
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not module.training and not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+    return tuple(found)
 
 
 def batch_norm_names(model: nn.Module) -> tuple[str, ...]:

@@ -70,9 +70,12 @@ class StateWatch(AbstractContextManager["StateWatch"]):
 def refuse_made(made: Collection[str]) -> None:
     """Refuse parameters made in `forward`: the optimizer and checkpoints know only those of the builder."""
     if made:
+        name = sorted(made)[0]
         raise JobError(
-            f"The model makes a parameter in its forward pass ({sorted(made)[0]}), so the optimizer, which is made "
-            "before, does not train it; make it in the builder."
+            f"The model makes a parameter in its forward pass ({name}), so the optimizer, which is made before, does "
+            "not train it; make it in the builder.",
+            kind="parameter-made-in-forward",
+            name=name,
         )
 
 
@@ -108,8 +111,10 @@ def find_moved(job: Job, model: nn.Module, seen: set[str]) -> tuple[MovedFacts, 
     parameters = dict(blueprint.model.named_parameters(remove_duplicate=False))
     # State that is also trained (an embedding with renormalised rows) depends on the samples through training.
     by_samples |= {name for name in moved if name in parameters and parameters[name].requires_grad}
+    saved = blueprint.model.state_dict(keep_vars=True).keys()
     return tuple(
-        MovedFacts(name=name, parameter=name in parameters, by_samples=name in by_samples) for name in sorted(moved)
+        MovedFacts(name=name, parameter=name in parameters, by_samples=name in by_samples, saved=name in saved)
+        for name in sorted(moved)
     )
 
 

@@ -32,6 +32,16 @@ class ParameterFacts:
         return prod(self.shape)
 
 
+LOSS_FORMS = {
+    "divided_twice": "a mean, returned with a weight that grows with the batch: the gradient is divided by it again",
+    "constant_weight": "a sum over samples, returned with a weight that does not grow with the batch",
+    "mean_of_mean": "a mean with weight 1: right for a whole batch, but parts of it have to be gathered first",
+    "mean_without_padding": "a mean over targets that are not padding, with the weight of all of them",
+    "padding_counted": "a sum over targets that are not padding, with a weight that counts the padding",
+}
+"""What an experiment with the loss may find wrong with its sum or weight."""
+
+
 def unit_of(name: str, units: Collection[str]) -> str:
     """The innermost of these modules that holds a parameter; empty if none does."""
     while name := name.rpartition(".")[0]:
@@ -59,6 +69,33 @@ class MovedFacts:
     parameter: bool = False
     by_samples: bool = True
     """Whether its new value depends on the samples, as far as a trial shows."""
+    saved: bool = True
+    """Whether it is in the model's state dict, and so in checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawFacts:
+    """A place in the model or the loss that draws random numbers in a training step."""
+
+    operator: str
+    """The random operator, or the generator that is not PyTorch's: "random" or "numpy.random"."""
+    module: str | None = ""
+    """The innermost module that runs; empty for the model itself, None in the loss."""
+    file: str = ""
+    line: int = 0
+    dropout: bool = False
+    """Whether it is PyTorch's dropout, which `verify` switches off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveFacts:
+    """A call of a function of torch.distributed in the code of the model or the loss."""
+
+    name: str
+    module: str | None = ""
+    """A module whose forward may call it; empty for the model itself, None for the loss."""
+    file: str = ""
+    line: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +137,10 @@ class ModelFacts:
     "model", if outputs depend on which samples share a batch; "backward", if gradients do."""
     mixed_output: str = ""
     """For "model", the part of the output that depends on other samples; for "backward", the parameter."""
+    mixing_module: str | None = None
+    """For "model", the first module whose output for a sample depends on other samples; None if it was not found."""
+    loss_form: str = ""
+    """What is wrong with the loss's sum or weight, a key of `LOSS_FORMS`; empty if nothing was found."""
     tensor_plan: TensorPlan | None = None
     """How tensor parallelism would divide the model; None if no step could be observed."""
     head: HeadFacts | None = None
@@ -110,6 +151,10 @@ class ModelFacts:
     """Parameters of shard units that are read while their unit is not running."""
     moved: tuple[MovedFacts, ...] = ()
     """State that forward changes, except BatchNorm's."""
+    aliased: tuple[tuple[str, str], ...] = ()
+    """Pairs of different parameters that share memory, as after `head.weight.data = token.weight.data`."""
+    evaluated: tuple[str, ...] = ()
+    """Modules that the builder puts into eval mode while others train; each training step starts with `train()`."""
     by_value: bool = False
     """Whether the model reads values of tensors, so that samples may decide which parameters are used."""
     blocks_by_value: bool = False
@@ -118,6 +163,10 @@ class ModelFacts:
     """What forecasts assume where the model reads values: sentences that name the lines of its code."""
     drops: bool = False
     """Whether a training step draws random numbers, as dropout does."""
+    draws: tuple[DrawFacts, ...] = ()
+    """Where it draws them, as far as one step shows."""
+    collectives: tuple[CollectiveFacts, ...] = ()
+    """Collectives in the code of the model and the loss."""
     unseen: str = ""
     """Why a step on fake tensors could not run; empty if it did."""
 
@@ -140,13 +189,18 @@ class ModelFacts:
         )
         calls = tuple(CallFacts(**{**call, "reads": tuple(call["reads"])}) for call in document.get("calls", ()))
         moved = tuple(MovedFacts(**state) for state in document.get("moved", ()))
+        draws = tuple(DrawFacts(**draw) for draw in document.get("draws", ()))
         plan, head = document.get("tensor_plan"), document.get("head")
         values = {
             "parameters": parameters,
             "calls": calls,
             "moved": moved,
+            "draws": draws,
+            "collectives": tuple(CollectiveFacts(**call) for call in document.get("collectives", ())),
+            "aliased": tuple(tuple(pair) for pair in document.get("aliased", ())),
             "head": head and HeadFacts(**{**head, "needed_by": tuple(head["needed_by"])}),
             "tensor_plan": plan and TensorPlan.from_json(plan),
         }
-        names = ("blocks", "shard_units", "batch_norms", "read_elsewhere", "read_outside", "couplings", "assumed")
+        reads = ("read_elsewhere", "read_outside")
+        names = ("blocks", "shard_units", "batch_norms", *reads, "couplings", "assumed", "evaluated")
         return cls(**{**document, **values, **{name: tuple(document.get(name, ())) for name in names}})

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from meshwright.facts.finding import Finding
 from meshwright.facts.forecast import Forecast
 from meshwright.facts.strategy import Strategy
 from meshwright.units import GIB
@@ -137,6 +138,8 @@ class Ranking:
     """What to change if nothing fits, and other remarks."""
     against: ForeignChoice | None = None
     """The user's own config, if one was given."""
+    findings: tuple[Finding, ...] = ()
+    """What a preflight of the job under the first plan found."""
 
     def to_json(self) -> dict[str, Any]:
         """The document that `plan --json` prints."""
@@ -149,6 +152,7 @@ class Ranking:
             "seconds": self.seconds,
             "advice": list(self.advice),
             "against": None if self.against is None else self.against.to_json(),
+            "findings": [finding.to_json() for finding in self.findings],
         }
 
 

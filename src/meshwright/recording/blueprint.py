@@ -99,7 +99,9 @@ def _check(model: object) -> None:
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
         raise JobError(
             f"The model's parameter {lazy[0]} has no shape yet; give its module all its sizes, or call the model once "
-            "on a sample in the builder."
+            "on a sample in the builder.",
+            kind="lazy-parameter",
+            name=lazy[0],
         )
     if scripted := [name for name, module in model.named_modules() if isinstance(module, ScriptModule)]:
         raise JobError(

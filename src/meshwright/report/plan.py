@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.facts.finding import Finding
 from meshwright.report.tables import Terms, make_list, make_table
 
 REASONS = 6
@@ -24,6 +25,7 @@ def plan_page(document: dict[str, Any]) -> RenderableType:
     if document.get("against"):
         parts.append(_against(document["against"]))
     parts += [Text(sentence) for sentence in document["advice"]]
+    parts += [Text(Finding.from_json(found).sentence()) for found in document.get("findings", ())]
     parts.append(_refused(document))
     return Group(*parts)
 

@@ -7,7 +7,7 @@ of a stage axis run different layers, one stage each, on the pipeline engine.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -109,6 +109,10 @@ class InnerAxis(ModelAxis):
 
         The model may be a stage that has dropped parameters; `plan` is the plan of the whole model.
         """
+
+    def undivided(self, facts: ModelFacts, ranks: int) -> Mapping[str, str]:
+        """Modules that the axis divides, but not over this many ranks, each with the reason."""
+        return {}
 
     def plan(self, model: nn.Module, facts: ModelFacts, ranks: int) -> Any:
         """What `apply` needs to know of the whole model, computed before stages drop their parameters."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -74,14 +75,36 @@ class Recorded:
     """Why something that would be compiled was traced as eager."""
 
 
+class StepObserver(ABC):
+    """Observer that is told about the recorded step."""
+
+    @abstractmethod
+    def attach(self, models: Iterable[nn.Module], recorder: StepRecorder) -> None:
+        """Called once the models of the rank's engines are built."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Called before the recorded step."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Called after it."""
+
+
 def record_step(
-    job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, rank: int, capacity: float = inf
+    job: Job,
+    facts: ModelFacts,
+    strategy: Strategy,
+    ranks: int,
+    rank: int,
+    capacity: float = inf,
+    observer: StepObserver | None = None,
 ) -> Recorded:
     """Run two steps of a resolved strategy, and record the second: the first makes the optimizer's state.
 
     `capacity` is how many bytes the device has. What is reserved is that of both steps.
     """
-    run = partial(_record_step, job, facts, strategy, ranks, rank, capacity)
+    run = partial(_record_step, job, facts, strategy, ranks, rank, capacity, observer)
     if facts.assumed:
         return run(known_values(ReadValues()))
     try:
@@ -105,6 +128,7 @@ def _record_step(
     ranks: int,
     rank: int,
     capacity: float,
+    observer: StepObserver | None,
     values: AbstractContextManager[None],
 ) -> Recorded:
     sample = make_batch(job, SAMPLES)
@@ -121,10 +145,16 @@ def _record_step(
             engines = trainer.engine.engines if isinstance(trainer.engine, RankEngine) else [trainer.engine]
             for engine in engines:
                 _name_moments(engine.model, facts, recorder)
+            if observer is not None:
+                observer.attach([engine.model for engine in engines], recorder)
             batch = _part(job, sample, trainer)
             _step(trainer, batch, recorder)
             since, returns = recorder.begin(), allocator.returns
+            if observer is not None:
+                observer.begin()
             _step(trainer, batch, recorder)
+            if observer is not None:
+                observer.end()
             holders = getattr(trainer.engine, "holders", None)
             return Recorded(
                 peaks=recorder.ledger.peaks(since),

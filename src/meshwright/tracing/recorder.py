@@ -43,7 +43,7 @@ class StepRecorder(TorchDispatchMode):
         self.ledger, self.operations, self.messages = Ledger(), Operations(), messages
         self.phase = "build"
         """"build", "forward_backward" or "update"; autograd tells forward from backward."""
-        self._in_loss = self.paused = False
+        self.in_loss = self.paused = False
         self.keeps_values = False
         """Whether fake tensors have known values, which views must have too."""
         self.captured_losses = 0
@@ -146,11 +146,11 @@ class StepRecorder(TorchDispatchMode):
                 if isinstance(tensor, Tensor):
                     self._outputs.add(_local(tensor).numel())
                     self.tell(tensor, "logits")
-        self._in_loss = True
+        self.in_loss = True
         try:
             yield
         finally:
-            self._in_loss = False
+            self.in_loss = False
 
     def enter(self, phase: str) -> None:
         self.phase = phase
@@ -183,7 +183,7 @@ class StepRecorder(TorchDispatchMode):
 
     def _cause(self, tensor: Tensor) -> str:
         phase = self.step_phase
-        if self._in_loss or (phase == "backward" and tensor.numel() in self._outputs):
+        if self.in_loss or (phase == "backward" and tensor.numel() in self._outputs):
             return "logits"
         again = is_recomputing() or torch.is_grad_enabled()  # single functions, or a whole block
         if phase == "forward" or (phase == "backward" and again):

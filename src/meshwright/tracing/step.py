@@ -40,7 +40,7 @@ def trace_step(
     A model with many equal blocks is extrapolated from two traces with fewer blocks, unless `whole` is set: then
     `reserved` is exact, and more than `capacity`, the bytes of the device, only if the step does not run on it.
     """
-    resolved = _refuse(job, facts, strategy, ranks, device)
+    resolved = refuse_trace(job, facts, strategy, ranks, device)
     try:
         recorded = None if whole else _from_shorter(job, facts, resolved, ranks, rank)
         recorded = recorded or record_step(job, facts, resolved, ranks, rank, capacity)
@@ -62,13 +62,13 @@ def trace_roles(
     Places between the first and the last do the same, except that earlier ones hold more micro-batches in flight. So
     the second place represents them.
     """
-    resolved = _refuse(job, facts, strategy, ranks, "cuda")
+    resolved = refuse_trace(job, facts, strategy, ranks, "cuda")
     places = resolved.stage_ranks
     chosen = (place * ranks // places for place in sorted({0, min(1, places - 1), places - 1}))
     return [trace_step(job, facts, strategy, ranks=ranks, rank=rank, whole=whole, capacity=capacity) for rank in chosen]
 
 
-def _refuse(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, device: str) -> Strategy:
+def refuse_trace(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, device: str) -> Strategy:
     """The resolved strategy. Raises `Refused` if it cannot be traced."""
     if device != "cuda":
         raise Refused(f"A trace is of a CUDA device, but the device is {device!r}; leave `device` out.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -35,6 +35,8 @@ class Operations:
     """The operators of a step, counted by kind and size."""
 
     counts: Counter[Operation] = field(default_factory=Counter)
+    told: Callable[[Operation], None] = lambda operation: None
+    """Called with every kernel, for users that want to know when it runs."""
 
     def note(
         self, func: Any, args: Any, kwargs: Any, found: Any, given: list[Tensor], made: list[Tensor], phase: str
@@ -52,14 +54,18 @@ class Operations:
             shape=product_shape(func, args),
             phase=phase,
         )
-        self.counts[operation] += 1
+        self._count(operation)
 
     def note_fused(self, moved: int, dtype: torch.dtype, phase: str) -> None:
         """Count a kernel that a compiler fused from many operators; `dtype` is that of most bytes it moves."""
         if phase in _PHASES:
             name = WORDS.get(dtype, "fp32")
             operation = Operation(kind="other", dtype=name, flops=0.0, bytes=float(moved), shape=(), phase=phase)
-            self.counts[operation] += 1
+            self._count(operation)
+
+    def _count(self, operation: Operation) -> None:
+        self.counts[operation] += 1
+        self.told(operation)
 
 
 def _dtype(tensors: list[Tensor]) -> str:
@@ -98,6 +104,8 @@ class Messages:
     axes: dict[str, str] = field(default_factory=dict)
     """From the name of a process group to its mesh axis."""
     counts: Counter[Message] = field(default_factory=Counter)
+    told: Callable[[Message], None] = lambda message: None
+    """Called with every message, for users that want to know when it is sent."""
 
     def note(self, func: Any, args: Any, phase: str) -> Iterator[tuple[Tensor, str]]:
         """Count a collective, and yield its tensors with the cause of their memory."""
@@ -114,6 +122,8 @@ class Messages:
         if kind == "all_gather" and func.namespace == FUNCTIONAL:  # which returns its output
             size *= group.size()
         if kind != "recv":
-            self.counts[Message(kind=kind, bytes=size, axis=axis, ranks=group.size(), phase=phase)] += 1
+            message = Message(kind=kind, bytes=size, axis=axis, ranks=group.size(), phase=phase)
+            self.counts[message] += 1
+            self.told(message)
         for tensor in tensors_in(args):
             yield tensor, "gathered" if kind == "all_gather" and axis in SHARDED else "communication"

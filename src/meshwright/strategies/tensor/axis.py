@@ -65,6 +65,12 @@ class TensorParallel(InnerAxis):
         rows = [dict(zip(("module", "role", "divides", "why"), row, strict=True)) for row in plan.table()]
         return {"tensor_plan": plan.as_mapping(), "tensor": rows}
 
+    def undivided(self, facts: ModelFacts, ranks: int) -> dict[str, str]:
+        if facts.tensor_plan is None:
+            return {}
+        pairs = zip(facts.tensor_plan.rows, facts.tensor_plan.for_ranks(ranks).rows, strict=True)
+        return {new.module: new.reason for old, new in pairs if old.role != "whole" and new.role == "whole"}
+
     def apply(self, model: nn.Module, facts: ModelFacts, mesh: DeviceMesh, plan: Any) -> Cuts:
         from meshwright.strategies.tensor.split import split_tensors  # lazily, because it imports DTensor
 

@@ -1,0 +1,93 @@
+"""Parameters that strategies treat in a special way: unused, tied, frozen, and those that share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from meshwright.facts.finding import Level
+from meshwright.preflight.places import CodePlace
+from meshwright.preflight.subject import Case, Issue, Subject, always, first_and_more
+
+
+def unused(subject: Subject) -> Iterator[Issue]:
+    """Trainable parameters that the loss does not depend on, by the line that makes them."""
+    groups: dict[CodePlace, list[str]] = {}
+    for name in subject.facts.unused:
+        groups.setdefault(subject.made(name), []).append(name)
+    for place, names in groups.items():
+        yield Issue(
+            kind="unused-parameter",
+            what=f"The loss does not depend on {_listed(names)}, so training never changes "
+            f"{'it' if len(names) == 1 else 'them'}.",
+            level=always,
+            do="Use them in forward, remove them, or set requires_grad=False.",
+            module=names[0].rpartition(".")[0] or names[0],
+            place=place,
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(names) if len(names) < 3 else first_and_more(names)
+
+
+def tied(subject: Subject) -> Iterator[Issue]:
+    for parameter in subject.facts.parameters:
+        if len(parameter.names) > 1:
+            yield Issue(
+                kind="tied-parameter",
+                what=f"{' and '.join(parameter.names)} are one parameter: every stage that reads it holds a copy, and "
+                "their gradients are summed after each step.",
+                level=lambda case: "note" if case.strategy.stage_axis else None,
+                do="Nothing, or untie them to save the copy and the sum.",
+                module=parameter.names[-1].rpartition(".")[0] or parameter.name,
+                place=partial(subject.made, parameter.names[-1]),
+            )
+
+
+def aliased(subject: Subject) -> Iterator[Issue]:
+    for one, other in subject.facts.aliased:
+        yield Issue(
+            kind="shared-memory",
+            what=f"{one} and {other} are two parameters in the same memory: one process updates that memory twice in "
+            "a step, and ranks that hold copies or shards keep two different weights.",
+            level=always,
+            do=f"Assign the parameter itself ({other} = {one}), or copy its values.",
+            module=other.rpartition(".")[0] or other,
+            place=subject.made(other),
+        )
+
+
+def frozen(subject: Subject) -> Iterator[Issue]:
+    names = [p.name for p in subject.facts.parameters if not p.trainable]
+    if names:
+        yield Issue(
+            kind="frozen-parameter",
+            what=f"{first_and_more(names)} of {len(subject.facts.parameters)} parameters are frozen: they get no "
+            "gradient and no optimizer state, but their shards are gathered in every pass, and their stage does less "
+            "work in backward than its forward suggests.",
+            level=_frozen_level,
+            do="Nothing, or keep them in modules of their own, so that Job(units=...) or Job(stages=...) separates "
+            "them.",
+            module=names[0].rpartition(".")[0] or names[0],
+            place=partial(subject.made, names[0]),
+        )
+
+
+def _frozen_level(case: Case) -> Level | None:
+    return "note" if case.strategy.traits.gathers or case.strategy.stage_axis else None
+
+
+def read_elsewhere(subject: Subject) -> Iterator[Issue]:
+    """Parameters of shard units that are read while the unit does not run."""
+    names = list(subject.facts.read_outside)
+    if names:
+        yield Issue(
+            kind="parameter-read-elsewhere",
+            what=f"{first_and_more(names)} is read outside of the forward of the module that holds it, so it stays "
+            "gathered for the whole step.",
+            level=lambda case: "note" if case.strategy.traits.gathers else None,
+            do="Call the module instead of reading its parameter.",
+            module=names[0].rpartition(".")[0] or names[0],
+            place=partial(subject.made, names[0]),
+        )

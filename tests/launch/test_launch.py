@@ -16,8 +16,8 @@ from torch.distributed.elastic.multiprocessing import api as multiprocessing
 
 from meshwright.errors import NonFiniteLoss, RankFailed
 from meshwright.launch import hangs, preemption
-from meshwright.launch.agent import LocalRendezvous
 from meshwright.launch.launch import launch
+from meshwright.launch.rendezvous import LocalRendezvous
 from toy_worker import wait_for
 
 TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGURG)

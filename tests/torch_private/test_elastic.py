@@ -5,7 +5,7 @@ from pathlib import Path
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from meshwright.launch.agent import LocalRendezvous
+from meshwright.launch.rendezvous import LocalRendezvous
 from meshwright.torch_private.elastic import RankAgent, SignalException
 
 

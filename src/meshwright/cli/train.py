@@ -26,13 +26,26 @@ engine=deepspeed. Under torchrun, Slurm or Kubernetes, the launcher sets the ran
 def train(
     job: Annotated[str, typer.Argument(help="A Python file with a variable `job`, or file.py:name.")],
     strategy: Annotated[str | None, typer.Option(help="A strategy such as fsdp,bf16, or auto; default: ddp.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Processes to start here, one per device.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes on this machine, one per device.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the whole run, including resumed ones.")] = 100,
     out: Annotated[Path | None, typer.Option(help="Folder for records and checkpoints.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, under any strategy.")] = False,
     save_every: Annotated[int, typer.Option(min=0, help="Save every N steps; 0: only at the end.")] = 0,
     keep: Annotated[int, typer.Option(min=0, help="Checkpoints to keep, the newest ones; 0: all.")] = 3,
     keep_every: Annotated[int, typer.Option(min=0, help="Also keep one checkpoint every N steps.")] = 0,
+    nodes: Annotated[
+        str | None, typer.Option(help="Machines of the run, each of which starts this command: 2, or 1:2 for 1 or 2.")
+    ] = None,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="Number of this machine, from 0.")] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(help="HOST:PORT at which node 0 listens, the same on all nodes.")
+    ] = None,
+    node_wait: Annotated[float, typer.Option(min=1, help="Seconds to wait for nodes that are missing.")] = 600.0,
+    interface: Annotated[
+        str | None, typer.Option(help="Network interface between nodes; default: the one towards the rendezvous.")
+    ] = None,
     max_restarts: Annotated[
         int | None, typer.Option(min=0, help="Restarts after a killed or crashed rank; default: 3 with --out.")
     ] = None,
@@ -74,12 +87,15 @@ def train(
 
     [bold]meshwright train job.py --deepspeed-config ds.json --ranks 8[/]
 
+    [bold]meshwright train job.py --strategy hsdp=2x8 --ranks 8 --nodes 2 --node-rank 0 --rendezvous node0:29500[/]
+
     [bold]torchrun --nproc-per-node 8 -m meshwright train job.py --strategy fsdp,bf16,ac=selective[/]
     """
     with importing():
         from meshwright.commands.train import train_command
         from meshwright.environment import silent_profiler
         from meshwright.facts.strategy import Strategy
+        from meshwright.launch.node_options import node_options
         from meshwright.report.tables import summary_table
         from meshwright.runtime.request import TrainRequest
         from meshwright.runtime.sinks import check_services
@@ -113,6 +129,8 @@ def train(
         log_to=tuple(name for name in services if name != "tensorboard"),
         profile=_profile(profile, profile_ranks, out),
         deepspeed_config=config,
+        nodes=node_options(nodes, node_rank, rendezvous, interface=interface, wait=node_wait),
+        interface=interface,
     )
     with silent_profiler():
         summary = train_command(replace(request, strategy=_chosen(request)))
@@ -140,6 +158,8 @@ def _chosen(request: TrainRequest) -> Strategy:
     from meshwright.api.setup import resolve_auto
     from meshwright.jobs.load import load_job
 
-    chosen = resolve_auto(load_job(request.job), request.strategy, ranks=request.ranks, device=request.device)
+    most = 1 if request.nodes is None else request.nodes.most
+    job = load_job(request.job)
+    chosen = resolve_auto(job, request.strategy, ranks=request.ranks, device=request.device, nodes=most)
     print(f"auto: {chosen}", file=sys.stderr)
     return chosen

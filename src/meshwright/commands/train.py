@@ -32,9 +32,15 @@ RESTARTS = 3
 def train_command(request: TrainRequest) -> dict[str, Any] | None:
     """Train with the run's folder locked; returns the summary on rank 0, and None on other ranks."""
     place = launched()
-    folder = request.out if place is None or place.rank == 0 else None
-    with nullcontext() if folder is None else owned(folder):
+    if request.nodes is not None and place is not None:
+        raise BadInput("--nodes was given, but a launcher started this process; leave it out: the launcher has nodes.")
+    with owned(request.out) if request.out is not None and _is_first(request, place) else nullcontext():
         return _train(_checked(request), place)
+
+
+def _is_first(request: TrainRequest, place: LaunchedRank | None) -> bool:
+    """Whether this process is the one that prepares the run's folder and prints its result."""
+    return (place is None or place.rank == 0) and (request.nodes is None or request.nodes.rank == 0)
 
 
 def _checked(request: TrainRequest) -> TrainTask:
@@ -46,10 +52,11 @@ def _checked(request: TrainRequest) -> TrainTask:
     if strategy.offload == "nvme" and out is not None:
         raise Refused(f"No checkpoint is made under {strategy}, so --out has nothing to keep; leave it out.")
     device = choose_device(known_device(request.device))
-    count = count_ranks(request.ranks, default=fewest_ranks(strategy, device))
+    nodes = 1 if request.nodes is None else request.nodes.most
+    count = nodes * count_ranks(request.ranks, default=_default_ranks(strategy, device, nodes))
     job, facts = load_and_describe(request.job)
     clipped = request.clip(job)
-    resolved = check(clipped, facts, strategy, find_place(device, count, strategy))
+    resolved = check(clipped, facts, strategy, find_place(device, count, strategy, nodes=nodes))
     if request.deepspeed_config is not None:
         check_engine_config(request.deepspeed_config, clipped, resolved)
     dry_run(job, facts, resolved)
@@ -71,23 +78,41 @@ def _checked(request: TrainRequest) -> TrainTask:
     return TrainTask(request=checked, facts=facts)
 
 
+def _default_ranks(strategy: Strategy, device: str, nodes: int) -> int:
+    """The ranks of each node, if --ranks is missing."""
+    fewest = fewest_ranks(strategy, device)
+    if fewest % nodes and fewest > 1:
+        raise BadInput(f"{strategy} needs {fewest} ranks, which {nodes} nodes cannot share equally; give --ranks.")
+    return max(1, fewest // nodes)
+
+
 def _train(task: TrainTask, place: LaunchedRank | None) -> dict[str, Any] | None:
     """Train in launched ranks, in this process alone, or in ranks that are started now."""
     request, out, count = task.request, task.request.out, task.request.ranks or 1
-    if out is not None and (place is None or place.rank == 0):
+    first = _is_first(request, place)
+    if out is not None and first:
         prepare_output(out, resume=request.resume)
         if request.resume:
             saved_seed(out, request.seed)  # refuses a different seed before any process starts
     restarts = request.max_restarts
     if restarts is None:
         restarts = RESTARTS if out is not None and count > 1 else 0
-    if place is not None or request.strategy.traits.many_devices or (count == 1 and not restarts):
+    alone = request.strategy.traits.many_devices or (count == 1 and not restarts)
+    if place is not None or (alone and request.nodes is None):
         with redirect_stdout(sys.stderr):
             summary = run_train(task)
-        return summary if place is None or place.rank == 0 else None
+        return summary if first else None
     results: list[Any] = []
-    launch(task, count, results=results, max_restarts=restarts, grace=request.grace, patience=request.patience)
-    return results[0]  # type: ignore[no-any-return]
+    launch(
+        task,
+        count if request.nodes is None else count // request.nodes.most,
+        results=results,
+        max_restarts=restarts,
+        grace=request.grace,
+        patience=request.patience,
+        nodes=request.nodes,
+    )
+    return results[0] if first else None
 
 
 def dropout_note(strategy: Strategy) -> str:

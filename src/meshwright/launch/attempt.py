@@ -95,7 +95,7 @@ class Attempt:
         _write_whole(self.path / "pids.json", json.dumps(pids))
 
     def pids(self) -> dict[int, int]:
-        """Pids by rank; empty until all ranks are started."""
+        """Pids of this node's ranks; empty until all of them are started."""
         path = self.path / "pids.json"
         return {int(rank): pid for rank, pid in json.loads(path.read_text()).items()} if path.exists() else {}
 
@@ -153,9 +153,10 @@ class Attempt:
         return sorted(found, key=lambda error: error.time)
 
     def last_lines(self, rank: int, count: int = 20) -> str:
-        """The last lines that a rank wrote to stderr, from the log of torch's agent."""
-        logs = [*self.folder.glob(f"*/attempt_{self.number}/{rank}/stderr.log")]
-        return "\n".join(logs[0].read_text(errors="replace").splitlines()[-count:]) if logs else ""
+        """The last lines that a rank of this node wrote to stderr, from the log of torch's agent."""
+        local = rank - min(self.pids(), default=rank)
+        logs = sorted(self.folder.glob(f"*/attempt_*/{local}/stderr.log"), key=lambda path: path.stat().st_mtime)
+        return "\n".join(logs[-1].read_text(errors="replace").splitlines()[-count:]) if logs else ""
 
 
 def own_attempt() -> Attempt | None:

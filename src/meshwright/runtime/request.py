@@ -14,6 +14,7 @@ from typing import Any
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
+from meshwright.launch.node_options import NodeOptions
 from meshwright.launch.preemption import GRACE
 from meshwright.runtime.profile_train import ProfileOptions
 
@@ -25,6 +26,7 @@ class TrainRequest:
     job: str
     strategy: Strategy
     ranks: int | None = None
+    """On this machine; in a task, on all nodes together."""
     steps: int = 100
     """Of the whole run, including those before a resume."""
     out: Path | None = None
@@ -47,6 +49,9 @@ class TrainRequest:
     log_to: tuple[str, ...] = ()
     profile: ProfileOptions | None = None
     deepspeed_config: Mapping[str, Any] | None = None
+    nodes: NodeOptions | None = None
+    """None: this machine alone, or the nodes of another launcher."""
+    interface: str | None = None
 
     def clip(self, job: Job) -> Job:
         """The job with this request's `max_norm`."""

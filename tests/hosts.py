@@ -102,14 +102,12 @@ class Host(Namespace):
     def limit(self, gigabits: float) -> None:
         """Limit what the host sends and what it receives; 0 lifts the limit."""
         self._gigabits = gigabits
-        for namespace, device in ((self, DEVICE), (self._switch, self._port)):
-            with suppress(subprocess.CalledProcessError):  # there was no limit
-                namespace.run("tc", "qdisc", "delete", "dev", device, "root")
-            if gigabits:
-                # The bucket holds a millisecond of traffic, and at least a segment as large as the kernel sends.
-                burst = f"{max(128_000, int(gigabits * 1e9 / 8 * 1e-3))}b"
-                bucket = ("tbf", "rate", f"{gigabits * 1e3:.0f}mbit", "burst", burst, "latency", "50ms")
-                namespace.run("tc", "qdisc", "add", "dev", device, "root", *bucket)
+        _limit(self, DEVICE, gigabits)
+        _limit(self._switch, self._port, gigabits)
+
+    def limit_loopback(self, gigabits: float) -> None:
+        """Limit what processes of the host send to one another, all of them together; 0 lifts the limit."""
+        _limit(self, "lo", gigabits)
 
     def cut(self) -> None:
         """Unplug the link: packets are lost in both directions, and connections stay open."""
@@ -161,6 +159,19 @@ def make_hosts(count: int, *, gigabits: float = 0.0) -> Iterator[list[Host]]:
         yield hosts
 
 
+def slurm_variables(rank: int, *, nodes: int = 2, per_node: int = 2) -> dict[str, str]:
+    """What srun sets for a task of a step on these hosts."""
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": str(nodes * per_node),
+        "SLURM_LOCALID": str(rank % per_node),
+        "SLURM_STEP_NODELIST": f"host[0-{nodes - 1}]",
+        "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})",
+        "SLURM_JOB_ID": "7",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
 def wait_for(processes: Sequence[subprocess.Popen[Any]], seconds: float) -> list[int]:
     """Exit codes once all have ended; a `TimeoutError` names those that have not after `seconds`."""
     end = time.monotonic() + seconds
@@ -170,6 +181,16 @@ def wait_for(processes: Sequence[subprocess.Popen[Any]], seconds: float) -> list
             raise TimeoutError(f"processes {late} had not ended after {seconds:g} s")
         time.sleep(0.05)
     return [process.returncode for process in processes]
+
+
+def _limit(namespace: Namespace, device: str, gigabits: float) -> None:
+    with suppress(subprocess.CalledProcessError):  # there was no limit
+        namespace.run("tc", "qdisc", "delete", "dev", device, "root")
+    if gigabits:
+        # The bucket holds a millisecond of traffic, and at least a segment as large as the kernel sends.
+        burst = f"{max(128_000, int(gigabits * 1e9 / 8 * 1e-3))}b"
+        bucket = ("tbf", "rate", f"{gigabits * 1e3:.0f}mbit", "burst", burst, "latency", "50ms")
+        namespace.run("tc", "qdisc", "add", "dev", device, "root", *bucket)
 
 
 def _run(*command: str) -> str:

@@ -26,9 +26,7 @@ engine=deepspeed. Under torchrun, Slurm or Kubernetes, the launcher sets the ran
 def train(
     job: Annotated[str, typer.Argument(help="A Python file with a variable `job`, or file.py:name.")],
     strategy: Annotated[str | None, typer.Option(help="A strategy such as fsdp,bf16, or auto; default: ddp.")] = None,
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes on this machine, one per device.")
-    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per device.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the whole run, including resumed ones.")] = 100,
     out: Annotated[Path | None, typer.Option(help="Folder for records and checkpoints.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, under any strategy.")] = False,
@@ -54,6 +52,7 @@ def train(
         float,
         typer.Option(min=0, help="Seconds a rank may be silent beyond its longest step; 0: no limit."),
     ] = 120.0,
+    on_hang: Annotated[str, typer.Option(help="What follows when a rank hangs: restart, or end.")] = "restart",
     seed: Annotated[
         int | None, typer.Option(help="Seed for initial weights, data order and dropout; default: 0.")
     ] = None,
@@ -121,6 +120,7 @@ def train(
         max_restarts=max_restarts,
         grace=grace,
         patience=patience,
+        on_hang=on_hang,
         seed=seed,
         max_norm=max_norm,
         workers=workers,

@@ -51,6 +51,8 @@ def _checked(request: TrainRequest) -> TrainTask:
         raise BadInput(f"{option} needs the run's folder; give it with --out.")
     if strategy.offload == "nvme" and out is not None:
         raise Refused(f"No checkpoint is made under {strategy}, so --out has nothing to keep; leave it out.")
+    if request.on_hang not in ("restart", "end"):
+        raise BadInput(f"--on-hang must be restart or end, not {request.on_hang!r}.")
     device = choose_device(known_device(request.device))
     nodes = 1 if request.nodes is None else request.nodes.most
     count = nodes * count_ranks(request.ranks, default=_default_ranks(strategy, device, nodes))
@@ -110,6 +112,7 @@ def _train(task: TrainTask, place: LaunchedRank | None) -> dict[str, Any] | None
         max_restarts=restarts,
         grace=request.grace,
         patience=request.patience,
+        hang_ends=request.on_hang == "end",
         nodes=request.nodes,
     )
     return results[0] if first else None

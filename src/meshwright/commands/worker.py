@@ -14,8 +14,9 @@ from meshwright.environment import restart_count
 from meshwright.jobs.load import load_job
 from meshwright.launch.attempt import own_task, report
 from meshwright.launch.hangs import watching_itself
-from meshwright.launch.heartbeat import beat_while_compiling
+from meshwright.launch.heartbeat import beat_while_compiling, own_heartbeat
 from meshwright.launch.preemption import Preemption
+from meshwright.launch.stragglers import measure_waiting
 from meshwright.runtime.checkpoints import Checkpoints, saved_seed
 from meshwright.runtime.request import TrainRequest, TrainTask, VerifyTask
 from meshwright.runtime.run import enter_world, setup
@@ -46,6 +47,8 @@ def run_train(task: TrainTask) -> dict[str, Any]:
         ) as run,
     ):
         checkpoints = None
+        if run.world.ranks > 1 and run.world.device.type == "cpu" and request.patience:
+            measure_waiting(own_heartbeat())
         if run.strategy.compile:
             beat_while_compiling()
         if out is not None:

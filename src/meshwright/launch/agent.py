@@ -25,6 +25,7 @@ from meshwright.launch.node_options import NodeOptions
 from meshwright.launch.peers import Peers
 from meshwright.launch.preemption import GRACE, Forwarding
 from meshwright.launch.rendezvous import LOOPBACK, LocalRendezvous, NodeRendezvous
+from meshwright.launch.stragglers import StragglerWatch
 from meshwright.torch_private.elastic import RankAgent, SignalException
 
 UNUSED = "SIGURG"
@@ -90,6 +91,7 @@ class Agent(RankAgent):
         max_restarts: int = 0,
         grace: float = GRACE,
         watch: HangWatch | None = None,
+        hang_ends: bool = False,
         nodes: NodeOptions | None = None,
         adapt: Callable[[Attempt, int], None] | None = None,
     ) -> None:
@@ -111,14 +113,17 @@ class Agent(RankAgent):
         self.attempt = Attempt(folder, 0)
         self.forwarding = Forwarding(lambda: self.attempt, grace=grace)
         self._interrupts, self._watch, self._adapt = interrupts, watch, adapt
+        self._hang_ends = hang_ends
         self._peers: Peers | None = None
-        self._looked = time.monotonic()
+        self._looked = self._compared = time.monotonic()
+        self._stragglers = StragglerWatch()
         self.failure: Failure | None = None
         """Why the last attempt failed."""
 
     def start_ranks(self) -> dict[int, Any]:
         self.attempt, self.failure = Attempt(self.attempt.folder, self._meeting.round), None
         self.attempt.set_up()
+        self._stragglers = StragglerWatch()
         announce_attempt(self.attempt.number)
         if isinstance(self._meeting, NodeRendezvous):
             self._peers = Peers(self._meeting, self.store, self.node, self.own_ranks)
@@ -144,6 +149,7 @@ class Agent(RankAgent):
             self._peers.end()
 
     def look_at_ranks(self) -> RunResult:
+        self._compare_ranks()
         # Reasons to kill the ranks ourselves.
         trouble = None if self._peers is None else self._peers.trouble()
         cause = self._overdue() if self.forwarding.overdue else trouble or self._hang()
@@ -166,6 +172,17 @@ class Agent(RankAgent):
             self._decide(self.failure)
         return result
 
+    def _compare_ranks(self) -> None:
+        """Tell of a rank that is slower than the others; with several nodes, node 0 does."""
+        if self._watch is None or time.monotonic() - self._compared < LOOK_EVERY_S:
+            return
+        self._compared = time.monotonic()
+        times = self._stragglers.own_times(self.attempt.beats())
+        if self._peers is not None:
+            times = self._peers.gather_times(times)
+        if slow := self._stragglers.tell(times, self._peers.hosts if self._peers else {}):
+            print(slow, file=sys.stderr, flush=True)
+
     def _agreed(self, own: Failure) -> Failure:
         """The cause of the failure of all nodes, if there are several; it may be on another one."""
         if self._peers is None:
@@ -174,8 +191,13 @@ class Agent(RankAgent):
         return self._peers.agree(replace(own, host=self._peers.own.host, final=final))
 
     def _hang(self) -> Failure | None:
-        found = None if self._watch is None else self._watch.find(self.attempt)
-        return None if found is None else Failure(rank=found.rank, message=found.message, traceback=found.stack.text)
+        if self._watch is None:
+            return None
+        peers = self._peers
+        found = self._watch.find(self.attempt) if peers is None else peers.find_hang(self._watch, self.attempt)
+        if found is None:
+            return None
+        return Failure(rank=found.rank, message=found.message, traceback=found.text, final=self._hang_ends)
 
     def _lost(self, result: RunResult) -> list[int]:
         """Ranks that ended without an error before their work was done."""

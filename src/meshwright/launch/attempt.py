@@ -8,7 +8,10 @@
         listening-RANK          pid of a rank that handles signals
         results.jsonl           results that rank 0 reports
         heartbeat-RANK          what a rank is doing, and since when
+        asked                   how often ranks were asked for their last collectives
         stacks-RANK             stacks of the rank's threads, on request
+        stacks-RANK-PID         stacks of a data-loading process of the rank
+        collectives-RANK        the rank's last collectives, with the number of the request
         failure-RANK.json       a failed rank's error
         finished-RANK           marks a rank that finished its work
 
@@ -117,6 +120,41 @@ class Attempt:
     def stacks(self, rank: int) -> str:
         path = self.stack_file(rank)
         return path.read_text(errors="replace") if path.exists() else ""
+
+    def loader_stack_file(self, rank: int, pid: int) -> Path:
+        return self.path / f"stacks-{rank}-{pid}"
+
+    def loader_stacks(self, rank: int) -> dict[int, str]:
+        """Stacks of the rank's living data-loading processes, by pid."""
+        found = {int(path.name.rpartition("-")[2]): path for path in self.path.glob(f"stacks-{rank}-*")}
+        return {pid: path.read_text(errors="replace") for pid, path in found.items() if _lives(pid)}
+
+    def ask(self) -> None:
+        """Ask the ranks for their last collectives, and empty the files for stacks, which signals ask for."""
+        for path in self.path.glob("stacks-*"):
+            os.truncate(path, 0)
+        _write_whole(self.path / "asked", str(self.times_asked() + 1))
+
+    def times_asked(self) -> int:
+        path = self.path / "asked"
+        return int(path.read_text()) if path.exists() else 0
+
+    def tell_collectives(self, rank: int, collectives: str, asked: int) -> None:
+        _write_whole(self.path / f"collectives-{rank}", f"{asked}\n{collectives}")
+
+    def has_told(self, rank: int) -> bool:
+        """Whether the rank has answered the last request."""
+        return self._told(rank)[0] >= self.times_asked()
+
+    def collectives(self, rank: int) -> list[dict[str, Any]]:
+        """The rank's last collectives; empty if it has not answered the last request."""
+        asked, text = self._told(rank)
+        return json.loads(text) if asked >= self.times_asked() else []
+
+    def _told(self, rank: int) -> tuple[int, str]:
+        path = self.path / f"collectives-{rank}"
+        asked, _, text = path.read_text().partition("\n") if path.exists() else ("0", "", "[]")
+        return int(asked), text
 
     def listen(self, rank: int) -> None:
         _write_whole(self.path / f"listening-{rank}", str(os.getpid()))

@@ -36,6 +36,7 @@ def launch(
     grace: float | None = None,
     worker: str = WORKER,
     patience: float = 0.0,
+    hang_ends: bool = False,
     nodes: NodeOptions | None = None,
     adapt: Callable[[int], Any] | None = None,
 ) -> None:
@@ -44,7 +45,8 @@ def launch(
     If a rank crashes or is killed, all ranks restart, at most `max_restarts` times; after a user's mistake they do not.
     The first failure of the last attempt is raised. With `grace`, SIGTERM and SIGUSR1 ask the ranks to save and end
     within that many seconds; without it, SIGTERM ends them at once. With `patience`, a rank that is silent for that
-    many seconds beyond its longest step counts as failed. Ranks end with this process, whatever ends it.
+    many seconds beyond its longest step counts as failed; with `hang_ends`, that ends the run. Ranks end with this
+    process, whatever ends it.
 
     With `nodes`, launchers on several machines do this together: a failure on one restarts the ranks of all, and a node
     that is lost is waited for, or done without. `adapt` makes the task for a number of ranks; without it, the task is
@@ -65,6 +67,7 @@ def launch(
             max_restarts=max_restarts,
             grace=grace or GRACE,
             watch=HangWatch(patience) if patience else None,
+            hang_ends=hang_ends,
             nodes=nodes,
             adapt=None if adapt is None else lambda attempt, ranks: attempt.hand_out(options, adapt(ranks)),
         )

@@ -1,7 +1,7 @@
 """What the launchers of a run's nodes tell one another during an attempt, through the store of their rendezvous.
 
-Each says that it is alive, and why its ranks failed. A thread talks to the store, because a store whose host lost its
-power never answers.
+Each says that it is alive, why its ranks failed, and what they are doing while some are silent. A thread talks to the
+store, because a store whose host lost its power never answers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from typing import Any
 from torch.distributed import Store
 
 from meshwright.errors import BadInput
+from meshwright.launch.attempt import Attempt
 from meshwright.launch.failure import Failure
+from meshwright.launch.hangs import HangWatch
+from meshwright.launch.rank_reports import Hang, RankReport, judge
 from meshwright.launch.rendezvous import NodeRendezvous
 
 SILENCE_S = 10.0
@@ -56,6 +59,10 @@ class Peers:
         """The last beat of each node, and when it came."""
         self._answered = now
         self._told: dict[int, dict[str, Any]] = {}
+        self._times: dict[int, dict[str, float]] = {}
+        self._reported = False
+        self._reports: dict[int, dict[str, Any]] = {}
+        """What the ranks of other nodes were doing when those were last asked."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._talk, name="peers", daemon=True)
         self._thread.start()
@@ -89,6 +96,36 @@ class Peers:
                 time.sleep(0.05)
         return self._first(failures + list(self._told.values()))
 
+    def find_hang(self, watch: HangWatch, attempt: Attempt) -> Hang | None:
+        """The rank that the others wait for, on any node. A node with a silent rank asks all for reports."""
+        if not watch.is_due():
+            return None
+        late = watch.is_late(attempt)
+        asked = late or any(found["late"] for found in self._reports.values())
+        own = watch.reports(attempt) if asked else []
+        if asked or self._reported:
+            self._store.set(
+                f"reports-{self.number}", json.dumps({"late": late, "ranks": [report.to_json() for report in own]})
+            )
+        self._reported = asked
+        told = [found["ranks"] for found in self._reports.values() if found["ranks"]]
+        if not asked or len(told) + 1 < self.count:
+            return None  # the others answer as soon as they have seen that a rank is late
+        return judge([*own, *(RankReport.from_json(report) for ranks in told for report in ranks)])
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """The host of each rank."""
+        return {rank: node.host for node in self.nodes for rank in node.ranks}
+
+    def gather_times(self, own: dict[int, float]) -> dict[int, float]:
+        """On node 0: the own times of all ranks in their last windows, whenever node 0 has a new one."""
+        if own and self.number != 0:
+            self._store.set(f"times-{self.number}", json.dumps(own))
+        if not own or self.number != 0 or len(self._times) + 1 < self.count:
+            return {}
+        return own | {int(rank): seconds for times in self._times.values() for rank, seconds in times.items()}
+
     def _exchange(self, name: str, value: Any) -> list[Any]:
         """Every node's value, in their order."""
         self._store.set(f"{name}-{self.number}", json.dumps(value))
@@ -112,6 +149,10 @@ class Peers:
                 beat = int(self._store.get(f"beat-{number}"))
                 if beat != self._heard[number][0]:
                     self._heard[number] = beat, time.monotonic()
+            if self.number == 0 and self._store.check([f"times-{number}"]):
+                self._times[number] = json.loads(self._store.get(f"times-{number}"))
+            if self._store.check([f"reports-{number}"]):
+                self._reports[number] = json.loads(self._store.get(f"reports-{number}"))
             if number not in self._told and self._store.check([f"failure-{number}"]):
                 self._told[number] = json.loads(self._store.get(f"failure-{number}"))
 

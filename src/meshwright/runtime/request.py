@@ -40,6 +40,8 @@ class TrainRequest:
     """None: a few if the run saves checkpoints."""
     grace: float = GRACE
     patience: float = 120.0
+    on_hang: str = "restart"
+    """Or "end"."""
     seed: int | None = None
     max_norm: float | None = None
     """None: the job's."""

@@ -10,12 +10,17 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from meshwright import Job
+from meshwright.assemble.batch import Share
 from meshwright.environment import own_rank
 from meshwright.launch.heartbeat import own_heartbeat
+from meshwright.runtime.data import Order
 
 HOW = os.environ.get("MESHWRIGHT_TEST_HANG", "")
 AT = 6
-BATCH = 8
+BATCH, SAMPLES = 8, 64
+_order = Order(samples=SAMPLES, global_batch=BATCH, seed=0, share=Share(ranks=2, rank=1))
+SPOILED = next(_order.parts((AT - 1) * BATCH)).indices[0]
+"""A sample of rank 1 in step 6."""
 
 
 class Net(nn.Module):
@@ -33,7 +38,7 @@ class Net(nn.Module):
 def misbehave(odd: bool, step: int) -> None:
     if HOW == "skipped":
         if not odd or step > AT:
-            dist.all_reduce(torch.ones(3))  # line of the others
+            dist.barrier()  # line of the others
     elif HOW == "other":
         if odd:
             dist.barrier()  # line of rank 1
@@ -47,13 +52,14 @@ def misbehave(odd: bool, step: int) -> None:
 
 class Data:
     def __len__(self) -> int:
-        return 64
+        return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if HOW == "loader" and get_worker_info() is not None and own_rank() == 1 and index % 8 == 3:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if HOW == "loading" and get_worker_info() is not None and own_rank() == 1 and index % 8 == 3:
-            time.sleep(1000)  # line of the loader
+        if get_worker_info() is not None and own_rank() == 1 and index == SPOILED:
+            if HOW == "stopped loader":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if HOW == "stuck loader":
+                time.sleep(1000)  # line of the loader
         generator = torch.Generator().manual_seed(index)
         return {"x": torch.randn(4, generator=generator), "y": torch.randn(2, generator=generator)}
 

@@ -14,6 +14,8 @@ from meshwright.errors import BadInput, MeshwrightError
 from meshwright.importing import importing
 
 if TYPE_CHECKING:
+    from meshwright.facts.job import Job
+    from meshwright.facts.model import ModelFacts
     from meshwright.facts.strategy import Strategy
     from meshwright.runtime.profile_train import ProfileOptions
     from meshwright.runtime.request import TrainRequest
@@ -133,7 +135,7 @@ def train(
         interface=interface,
     )
     with silent_profiler():
-        summary = train_command(replace(request, strategy=_chosen(request)))
+        summary = train_command(replace(request, strategy=_chosen(request)), _nearest)
     if summary is not None:
         print_result(summary, summary_table(summary), as_json=as_json)
         if summary["failed_saves"] and summary["saved"] != summary["steps"]:
@@ -149,6 +151,15 @@ def _profile(steps: str | None, ranks: str, out: Path | None) -> ProfileOptions 
     if out is None:
         raise BadInput("--profile writes traces into the run's folder; give --out a folder.")
     return ProfileOptions.parse(steps, ranks)
+
+
+def _nearest(job: Job, facts: ModelFacts, request: TrainRequest, ranks: int) -> Strategy:
+    """The strategy that is nearest to the requested one and fits this number of ranks."""
+    from meshwright.api.nearest import nearest_strategy
+
+    assert request.nodes is not None and request.ranks is not None
+    per_node = request.ranks // request.nodes.most
+    return nearest_strategy(job, facts, request.strategy, ranks=ranks, per_node=per_node, device=request.device)
 
 
 def _chosen(request: TrainRequest) -> Strategy:

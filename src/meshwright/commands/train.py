@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from meshwright.assemble.check import check, check_engine_config
@@ -18,6 +20,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.jobs.load import load_job
+from meshwright.launch.agent import Agree
 from meshwright.launch.launch import launch
 from meshwright.runtime.checkpoints import saved_seed
 from meshwright.runtime.place import choose_device, count_ranks, fewest_ranks, find_place, known_device
@@ -29,13 +32,20 @@ RESTARTS = 3
 """Default number of restarts of a run that saves checkpoints."""
 
 
-def train_command(request: TrainRequest) -> dict[str, Any] | None:
-    """Train with the run's folder locked; returns the summary on rank 0, and None on other ranks."""
+Replan = Callable[[Job, ModelFacts, TrainRequest, int], Strategy]
+"""A strategy like the request's for another number of ranks."""
+
+
+def train_command(request: TrainRequest, replan: Replan | None = None) -> dict[str, Any] | None:
+    """Train with the run's folder locked; returns the summary on rank 0, and None on other ranks.
+
+    `replan` is asked when the run has lost or gained nodes and its strategy does not fit any more.
+    """
     place = launched()
     if request.nodes is not None and place is not None:
         raise BadInput("--nodes was given, but a launcher started this process; leave it out: the launcher has nodes.")
     with owned(request.out) if request.out is not None and _is_first(request, place) else nullcontext():
-        return _train(_checked(request), place)
+        return _train(_checked(request), place, replan)
 
 
 def _is_first(request: TrainRequest, place: LaunchedRank | None) -> bool:
@@ -88,7 +98,7 @@ def _default_ranks(strategy: Strategy, device: str, nodes: int) -> int:
     return max(1, fewest // nodes)
 
 
-def _train(task: TrainTask, place: LaunchedRank | None) -> dict[str, Any] | None:
+def _train(task: TrainTask, place: LaunchedRank | None, replan: Replan | None) -> dict[str, Any] | None:
     """Train in launched ranks, in this process alone, or in ranks that are started now."""
     request, out, count = task.request, task.request.out, task.request.ranks or 1
     first = _is_first(request, place)
@@ -114,8 +124,23 @@ def _train(task: TrainTask, place: LaunchedRank | None) -> dict[str, Any] | None
         patience=request.patience,
         hang_ends=request.on_hang == "end",
         nodes=request.nodes,
+        adapt=None if replan is None or request.nodes is None else partial(_adapted, task, replan),
     )
     return results[0] if first else None
+
+
+def _adapted(task: TrainTask, replan: Replan, ranks: int, agree: Agree) -> TrainTask:
+    """The task for a number of ranks: under the same strategy, or under the nearest that fits, which is printed."""
+    request = task.request
+    if ranks == request.ranks:
+        return task
+    with redirect_stdout(sys.stderr):
+        text = agree(lambda: str(replan(request.clip(load_job(request.job)), task.facts, request, ranks)))
+    chosen = Strategy.parse(text)
+    if chosen != request.strategy:
+        words = f"{request.strategy} does not fit {ranks} ranks; the run goes on as {chosen}"
+        print(f"{words}, with the same global batch", file=sys.stderr, flush=True)
+    return replace(task, request=replace(request, strategy=chosen, ranks=ranks))
 
 
 def dropout_note(strategy: Strategy) -> str:

@@ -30,6 +30,8 @@ from meshwright.torch_private.elastic import RankAgent, SignalException
 
 UNUSED = "SIGURG"
 """The signal that torch's agent handles instead of those that we do: one that no process sends."""
+Agree = Callable[[Callable[[], str]], str]
+"""Makes a text on node 0, and returns it on every node."""
 _TORCH_KILLS_AFTER_S = 29.0  # after another rank failed, torch kills ranks that have not ended by then
 
 
@@ -93,9 +95,12 @@ class Agent(RankAgent):
         watch: HangWatch | None = None,
         hang_ends: bool = False,
         nodes: NodeOptions | None = None,
-        adapt: Callable[[Attempt, int], None] | None = None,
+        adapt: Callable[[Attempt, int, Agree], None] | None = None,
     ) -> None:
-        """`adapt` is told the number of all ranks before an attempt starts. `nodes`: None for this machine alone."""
+        """`nodes`: None for this machine alone.
+
+        `adapt` is told the number of all ranks before an attempt starts, and how nodes agree on a text.
+        """
         self._meeting = LocalRendezvous(folder.name) if nodes is None else NodeRendezvous(nodes)
         spec = WorkerSpec(
             role="rank",
@@ -128,15 +133,15 @@ class Agent(RankAgent):
         if isinstance(self._meeting, NodeRendezvous):
             self._peers = Peers(self._meeting, self.store, self.node, self.own_ranks)
         if self._adapt is not None:
-            self._adapt(self.attempt, self.world_size)
+            self._adapt(self.attempt, self.world_size, self._agree_on)
         with self._interrupts.after_start():
             pids = super().start_ranks()
             self.attempt.started({self.own_ranks[local]: pid for local, pid in pids.items()})
         return pids
 
     def stop_ranks(self) -> None:
-        self._leave_peers()
         super().stop_ranks()
+        self._leave_peers()
 
     def close(self) -> None:
         """Tell nodes that come later that the run has ended."""
@@ -171,6 +176,9 @@ class Agent(RankAgent):
             self.failure = trouble or self._agreed(cause or first_failure(self.attempt, codes))
             self._decide(self.failure)
         return result
+
+    def _agree_on(self, make: Callable[[], str]) -> str:
+        return make() if self._peers is None else self._peers.agree_on("adapted", make)
 
     def _compare_ranks(self) -> None:
         """Tell of a rank that is slower than the others; with several nodes, node 0 does."""

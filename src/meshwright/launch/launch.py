@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.environment import FOLDER, LOOPBACK, environment_for_ranks, environment_without_ranks
-from meshwright.launch.agent import UNUSED, Agent, Interrupts
+from meshwright.errors import BadInput
+from meshwright.launch.agent import UNUSED, Agent, Agree, Interrupts
 from meshwright.launch.attempt import RankOptions
 from meshwright.launch.hangs import HangWatch
 from meshwright.launch.janitor import cleaned_up_after
@@ -38,7 +39,7 @@ def launch(
     patience: float = 0.0,
     hang_ends: bool = False,
     nodes: NodeOptions | None = None,
-    adapt: Callable[[int], Any] | None = None,
+    adapt: Callable[[int, Agree], Any] | None = None,
 ) -> None:
     """Run a worker module's `main()` once per rank and wait. `results` gets what rank 0 reports, also on failure.
 
@@ -49,8 +50,8 @@ def launch(
     process, whatever ends it.
 
     With `nodes`, launchers on several machines do this together: a failure on one restarts the ranks of all, and a node
-    that is lost is waited for, or done without. `adapt` makes the task for a number of ranks; without it, the task is
-    the same for any.
+    that is lost is waited for, or done without. `adapt` makes the task for a number of ranks, with a function
+    through which all nodes take what node 0 makes; without it, the task is the same for any number.
     """
     with ExitStack() as outside, tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         # Exited last, after the folder is removed.
@@ -69,7 +70,7 @@ def launch(
             watch=HangWatch(patience) if patience else None,
             hang_ends=hang_ends,
             nodes=nodes,
-            adapt=None if adapt is None else lambda attempt, ranks: attempt.hand_out(options, adapt(ranks)),
+            adapt=None if adapt is None else lambda attempt, *world: attempt.hand_out(options, adapt(*world)),
         )
         agent.attempt.hand_out(options, task)
         try:
@@ -82,6 +83,9 @@ def launch(
             ):
                 agent.run()
                 agent.close()
+        except BadInput:  # found before the ranks of an attempt started
+            agent.close()
+            raise
         except SignalException as signalled:
             raise KeyboardInterrupt(signalled.sigval.name) from None
         finally:

@@ -10,13 +10,14 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store
 
-from meshwright.errors import BadInput
+from meshwright.errors import BadInput, Refused
 from meshwright.launch.attempt import Attempt
 from meshwright.launch.failure import Failure
 from meshwright.launch.hangs import HangWatch
@@ -27,6 +28,8 @@ SILENCE_S = 10.0
 """A launcher that says nothing for this long is lost."""
 REPORT_S = 3.0
 """How long a launcher whose ranks failed waits for the reports of the others: theirs may be the cause."""
+MAKING = timedelta(minutes=10)
+"""How long node 0 may take to make what all nodes need, such as a plan."""
 _EVERY_S = 0.5
 
 
@@ -95,6 +98,19 @@ class Peers:
             while len(self._told) + 1 + len(self._silent()) < self.count and time.monotonic() < deadline:
                 time.sleep(0.05)
         return self._first(failures + list(self._told.values()))
+
+    def agree_on(self, name: str, make: Callable[[], str]) -> str:
+        """What node 0 makes, on every node; if it raises a user's mistake, all of them do."""
+        if self.number == 0:
+            try:
+                self._store.set(name, json.dumps({"made": make()}))
+            except BadInput as error:
+                self._store.set(name, json.dumps({"refused": str(error)}))
+        self._store.wait([name], MAKING)
+        found = json.loads(self._store.get(name))
+        if "refused" in found:
+            raise Refused(found["refused"])
+        return str(found["made"])
 
     def find_hang(self, watch: HangWatch, attempt: Attempt) -> Hang | None:
         """The rank that the others wait for, on any node. A node with a silent rank asks all for reports."""

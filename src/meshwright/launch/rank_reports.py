@@ -70,9 +70,9 @@ def judge(reports: Sequence[RankReport]) -> Hang | None:
     if not found.late:
         return None
     if found.stack.waits and (apart := _parted(reports)) is not None:
-        rank, how = apart
-        found = next(report for report in reports if report.rank == rank)
-        message = f"{_begin(found)}: {how}."
+        ranks, how = apart
+        found = next(report for report in reports if report.rank == ranks[-1])
+        message = f"{_begin(found, ranks)}: {how}."
     else:
         waits = "; it waits for its peers, as they do" if found.stack.waits else ""
         message = f"{_begin(found)}: {found.stack.place}{_loader(found)}{waits}."
@@ -84,9 +84,11 @@ def _order(report: RankReport) -> tuple[bool, bool, int, float]:
     return report.stack.waits, report.doing != STARTING, report.step, -report.silent
 
 
-def _begin(report: RankReport) -> str:
+def _begin(report: RankReport, ranks: Sequence[int] = ()) -> str:
     doing = f"in step {report.step + 1}" if report.doing == STEPPING else f"while {report.doing}"
-    return f"Rank {report.rank} has been silent for {report.silent:.0f} s {doing} on {report.host}"
+    who = f"Ranks {' and '.join(map(str, ranks))} have" if len(ranks) > 1 else f"Rank {report.rank} has"
+    where = "" if len(ranks) > 1 else f" on {report.host}"
+    return f"{who} been silent for {report.silent:.0f} s {doing}{where}"
 
 
 def _loader(report: RankReport) -> str:
@@ -98,18 +100,21 @@ def _loader(report: RankReport) -> str:
     return f"; the data-loading process stands at {report.loaders[0].line}"
 
 
-def _parted(reports: Sequence[RankReport]) -> tuple[int, str] | None:
-    """The rank whose collectives are not those of the others, and how they differ; None if they do not."""
+def _parted(reports: Sequence[RankReport]) -> tuple[list[int], str] | None:
+    """The ranks whose collectives are not those of most, and how they differ; all if there is no majority.
+
+    None if their collectives do not differ.
+    """
     calls = _first_difference(reports) or {r.rank: r.stack.collective for r in reports if r.stack.collective}
     if len(set(calls.values())) < 2:
         return None
     usual, count = Counter(calls.values()).most_common(1)[0]
     odd = [rank for rank, call in calls.items() if call != usual]
-    if 2 * count == len(calls):  # nobody is in the minority: the one that is ahead has left something out
-        odd = [max(calls, key=lambda rank: next(report.step for report in reports if report.rank == rank))]
+    if 2 * count <= len(calls):
+        odd = sorted(calls)
     by_rank = {report.rank: report for report in reports}
     said = "; ".join(f"rank {rank} is in {call} at {by_rank[rank].stack.line}" for rank, call in sorted(calls.items()))
-    return odd[0], f"ranks are in different collectives: {said}"
+    return odd, f"ranks are in different collectives: {said}"
 
 
 def _first_difference(reports: Sequence[RankReport]) -> dict[int, str]:

@@ -2,8 +2,8 @@
 
 A fast rank waits for a slow one. So each rank measures how long it waits: a thread looks at its main thread twenty
 times a second, and counts the looks at which it sleeps inside a collective or a backward pass. The rest of a step is
-the rank's own time. A GPU works on while its host waits for it, so this says nothing about ranks on GPUs; there the thread
-is not started.
+the rank's own time. A GPU works on while its host waits for it, so this says nothing about ranks on GPUs; there the
+thread is not started.
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ def test_a_rank_killed_on_one_host_restarts_the_ranks_of_both(hosts: list[Host])
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_mistake_on_one_host_ends_the_run_on_both(hosts: list[Host]) -> None:
     found = outcomes([start(host, rank, "rank_three_loses_its_loss", restarts=3) for rank, host in enumerate(hosts)])
     assert [(one["error"], one["message"]) for one in found] == [("NonFiniteLoss", "The loss became nan.")] * 2

@@ -41,7 +41,7 @@ def nearest_strategy(
 
 
 def distance(one: Strategy, other: Strategy) -> tuple[int, bool, int, float]:
-    """How far two strategies are apart: axes that only one has, state divided otherwise, other variants, other sizes."""
+    """How far two strategies are apart: axes that only one has, state divided differently, variants, sizes."""
     terms, others = _terms(one), _terms(other)
     both = terms.keys() & others.keys()
     variants = (one.variant != other.variant) + sum(terms[name].schedule != others[name].schedule for name in both)

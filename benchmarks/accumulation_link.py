@@ -2,9 +2,9 @@
 
     python benchmarks/accumulation_link.py --json docs/data/accumulation_link.json
 
-Two CPU ranks, each in a network namespace of its own, are joined by a pair of virtual Ethernet devices whose rate `tc`
-limits. Both ways take turns in one run, and their ratio is compared with the planner's for a cluster file that `probe`
-makes of the limited link. It needs root; the namespaces end with their processes.
+Two CPU ranks, each on a host of its own (tests/hosts.py: namespaces whose links `tc` limits). Both ways take turns in
+one run, and their ratio is compared with the planner's for a cluster file that `probe` makes of the limited link. It
+needs root.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -46,13 +44,16 @@ from meshwright.facts.strategy import Strategy
 from meshwright.planner.search import choose
 from meshwright.probe.probe import measure
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the hosts are the tests' own
+from hosts import DEVICE, Host, make_hosts, wait_for
+
 SHAPE = Shape(layers=6, width=256, heads=4, length=64, vocabulary=512)
 """4.9 million parameters: 20 MB of gradients."""
 STRATEGIES = ("zero2", "fsdp")
 WAYS = {"each": "", "last": ",sync=last"}
 CASES = [(2, 1), (4, 1), (8, 1), (2, 8), (4, 8), (8, 8), (2, 64)]
 """Micro-batches of a step, and samples of each: with many samples, computing takes much longer than sending."""
-DEVICES, ADDRESSES, PORT = ("near", "far"), ("10.77.0.1", "10.77.0.2"), 29500
+PORT = 29500
 TIED = 0.05
 """Ways whose measured times differ by less than this share count as equally fast."""
 
@@ -77,45 +78,6 @@ def job_of(samples: int) -> Job:
     )
 
 
-def run(*command: str) -> None:
-    subprocess.run(command, check=True, timeout=20)
-
-
-def lay_cable(rank: int, peer: int | None) -> None:
-    """Give this rank's namespace its end of the cable. Rank 0 makes it and pushes one end to the peer's namespace."""
-    run("ip", "link", "set", "lo", "up")
-    if peer is not None:
-        _until(lambda: os.readlink(f"/proc/{peer}/ns/net") != os.readlink("/proc/self/ns/net"))
-        run("ip", "link", "add", DEVICES[0], "type", "veth", "peer", "name", DEVICES[1])
-        run("ip", "link", "set", DEVICES[1], "netns", str(peer))
-    _until(lambda: _has_device(rank))
-    run("ip", "address", "add", f"{ADDRESSES[rank]}/24", "dev", DEVICES[rank])
-    run("ip", "link", "set", DEVICES[rank], "up")
-
-
-def _has_device(rank: int) -> bool:
-    return subprocess.run(["ip", "link", "show", DEVICES[rank]], capture_output=True, timeout=20).returncode == 0
-
-
-def _until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        if time.monotonic() > end:
-            raise SystemExit("The other rank's network namespace did not appear within a minute.")
-        time.sleep(0.05)
-
-
-def limit(rank: int, gigabits: float) -> None:
-    """Limit what this rank sends; 0 lifts the limit."""
-    device = ("dev", DEVICES[rank])
-    subprocess.run(["tc", "qdisc", "del", *device, "root"], capture_output=True, timeout=20)
-    if gigabits:
-        # The bucket holds a millisecond of traffic, and at least a segment as large as the kernel sends.
-        burst = max(128_000, int(gigabits * 1e9 / 8 * 1e-3))
-        rate = f"{gigabits * 1e3:.0f}mbit"
-        run("tc", "qdisc", "add", *device, "root", "tbf", "rate", rate, "burst", f"{burst}b", "latency", "50ms")
-
-
 @dataclass(frozen=True)
 class Case:
     """One strategy and number of micro-batches, which is trained both ways."""
@@ -130,38 +92,27 @@ class Case:
 
 
 def one_rank(options: argparse.Namespace) -> None:
-    rank: int = options.rank
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    lay_cable(rank, options.peer)
-    os.environ |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": DEVICES[rank]}
+    """Measure all cases at one rate; rank 0 adds its rows to the file."""
+    os.environ |= {"MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": DEVICE}
     torch.set_num_threads(1)
-    world = join(rank=rank, ranks=2, local_rank=0, local_ranks=1, device=torch.device("cpu"))
-    cases = [Case(strategy, *sizes) for strategy, sizes in product(STRATEGIES, options.cases)]
+    world = join(rank=options.rank, ranks=2, local_rank=0, local_ranks=1, device=torch.device("cpu"))
     facts = describe(job_of(2))
-    rows: list[dict[str, Any]] = []
-    free = None
-    for gigabits in sorted(options.gigabits):  # without a limit first
-        limit(rank, gigabits)
-        dist.barrier()
-        cluster = measure(world)["cluster"]
-        link = cluster["hardware"]["between"]
-        # What gloo itself takes, as it would between ranks on one node.
-        free = free or {key: link[key] for key in ("bandwidth", "latency")}
-        cluster["hardware"]["within"] = free
-        cluster["hardware"]["sources"] |= {"within.bandwidth": MEASURED, "within.latency": MEASURED}
-        for case in cases:
-            found = measure_both(case, facts, world, options.rounds)
-            if world.is_main:
-                rows.append({"gigabits": gigabits, "link": dict(link), **found, **forecast_both(case, facts, cluster)})
-                print(words_of(rows[-1]), file=sys.stderr, flush=True)
+    rows: list[dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else []
+    cluster = measure(world)["cluster"]
+    link = cluster["hardware"]["between"]
+    # What gloo itself takes, as it would between ranks on one node: measured first, without a limit.
+    cluster["hardware"]["within"] = rows[0]["link"] if rows else {key: link[key] for key in ("bandwidth", "latency")}
+    cluster["hardware"]["sources"] |= {"within.bandwidth": MEASURED, "within.latency": MEASURED}
+    for strategy, sizes in product(STRATEGIES, options.cases):
+        case = Case(strategy, *sizes)
+        found = measure_both(case, facts, world, options.rounds)
+        if world.is_main:
+            forecast = forecast_both(case, facts, cluster)
+            rows.append({"gigabits": options.rate, "link": dict(link), **found, **forecast})
+            print(words_of(rows[-1]), file=sys.stderr, flush=True)
     if world.is_main:
-        Path(options.out).write_text(json.dumps(rows))
+        options.out.write_text(json.dumps(rows))
     world.leave()
-
-
-def _end_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(1)
 
 
 def measure_both(case: Case, facts: ModelFacts, world: World, rounds: int) -> dict[str, Any]:
@@ -229,9 +180,12 @@ def main() -> None:
     if options.rank is not None:
         one_rank(options)
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, make_hosts(2) as hosts:
         out = Path(folder) / "rows.json"
-        _run_ranks(out, options.minutes)
+        for gigabits in sorted(options.gigabits):  # without a limit first
+            for host in hosts:
+                host.limit(gigabits)
+            _run_ranks(hosts, out, gigabits, options.minutes)
         rows = json.loads(out.read_text())
     for line in table(rows):
         print(line)
@@ -266,39 +220,15 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def _run_ranks(out: Path, minutes: float) -> None:
-    """Start both ranks, each in a network namespace of its own, and end them if they take too long."""
-    own = [arg for arg in sys.argv[1:] if arg]
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in (1, 0):
-            peer = ["--peer", str(ranks[0].pid)] if rank == 0 else []
-            command = [
-                "unshare",
-                "--net",
-                sys.executable,
-                __file__,
-                *own,
-                "--rank",
-                str(rank),
-                "--out",
-                str(out),
-                *peer,
-            ]
-            ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE))
-        end = time.monotonic() + 60 * minutes
-        while any(process.poll() is None for process in ranks):
-            if time.monotonic() > end:
-                raise SystemExit(f"The ranks were not done after {minutes:g} minutes.")
-            if any(process.returncode for process in ranks):
-                raise SystemExit("A rank failed.")
-            time.sleep(0.2)
-        if any(process.returncode for process in ranks):
-            raise SystemExit("A rank failed.")
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+def _run_ranks(hosts: list[Host], out: Path, gigabits: float, minutes: float) -> None:
+    """Run one rank on each host. What is still running after `minutes` ends with the hosts."""
+    ranks = []
+    for rank, host in enumerate(hosts):
+        own = ["--rank", str(rank), "--rate", str(gigabits), "--out", str(out)]
+        command = [sys.executable, __file__, *sys.argv[1:], *own]
+        ranks.append(host.start(command, env={"MASTER_ADDR": hosts[0].address}))
+    if any(wait_for(ranks, 60 * minutes)):
+        raise SystemExit("A rank failed.")
 
 
 def _sizes(text: str) -> tuple[int, int]:
@@ -311,11 +241,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--gigabits", type=float, nargs="+", default=[0.0, 1.0], help="per second; 0: no limit")
     parser.add_argument("--cases", type=_sizes, nargs="+", default=CASES, help="micro-batches x samples, such as 4x8")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=20.0, help="end the ranks after this time")
+    parser.add_argument("--minutes", type=float, default=20.0, help="end the ranks of one rate after this time")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--peer", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
+    parser.add_argument("--rate", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

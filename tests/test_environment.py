@@ -137,6 +137,8 @@ def test_restart_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert restart_count() == 0
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert restart_count() == 2
+    monkeypatch.setenv("MESHWRIGHT_ATTEMPT", "3")  # also counts restarts for which torch has another number
+    assert restart_count() == 3
 
 
 @pytest.mark.parametrize("threads", [None, "3"])
@@ -150,6 +152,7 @@ def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch, threads: s
         assert os.environ["OMP_NUM_THREADS"] == (threads or "1")
         added = {"OMP_NUM_THREADS", "MESHWRIGHT_FOLDER", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
         added |= {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+        added |= {"MESHWRIGHT_ATTEMPT", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
         assert set(os.environ) - set(before) <= added
         assert os.environ["MESHWRIGHT_FOLDER"] == "folder"
         assert os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGINT,SIGHUP"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +35,29 @@ def is_killed_once(attempt: Attempt, rank: int) -> None:
         (attempt.path / "waiting").touch()
         wait_for_the_end()
     report(attempt.number)
+
+
+def rank_three_is_killed_once(attempt: Attempt, rank: int) -> None:
+    """On the second of two nodes; the others report the attempt and the ranks of all nodes."""
+    if attempt.number == 0:
+        if rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_for_the_end()
+    report([attempt.number, int(os.environ["WORLD_SIZE"])])
+
+
+def rank_three_loses_its_loss(attempt: Attempt, rank: int) -> None:
+    if rank == 3:
+        raise NonFiniteLoss("The loss became nan.")
+    wait_for_the_end()
+
+
+def waits_unless_alone(attempt: Attempt, rank: int) -> None:
+    """As long as there is a second node."""
+    if int(os.environ["WORLD_SIZE"]) > 2:
+        print("waiting", file=sys.stderr, flush=True)
+        wait_for_the_end()
+    report([attempt.number, int(os.environ["WORLD_SIZE"])])
 
 
 def leaves_a_child(attempt: Attempt, rank: int) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 FOLDER = "MESHWRIGHT_FOLDER"  # for ranks that Meshwright starts: the folder of request, result and failures
 
+ATTEMPT = "MESHWRIGHT_ATTEMPT"  # for ranks that Meshwright starts: how often the run's ranks were started before
+
 PROGRAMS = "MESHWRIGHT_PROGRAMS"  # "0": blocks of the tensor axis run as they are, without recorded programs
 
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
@@ -81,21 +83,45 @@ def programs_wanted() -> bool:
 
 
 def restart_count() -> int:
-    """Number of times that the launcher, ours or torchrun, has restarted this rank."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    """Number of times that the launcher, ours or torchrun, has restarted the ranks; the same on all nodes."""
+    return int(os.environ.get(ATTEMPT, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
 
-def environment_for_ranks(ranks: int, folder: str, *, ending: Iterable[str]) -> AbstractContextManager[None]:
+def announce_attempt(number: int) -> None:
+    """Set the `restart_count` of ranks that are started from now on."""
+    os.environ[ATTEMPT] = str(number)
+
+
+def use_interface(interface: str) -> None:
+    """Let gloo and NCCL communicate through an interface."""
+    os.environ |= _on_interface(interface)
+
+
+def interface_is_set() -> bool:
+    """Whether the user has chosen the interface of gloo or NCCL."""
+    return bool({"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & os.environ.keys())
+
+
+def meeting_address() -> str | None:
+    """The address where launched ranks meet."""
+    return os.environ.get("MASTER_ADDR")
+
+
+def environment_for_ranks(
+    ranks: int, folder: str, *, ending: Iterable[str], interface: str = LOOPBACK
+) -> AbstractContextManager[None]:
     """Set variables for the ranks that are started in this block: their folder, and an equal share of CPU threads.
 
-    `ending` names the signals on which torch's agent ends the ranks.
+    `ending` names the signals on which torch's agent ends the ranks. Ranks communicate through `interface`: other
+    machines need not reach ranks that are all on this one.
     """
     values = {
         FOLDER: folder,
-        # All ranks are on this machine, so other machines need not reach them.
-        **{name: os.environ.get(name, LOOPBACK) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")},
+        ATTEMPT: "0",
+        **{name: os.environ.get(name, value) for name, value in _on_interface(interface).items()},
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks))),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(ending),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # our own store for ranks listens on one address only
     }
     return _temporarily(values)
 
@@ -107,7 +133,7 @@ def silent_profiler() -> AbstractContextManager[None]:
 
 def environment_without_ranks() -> dict[str, str]:
     """The environment for a process without ranks: without the variables of torchrun, Slurm and Meshwright."""
-    ours = (FOLDER, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    ours = (FOLDER, ATTEMPT, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     theirs = ("GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
     return {key: value for key, value in os.environ.items() if key not in ours and not key.startswith(theirs)}
 
@@ -144,6 +170,11 @@ def _temporarily(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         for key, value in before.items():
             os.environ.pop(key, None) if value is None else os.environ.__setitem__(key, value)
+
+
+def _on_interface(interface: str) -> dict[str, str]:
+    # NCCL would take every interface whose name begins like this one.
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
 def _from_slurm(environment: Mapping[str, str]) -> LaunchedRank:

@@ -16,7 +16,8 @@
         │   │   ├── DamagedCheckpoint    its files differ from what was written
         │   │   └── WrongCheckpoint      an intact checkpoint of another model or optimizer
         │   └── NonFiniteLoss        the loss became infinite or NaN
-        └── RankFailed               a rank ended with a traceback or a signal; exit 1
+        ├── RankFailed               a rank ended with a traceback or a signal; exit 1
+        └── NodesMissing             too few nodes of a run are there; exit 1
 
 Each message says what was asked, what was found and what to do.
 """
@@ -120,6 +121,10 @@ class RankFailed(MeshwrightError):
         self.rank = rank
         self.traceback = traceback
         self.signal, self.ended_with = signal, ended_with
+
+
+class NodesMissing(MeshwrightError):
+    """Nodes of a run did not come, or did not come back, within the time to wait for them."""
 
 
 def named(path: Path) -> str:

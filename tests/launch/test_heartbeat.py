@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from meshwright.launch import heartbeat
-from meshwright.launch.hangs import CallStack, blocking_rank, own_stack, read_stack
 from meshwright.launch.heartbeat import AT_LEAST, COMPILING, SAVING, STARTING, STEPPING, Beat, Heartbeat
+from meshwright.launch.rank_reports import RankReport, judge
+from meshwright.launch.stacks import CallStack, own_stack, read_stack
 
 WAITING = CallStack(text="", frames=(("/x/torch/distributed/distributed_c10d.py", 1, "all_reduce"), ("job.py", 9, "f")))
 IN_FORWARD = CallStack(text="", frames=((torch.nn.functional.__file__, 1, "linear"), ("/home/job.py", 9, "forward")))
@@ -58,13 +59,24 @@ def test_compiling_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[:1] == [COMPILING] and seen[-1] == STEPPING
 
 
+def blamed(*ranks: tuple[int, CallStack]) -> int:
+    """The rank to blame, of ranks with these steps and stacks."""
+    reports = [
+        RankReport(rank=rank, host="here", doing=STEPPING, step=step, silent=9.0, late=True, stack=stack)
+        for rank, (step, stack) in enumerate(ranks)
+    ]
+    found = judge(reports)
+    assert found is not None
+    return found.rank
+
+
 @pytest.mark.parametrize("stuck", [IN_FORWARD, NO_ANSWER])
 def test_the_rank_that_does_not_wait_is_behind(stuck: CallStack) -> None:
-    assert blocking_rank({0: beat(), 1: beat(), 2: beat()}, {0: WAITING, 1: stuck, 2: WAITING}) == 1
+    assert blamed((3, WAITING), (3, stuck), (3, WAITING)) == 1
 
 
 def test_where_all_wait_the_one_with_fewest_steps_is_behind() -> None:
-    assert blocking_rank({0: beat(step=4), 1: beat(step=3)}, {0: WAITING, 1: WAITING}) == 1
+    assert blamed((4, WAITING), (3, WAITING)) == 1
 
 
 def test_the_line_is_the_user_s() -> None:

@@ -16,8 +16,8 @@ from torch.distributed.elastic.multiprocessing import api as multiprocessing
 
 from meshwright.errors import NonFiniteLoss, RankFailed
 from meshwright.launch import hangs, preemption
-from meshwright.launch.agent import LocalRendezvous
 from meshwright.launch.launch import launch
+from meshwright.launch.rendezvous import LocalRendezvous
 from toy_worker import wait_for
 
 TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGURG)
@@ -59,7 +59,7 @@ def test_a_rank_that_leaves_without_a_word_is_named(code: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "place"), [("asleep", "in forward_that_hangs"), ("busy", "in forward_that_hangs")])
 def test_a_rank_that_hangs_is_named_with_its_line(how: str, place: str) -> None:
-    with pytest.raises(RankFailed, match=r"^Rank 1 has been silent for \d+ s in step 2: ") as caught:
+    with pytest.raises(RankFailed, match=r"^Rank 1 has been silent for \d+ s in step 2 on \S+: ") as caught:
         run("hangs", patience=1.0, how=how)
     assert caught.value.rank == 1
     assert place in caught.value.traceback and "toy_worker.py" in caught.value.traceback

@@ -5,7 +5,7 @@ from pathlib import Path
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from meshwright.launch.agent import LocalRendezvous
+from meshwright.launch.rendezvous import LocalRendezvous
 from meshwright.torch_private.elastic import RankAgent, SignalException
 
 
@@ -69,3 +69,25 @@ def test_ranks_are_killed(tmp_path: Path) -> None:
 
 def test_a_signal_is_raised_as_torch_raises_it() -> None:
     assert SignalException("ended", sigval=signal.SIGTERM).sigval is signal.SIGTERM
+
+
+def test_an_attempt_knows_its_ranks_and_its_node(tmp_path: Path) -> None:
+    agent = agent_for("", tmp_path)
+    agent.run()
+    assert (agent.own_ranks, agent.world_size, agent.node) == ([0], 1, (0, 1))
+    agent.store.set("key", "value")
+    assert agent.store.get("key") == b"value"
+
+
+def test_ranks_are_stopped_before_a_restart(tmp_path: Path) -> None:
+    class Stopping(Counting):
+        stops = 0
+
+        def stop_ranks(self) -> None:
+            self.stops += 1
+            super().stop_ranks()
+
+    agent = agent_for("raise SystemExit(3)", tmp_path, max_restarts=1)
+    agent.__class__ = Stopping
+    agent.run()
+    assert agent.stops >= 1

@@ -26,8 +26,8 @@ from meshwright.facts.walk import Visit, Walk
 from meshwright.planner import kernels
 from meshwright.planner.collectives import RankGroup, group_on
 from meshwright.planner.search import PlanContext, consider
+from meshwright.planner.site import Site
 from meshwright.planner.step_layout import lay_out_step
-from meshwright.planner.time import Site
 from meshwright.strategies import data_strategy, model_axis
 
 

@@ -41,18 +41,19 @@ def choose_strategy(job: Job, wanted: Strategy, cluster: Cluster) -> Plan:
 
 
 def resolve_auto(
-    job: Job, strategy: Strategy | str, *, ranks: int | None = None, device: str | None = None
+    job: Job, strategy: Strategy | str, *, ranks: int | None = None, device: str | None = None, nodes: int = 1
 ) -> Strategy:
     """The strategy as written, or the planner's choice if it says `auto`.
 
-    The choice is made for `ranks` ranks of this machine, or for the launcher's; every rank makes the same choice.
+    The choice is made for `ranks` ranks on each of `nodes` machines like this one, or for the launcher's; every rank
+    makes the same choice.
     """
     wanted = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     if not wanted.auto:
         return wanted
     place = launched()
     here = local_cluster(device, devices=place.local_ranks if place else ranks)
-    cluster = replace(here, nodes=place.ranks // place.local_ranks) if place else here
+    cluster = replace(here, nodes=place.ranks // place.local_ranks if place else nodes)
     return choose_strategy(job, wanted, cluster).strategy
 
 

@@ -14,6 +14,8 @@ from meshwright.errors import BadInput, MeshwrightError
 from meshwright.importing import importing
 
 if TYPE_CHECKING:
+    from meshwright.facts.job import Job
+    from meshwright.facts.model import ModelFacts
     from meshwright.facts.strategy import Strategy
     from meshwright.runtime.profile_train import ProfileOptions
     from meshwright.runtime.request import TrainRequest
@@ -26,7 +28,7 @@ engine=deepspeed. Under torchrun, Slurm or Kubernetes, the launcher sets the ran
 def train(
     job: Annotated[str, typer.Argument(help="A Python file with a variable `job`, or file.py:name.")],
     strategy: Annotated[str | None, typer.Option(help="A strategy such as fsdp,bf16, or auto; default: ddp.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Processes to start here, one per device.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per device.")] = None,
     steps: Annotated[
         int | None,
         typer.Option(min=1, help="Optimizer steps of the whole run, including resumed ones; default: 100."),
@@ -42,6 +44,17 @@ def train(
     save_every: Annotated[int, typer.Option(min=0, help="Save every N steps; 0: only at the end.")] = 0,
     keep: Annotated[int, typer.Option(min=0, help="Checkpoints to keep, the newest ones; 0: all.")] = 3,
     keep_every: Annotated[int, typer.Option(min=0, help="Also keep one checkpoint every N steps.")] = 0,
+    nodes: Annotated[
+        str | None, typer.Option(help="Machines of the run, each of which starts this command: 2, or 1:2 for 1 or 2.")
+    ] = None,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="Number of this machine, from 0.")] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(help="HOST:PORT at which node 0 listens, the same on all nodes.")
+    ] = None,
+    node_wait: Annotated[float, typer.Option(min=1, help="Seconds to wait for nodes that are missing.")] = 600.0,
+    interface: Annotated[
+        str | None, typer.Option(help="Network interface between nodes; default: the one towards the rendezvous.")
+    ] = None,
     max_restarts: Annotated[
         int | None, typer.Option(min=0, help="Restarts after a killed or crashed rank; default: 3 with --out.")
     ] = None,
@@ -50,6 +63,7 @@ def train(
         float,
         typer.Option(min=0, help="Seconds a rank may be silent beyond its longest step; 0: no limit."),
     ] = 120.0,
+    on_hang: Annotated[str, typer.Option(help="What follows when a rank hangs: restart, or end.")] = "restart",
     seed: Annotated[
         int | None, typer.Option(help="Seed for initial weights, data order and dropout; default: 0.")
     ] = None,
@@ -87,12 +101,15 @@ def train(
 
     [bold]meshwright train job.py --deepspeed-config ds.json --ranks 8[/]
 
+    [bold]meshwright train job.py --strategy hsdp=2x8 --ranks 8 --nodes 2 --node-rank 0 --rendezvous node0:29500[/]
+
     [bold]torchrun --nproc-per-node 8 -m meshwright train job.py --strategy fsdp,bf16,ac=selective[/]
     """
     with importing():
         from meshwright.commands.train import train_command
         from meshwright.environment import silent_profiler
         from meshwright.facts.strategy import Strategy
+        from meshwright.launch.node_options import node_options
         from meshwright.report.tables import summary_table
         from meshwright.runtime.request import TrainRequest
         from meshwright.runtime.sinks import check_services
@@ -120,6 +137,7 @@ def train(
         max_restarts=max_restarts,
         grace=grace,
         patience=patience,
+        on_hang=on_hang,
         seed=seed,
         max_norm=max_norm,
         workers=workers,
@@ -128,9 +146,11 @@ def train(
         log_to=tuple(name for name in services if name != "tensorboard"),
         profile=_profile(profile, profile_ranks, out),
         deepspeed_config=config,
+        nodes=node_options(nodes, node_rank, rendezvous, interface=interface, wait=node_wait),
+        interface=interface,
     )
     with silent_profiler():
-        summary = train_command(replace(request, strategy=_chosen(request)))
+        summary = train_command(replace(request, strategy=_chosen(request)), _nearest)
     if summary is not None:
         print_result(summary, summary_table(summary), as_json=as_json)
         if summary["failed_saves"] and summary["saved"] != summary["steps"]:
@@ -148,6 +168,15 @@ def _profile(steps: str | None, ranks: str, out: Path | None) -> ProfileOptions 
     return ProfileOptions.parse(steps, ranks)
 
 
+def _nearest(job: Job, facts: ModelFacts, request: TrainRequest, ranks: int) -> Strategy:
+    """The strategy that is nearest to the requested one and fits this number of ranks."""
+    from meshwright.api.nearest import nearest_strategy
+
+    assert request.nodes is not None and request.ranks is not None
+    per_node = request.ranks // request.nodes.most
+    return nearest_strategy(job, facts, request.strategy, ranks=ranks, per_node=per_node, device=request.device)
+
+
 def _chosen(request: TrainRequest) -> Strategy:
     """The requested strategy; for `auto`, the planner's choice, which is printed."""
     if not request.strategy.auto:
@@ -155,6 +184,8 @@ def _chosen(request: TrainRequest) -> Strategy:
     from meshwright.api.setup import resolve_auto
     from meshwright.jobs.load import load_job
 
-    chosen = resolve_auto(load_job(request.job), request.strategy, ranks=request.ranks, device=request.device)
+    most = 1 if request.nodes is None else request.nodes.most
+    job = load_job(request.job)
+    chosen = resolve_auto(job, request.strategy, ranks=request.ranks, device=request.device, nodes=most)
     print(f"auto: {chosen}", file=sys.stderr)
     return chosen

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from meshwright.assemble.check import check, check_engine_config
@@ -20,6 +22,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.jobs.load import load_job
+from meshwright.launch.agent import Agree
 from meshwright.launch.launch import launch
 from meshwright.runtime.checkpoints import saved_seed
 from meshwright.runtime.place import choose_device, count_ranks, fewest_ranks, find_place, known_device
@@ -31,18 +34,25 @@ RESTARTS = 3
 """Default number of restarts of a run that saves checkpoints."""
 
 
-def train_command(request: TrainRequest) -> dict[str, Any] | None:
-    """Train with the run's folder locked; returns the summary on rank 0, and None on other ranks."""
-    place = launched()
-    folder = request.out if is_main_rank() else None
-    with nullcontext() if folder is None else owned(folder):
-        return _train(_checked(request), place)
+Replan = Callable[[Job, ModelFacts, TrainRequest, int], Strategy]
+"""A strategy like the request's for another number of ranks."""
 
 
-def is_main_rank() -> bool:
-    """Whether this is rank 0, or no rank of a launcher."""
+def train_command(request: TrainRequest, replan: Replan | None = None) -> dict[str, Any] | None:
+    """Train with the run's folder locked; returns the summary on rank 0, and None on other ranks.
+
+    `replan` is asked when the run has lost or gained nodes and its strategy does not fit any more.
+    """
     place = launched()
-    return place is None or place.rank == 0
+    if request.nodes is not None and place is not None:
+        raise BadInput("--nodes was given, but a launcher started this process; leave it out: the launcher has nodes.")
+    with owned(request.out) if request.out is not None and _is_first(request, place) else nullcontext():
+        return _train(_checked(request), place, replan)
+
+
+def _is_first(request: TrainRequest, place: LaunchedRank | None) -> bool:
+    """Whether this process is the one that prepares the run's folder and prints its result."""
+    return (place is None or place.rank == 0) and (request.nodes is None or request.nodes.rank == 0)
 
 
 def _checked(request: TrainRequest) -> TrainTask:
@@ -53,15 +63,18 @@ def _checked(request: TrainRequest) -> TrainTask:
         raise BadInput(f"{option} needs the run's folder; give it with --out.")
     if strategy.offload == "nvme" and out is not None:
         raise Refused(f"No checkpoint is made under {strategy}, so --out has nothing to keep; leave it out.")
+    if request.on_hang not in ("restart", "end"):
+        raise BadInput(f"--on-hang must be restart or end, not {request.on_hang!r}.")
     device = choose_device(known_device(request.device))
-    count = count_ranks(request.ranks, default=fewest_ranks(strategy, device))
+    nodes = 1 if request.nodes is None else request.nodes.most
+    count = nodes * count_ranks(request.ranks, default=_default_ranks(strategy, device, nodes))
     job, facts = load_and_describe(request.job)
     adjusted = request.adjust(job)
-    resolved = check(adjusted, facts, strategy, find_place(device, count, strategy))
+    resolved = check(adjusted, facts, strategy, find_place(device, count, strategy, nodes=nodes))
     if request.deepspeed_config is not None:
         check_engine_config(request.deepspeed_config, adjusted, resolved)
     dry_run(job, facts, resolved)
-    if is_main_rank():
+    if _is_first(request, launched()):
         tell_findings(job, facts, [resolved])
     open_data(job)
     if job.evaluation is not None:
@@ -82,23 +95,57 @@ def _checked(request: TrainRequest) -> TrainTask:
     return TrainTask(request=checked, facts=facts)
 
 
-def _train(task: TrainTask, place: LaunchedRank | None) -> dict[str, Any] | None:
+def _default_ranks(strategy: Strategy, device: str, nodes: int) -> int:
+    """The ranks of each node, if --ranks is missing."""
+    fewest = fewest_ranks(strategy, device)
+    if fewest % nodes and fewest > 1:
+        raise BadInput(f"{strategy} needs {fewest} ranks, which {nodes} nodes cannot share equally; give --ranks.")
+    return max(1, fewest // nodes)
+
+
+def _train(task: TrainTask, place: LaunchedRank | None, replan: Replan | None) -> dict[str, Any] | None:
     """Train in launched ranks, in this process alone, or in ranks that are started now."""
     request, out, count = task.request, task.request.out, task.request.ranks or 1
-    if out is not None and is_main_rank():
+    first = _is_first(request, place)
+    if out is not None and first:
         prepare_output(out, resume=request.resume)
         if request.resume:
             saved_seed(out, request.seed)  # refuses a different seed before any process starts
     restarts = request.max_restarts
     if restarts is None:
         restarts = RESTARTS if out is not None and count > 1 else 0
-    if place is not None or request.strategy.traits.many_devices or (count == 1 and not restarts):
+    alone = request.strategy.traits.many_devices or (count == 1 and not restarts)
+    if place is not None or (alone and request.nodes is None):
         with redirect_stdout(sys.stderr):
             summary = run_train(task)
-        return summary if is_main_rank() else None
+        return summary if first else None
     results: list[Any] = []
-    launch(task, count, results=results, max_restarts=restarts, grace=request.grace, patience=request.patience)
-    return results[0]  # type: ignore[no-any-return]
+    launch(
+        task,
+        count if request.nodes is None else count // request.nodes.most,
+        results=results,
+        max_restarts=restarts,
+        grace=request.grace,
+        patience=request.patience,
+        hang_ends=request.on_hang == "end",
+        nodes=request.nodes,
+        adapt=None if replan is None or request.nodes is None else partial(_adapted, task, replan),
+    )
+    return results[0] if first else None
+
+
+def _adapted(task: TrainTask, replan: Replan, ranks: int, agree: Agree) -> TrainTask:
+    """The task for a number of ranks: under the same strategy, or under the nearest that fits, which is printed."""
+    request = task.request
+    if ranks == request.ranks:
+        return task
+    with redirect_stdout(sys.stderr):
+        text = agree(lambda: str(replan(request.adjust(load_job(request.job)), task.facts, request, ranks)))
+    chosen = Strategy.parse(text)
+    if chosen != request.strategy:
+        words = f"{request.strategy} does not fit {ranks} ranks; the run goes on as {chosen}"
+        print(f"{words}, with the same global batch", file=sys.stderr, flush=True)
+    return replace(task, request=replace(request, strategy=chosen, ranks=ranks))
 
 
 def layout_command(*, job: str, strategy: str, ranks: int | None) -> dict[str, Any]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from meshwright.assemble.world import PATIENCE
+from meshwright.assemble.topology import picture
+from meshwright.assemble.world import PATIENCE, World
 from meshwright.environment import restart_count
 from meshwright.jobs.load import load_job
 from meshwright.launch.attempt import own_task, report
 from meshwright.launch.hangs import watching_itself
-from meshwright.launch.heartbeat import beat_while_compiling
+from meshwright.launch.heartbeat import beat_while_compiling, own_heartbeat
 from meshwright.launch.preemption import Preemption
+from meshwright.launch.stragglers import measure_waiting
 from meshwright.runtime.checkpoints import Checkpoints, saved_seed
-from meshwright.runtime.request import TrainTask, VerifyTask
+from meshwright.runtime.request import TrainRequest, TrainTask, VerifyTask
 from meshwright.runtime.run import enter_world, setup
 from meshwright.runtime.train import train
 from meshwright.verify.references import StoredReferences
@@ -39,12 +42,13 @@ def run_train(task: TrainTask) -> dict[str, Any]:
             device=request.device,
             workers=request.workers,
             facts=task.facts,
-            # Heartbeats find the rank that a collective waits for before the collective times out.
-            world=enter_world(request.device, patience=UNWATCHED if request.patience else PATIENCE),
+            world=_enter(request),
             deepspeed_config=request.deepspeed_config,
         ) as run,
     ):
         checkpoints = None
+        if run.world.ranks > 1 and run.world.device.type == "cpu" and request.patience:
+            measure_waiting(own_heartbeat())
         if run.strategy.compile:
             beat_while_compiling()
         if out is not None:
@@ -65,6 +69,18 @@ def run_train(task: TrainTask) -> dict[str, Any]:
             profile=request.profile,
         )
     return asdict(summary)
+
+
+def _enter(request: TrainRequest) -> World:
+    """Join the other ranks; with several nodes, rank 0 prints where the strategy's axes are."""
+    # Heartbeats find the rank that a collective waits for before the collective times out.
+    patience = UNWATCHED if request.patience else PATIENCE
+    world = enter_world(request.device, patience=patience, interface=request.interface)
+    if world.ranks > world.local_ranks:
+        hosts = world.gather(socket.gethostname())[:: world.local_ranks]
+        if world.is_main:
+            print(picture(request.strategy.resolve(world.ranks), hosts), file=sys.stderr, flush=True)
+    return world
 
 
 def run_verify(task: VerifyTask, patience: timedelta | None = None) -> list[dict[str, Any]]:

@@ -1,74 +1,38 @@
-"""Torch's elastic agent for the ranks of one machine: a new rendezvous for every attempt, and signals that end it."""
+"""Torch's elastic agent for the ranks of this machine: restarts after failures on any node, and ending signals."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from meshwright.environment import announce_attempt
 from meshwright.launch.attempt import Attempt
 from meshwright.launch.failure import Failure, first_failure
 from meshwright.launch.hangs import LOOK_EVERY_S, HangWatch
+from meshwright.launch.node_options import NodeOptions
+from meshwright.launch.peers import Peers
 from meshwright.launch.preemption import GRACE, Forwarding
+from meshwright.launch.rendezvous import LOOPBACK, LocalRendezvous, NodeRendezvous
+from meshwright.launch.stragglers import StragglerWatch
 from meshwright.torch_private.elastic import RankAgent, SignalException
 
-HOST = "127.0.0.1"
 UNUSED = "SIGURG"
 """The signal that torch's agent handles instead of those that we do: one that no process sends."""
+Agree = Callable[[Callable[[], str]], str]
+"""Makes a text on node 0, and returns it on every node."""
 _TORCH_KILLS_AFTER_S = 29.0  # after another rank failed, torch kills ranks that have not ended by then
-
-
-class LocalRendezvous(RendezvousHandler):
-    """Rendezvous of the ranks of this machine, with a new store for every attempt.
-
-    Torch's handler keeps one store over restarts. A quick rank finds in it the addresses that slower peers had in the
-    attempt before, and fails to connect (pytorch issue 135712).
-    """
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        listener = socket.create_server((HOST, 0))  # torch would listen on all interfaces
-        port = listener.getsockname()[1]
-        store = TCPStore(HOST, port, is_master=True, master_listen_fd=listener.detach())
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(HOST, port))
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Ranks are clients of the agent's store."""
-        return True
-
-    def get_backend(self) -> str:
-        return "meshwright"
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """No other node can join, so nothing to do."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        return True
 
 
 class Interrupts:
@@ -129,38 +93,71 @@ class Agent(RankAgent):
         max_restarts: int = 0,
         grace: float = GRACE,
         watch: HangWatch | None = None,
+        hang_ends: bool = False,
+        nodes: NodeOptions | None = None,
+        adapt: Callable[[Attempt, int, Agree], None] | None = None,
     ) -> None:
+        """`nodes`: None for this machine alone.
+
+        `adapt` is told the number of all ranks before an attempt starts, and how nodes agree on a text.
+        """
+        self._meeting = LocalRendezvous(folder.name) if nodes is None else NodeRendezvous(nodes)
         spec = WorkerSpec(
             role="rank",
             local_world_size=ranks,
-            rdzv_handler=LocalRendezvous(folder.name),
+            rdzv_handler=self._meeting,
             entrypoint=command[0],
             args=command[1:],
             max_restarts=max_restarts,
             monitor_interval=0.1,
-            local_addr=HOST,
+            local_addr=LOOPBACK if nodes is None else nodes.address,
         )
-        silenced = {rank: Std.ALL for rank in range(1, ranks)} or Std.NONE
+        shown = 1 if nodes is None or nodes.rank == 0 else 0  # rank 0 is on node 0
+        silenced = {rank: Std.ALL for rank in range(shown, ranks)} or Std.NONE
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder), redirects=silenced))
         self.attempt = Attempt(folder, 0)
         self.forwarding = Forwarding(lambda: self.attempt, grace=grace)
-        self._interrupts, self._watch = interrupts, watch
-        self._looked = time.monotonic()
+        self._interrupts, self._watch, self._adapt = interrupts, watch, adapt
+        self._hang_ends = hang_ends
+        self._peers: Peers | None = None
+        self._looked = self._compared = time.monotonic()
+        self._stragglers = StragglerWatch()
         self.failure: Failure | None = None
         """Why the last attempt failed."""
 
     def start_ranks(self) -> dict[int, Any]:
-        # The number is the ranks' TORCHELASTIC_RESTART_COUNT.
-        self.attempt, self.failure = Attempt(self.attempt.folder, self.max_restarts - self.restarts_left), None
+        self.attempt, self.failure = Attempt(self.attempt.folder, self._meeting.round), None
         self.attempt.set_up()
+        self._stragglers = StragglerWatch()
+        announce_attempt(self.attempt.number)
+        if isinstance(self._meeting, NodeRendezvous):
+            self._peers = Peers(self._meeting, self.store, self.node, self.own_ranks)
+        if self._adapt is not None:
+            self._adapt(self.attempt, self.world_size, self._agree_on)
         with self._interrupts.after_start():
             pids = super().start_ranks()
-            self.attempt.started(pids)
+            self.attempt.started({self.own_ranks[local]: pid for local, pid in pids.items()})
         return pids
 
+    def stop_ranks(self) -> None:
+        super().stop_ranks()
+        self._leave_peers()
+
+    def close(self) -> None:
+        """Tell nodes that come later that the run has ended."""
+        self._leave_peers()
+        if self.failure is None or not self.failure.final:
+            self._meeting.shutdown()
+
+    def _leave_peers(self) -> None:
+        if self._peers is not None:
+            self._peers.end()
+
     def look_at_ranks(self) -> RunResult:
+        self._compare_ranks()
         # Reasons to kill the ranks ourselves.
-        cause = self._overdue() if self.forwarding.overdue else self._hang()
+        trouble = None if self._peers is None else self._peers.trouble()
+        cause = self._overdue() if self.forwarding.overdue else trouble or self._hang()
         if cause is not None:
             self.kill_ranks()
         begun = time.monotonic()
@@ -176,13 +173,39 @@ class Agent(RankAgent):
             codes = {rank: failure.exitcode for rank, failure in result.failures.items()} | dict.fromkeys(lost, 0)
             if time.monotonic() - begun >= _TORCH_KILLS_AFTER_S and any(c != -signal.SIGKILL for c in codes.values()):
                 codes = {rank: code for rank, code in codes.items() if code != -signal.SIGKILL}  # torch's kills
-            self.failure = cause or first_failure(self.attempt, codes)
+            self.failure = trouble or self._agreed(cause or first_failure(self.attempt, codes))
             self._decide(self.failure)
         return result
 
+    def _agree_on(self, make: Callable[[], str]) -> str:
+        return make() if self._peers is None else self._peers.agree_on("adapted", make)
+
+    def _compare_ranks(self) -> None:
+        """Tell of a rank that is slower than the others; with several nodes, node 0 does."""
+        if self._watch is None or time.monotonic() - self._compared < LOOK_EVERY_S:
+            return
+        self._compared = time.monotonic()
+        times = self._stragglers.own_times(self.attempt.beats())
+        if self._peers is not None:
+            times = self._peers.gather_times(times)
+        if slow := self._stragglers.tell(times, self._peers.hosts if self._peers else {}):
+            print(slow, file=sys.stderr, flush=True)
+
+    def _agreed(self, own: Failure) -> Failure:
+        """The cause of the failure of all nodes, if there are several; it may be on another one."""
+        if self._peers is None:
+            return own
+        final = own.final or own.kind is not None or self.forwarding.asked is not None or not self.restarts_left
+        return self._peers.agree(replace(own, host=self._peers.own.host, final=final))
+
     def _hang(self) -> Failure | None:
-        found = None if self._watch is None else self._watch.find(self.attempt)
-        return None if found is None else Failure(rank=found.rank, message=found.message, traceback=found.stack.text)
+        if self._watch is None:
+            return None
+        peers = self._peers
+        found = self._watch.find(self.attempt) if peers is None else peers.find_hang(self._watch, self.attempt)
+        if found is None:
+            return None
+        return Failure(rank=found.rank, message=found.message, traceback=found.text, final=self._hang_ends)
 
     def _lost(self, result: RunResult) -> list[int]:
         """Ranks that ended without an error before their work was done."""
@@ -193,10 +216,10 @@ class Agent(RankAgent):
 
     def _decide(self, failure: Failure) -> None:
         """Set whether torch's loop, our caller, restarts all ranks now."""
-        if failure.kind is not None or self.forwarding.asked is not None:
+        if failure.kind is not None or failure.final or self.forwarding.asked is not None:
             self.restarts_left = 0
         elif self.restarts_left:
-            restart = f"restart {self.attempt.number + 1} of {self.max_restarts}"
+            restart = f"restart {self.max_restarts - self.restarts_left + 1} of {self.max_restarts}"
             print(f"{failure.line}; {restart}", file=sys.stderr, flush=True)
 
     def _overdue(self) -> Failure:

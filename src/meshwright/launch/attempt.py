@@ -8,7 +8,10 @@
         listening-RANK          pid of a rank that handles signals
         results.jsonl           results that rank 0 reports
         heartbeat-RANK          what a rank is doing, and since when
+        asked                   how often ranks were asked for their last collectives
         stacks-RANK             stacks of the rank's threads, on request
+        stacks-RANK-PID         stacks of a data-loading process of the rank
+        collectives-RANK        the rank's last collectives, with the number of the request
         failure-RANK.json       a failed rank's error
         warnings-RANK           warnings of libraries that a rank uses
         finished-RANK           marks a rank that finished its work
@@ -96,7 +99,7 @@ class Attempt:
         _write_whole(self.path / "pids.json", json.dumps(pids))
 
     def pids(self) -> dict[int, int]:
-        """Pids by rank; empty until all ranks are started."""
+        """Pids of this node's ranks; empty until all of them are started."""
         path = self.path / "pids.json"
         return {int(rank): pid for rank, pid in json.loads(path.read_text()).items()} if path.exists() else {}
 
@@ -121,6 +124,41 @@ class Attempt:
 
     def warnings(self, rank: int) -> Path:
         return self.path / f"warnings-{rank}"
+
+    def loader_stack_file(self, rank: int, pid: int) -> Path:
+        return self.path / f"stacks-{rank}-{pid}"
+
+    def loader_stacks(self, rank: int) -> dict[int, str]:
+        """Stacks of the rank's living data-loading processes, by pid."""
+        found = {int(path.name.rpartition("-")[2]): path for path in self.path.glob(f"stacks-{rank}-*")}
+        return {pid: path.read_text(errors="replace") for pid, path in found.items() if _lives(pid)}
+
+    def ask(self) -> None:
+        """Ask the ranks for their last collectives, and empty the files for stacks, which signals ask for."""
+        for path in self.path.glob("stacks-*"):
+            os.truncate(path, 0)
+        _write_whole(self.path / "asked", str(self.times_asked() + 1))
+
+    def times_asked(self) -> int:
+        path = self.path / "asked"
+        return int(path.read_text()) if path.exists() else 0
+
+    def tell_collectives(self, rank: int, collectives: str, asked: int) -> None:
+        _write_whole(self.path / f"collectives-{rank}", f"{asked}\n{collectives}")
+
+    def has_told(self, rank: int) -> bool:
+        """Whether the rank has answered the last request."""
+        return self._told(rank)[0] >= self.times_asked()
+
+    def collectives(self, rank: int) -> list[dict[str, Any]]:
+        """The rank's last collectives; empty if it has not answered the last request."""
+        asked, text = self._told(rank)
+        return json.loads(text) if asked >= self.times_asked() else []
+
+    def _told(self, rank: int) -> tuple[int, str]:
+        path = self.path / f"collectives-{rank}"
+        asked, _, text = path.read_text().partition("\n") if path.exists() else ("0", "", "[]")
+        return int(asked), text
 
     def listen(self, rank: int) -> None:
         _write_whole(self.path / f"listening-{rank}", str(os.getpid()))
@@ -157,9 +195,10 @@ class Attempt:
         return sorted(found, key=lambda error: error.time)
 
     def last_lines(self, rank: int, count: int = 20) -> str:
-        """The last lines that a rank wrote to stderr, from the log of torch's agent."""
-        logs = [*self.folder.glob(f"*/attempt_{self.number}/{rank}/stderr.log")]
-        return "\n".join(logs[0].read_text(errors="replace").splitlines()[-count:]) if logs else ""
+        """The last lines that a rank of this node wrote to stderr, from the log of torch's agent."""
+        local = rank - min(self.pids(), default=rank)
+        logs = sorted(self.folder.glob(f"*/attempt_*/{local}/stderr.log"), key=lambda path: path.stat().st_mtime)
+        return "\n".join(logs[-1].read_text(errors="replace").splitlines()[-count:]) if logs else ""
 
 
 def own_attempt() -> Attempt | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from meshwright import errors
 from meshwright.launch.attempt import Attempt
@@ -26,18 +28,39 @@ class Failure:
     """The exit code of a rank that ended without reporting an error."""
     kind: type[errors.BadInput] | None = None
     """The error class, if it is a mistake of the user, which a restart cannot fix."""
+    host: str = ""
+    """Where it happened, if the run has several nodes."""
+    at: float = field(default_factory=time.time)
+    final: bool = False
+    """Whether the run cannot go on."""
+
+    @property
+    def order(self) -> tuple[bool, bool, float]:
+        """Sorts failures of several nodes, the cause first."""
+        silent = self.signal is not None or self.exit_code is not None
+        return self.kind is None, not silent, self.at
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "kind": self.kind.__name__ if self.kind else None}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Failure:
+        kind = document["kind"]
+        return cls(**{**document, "kind": getattr(errors, kind) if kind else None})
 
     @property
     def line(self) -> str:
-        return self.message.splitlines()[0].rstrip(".") if self.message else ""
+        first = self.message.splitlines()[0].rstrip(".") if self.message else ""
+        return f"{self.host}: {first}" if self.host and self.host not in first else first
 
     def error(self, restarts: int) -> errors.MeshwrightError:
         """The error to raise, which also says how often ranks were restarted."""
         after = f" (after {restarts} restart{'s' * (restarts > 1)})" if restarts else ""
+        where = f"On {self.host}: " if self.host and self.host not in self.message else ""
         if self.kind is not None:
             return self.kind(self.message + after)
         return errors.RankFailed(
-            self.message + after,
+            where + self.message + after,
             rank=self.rank,
             traceback=self.traceback,
             signal=self.signal,

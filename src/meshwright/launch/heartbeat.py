@@ -24,7 +24,7 @@ STARTING, STEPPING, COMPILING, SAVING = "starting", "stepping", "compiling", "sa
 EVALUATING = "evaluating"
 DUMP = signal.SIGRTMIN + 7
 """Signal on which a rank dumps its Python stacks, even if its main thread is stuck in C."""
-_WIDTH = 96
+_WIDTH = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,8 @@ class Beat:
     """Time on the monotonic clock, which all processes of the machine share."""
     thread: int
     """Id of the main thread, as in stack dumps."""
+    waited: float = 0.0
+    """Seconds that the main thread has waited for peers so far, if that is measured."""
 
     def limit(self, patience: float) -> float:
         """Seconds of silence after which the rank counts as hanging."""
@@ -47,13 +49,14 @@ class Beat:
         return self.longest + (patience if usual else max(patience, AT_LEAST))
 
     def line(self) -> str:
-        return f"{self.doing} {self.step} {self.longest:.3f} {self.at:.3f} {self.thread}"
+        return f"{self.doing} {self.step} {self.longest:.3f} {self.at:.3f} {self.thread} {self.waited:.3f}"
 
     @classmethod
     def read(cls, path: Path) -> Beat | None:
         try:
-            doing, step, longest, at, thread = path.read_text().split()
-            return cls(doing=doing, step=int(step), longest=float(longest), at=float(at), thread=int(thread))
+            doing, step, longest, at, thread, waited = path.read_text().split()
+            numbers = {"longest": float(longest), "at": float(at), "waited": float(waited)}
+            return cls(doing=doing, step=int(step), thread=int(thread), **numbers)
         except (OSError, ValueError):
             return None
 
@@ -67,6 +70,8 @@ class Heartbeat:
         self._descriptor = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         self._main = threading.main_thread().ident or 0
         self._pid = os.getpid()
+        self.waited = 0.0
+        """Seconds so far, added up by a thread."""
         self._beat(STARTING, 0, 0.0, time.monotonic())
 
     def step(self, number: int) -> None:
@@ -89,7 +94,7 @@ class Heartbeat:
         self._beat(what, self.last.step, self.last.longest, time.monotonic())
 
     def _beat(self, doing: str, step: int, longest: float, at: float) -> None:
-        self.last = Beat(doing=doing, step=step, longest=longest, at=at, thread=self._main)
+        self.last = Beat(doing=doing, step=step, longest=longest, at=at, thread=self._main, waited=self.waited)
         if self._descriptor is not None and os.getpid() == self._pid:
             os.pwrite(self._descriptor, self.last.line().ljust(_WIDTH).encode(), 0)
 
@@ -111,7 +116,7 @@ def beat_while_compiling() -> None:
 
 
 def dump_on_signal(path: Path) -> IO[str]:
-    """Dump stacks to a file on the signal `DUMP`; the file must stay open."""
-    file = path.open("w")
+    """Append stacks to a file on the signal `DUMP`; the file must stay open."""
+    file = path.open("a")
     faulthandler.register(DUMP, file=file, all_threads=True)
     return file

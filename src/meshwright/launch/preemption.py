@@ -21,10 +21,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 from meshwright.environment import own_rank
 from meshwright.launch.attempt import Attempt, exit_now, own_attempt
+from meshwright.launch.heartbeat import dump_on_signal
 from meshwright.launch.parent_death import end_with
 
 GRACE = 30.0
@@ -32,6 +33,7 @@ GRACE = 30.0
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a rank that was stopped because a peer failed."""
+_kept_open: list[IO[str]] = []  # the file of a data-loading process's stacks
 _NO_SIGNAL = 0  # tells the thread to end
 _MARGIN = 5.0  # seconds after the grace time in which ranks may report that they were too slow
 
@@ -170,6 +172,9 @@ def spare_loader(worker: int) -> None:
     ends them: torch sends one to loaders that do not end by themselves, and Python another at exit.
     """
     end_with(os.getppid())
+    attempt = own_attempt()
+    if attempt is not None:
+        _kept_open.append(dump_on_signal(attempt.loader_stack_file(own_rank(), os.getpid())))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 

@@ -13,6 +13,7 @@ from meshwright.deferred_warnings import write_warnings
 from meshwright.environment import own_rank
 from meshwright.importing import importing
 from meshwright.launch.attempt import Attempt, exit_now, own_attempt
+from meshwright.launch.collective_log import answer_when_asked
 from meshwright.launch.heartbeat import Heartbeat, dump_on_signal
 from meshwright.launch.parent_death import end_with
 from meshwright.launch.preemption import Preemption
@@ -29,6 +30,7 @@ def main() -> None:
     faulthandler.enable()  # a crash in C leaves its Python stack on stderr
     if options.patience:
         Heartbeat.own = Heartbeat(attempt.heartbeat(own_rank()))
+        answer_when_asked(attempt, own_rank())
     if options.grace is not None:
         Preemption(grace=options.grace).begin()
     with stacks:

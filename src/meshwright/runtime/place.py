@@ -43,12 +43,12 @@ def place_for(device: str, ranks: int, *, local_ranks: int | None = None) -> Pla
     return Place(device=device, devices=devices, ranks=ranks, local_ranks=ranks if local_ranks is None else local_ranks)
 
 
-def find_place(device: str, ranks: int, strategy: Strategy | None = None) -> Place:
-    """The place of the launched ranks, of ranks that will be started here, or of one process for all of the layers."""
+def find_place(device: str, ranks: int, strategy: Strategy | None = None, *, nodes: int = 1) -> Place:
+    """The place of the launched ranks, of ranks that `nodes` will start, or of one process for all of the layers."""
     if strategy is not None and ranks == 1 and has_one_process_axis(strategy):
         return place_of_layers(device, strategy)
     place = launched()
-    return place_for(device, ranks, local_ranks=place.local_ranks if place else ranks)
+    return place_for(device, ranks, local_ranks=place.local_ranks if place else ranks // nodes)
 
 
 def fewest_ranks(strategy: Strategy, device: str) -> int:

@@ -15,6 +15,7 @@ from meshwright.errors import BadInput
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
+from meshwright.launch.node_options import NodeOptions
 from meshwright.launch.preemption import GRACE
 from meshwright.runtime.profile_train import ProfileOptions
 
@@ -26,6 +27,7 @@ class TrainRequest:
     job: str
     strategy: Strategy
     ranks: int | None = None
+    """On this machine; in a task, on all nodes together."""
     steps: int | None = 100
     """Of the whole run, including those before a resume."""
     epochs: int | None = None
@@ -43,6 +45,8 @@ class TrainRequest:
     """None: a few if the run saves checkpoints."""
     grace: float = GRACE
     patience: float = 120.0
+    on_hang: str = "restart"
+    """Or "end"."""
     seed: int | None = None
     max_norm: float | None = None
     """None: the job's."""
@@ -52,6 +56,9 @@ class TrainRequest:
     log_to: tuple[str, ...] = ()
     profile: ProfileOptions | None = None
     deepspeed_config: Mapping[str, Any] | None = None
+    nodes: NodeOptions | None = None
+    """None: this machine alone, or the nodes of another launcher."""
+    interface: str | None = None
 
     def adjust(self, job: Job) -> Job:
         """The job with this request's `max_norm` and `eval_every`."""

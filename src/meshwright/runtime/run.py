@@ -27,6 +27,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.position import DataPosition
 from meshwright.facts.strategy import Strategy
+from meshwright.launch.network import bind_launched
 from meshwright.runtime.data import Loader
 from meshwright.runtime.evaluation import EvaluationData
 from meshwright.runtime.open_loader import open_loader
@@ -178,13 +179,17 @@ def setup(
     return Run(trainer, workers=workers)
 
 
-def enter_world(device: str | None, patience: timedelta = PATIENCE) -> World:
-    """Join the ranks that torchrun, Slurm or Kubernetes launched; without a launcher, a world of one rank."""
+def enter_world(device: str | None, patience: timedelta = PATIENCE, interface: str | None = None) -> World:
+    """Join the ranks that torchrun, Slurm or Kubernetes launched; without a launcher, a world of one rank.
+
+    Ranks communicate through `interface`; by default, through the one that leads to their meeting point.
+    """
     kind = choose_device(device)
     place = launched()
     if place is None or place.ranks == 1:
         return alone(torch.device(kind, 0) if kind == "cuda" else torch.device(kind))
     announce(place)
+    bind_launched(place, interface)
     if kind == "cuda":
         refuse_missing_gpus(place_for(kind, place.ranks, local_ranks=place.local_ranks))
     return join(

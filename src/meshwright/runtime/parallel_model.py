@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -37,7 +38,10 @@ class Parallel(FixedModule):
         self._saver: Saver | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.loop.call(*args, **kwargs)
+        if self.strategy.compile or "torch._dynamo" not in sys.modules:
+            return self.loop.call(*args, **kwargs)
+        # A compiler of the user's must not look into hooks and collectives: ranks would wait for each other.
+        return torch.compiler.disable(self.loop.call)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -156,6 +160,12 @@ class Parallel(FixedModule):
         raise JobError(
             f"The model is laid out under {self.strategy} and cannot be moved or cast to {what}; name device and "
             "precision in mw.parallelize(model, strategy, device=...)."
+        )
+
+    def refuse_ddp(self) -> None:
+        raise JobError(
+            f"The model is laid out under {self.strategy}, which averages gradients itself; leave out "
+            "DistributedDataParallel, which would also overwrite the parts of tp and op."
         )
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -34,8 +34,9 @@ def sign_states(optimizer: Optimizer, loop: OwnLoop) -> None:
         told = f"{own} was given the state of {state.get(KEY, 'whole parameters')}" if other else ""
         if found := [one for one in loop.world.gather(told) if one]:
             raise CheckpointError(
-                f"optimizer.load_state_dict on {found[0]}, but it has other parts. Save and load with model.save(folder) and model.load(folder), which "
-                "work on any number of ranks; `meshwright checkpoint import` reads other frameworks' files."
+                f"optimizer.load_state_dict on {found[0]}, but it has other parts. Save and load with "
+                "model.save(folder) and model.load(folder), which work on any number of ranks; `meshwright checkpoint "
+                "import` reads other frameworks' files."
             )
 
     optimizer.register_state_dict_post_hook(sign)

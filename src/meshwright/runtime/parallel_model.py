@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from meshwright.checkpoint.folder import find_checkpoint
 from meshwright.checkpoint.load import load
 from meshwright.checkpoint.manifest import RunState
 from meshwright.checkpoint.save import Saver, save_at
 from meshwright.errors import CheckpointError, JobError
+from meshwright.runtime.divided_loader import divide_loader
 from meshwright.runtime.loop_batches import Batches
 from meshwright.runtime.own_loop import OwnLoop
 from meshwright.torch_private.modules import FixedModule, incompatible_keys
@@ -60,6 +62,13 @@ class Parallel(FixedModule):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def divide(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """A DataLoader like the given one that gives this data rank its part of each batch. All ranks call it.
+
+        The batches are those of one process, in its order. Samplers follow rank 0's random state.
+        """
+        return divide_loader(loader, rank=self.data_rank, ranks=self.data_ranks, world=self.world)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context for backward passes of all but the last micro-batch of a step; every rank must run as many.

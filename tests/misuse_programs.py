@@ -212,7 +212,7 @@ def noise_of_each_rank(side: Side) -> None:
         side.loss(x, y).backward()
         for parameter in side.model.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(1 + getattr(side.model, "world", None).rank if side.ranks > 1 else 1)
+                parameter.grad.mul_(1 + side.rank)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -393,7 +393,7 @@ def copy_of_the_inner_model(side: Side) -> list[float]:
     return told
 
 
-def moving_average(side: Side) -> dict[str, Tensor]:
+def moving_average(side: Side) -> None:
     """A moving average of `named_parameters` in plain tensors, as scripts keep it."""
     average = {name: parameter.detach().clone() for name, parameter in side.model.named_parameters()}
     optimizer = sgd(side.model.parameters())
@@ -456,18 +456,18 @@ def hooked_gradients(side: Side) -> None:
         optimizer.zero_grad()
 
 
-def tensors_of_a_loss_by_sum(side: Side) -> None:
+def closure(side: Side) -> None:
     """A closure, which computes the gradient inside of the step."""
     optimizer = sgd(side.model.parameters())
     for x, y in side.batches():
 
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+        def compute(x: Tensor = x, y: Tensor = y) -> Tensor:
             optimizer.zero_grad()
             loss = side.loss(x, y)
             loss.backward()
             return loss
 
-        optimizer.step(closure)
+        optimizer.step(compute)
 
 
 def skipped_on_one_rank(side: Side) -> None:
@@ -481,6 +481,36 @@ def skipped_on_one_rank(side: Side) -> None:
         optimizer.zero_grad()
 
 
+def loss_kept_on_the_model(side: Side) -> None:
+    """The loss is an attribute that the model sets, and no output."""
+    inner: Any = side.model.module if isinstance(side.model, mw.Parallel) else side.model
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        vars(inner)["kept"] = output.square().mean()
+
+    inner.leave.register_forward_hook(keep)
+    optimizer = sgd(side.model.parameters())
+    for x, _ in side.batches():
+        side.model(x)
+        inner.kept.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluated_on_parts(side: Side) -> list[float]:
+    """Each rank evaluates other samples, and the loop averages."""
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    x, y = (tensor.chunk(ranks)[rank] for tensor in batch(99))
+    with torch.no_grad():
+        total = side.loss(x, y) / ranks
+    if ranks > 1:
+        dist.all_reduce(total)
+    return [float(total)]
+
+
 NEW = [
     step_without_backward, two_steps_of_one_gradient, backward_twice, retained_graph, loss_without_graph,
     scheduler_before_optimizer, forgotten_update, mean_loss_logged, state_saved_by_hand,
@@ -490,7 +520,8 @@ NEW = [
     loose_parameter, plain_module_beside, group_added_later, checkpointed, checkpointed_reentrant,
     inner_model_called, parts_called, functional, calls_in_flight, stepped_between, compiled_by_user, compiled_before,
     copy_of_the_inner_model, moving_average, wrapped_in_ddp, toggled, under_inference_mode, hooked_gradients,
-    tensors_of_a_loss_by_sum, skipped_on_one_rank,
+    closure, skipped_on_one_rank, loss_kept_on_the_model,
+    evaluated_on_parts,
 ]  # fmt: skip
 PROGRAMS: dict[str, Callable[[Side], Any]] = LOOPS | {program.__name__: program for program in NEW}
 
@@ -508,6 +539,21 @@ def outcome_of(program: Callable[[Side], Any], side: Side) -> Outcome:
         return "refused", str(error), None
     except Exception as error:
         return "failed", f"{type(error).__name__}: {error}", None
+
+
+def verdict(plain: Outcome, found: list[Outcome], strategy: str) -> str:
+    """What became of a program on all ranks: "right", "refused", "fails" or "WRONG"."""
+    kinds = {outcome for outcome, _, _ in found}
+    if kinds != {"done"}:
+        return "refused" if "refused" in kinds else "fails"
+    return "right" if plain[0] == "done" and all(_is_right(plain, one, strategy) for one in found) else "WRONG"
+
+
+def _is_right(plain: Outcome, found: Outcome, strategy: str) -> bool:
+    low = "16" in strategy
+    far = max(float((found[1][name] - value).abs().max()) for name, value in plain[1].items())
+    told = max((abs(a - b) for a, b in zip(found[2] or (), plain[2] or (), strict=True)), default=0.0)
+    return far < (SMALL_DTYPES if low else ROUNDING) and told < (SMALL_DTYPES if low else 1e-4)
 
 
 def plainly(name: str) -> Outcome:

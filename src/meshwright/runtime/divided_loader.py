@@ -38,7 +38,9 @@ def divide_loader(loader: DataLoader[Any], *, rank: int, ranks: int, world: Worl
     if loader.batch_sampler is None:
         raise JobError("model.divide cannot divide a DataLoader with batch_size=None: its samples are whole batches.")
     batches = _PartOfBatches(loader.batch_sampler, rank=rank, ranks=ranks, world=world)
-    return DataLoader(loader.dataset, batch_sampler=batches, **options)
+    made: DataLoader[Any] = DataLoader(loader.dataset, batch_sampler=batches, **options)
+    object.__setattr__(made, "sampler", loader.sampler)  # for `loader.sampler.set_epoch(...)`; DataLoader forbids it
+    return made
 
 
 def _even_size(batch_size: int | None, ranks: int) -> int:
@@ -58,14 +60,6 @@ class _PartOfBatches(BatchSampler):
         if world.ranks > 1:
             small_messages()
 
-    @property
-    def sampler(self) -> Any:  # for `loader.batch_sampler.sampler.set_epoch(...)`
-        return getattr(self.batches, "sampler", None)
-
-    @sampler.setter
-    def sampler(self, value: Any) -> None:
-        raise AttributeError("sampler")
-
     def __len__(self) -> int:
         return len(self.batches)
 
@@ -82,12 +76,13 @@ class _PartOfBatches(BatchSampler):
         """The first batch, for which a sampler draws its order: on every rank with rank 0's random state."""
         if self._world.ranks == 1:
             return next(batches, None)
-        own, state = torch.get_rng_state(), torch.get_rng_state()
+        own = torch.get_rng_state()
+        state = own.clone()
         dist.broadcast(state, 0, small_messages())
         torch.set_rng_state(state)
         first = next(batches, None)
-        if not self._world.is_main:
-            torch.set_rng_state(own)
+        if not torch.equal(own, state):
+            torch.set_rng_state(own)  # of a rank that was seeded otherwise; those seeded alike stay so
         found = self._world.gather(None if first is None else list(first))
         if any(other != found[0] for other in found):
             raise JobError(

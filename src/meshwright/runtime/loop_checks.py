@@ -32,7 +32,7 @@ class LoopChecks:
         """All ranks must make one together."""
         self._strategy, self._axes, self._world = strategy, axes, world
         self.batch_group = axes.batch_group(world)
-        self._calls = self._steps = 0
+        self._calls = self._evaluations = self._steps = 0
         self._counts: list[tuple[torch.Tensor, dist.Work | None]] = []
         self.weighted = False
         """Whether the loss of the next pass is a mean over all ranks, so that their counts may differ."""
@@ -44,11 +44,7 @@ class LoopChecks:
         self._calls += 1
         digest = _digest(args, kwargs)
         for term, mesh in self._axes.inner:
-            if not self._is_same(digest, mesh.get_group()):
-                raise JobError(
-                    f"The ranks of {term} were given different samples, but they compute one model together. Give them "
-                    "the same: DistributedSampler(data, num_replicas=model.data_ranks, rank=model.data_rank)."
-                )
+            self._refuse_different(digest, term, mesh.get_group())
             state = _random_state(self._world.device)
             if model.training and _draws(model) and not self._is_same(state, mesh.get_group()):
                 raise JobError(
@@ -60,6 +56,22 @@ class LoopChecks:
                 "All data ranks were given the same samples in the first call; divide the data with "
                 "DistributedSampler(data, num_replicas=model.data_ranks, rank=model.data_rank).",
                 stacklevel=2,
+            )
+
+    def before_evaluation(self, args: Any, kwargs: Any) -> None:
+        """Compare the inputs of the first calls without gradients: all ranks of tp and op compute them together."""
+        if self._evaluations >= COMPARED_CALLS or not self._axes.inner or self._world.fake:
+            return
+        self._evaluations += 1
+        digest = _digest(args, kwargs)
+        for term, mesh in self._axes.inner:
+            self._refuse_different(digest, term, mesh.get_group())
+
+    def _refuse_different(self, digest: torch.Tensor, term: Any, group: dist.ProcessGroup) -> None:
+        if not self._is_same(digest, group):
+            raise JobError(
+                f"The ranks of {term} were given different samples, but they compute one model together. Give them "
+                "the same: DistributedSampler(data, num_replicas=model.data_ranks, rank=model.data_rank)."
             )
 
     def reduced(self, samples: list[int]) -> None:

@@ -155,6 +155,8 @@ class OwnLoop:
             samples = count_samples(args, kwargs)
             if self.loss_scale is not None:
                 args, kwargs = map_tensors(self.watch.enter, (args, kwargs))
+        else:
+            self.checks.before_evaluation(args, kwargs)
         with naming_strategy(self.strategy, model), ExitStack() as stack:
             stack.enter_context(self.engine.region())
             output = make_whole(forward(*args, **kwargs), self.axes)

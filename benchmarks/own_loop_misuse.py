@@ -16,8 +16,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import misuse_programs as programs  # noqa: E402
-import rank_pool  # noqa: E402
+import misuse_programs as programs
+import rank_pool
 
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp", "tp=2", "op=2", "fsdp,bf16", "hsdp=2x2"]
 rank_pool.LIMIT_SECONDS = 30

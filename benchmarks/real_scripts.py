@@ -21,19 +21,20 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "ported"))
 
-from jobs import JOBS  # noqa: E402
 from edits import Edit, apply, changed_lines  # noqa: E402
 from of_hugging_face import CV, NLP, PEFT  # noqa: E402
 from of_karpathy import LLAMA2C, NANOGPT  # noqa: E402
 from of_pytorch import DCGAN, IMAGENET, T5, TORCHRUN  # noqa: E402
 from script import Script  # noqa: E402
 
+from jobs import JOBS  # noqa: E402
+
 SCRIPTS = [NANOGPT, IMAGENET, TORCHRUN, T5, NLP, CV, PEFT, DCGAN, LLAMA2C]
 OWN_LOOP = ["ddp", "fsdp", "zero1", "tp=2"]
 AS_JOBS = ["ddp", "fsdp", "zero1", "tp=2", "pp=2:1f1b"]
 CLOSE = 1e-5
 RANKS = 2
-LIMIT_S = 300
+LIMIT_S = 500
 
 
 def repository(clones: Path, script: Script) -> Path:
@@ -45,13 +46,22 @@ def check_out(clones: Path, script: Script, folder: Path) -> str:
     """Put the files of a script into an empty folder, and return the commit they are of."""
     git = ["git", "--git-dir", str(repository(clones, script))]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    for root, names in ((script.folder, [script.main, *script.files]), ("", [script.library] if script.library else [])):
+    for root, names in (
+        (script.folder, [script.main, *script.files]),
+        ("", [script.library] if script.library else []),
+    ):
         paths = [str(Path(root) / name) for name in names]
         if not paths:
             continue
         tree = subprocess.run([*git, "archive", "HEAD", "--", *paths], check=True, capture_output=True).stdout
         depth = len(Path(root).parts) if root else len(Path(names[0]).parts) - 1
-        unpack = ["tar", "-x", "-C", str(folder), f"--strip-components={depth if root or script.library in names else 0}"]
+        unpack = [
+            "tar",
+            "-x",
+            "-C",
+            str(folder),
+            f"--strip-components={depth if root or script.library in names else 0}",
+        ]
         subprocess.run(unpack, input=tree, check=True)
     return commit
 
@@ -98,42 +108,36 @@ class Bench:
             (made / file).write_text(text)
         return made, sum(changed_lines(self.texts[file], text) for file, text in texts.items())
 
-    def run_jobs(self, strategies: Sequence[str]) -> dict[str, Any]:
-        """The losses of every step as a job, by strategy."""
-        out, batches = self.folder / "jobs.json", self.folder / "batches.pt"
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        environment = dict(os.environ, PYTHONPATH=str(HERE.parent / "src"), OMP_NUM_THREADS="1")
-        command = [str(HERE / "ported" / "run_job.py"), str(out), str(self.fetched), self.script.name, str(batches)]
-        arguments = [*start, *command, ";".join(strategies)]
-        done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-        if not out.exists():
-            return {strategy: {"error": done.stderr[-2000:]} for strategy in strategies}
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
-
-    def run(self, folder: Path, *, ranks: int = 1) -> dict[str, Any]:
-        """The losses of every backward pass, averaged over ranks; or an error."""
-        out = folder / "losses.json"
-        arguments = [str(out), str(folder), f"it=>{self.script.main}", *self.script.arguments]
-        environment = dict(os.environ, PYTHONPATH=str(HERE.parent / "src"), OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="1")
-        if folder.name == "original":
-            environment["NOTE_BATCHES"] = str(self.folder / "batches.pt")
+    def run(self, folder: Path, versions: Mapping[str, str], *, ranks: int = 1) -> dict[str, dict[str, Any]]:
+        """The losses of every backward pass of each version, averaged over ranks; or its error."""
+        out = self.folder / "losses.json"
+        told = ";;".join(f"{name}=>{what}" for name, what in versions.items())
+        environment = dict(os.environ, OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="1")
+        environment |= {"PYTHONPATH": str(HERE.parent / "src"), "NOTE_BATCHES": str(self.folder / "batches.pt")}
         start = [sys.executable]
         if ranks > 1:
             start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         elif self.script.as_ranks:
             environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        command = [*start, str(HERE / "ported" / "run_script.py"), *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, cwd=folder)
-        names = [out] if ranks == 1 and not self.script.as_ranks else [out.with_suffix(f".{r}.json") for r in range(ranks)]
-        if not all(name.exists() for name in names):
-            return {"error": done.stderr[-2000:]}
-        found = [json.loads(name.read_text())["it"] for name in names]
-        for one in found:
-            if "error" in one:
-                return one
-        return {"losses": [sum(each) / len(each) for each in zip(*(one["losses"] for one in found), strict=True)]}
+        command = [*start, str(HERE / "ported" / "run_script.py"), str(out), str(folder), told, *self.script.arguments]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+            ended = done.stderr[-2000:]
+        except subprocess.TimeoutExpired:
+            ended = f"not done after {LIMIT_S} s"
+        single = ranks == 1 and not self.script.as_ranks
+        files = [out] if single else [out.with_suffix(f".{rank}.json") for rank in range(ranks)]
+        found = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+        return {name: _over_ranks([one.get(name, {"error": ended}) for one in found]) for name in versions}
+
+
+def _over_ranks(found: list[dict[str, Any]]) -> dict[str, Any]:
+    for one in found:
+        if "error" in one:
+            return one
+    losses = [sum(each) / len(each) for each in zip(*(one["losses"] for one in found), strict=True)]
+    return found[0] | {"losses": losses}
 
 
 def beside(found: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,26 +152,30 @@ def beside(found: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, A
     return {"apart": max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, theirs, strict=True))}
 
 
-def measure(clones: Path, script: Script, strategies: Sequence[str], jobs: Sequence[str]) -> dict[str, Any]:
+def measure(
+    clones: Path, script: Script, strategies: Sequence[str], jobs: Sequence[str], *, with_accelerate: bool
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(clones, script, Path(folder))
-        original = bench.run(bench.version("original", {})[0])
+        made, _ = bench.version("original", {})
+        original = bench.run(made, {"original": str(made / script.main)})["original"]
         row: dict[str, Any] = {"script": script.name, "commit": bench.commit, "passes": len(original.get("losses", []))}
         if "error" in original:
             return row | {"error": original["error"], "trace": original.get("trace", "")}
-        made, lines = bench.accelerate()
-        row |= {"accelerate_lines": lines, "accelerate": beside(bench.run(made), original), "own_loop": {}}
+        made, row["accelerate_lines"] = bench.accelerate()
+        if with_accelerate:
+            found = bench.run(made, {"accelerate": str(made / script.main)})["accelerate"]
+            row["accelerate"] = beside(found, original)
+        versions = {}
         for strategy in strategies:
             made, row["own_loop_lines"] = bench.version(f"own-{strategy}", script.own_loop(strategy))
-            found = bench.run(made, ranks=RANKS)
-            row["own_loop"][strategy] = beside(found, original)
-            if "trace" in found and os.environ.get("TRACE"):
-                print(found["trace"], file=sys.stderr)
-        if script.name in JOBS:
-            found = bench.run_jobs(jobs)
-            row["job"] = {strategy: beside(found.get(strategy, {"error": "none"}), original) for strategy in jobs}
+            versions[f"own_loop {strategy}"] = str(made / script.main)
+        versions |= {f"job {strategy}": f"job:{script.name}:{strategy}" for strategy in jobs if script.name in JOBS}
+        for name, found in bench.run(made, versions, ranks=RANKS).items():
+            kind, strategy = name.split()
+            row.setdefault(kind, {})[strategy] = beside(found, original)
             if os.environ.get("TRACE"):
-                print(*(one["trace"] for one in found.values() if "trace" in one), file=sys.stderr)
+                print(name, found.get("trace", ""), file=sys.stderr)
         return row
 
 
@@ -177,12 +185,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of the scripts' names")
     parser.add_argument("--strategies", default=";".join(OWN_LOOP), help="of own loops, with ; between them")
     parser.add_argument("--jobs", default=";".join(AS_JOBS), help="of jobs, with ; between them")
+    parser.add_argument("--accelerate", action="store_true", help="run the ports to Accelerate, too")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     rows = []
     for script in SCRIPTS:
         if given.only.lower() in script.name.lower():
-            rows.append(measure(given.clones, script, given.strategies.split(";"), given.jobs.split(";")))
+            strategies, jobs = given.strategies.split(";"), given.jobs.split(";")
+            rows.append(measure(given.clones, script, strategies, jobs, with_accelerate=given.accelerate))
             print(json.dumps(rows[-1]), flush=True)
     if given.out is not None:
         given.out.write_text(json.dumps(rows, indent=1) + "\n")

@@ -154,9 +154,8 @@ def cv() -> Ported:
 
 
 def peft() -> Ported:
-    from tiny_transformers import t5
-
     from peft import LoraConfig, TaskType, get_peft_model  # type: ignore[import-not-found]
+    from tiny_transformers import t5
 
     def build() -> nn.Module:
         config = LoraConfig(task_type=TaskType.SEQ_2_SEQ_LM, inference_mode=False, r=8, lora_alpha=32, lora_dropout=0.0)

@@ -1,9 +1,9 @@
 """Run a script on the CPU with stand-ins for what it would download, and note the loss of every backward pass.
 
-python run_script.py OUT.json FOLDER NAME=SCRIPT.py[,NAME=SCRIPT.py] [ARGUMENTS]
+python run_script.py OUT.json FOLDER NAME=>SCRIPT.py[;;NAME=>SCRIPT.py] [ARGUMENTS]
 
-Under torchrun, each rank writes OUT.json with its rank before the suffix. Several versions of a script run one after the
-other in the same processes.
+Under torchrun, each rank writes OUT.json with its rank before the suffix. Several versions of a script run one after
+the other in the same processes.
 """
 
 from __future__ import annotations
@@ -102,33 +102,44 @@ def note_batches(batches: list[dict[str, torch.Tensor]]) -> None:
     torch.nn.CrossEntropyLoss.forward = criterion  # type: ignore[method-assign]
 
 
+def run_version(version: str, arguments: list[str], losses: list[float]) -> dict[str, Any]:
+    """The losses of one version: a script, or a job as `job:NAME:STRATEGY`."""
+    if version.startswith("job:"):
+        from run_job import run_job
+
+        _, name, strategy = version.split(":", 2)
+        return run_job(name, strategy, Path(os.environ["NOTE_BATCHES"]))
+    losses.clear()
+    os.chdir(Path(version).parent)
+    sys.argv = [version, *arguments]
+    torch.manual_seed(0)
+    runpy.run_path(version, run_name="__main__")
+    return {"losses": list(losses)}
+
+
 def main() -> None:
     out, folder, versions, *arguments = sys.argv[1:]
     rank = os.environ.get("RANK")
     path = Path(out).absolute().with_suffix(f".{rank}.json" if rank is not None else ".json")
-    os.chdir(folder)
     torch.set_num_threads(1)
     with_stand_ins(Path(folder).absolute())
     on_cpu()
     losses: list[float] = []
     note_losses(losses)
     batches: list[dict[str, torch.Tensor]] = []
-    if os.environ.get("NOTE_BATCHES"):
+    notes = Path(os.environ["NOTE_BATCHES"])
+    if not notes.exists():
         note_batches(batches)
     found: dict[str, Any] = {}
-    for version in versions.split(";"):
-        name, _, script = version.rpartition("=>")
-        losses.clear()
-        sys.argv = [script, *arguments]
-        torch.manual_seed(0)
+    for version in versions.split(";;"):
+        name, _, what = version.partition("=>")
         try:
-            runpy.run_path(script, run_name="__main__")
-            found[name] = {"losses": list(losses)}
+            found[name] = run_version(what, arguments, losses)
         except BaseException as error:
             found[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         path.write_text(json.dumps(found))
     if batches:
-        torch.save(batches[: len(losses)], os.environ["NOTE_BATCHES"])
+        torch.save(batches[: len(losses)], notes)
     os._exit(0)  # what a script left running must not keep the rank
 
 

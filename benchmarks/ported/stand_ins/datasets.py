@@ -1,10 +1,12 @@
 """A stand-in for datasets and nlp: a few sentences in columns."""
 
-WORDS = "the model reads a batch of words and learns to tell which of two sentences says more".split()
+WORDS = "the model reads a batch of words and learns to tell which of two sentences says more".split()  # noqa: SIM905
 
 
 def sentence(index, length=0):
-    return " ".join(WORDS[(index * 7 + place * (index % 5 + 1)) % len(WORDS)] for place in range(length or 3 + index % 4))
+    return " ".join(
+        WORDS[(index * 7 + place * (index % 5 + 1)) % len(WORDS)] for place in range(length or 3 + index % 4)
+    )
 
 
 class Columns:

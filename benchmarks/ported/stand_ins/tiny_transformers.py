@@ -13,7 +13,7 @@ class Characters:
     pad_token_id, eos_token_id = 0, 1
 
     def ids(self, text):
-        return [2 + ord(letter) % (SYMBOLS - 2) for letter in text][: LENGTH - 1] + [self.eos_token_id]
+        return [*(2 + ord(letter) % (SYMBOLS - 2) for letter in text[: LENGTH - 1]), self.eos_token_id]
 
     def __call__(self, texts, pairs=None, truncation=True, max_length=None, padding=False, return_tensors=None):
         both = texts if pairs is None else [f"{one} {other}" for one, other in zip(texts, pairs, strict=True)]

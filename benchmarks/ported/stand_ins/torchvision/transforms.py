@@ -1,5 +1,4 @@
 import numpy as np
-import PIL.Image  # which scripts rely on
 import torch
 
 SIDE = 8

@@ -36,12 +36,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", default=";".join(STRATEGIES), help="with ; between them")
     parser.add_argument("--only", default="", help="a part of the programs' names")
+    parser.add_argument(
+        "--all", action="store_true", help="the loops of tests/loop_programs.py, too, which are all right"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     pools = {ranks: rank_pool.RankPool(ranks) for ranks in (2, 4)}
     rows = []
-    for name in programs.PROGRAMS:
+    for name in programs.PROGRAMS if given.all else [one.__name__ for one in programs.NEW]:
         if given.only in name:
             plain = programs.plainly(name)
             row = {"program": name, "plain": plain[0], "under": {}}

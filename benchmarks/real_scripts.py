@@ -191,7 +191,7 @@ def main() -> None:
     rows = []
     for script in SCRIPTS:
         if given.only.lower() in script.name.lower():
-            strategies, jobs = given.strategies.split(";"), given.jobs.split(";")
+            strategies, jobs = ([one for one in text.split(";") if one] for text in (given.strategies, given.jobs))
             rows.append(measure(given.clones, script, strategies, jobs, with_accelerate=given.accelerate))
             print(json.dumps(rows[-1]), flush=True)
     if given.out is not None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 STAND_INS = Path(__file__).parent / "stand_ins"
+BACKWARD = torch.Tensor.backward
 
 
 def with_stand_ins(folder: Path) -> None:
@@ -63,12 +64,11 @@ def on_cpu() -> None:
 
 def note_losses(losses: list[float]) -> None:
     """Add the loss of every backward pass."""
-    backward = torch.Tensor.backward
 
     def noted(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         if not sys._getframe(1).f_globals["__name__"].startswith("meshwright"):  # where it looks at a model
             losses.append(float(self.detach()))
-        backward(self, *args, **kwargs)
+        BACKWARD(self, *args, **kwargs)
 
     torch.Tensor.backward = noted  # type: ignore[method-assign, assignment]
 
@@ -107,6 +107,7 @@ def run_version(version: str, arguments: list[str], losses: list[float]) -> dict
     if version.startswith("job:"):
         from run_job import run_job
 
+        torch.Tensor.backward = BACKWARD  # type: ignore[method-assign]  # tp knows PyTorch's own function
         _, name, strategy = version.split(":", 2)
         return run_job(name, strategy, Path(os.environ["NOTE_BATCHES"]))
     losses.clear()

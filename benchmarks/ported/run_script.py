@@ -93,7 +93,7 @@ def note_batches(batches: list[dict[str, torch.Tensor]]) -> None:
         return entropy(output, target, *args, **kwargs)
 
     def criterion(self: Any, output: Any, target: Any) -> Any:
-        if batches and torch.is_grad_enabled():
+        if batches and depth[0] == 1 and torch.is_grad_enabled():
             batches[-1]["target"] = target.detach().clone()
         return entropy(output, target)
 

@@ -12,6 +12,7 @@ from meshwright.torch_private.autograd import (
     BackwardCFunction,
     DeviceType,
     Hooks,
+    StopRecomputation,
     at_end_of_backward,
     backward_id,
     direct_apply,
@@ -212,3 +213,19 @@ def test_a_function_knows_which_gradients_a_pass_wants() -> None:
     assert wanted == [[True, False], [False, True], [True, True]]
     (found,) = torch.autograd.grad(Product.apply(x, 3.0, y).sum(), x)
     assert wanted[-1][0] and found.tolist() == [1, 1]
+
+
+def test_checkpointing_stops_its_second_run_by_an_error() -> None:
+    seen: list[type[BaseException]] = []
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return (x.sin() * 2).exp() + 1
+        except Exception as error:
+            seen.append(type(error))
+            raise
+
+    x = torch.ones(2, requires_grad=True)
+    result: torch.Tensor = checkpoint(watched, x, use_reentrant=False)
+    result.sum().backward()
+    assert seen == [StopRecomputation]

@@ -162,6 +162,9 @@ class Fixed(FixedModule):
     def refuse_change(self, what: str) -> None:
         raise ValueError(what)
 
+    def refuse_ddp(self) -> None:
+        raise ValueError("not in DDP")
+
 
 def test_a_fixed_module_is_neither_moved_nor_cast() -> None:
     module = Fixed()
@@ -170,6 +173,13 @@ def test_a_fixed_module_is_neither_moved_nor_cast() -> None:
         with pytest.raises(ValueError, match=what):
             change()
     assert module.inner.weight.dtype == torch.float32
+
+
+def test_a_fixed_module_is_not_wrapped_in_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP asks for what it shall ignore before it sends anything."""
+    monkeypatch.setattr("torch.nn.parallel.distributed._get_default_group", lambda: None)
+    with pytest.raises(ValueError, match="not in DDP"):
+        nn.parallel.DistributedDataParallel(Fixed())
 
 
 def test_what_load_state_dict_returns() -> None:

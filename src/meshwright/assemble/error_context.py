@@ -13,6 +13,7 @@ from torch import nn
 from meshwright.errors import MeshwrightError, Refused, one_line
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.dtensor import is_dtensor
+from meshwright.torch_private.autograd import StopRecomputation
 
 
 @contextmanager
@@ -23,7 +24,7 @@ def naming_strategy(strategy: Strategy, model: nn.Module | None = None) -> Itera
     """
     try:
         yield
-    except (MeshwrightError, torch.OutOfMemoryError, dist.DistError):
+    except (MeshwrightError, torch.OutOfMemoryError, dist.DistError, StopRecomputation):
         raise
     except Exception as error:
         sharded = model is not None and any(map(is_dtensor, model.parameters()))

@@ -28,7 +28,8 @@ class BackwardWatch:
 
     def __init__(self, engine: Engine, loss_scale: LossScale | None) -> None:
         self._engine, self._loss_scale = engine, loss_scale
-        self._pass = -1
+        self._pass = self.last_pass = -1
+        """The backward pass that runs, and the last one that ended, by PyTorch's number."""
         self._samples = 0
         """Samples that went through the model in the current pass."""
         self._passes: list[int] = []
@@ -63,10 +64,11 @@ class BackwardWatch:
         own.register_hook(lambda gradient: gradient / self.scale)
         return own
 
-    def leave(self, tensor: torch.Tensor, left: list[int]) -> torch.Tensor:
+    def leave(self, tensor: torch.Tensor, left: list[int], begins: Callable[[], None]) -> torch.Tensor:
         """An output of the model; the gradient that enters through it is scaled, and its pass is noticed.
 
         All outputs of a call share `left`, its number of samples, from which the first pass takes it.
+        `begins` is called when a pass arrives, and may refuse it.
         """
         if not tensor.requires_grad:
             return tensor
@@ -74,6 +76,7 @@ class BackwardWatch:
             tensor = tensor.view_as(tensor)
 
         def on_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
+            begins()
             self._arrived()
             self._samples += left.pop() if left else 0
             return gradient * self.scale if self._loss_scale is not None else None
@@ -111,6 +114,7 @@ class BackwardWatch:
 
     def _end(self) -> None:
         self._passes.append(self._samples)
+        self.last_pass = self._pass
         self._samples, self._pass = 0, -1
         self._engine.end_backward(reduced=self.reduces, factor=1.0 / self.scale)
         self.unreduced = 0 if self.reduces else self.unreduced + 1

@@ -31,8 +31,8 @@ class LoopChecks:
     def __init__(self, strategy: Strategy, axes: Axes, world: World) -> None:
         """All ranks must make one together."""
         self._strategy, self._axes, self._world = strategy, axes, world
-        self._batch_group = axes.batch_group(world)
-        self._calls = 0
+        self.batch_group = axes.batch_group(world)
+        self._calls = self._evaluations = self._steps = 0
         self._counts: list[tuple[torch.Tensor, dist.Work | None]] = []
         self.weighted = False
         """Whether the loss of the next pass is a mean over all ranks, so that their counts may differ."""
@@ -44,43 +44,61 @@ class LoopChecks:
         self._calls += 1
         digest = _digest(args, kwargs)
         for term, mesh in self._axes.inner:
-            if not self._is_same(digest, mesh.get_group()):
-                raise JobError(
-                    f"The ranks of {term} were given different samples, but they compute one model together. Give them "
-                    "the same: DistributedSampler(data, num_replicas=model.data_ranks, rank=model.data_rank)."
-                )
+            self._refuse_different(digest, term, mesh.get_group())
             state = _random_state(self._world.device)
             if model.training and _draws(model) and not self._is_same(state, mesh.get_group()):
                 raise JobError(
                     f"The ranks of {term} have different random states, so their dropout masks differ; call "
                     "torch.manual_seed with the same number on all of them before the loop."
                 )
-        if self._calls == 1 and self._batch_group is not None and self._is_same(digest, self._batch_group):
+        if self._calls == 1 and self.batch_group is not None and self._is_same(digest, self.batch_group):
             warnings.warn(
                 "All data ranks were given the same samples in the first call; divide the data with "
                 "DistributedSampler(data, num_replicas=model.data_ranks, rank=model.data_rank).",
                 stacklevel=2,
             )
 
+    def before_evaluation(self, args: Any, kwargs: Any) -> None:
+        """Compare the inputs of the first calls without gradients: all ranks of tp and op compute them together."""
+        if self._evaluations >= COMPARED_CALLS or not self._axes.inner or self._world.fake:
+            return
+        self._evaluations += 1
+        digest = _digest(args, kwargs)
+        for term, mesh in self._axes.inner:
+            self._refuse_different(digest, term, mesh.get_group())
+
+    def _refuse_different(self, digest: torch.Tensor, term: Any, group: dist.ProcessGroup) -> None:
+        if not self._is_same(digest, group):
+            raise JobError(
+                f"The ranks of {term} were given different samples, but they compute one model together. Give them "
+                "the same: DistributedSampler(data, num_replicas=model.data_ranks, rank=model.data_rank)."
+            )
+
     def reduced(self, samples: list[int]) -> None:
         """Start to compare how many samples each data rank had in the backward passes of a reduction."""
         weighted, self.weighted = self.weighted, False
-        if self._batch_group is None or weighted:
+        if self._world.ranks == 1 or (group := self._world.group) is None:
             return
         # The second number tells passes of 4 and 3 samples from passes of 3 and 4.
         told = [sum(samples), sum(place * count for place, count in enumerate(samples, start=1))]
-        counts = torch.tensor(
-            [*told, *(-count for count in told)], device=_device_of(self._batch_group, self._world.device)
-        )
-        self._counts.append((counts, dist.all_reduce(counts, dist.ReduceOp.MAX, self._batch_group, async_op=True)))
+        told = [*([0, 0] if weighted else told), self._steps]
+        counts = torch.tensor([*told, *(-count for count in told)], device=_device_of(group, self._world.device))
+        self._counts.append((counts, dist.all_reduce(counts, dist.ReduceOp.MAX, group, async_op=True)))
 
     def before_step(self) -> None:
-        """Raise if ranks had different numbers of samples since the last step."""
+        """Raise if ranks had different numbers of samples since the last step, or had taken different steps."""
         counts, self._counts = self._counts, []
+        self._steps += 1
         for most_and_least, work in counts:
             if work is not None:
                 work.wait()
-            most, other, least, different = most_and_least.tolist()
+            most, other, steps, least, different, fewest = most_and_least.tolist()
+            if steps + fewest:
+                raise JobError(
+                    f"Ranks of {self._strategy} had taken from {-fewest} to {steps} optimizer steps in one backward "
+                    "pass, so their weights differ. Decide about a step from numbers that all ranks have: sum them "
+                    "with torch.distributed.all_reduce."
+                )
             if most + least or other + different:
                 had = f"from {-least} to {most}" if most + least else "different numbers of"
                 raise JobError(
@@ -97,14 +115,14 @@ class LoopChecks:
 
     def on_any_data_rank(self, found: bool) -> bool:
         flag = torch.tensor([float(found)])
-        if self._batch_group is not None:
-            flag = flag.to(_device_of(self._batch_group, self._world.device))
-            dist.all_reduce(flag, dist.ReduceOp.MAX, self._batch_group)
+        if self.batch_group is not None:
+            flag = flag.to(_device_of(self.batch_group, self._world.device))
+            dist.all_reduce(flag, dist.ReduceOp.MAX, self.batch_group)
         return bool(flag)
 
     def sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
-        if self._batch_group is not None:
-            dist.all_reduce(value, group=self._batch_group)
+        if self.batch_group is not None:
+            dist.all_reduce(value, group=self.batch_group)
         return value
 
 

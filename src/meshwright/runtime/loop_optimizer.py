@@ -21,20 +21,26 @@ from meshwright.errors import JobError, Refused
 from meshwright.facts.job import Job, NamedParameters
 from meshwright.facts.lr_schedule import required
 from meshwright.facts.model import ModelFacts
+from meshwright.runtime.loop_states import sign_states
+from meshwright.runtime.loose_parameters import OWNER, refuse_loose
 from meshwright.runtime.own_loop import OwnLoop
 
 MakeOptimizer = Callable[[NamedParameters], Optimizer]
-_OWNER, _STRANGER = "_meshwright_loop", "_meshwright_stranger"
-"""Attributes of parameters: the loop that they belong to, and why no optimizer may update them."""
+_STRANGER = "_meshwright_stranger"
+"""Attribute of parameters: why no optimizer may update them."""
+
+
+_loops: weakref.WeakSet[OwnLoop] = weakref.WeakSet()
 
 
 def claim(loop: OwnLoop) -> None:
     """Make every optimizer that updates this loop's parameters known to it."""
     _hook_steps()
+    _loops.add(loop)
     ref = weakref.ref(loop)
     updated = {id(parameter) for parameter in loop.optimized}
     for parameter in loop.optimized:
-        vars(parameter)[_OWNER] = ref
+        vars(parameter)[OWNER] = ref
         vars(parameter).pop(_STRANGER, None)
     for name, parameter in loop.engine.model.named_parameters():
         if parameter.requires_grad and id(parameter) not in updated:
@@ -62,7 +68,9 @@ def _hook_steps() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for loop, parameters in _loops_of(optimizer):
+    loops = _loops_of(optimizer)
+    refuse_loose(optimizer, [loop for loop, _ in loops], _loops)
+    for loop, parameters in loops:
         if _needs_check(optimizer, loop):
             adopt(optimizer, loop)
         if loop.loss_scale is not None and (kwargs.get("closure") or any(callable(arg) for arg in args[1:])):
@@ -87,7 +95,7 @@ def _loops_of(optimizer: Optimizer) -> list[tuple[OwnLoop, list[nn.Parameter]]]:
         for parameter in group["params"]:
             if reason := getattr(parameter, _STRANGER, ""):
                 raise JobError(reason)
-            ref = getattr(parameter, _OWNER, None)
+            ref = getattr(parameter, OWNER, None)
             if ref is not None and (loop := ref()) is not None:
                 found.setdefault(id(loop), (loop, []))[1].append(parameter)
     return list(found.values())
@@ -107,6 +115,7 @@ def adopt(optimizer: Optimizer, loop: OwnLoop) -> None:
         loop.updaters.add(optimizer)
         _refuse_coupled(optimizer, loop)
         _hook_zero_grad(optimizer, loop)
+        sign_states(optimizer, loop)
 
 
 def _refuse_coupled(optimizer: Optimizer, loop: OwnLoop) -> None:

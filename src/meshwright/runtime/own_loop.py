@@ -26,6 +26,8 @@ from meshwright.facts.strategy import Strategy
 from meshwright.recording.dtensor import is_dtensor
 from meshwright.recording.wrap_forward import wrap_forward
 from meshwright.runtime.backward_watch import BackwardWatch
+from meshwright.runtime.gradient_checks import GradientChecks
+from meshwright.runtime.layout_checks import LayoutChecks
 from meshwright.runtime.loop_checks import LoopChecks, count_samples
 from meshwright.runtime.loop_norm import Part, norm_of, serve_clipping
 from meshwright.runtime.loop_recompute import recompute_in
@@ -79,6 +81,10 @@ class OwnLoop:
         named = zip(self.optimized.named(), self._own, strict=True)
         self._parts = {id(p): self._part(name, counted is None or id(own) in counted) for (name, p), own in named}
         self._seen = self._parameters_seen()
+        cut = {key for key, part in self._parts.items() if part.meshes}
+        self.gradients = GradientChecks(strategy, axes, world, cut)
+        self.layout = LayoutChecks(engine.model, self.optimized, engine.leaves(), strategy)
+        self._updates, self.was_called = 0, False
         self._applied: torch.Tensor | None = self._fingerprint()
         """The weights' fingerprint after the last update, until a training call has compared it; None if it has."""
         self.watch_calls()
@@ -125,7 +131,9 @@ class OwnLoop:
 
     def _before_call(self, model: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
+            self.layout.before_call(called_before=self.was_called)
             self.follow_changed_weights()
+        self.was_called = True
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine(*args, **kwargs)
@@ -149,6 +157,8 @@ class OwnLoop:
             samples = count_samples(args, kwargs)
             if self.loss_scale is not None:
                 args, kwargs = map_tensors(self.watch.enter, (args, kwargs))
+        else:
+            self.checks.before_evaluation(args, kwargs)
         with naming_strategy(self.strategy, model), ExitStack() as stack:
             stack.enter_context(self.engine.region())
             output = make_whole(forward(*args, **kwargs), self.axes)
@@ -156,19 +166,38 @@ class OwnLoop:
                 output = to_device(output, self.world.device)
         if self.strategy.number_format.is_low:
             output = raise_small(output)
+        if differentiable:
+            self.layout.after_call()
         return self._watched(output, samples) if differentiable else output
 
     def _watched(self, output: Any, samples: int) -> Any:
         """The output, whose backward pass will be noticed."""
         first = next((tensor for tensor in tensors_of(output) if tensor.requires_grad), None)
-        left = [samples]
+        left, updates = [samples], self._updates
+
+        def begins() -> None:
+            self._refuse_pass(updates)
 
         def leave(tensor: torch.Tensor) -> torch.Tensor:
             if tensor is first:
                 tensor = self.engine.attach_used_elsewhere(tensor)
-            return self.watch.leave(tensor, left)
+            return self.watch.leave(tensor, left, begins)
 
         return map_tensors(leave, output)
+
+    def _refuse_pass(self, updates: int) -> None:
+        """Raise in a backward pass that would be wrong. `updates` is how many there were when the model was called."""
+        copies = self.engine.updates_copies or any(map(is_dtensor, self._own))
+        if copies and updates != self._updates:
+            raise JobError(
+                f"optimizer.step() was called between the model's call and its backward pass, which would use the new "
+                f"weights under {self.strategy}; call the model again after the step."
+            )
+        if (self.axes.inner or self.layout.swaps) and torch.is_grad_enabled():
+            raise JobError(
+                f"A backward pass with create_graph=True went through the model, but {self.strategy} cannot "
+                "differentiate its own backward pass; use ddp, zero1 or zero2."
+            )
 
     def _refuse_unfrozen(self) -> None:
         if self.host is not None:
@@ -189,6 +218,7 @@ class OwnLoop:
         self.checks.reduced(samples)
         if self.host is not None:
             self.host.add_gradients()
+        self.gradients.reduced(self.optimized)
 
     def before_zero_grad(self) -> None:
         """Called before gradients are cleared."""
@@ -217,6 +247,7 @@ class OwnLoop:
                 "gradients are this rank's alone; run the last micro-batch's backward outside of no_sync()."
             )
         self.checks.before_step()
+        self.gradients.before_step(parameters)
         self.step_was_skipped = False
         if self.loss_scale is not None:
             self._skip_overflow(parameters)
@@ -239,6 +270,7 @@ class OwnLoop:
         for parameter, gradient in self._put_back:
             parameter.grad = gradient
         self._put_back = []
+        self._updates += not self.step_was_skipped
         if self.step_was_skipped:
             self._applied = self._fingerprint()
         else:
@@ -257,7 +289,9 @@ class OwnLoop:
         `p.data.clamp_()` does not even count as a change of `p`, so values are compared.
         """
         applied, self._applied = self._applied, None
-        if applied is not None and self.checks.on_any_data_rank(not torch.equal(self._fingerprint(), applied)):
+        if applied is None or not applied.numel():
+            return
+        if self.checks.on_any_data_rank(not torch.equal(self._fingerprint(), applied)):
             if self.host is not None:
                 self.host.give_all_parameters()
             self.engine.loaded()

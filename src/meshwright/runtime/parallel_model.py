@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from meshwright.checkpoint.folder import find_checkpoint
 from meshwright.checkpoint.load import load
@@ -16,6 +18,7 @@ from meshwright.checkpoint.manifest import RunState
 from meshwright.checkpoint.save import Saver, save_at
 from meshwright.errors import CheckpointError, JobError
 from meshwright.facts.position import DataPosition
+from meshwright.runtime.divided_loader import divide_loader
 from meshwright.runtime.loop_batches import Batches
 from meshwright.runtime.own_loop import OwnLoop
 from meshwright.torch_private.modules import FixedModule, incompatible_keys
@@ -38,7 +41,10 @@ class Parallel(FixedModule):
         self._saver: Saver | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.loop.call(*args, **kwargs)
+        if self.strategy.compile or "torch._dynamo" not in sys.modules:
+            return self.loop.call(*args, **kwargs)
+        # A compiler of the user's must not look into hooks and collectives: ranks would wait for each other.
+        return torch.compiler.disable(self.loop.call)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -57,6 +63,13 @@ class Parallel(FixedModule):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def divide(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """A DataLoader like the given one that gives this data rank its part of each batch. All ranks call it.
+
+        The batches are those of one process, in its order. Samplers follow rank 0's random state.
+        """
+        return divide_loader(loader, rank=self.data_rank, ranks=self.data_ranks, world=self.world)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context for backward passes of all but the last micro-batch of a step; every rank must run as many.
@@ -157,6 +170,12 @@ class Parallel(FixedModule):
         raise JobError(
             f"The model is laid out under {self.strategy} and cannot be moved or cast to {what}; name device and "
             "precision in mw.parallelize(model, strategy, device=...)."
+        )
+
+    def refuse_ddp(self) -> None:
+        raise JobError(
+            f"The model is laid out under {self.strategy}, which averages gradients itself; leave out "
+            "DistributedDataParallel, which would also overwrite the parts of tp and op."
         )
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -11,8 +11,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.variable import Variable
+from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
-__all__ = ["BackwardCFunction", "DeviceType"]
+__all__ = ["BackwardCFunction", "DeviceType", "StopRecomputation"]
 
 run_engine: Callable[..., Any] = Variable._execution_engine.run_backward
 """Runs a backward pass below `Tensor.backward`, where function modes do not intercept it."""

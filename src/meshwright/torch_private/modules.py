@@ -30,11 +30,20 @@ def convert_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Te
 
 
 class FixedModule(nn.Module):
-    """A module that cannot be moved or cast, by `to`, `half`, `cuda` and the like."""
+    """A module that cannot be moved or cast, by `to`, `half`, `cuda` and the like, or wrapped in PyTorch's DDP."""
 
     def refuse_change(self, what: str) -> None:
         """Raise an error that names the dtype or the device that was asked for."""
         raise NotImplementedError
+
+    def refuse_ddp(self) -> None:
+        """Raise an error because DistributedDataParallel is being built around the module."""
+        raise NotImplementedError
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:  # what DDP asks a module for before anything else
+        self.refuse_ddp()
+        return []
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FixedModule:
         for device, dtype in {(p.device, p.dtype) for p in self.parameters()}:

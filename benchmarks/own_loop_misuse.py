@@ -1,0 +1,62 @@
+"""What loops do to a laid-out model, under several strategies: right, refused, or failing loudly; never wrong.
+
+PYTHONPATH=src python benchmarks/own_loop_misuse.py [--strategies ddp;zero1] [--only NAME] [--out FILE.json]
+
+The programs are those of tests/misuse_programs.py and tests/loop_programs.py, each beside plain PyTorch in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import misuse_programs as programs
+import rank_pool
+
+STRATEGIES = ["ddp", "zero1", "zero2", "fsdp", "tp=2", "op=2", "fsdp,bf16", "hsdp=2x2"]
+rank_pool.LIMIT_SECONDS = 30
+
+
+def outcome(pool: rank_pool.RankPool, plain: programs.Outcome, strategy: str, name: str) -> dict[str, str]:
+    try:
+        found = pool(programs.under, strategy, name)
+    except (RuntimeError, TimeoutError, rank_pool.RankError) as error:  # ranks that wait for each other, or ended
+        return {"verdict": "fails", "told": f"{type(error).__name__}: {error}"[:200]}
+    told = next((message for kind, message, _ in found if kind != "done"), "")
+    return {"verdict": programs.verdict(plain, found, strategy), "told": told[:400]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategies", default=";".join(STRATEGIES), help="with ; between them")
+    parser.add_argument("--only", default="", help="a part of the programs' names")
+    parser.add_argument(
+        "--all", action="store_true", help="the loops of tests/loop_programs.py, too, which are all right"
+    )
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    pools = {ranks: rank_pool.RankPool(ranks) for ranks in (2, 4)}
+    rows = []
+    for name in programs.PROGRAMS if given.all else [one.__name__ for one in programs.NEW]:
+        if given.only in name:
+            plain = programs.plainly(name)
+            row = {"program": name, "plain": plain[0], "under": {}}
+            for strategy in given.strategies.split(";"):
+                row["under"][strategy] = outcome(pools[4 if "x" in strategy else 2], plain, strategy, name)
+            rows.append(row)
+            print(name, *(f"{s}: {one['verdict']}" for s, one in row["under"].items()), sep="  ", flush=True)
+    for pool in pools.values():
+        pool.close()
+    if given.out is not None:
+        given.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+from datasets import load_dataset
+
+__all__ = ["load_dataset"]

@@ -96,7 +96,7 @@ def odd(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 def test_a_weight_that_depends_on_data_but_is_a_number() -> None:
     """Unless it was tried that it does not add up over samples: then it is of the whole batch."""
-    with pytest.raises(JobError, match="return a weight that depends on the data as a tensor"):
+    with pytest.raises(JobError, match="Return a weight that depends on the data as a tensor"):
         make_trainer(make_job(loss=odd, loss_over="samples")).step(sample(8))
     found, expected = make_trainer(make_job(loss=odd)), plain_model()(sample(8)["x"]).sum()
     assert make_trainer(found.job, "single,mb=2", seed=SEED).step(sample(8)).loss == pytest.approx(expected.item())

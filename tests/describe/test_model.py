@@ -188,9 +188,9 @@ def broken(*parts: Any) -> Any:
     ("parts", "message"),
     [
         ({"sample": broken}, "Job(sample=...) raised LookupError: no such thing"),
-        ({"sample": None}, "give Job(data=...) a map-style dataset"),
-        ({"sample": None, "data": [1]}, "Job(data=...) raised IndexError"),
-        ({"sample": None, "data": lambda: iter([])}, "which has no length or no items"),
+        ({"sample": None}, "give Job(data=...) a dataset or a DataLoader"),
+        ({"sample": None, "data": [1]}, "do not fit each other"),
+        ({"sample": None, "data": lambda: iter([])}, "Job(data=...) has no samples"),
         ({"inputs": lambda batch: batch["x"]}, "Job(inputs=...) must return a tuple of positional or a dict"),
         ({"inputs": lambda batch: (batch["z"],)}, "KeyError: 'z'"),
         ({"model": lambda: nn.Linear(5, 5)}, "do not fit each other"),

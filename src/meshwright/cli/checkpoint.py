@@ -100,8 +100,6 @@ def export(
     [bold]meshwright checkpoint export runs/llama --to hf --dtype bf16 --shard-size 2GB --out llama-hf[/]
 
     [bold]meshwright checkpoint export runs/gpt --to accelerate --out gpt-accelerate[/]
-
-    [bold]meshwright checkpoint export runs/vit --to torch --ema --out vit-averaged[/]
     """
     from meshwright.checkpoint import exports
     from meshwright.report.checkpoint import bytes_bar, export_page

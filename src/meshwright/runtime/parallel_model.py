@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,6 +20,7 @@ from meshwright.facts.position import DataPosition
 from meshwright.runtime.divided_loader import divide_loader
 from meshwright.runtime.loop_batches import Batches
 from meshwright.runtime.own_loop import OwnLoop
+from meshwright.torch_private.loaded import compiler_is_loaded
 from meshwright.torch_private.modules import FixedModule, incompatible_keys
 
 
@@ -41,7 +41,7 @@ class Parallel(FixedModule):
         self._saver: Saver | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.strategy.compile or "torch._dynamo" not in sys.modules:
+        if self.strategy.compile or not compiler_is_loaded():
             return self.loop.call(*args, **kwargs)
         # A compiler of the user's must not look into hooks and collectives: ranks would wait for each other.
         return torch.compiler.disable(self.loop.call)(*args, **kwargs)

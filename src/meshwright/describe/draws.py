@@ -47,7 +47,7 @@ class DrawWatcher(Watcher):
     def __init__(self, names: Collection[str], model: nn.Module) -> None:
         super().__init__(names)
         self._modules = {id(module): name for name, module in model.named_modules()}
-        self.draws: dict[DrawFacts, None] = {}
+        self._first: dict[tuple[Any, ...], DrawFacts] = {}
         self._dropping = _Dropping()
         self.seen = self._look
 
@@ -71,7 +71,13 @@ class DrawWatcher(Watcher):
                 return
             dropout = True
         name = None if self.in_loss or module is None else self._modules.get(id(module), "")
-        self.draws[DrawFacts(operator=operator, module=name, file=line.file, line=line.line, dropout=dropout)] = None
+        found = DrawFacts(operator=operator, module=name, file=line.file, line=line.line, dropout=dropout)
+        self._first.setdefault((operator, name is None, line.file, line.line, dropout), found)
+
+    @property
+    def draws(self) -> tuple[DrawFacts, ...]:
+        """Each line once, with the first module that runs it: blocks that are alike are not all run."""
+        return tuple(self._first.values())
 
 
 def _generators() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 from meshwright.api.finalists import Finals, settle
 from meshwright.api.job_planner import Planner, PlanOptions
@@ -53,7 +54,8 @@ def rank(
             rank=ranked,
             trace=partial(planner.traced, cluster),
             count=options.finalists,
-            room=usable(context.hardware),
+            # A strategy that the user named is not judged by the trace of another one.
+            room=inf if options.strategies else usable(context.hardware),
         )
     plans, unfit = finals.plans, finals.unfit
     advice = () if plans else planner.advise(cluster, options, found)

@@ -11,6 +11,7 @@ from toy_worker import wait_for
 
 JOB = """
 import json, os, signal
+from time import monotonic, sleep
 from pathlib import Path
 import torch
 from stream_jobs import Shuffled, make, of_rows
@@ -22,6 +23,9 @@ class Killed(Shuffled):
         for number, sample in enumerate(super().__iter__()):
             if (HERE / "kill").exists() and number == 40 and torch.distributed.get_rank() == 1:
                 (HERE / "kill").unlink()
+                until = monotonic() + 30
+                while not (HERE / "run" / "checkpoints" / "latest").exists() and monotonic() < until:
+                    sleep(0.05)  # checkpoints are written in the background
                 os.kill(os.getpid(), signal.SIGKILL)
             yield sample
 

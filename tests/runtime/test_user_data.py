@@ -1,6 +1,8 @@
 """A job's data may be a stream or the user's own DataLoader: their samples, order and batches are kept."""
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import chain, islice
@@ -312,3 +314,28 @@ def test_a_run_trains_on_padded_batches_of_any_length() -> None:
     )
     run = Run(make_trainer(job, "single,mb=2"))
     assert len([run.step(batch).loss for batch in run.batches(epochs=2)]) == 8
+
+
+HELD = """
+import torch
+import meshwright as mw
+from torch import nn
+
+job = mw.Job(
+    model=lambda: nn.Linear(4, 2),
+    inputs=lambda batch: (batch,),
+    loss=lambda output, batch: (output.sum(), len(output)),
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    data=torch.ones(8, 4),
+    global_batch=4,
+)
+run = mw.setup(job, "single", workers=1)
+batches = run.batches()
+run.step(next(batches))
+print("stepped")
+"""
+
+
+def test_loading_processes_end_with_a_script_that_holds_its_batches() -> None:
+    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "stepped\n"), done.stderr

@@ -10,9 +10,11 @@ after the n-th epoch of the run, and `Loader.steps_per_epoch` is None if the end
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import atexit
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -32,6 +34,17 @@ from meshwright.runtime.seeds import seed_for_collate, seed_for_sample
 from meshwright.runtime.stream import Failure, Portion, StreamReader
 
 __all__ = ["Loader", "Order", "RankSamples"]
+
+
+_open: WeakSet[Loader] = WeakSet()
+"""Loaders that may have loading processes."""
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before Python waits for its child processes: loading processes ignore the signal by which it would end them."""
+    for loader in list(_open):
+        loader.close()
 
 
 class Loader:
@@ -71,7 +84,7 @@ class Loader:
         self._collate = _Collate(
             _only if self._whole else self._source.collate, seed=order.seed, together=self._together
         )
-        self._running: tuple[int | None, Iterator[tuple[Batch, DataPosition]]] | None = None
+        self._running: tuple[int | None, Generator[tuple[Batch, DataPosition]]] | None = None
         known = self._is_known and self.data_position.epoch is None
         self.completed = self.order.completed(self.position) if known else self.data_position.epoch or 0
         """Epochs completed with the last batch handed out. At the start of a resumed run, one that ended just before is
@@ -105,6 +118,7 @@ class Loader:
         """
         if self._running is None or self._running[0] != epochs:
             self._running = epochs, self._ahead(epochs)
+            _open.add(self)
         running = self._running[1]
         try:
             for batch, self.data_position in running:
@@ -115,7 +129,14 @@ class Loader:
             raise
         self._running = None
 
-    def _ahead(self, epochs: int | None) -> Iterator[tuple[Batch, DataPosition]]:
+    def close(self) -> None:
+        """End the loading processes, and iterators of `batches`. Another call of it starts them again."""
+        if self._running is not None:
+            self._running[1].close()
+        self._running = None
+        _open.discard(self)
+
+    def _ahead(self, epochs: int | None) -> Generator[tuple[Batch, DataPosition]]:
         batches = with_ends(self._batches(epochs), self._ends if self._is_known else None)
         return _one_ahead(batches, self._device) if self._device.type == "cuda" else batches
 
@@ -265,7 +286,7 @@ def _identity(portion: Any) -> Any:
 
 def _one_ahead(
     batches: Iterator[tuple[Batch, DataPosition]], device: torch.device
-) -> Iterator[tuple[Batch, DataPosition]]:
+) -> Generator[tuple[Batch, DataPosition]]:
     """Copy the next batch to the GPU on a separate stream while the current one is computed."""
     stream = torch.cuda.Stream(device)
 

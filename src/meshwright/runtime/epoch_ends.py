@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 
 from meshwright.assemble.batch import Batch
@@ -12,7 +12,7 @@ Placed = tuple[Batch, DataPosition]
 """A batch and the position after it."""
 
 
-def with_ends(batches: Iterator[Placed], ends: Callable[[Batch, DataPosition], bool] | None) -> Iterator[Placed]:
+def with_ends(batches: Iterator[Placed], ends: Callable[[Batch, DataPosition], bool] | None) -> Generator[Placed]:
     """Set `ends_epoch` of batches. If nobody knows it beforehand (`ends` is None), the next batch tells.
 
     An error while looking at the next batch is raised when that one is asked for.

@@ -70,6 +70,11 @@ class Run:
             self._loader = open_loader(self.trainer, workers=self._workers, position=self._position)
         return self._loader
 
+    def end_loading(self) -> None:
+        """End the processes that load data. More batches start them again."""
+        if self._loader is not None:
+            self._loader.close()
+
     @property
     def epoch(self) -> int:
         """Epochs completed with the last batch handed out."""

@@ -68,6 +68,7 @@ def train(
                 checkpoints=checkpoints,
                 preemption=preemption,
             )
+            run.end_loading()
             asked = callbacks.stop_reason()
         except (NonFiniteLoss, JobError):
             if checkpoints is not None:

@@ -58,7 +58,7 @@ class _PartOfBatches(BatchSampler):
     def __init__(self, batches: Any, *, rank: int, ranks: int, world: World) -> None:
         self.batches, self._rank, self._ranks, self._world = batches, rank, ranks, world
         if world.ranks > 1:
-            small_messages()
+            small_messages(world)
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -78,7 +78,7 @@ class _PartOfBatches(BatchSampler):
             return next(batches, None)
         own = torch.get_rng_state()
         state = own.clone()
-        dist.broadcast(state, 0, small_messages())
+        dist.broadcast(state, 0, small_messages(self._world))
         torch.set_rng_state(state)
         first = next(batches, None)
         if not torch.equal(own, state):

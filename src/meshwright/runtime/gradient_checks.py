@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from functools import cache
 from math import inf, isfinite, isnan, nan
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.assemble.axes import Axes
+from meshwright.assemble.axes import Axes, host_group
 from meshwright.assemble.world import World
 from meshwright.errors import JobError
 from meshwright.facts.strategy import Strategy
@@ -45,7 +44,7 @@ class GradientChecks:
         self._steps = 0
         self._after_backward: dict[int, torch.Tensor] = {}
         if self._compares:
-            small_messages()
+            small_messages(world)
 
     @property
     def _compares(self) -> bool:
@@ -79,7 +78,7 @@ class GradientChecks:
             *_sizes([p for p in with_gradient if id(p) not in self._cut]).tolist(),
         ]
         rows = [torch.empty(len(own), dtype=torch.float64) for _ in range(self._world.ranks)]
-        work = dist.all_gather(rows, torch.tensor(own, dtype=torch.float64), small_messages(), async_op=True)
+        work = dist.all_gather(rows, torch.tensor(own, dtype=torch.float64), small_messages(self._world), async_op=True)
         try:
             assert work is not None
             work.wait(PATIENCE)
@@ -143,14 +142,12 @@ def _differ(
     return False
 
 
-@cache
-def small_messages() -> dist.ProcessGroup | None:
+def small_messages(world: World) -> dist.ProcessGroup | None:
     """A group of all ranks for small messages on the host. All ranks must call it.
 
     It is apart from the others: where a rank is missing, its next collective would be taken for the answer.
     """
-    group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
-    return group
+    return host_group(world, "a loop's small messages")
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ def node_options(
     fewest, most = _count(nodes)
     if rank is None or rendezvous is None:
         missing = "--node-rank" if rank is None else "--rendezvous"
-        raise BadInput(f"--nodes {nodes} needs {missing}: each machine's number, and HOST:PORT of node 0 on all.")
+        raise BadInput(f"--nodes {nodes} needs {missing}; give each machine its --node-rank and all the --rendezvous.")
     if rank >= most:
         raise BadInput(f"--node-rank {rank} is not below --nodes {nodes}; nodes count from 0.")
     host, port = parse_endpoint(rendezvous)

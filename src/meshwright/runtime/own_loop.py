@@ -75,6 +75,8 @@ class OwnLoop:
         self.watch = BackwardWatch(engine, self.loss_scale)
         self.checks = LoopChecks(strategy, axes, world)
         self.watch.ended = self._reduced
+        self._entered = self._waits = False
+        """Whether a backward pass came by an output since the last step, or a call's output still waits for one."""
         self._frozen = [(name, p) for name, p in engine.model.named_parameters() if not p.requires_grad]
         self._put_back: list[tuple[nn.Parameter, torch.Tensor]] = []
         counted = engine.counted()
@@ -174,8 +176,10 @@ class OwnLoop:
         """The output, whose backward pass will be noticed."""
         first = next((tensor for tensor in tensors_of(output) if tensor.requires_grad), None)
         left, updates = [samples], self._updates
+        self._waits = not self._entered
 
         def begins() -> None:
+            self._entered, self._waits = True, False
             self._refuse_pass(updates)
 
         def leave(tensor: torch.Tensor) -> torch.Tensor:
@@ -246,6 +250,13 @@ class OwnLoop:
                 f"optimizer.step() was called after {self._passes} under no_sync(), so its "
                 "gradients are this rank's alone; run the last micro-batch's backward outside of no_sync()."
             )
+        if self._waits and any(map(is_dtensor, parameters)):
+            raise JobError(
+                "optimizer.step() was called after the model, but no backward pass came by what the model returned, so "
+                "its shards have no gradients. Compute the loss from the output: one that is kept as an attribute, or "
+                "made in a hook, is not noticed. If there was no backward pass, leave the step out."
+            )
+        self._entered = self._waits = False
         self.checks.before_step()
         self.gradients.before_step(parameters)
         self.step_was_skipped = False

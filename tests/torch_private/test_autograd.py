@@ -24,6 +24,7 @@ from meshwright.torch_private.autograd import (
     run_unhooked,
     saves_by_hooks,
     wanted_by_backward,
+    without_modes_in_backward,
     wrap_engine,
 )
 
@@ -229,3 +230,44 @@ def test_checkpointing_stops_its_second_run_by_an_error() -> None:
     result: torch.Tensor = checkpoint(watched, x, use_reentrant=False)
     result.sum().backward()
     assert seen == [StopRecomputation]
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_no_mode_sees_the_backward_of_a_compiled_graph(shape: tuple[int, ...]) -> None:
+    def run(x: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((x.sin() * 2).view(shape),)
+
+    compiled = torch.compile(run, backend="aot_eager", dynamic=False)
+    seen = {}
+    for quiet in (False, True):
+        x = torch.ones(4, requires_grad=True)
+        (y,) = compiled(x)
+        if quiet:
+            without_modes_in_backward((y,))
+        z, one = y.sum(), torch.ones(())
+        with Seen() as mode:
+            run_engine((z,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        seen[quiet] = mode.names
+        assert x.grad is not None and torch.allclose(x.grad, 2 * torch.ones(4).cos())
+    assert seen[False] and not seen[True]
+
+
+def test_modes_are_back_after_the_backward_of_a_compiled_graph() -> None:
+    compiled = torch.compile(lambda x: (x.sin(),), backend="aot_eager", dynamic=False)
+    x = torch.ones(4, requires_grad=True)
+    doubled = Double.apply(x)
+    (y,) = compiled(doubled)
+    without_modes_in_backward((y,))
+    with Seen() as mode:
+        run_engine((y.sum(),), (torch.ones(()),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    assert "mul" in mode.names or "__mul__" in mode.names

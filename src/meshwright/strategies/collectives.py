@@ -245,9 +245,9 @@ def summed_together(tensors: Sequence[torch.Tensor], group: str) -> list[torch.T
     """The sums over ranks of several tensors, by one message if they have one dtype."""
     if len(tensors) < 2 or len({x.dtype for x in tensors}) > 1:
         return [sum_over(x, group) for x in tensors]
-    total = sum_over(torch.cat([x.flatten() for x in tensors]), group)
+    total = sum_over(torch.cat([x if x.dim() == 1 else x.flatten() for x in tensors]), group)
     parts = total.split_with_sizes([x.numel() for x in tensors])
-    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+    return [part if x.dim() == 1 else part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
 def _summed_part(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:

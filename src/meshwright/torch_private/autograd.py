@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
@@ -121,3 +121,37 @@ def run_unhooked(hooks: Hooks, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     finally:
         torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+_COMPILED = "CompiledFunctionBackward"
+
+
+def without_modes_in_backward(results: Sequence[torch.Tensor]) -> None:
+    """Let the compiled graph that made these tensors run backward without function modes.
+
+    Its code calls torch functions one after another, and a mode that is active in backward would look at each.
+    """
+    node = _compiled_node(results)
+    if node is None:
+        return
+    active: list[Any] = []
+
+    def begin(gradients: Any) -> None:
+        active.append(torch._C.DisableTorchFunction())
+        active[-1].__enter__()
+
+    def end(*gradients: Any) -> None:
+        active.pop().__exit__(None, None, None)
+
+    node.register_prehook(begin)
+    node.register_hook(end)
+
+
+def _compiled_node(results: Sequence[torch.Tensor]) -> Any:
+    """The node of a compiled graph: that of its results, or the one before it if a result is a view."""
+    for result in results:
+        node = result.grad_fn
+        for found in (node, *(below for below, _ in node.next_functions)) if node is not None else ():
+            if type(found).__name__ == _COMPILED:
+                return found
+    return None

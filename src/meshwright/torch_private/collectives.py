@@ -19,21 +19,33 @@ _GATHER, _SCATTER = _FUNCTIONAL.all_gather_into_tensor.default, _FUNCTIONAL.redu
 _SUM, _WAIT = _FUNCTIONAL.all_reduce.default, _FUNCTIONAL.wait_tensor.default
 
 
+def _sent(operator: Any, *args: Any) -> Tensor:
+    """What a collective returns, once it is there.
+
+    The operators' rules for autograd are Python functions that take as long as the operators. Who calls this has rules
+    of their own.
+    """
+    if torch.compiler.is_compiling():
+        return _WAIT(operator(*args))  # type: ignore[no-any-return]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _WAIT(operator(*args))  # type: ignore[no-any-return]
+
+
 def gather_rows(x: Tensor, ranks: int, group: str) -> Tensor:
     """The ranks' tensors below each other, [ranks, ...]. Less on the host than `torch.distributed`, and compilable."""
     own = x.contiguous()
-    return _WAIT(_GATHER(own.view(-1), ranks, group)).view(ranks, *own.shape)  # type: ignore[no-any-return]
+    return _sent(_GATHER, own if own.dim() else own.view(1), ranks, group).view(ranks, *own.shape)
 
 
 def sum_row(x: Tensor, ranks: int, group: str) -> Tensor:
     """This rank's row of the sum over ranks of [ranks, ...]."""
     shares = x.contiguous()
-    return _WAIT(_SCATTER(shares.view(-1), "sum", ranks, group)).view(shares.shape[1:])  # type: ignore[no-any-return]
+    return _sent(_SCATTER, shares, "sum", ranks, group).view(shares.shape[1:])
 
 
 def sum_over(x: Tensor, group: str) -> Tensor:
     """The sum over ranks, as a new tensor."""
-    return _WAIT(_SUM(x.contiguous(), "sum", group))  # type: ignore[no-any-return]
+    return _sent(_SUM, x.contiguous(), "sum", group)
 
 
 FIRST_BUCKET_BYTES: int = dist._DEFAULT_FIRST_BUCKET_BYTES

@@ -32,6 +32,7 @@ from meshwright.strategies.float8_linear import float8_linear
 from meshwright.strategies.tensor.block_parameters import block_parameters
 from meshwright.strategies.tensor.product import product
 from meshwright.strategies.tensor.program import Instruction, Local, Program, locals_in
+from meshwright.torch_private.autograd import without_modes_in_backward
 
 MADE: dict[Any, Callable[..., tuple[Tensor, ...]]] = {}
 """Compiled functions, by what they do. Emptied while a step is traced, which imitates the compiler."""
@@ -61,8 +62,19 @@ def _graph(program: Program) -> Callable[..., tuple[Tensor, ...]] | None:
     traceable = replace(program, instructions=instructions)
     key = traceable.identity()
     if key not in MADE:
-        MADE[key] = torch.compile(traceable.compile(), dynamic=False)
+        MADE[key] = _without_modes(torch.compile(traceable.compile(), dynamic=False))
     return MADE[key]
+
+
+def _without_modes(graph: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """A compiled function whose backward the region's mode does not see. In forward it is off already."""
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        results = graph(*inputs)
+        without_modes_in_backward(results)
+        return results
+
+    return run
 
 
 def _is_opaque(function: Any) -> bool:

@@ -106,7 +106,7 @@ def _with_joint_products(program: Program, mesh: DeviceMesh, held: Mapping[int, 
             first = groups.get(key, [place])[0]
             if all(made.get(local.number, -1) < first for local in locals_in(one.args[1:])):
                 groups.setdefault(key, []).append(place)
-    joint = {places[0]: places for places in groups.values() if _pays(program, places)}
+    joint = {places[0]: places for places in groups.values() if _pays(program, places, held)}
     dropped = {place for places in joint.values() for place in places}
     numbers = program.next_number()
     found: list[Instruction] = []
@@ -136,19 +136,25 @@ def _with_joins(
     return [Instruction(block_parameters, args, {}, results, False, True), *instructions[len(sums) :]]
 
 
+def _parameters(one: Instruction) -> tuple[int, ...]:
+    """The places of a linear layer's weight and bias among its arguments."""
+    return (1, 2) if len(one.args) > 2 and one.args[2] is not None else (1,)
+
+
 def _product_key(one: Instruction) -> Any:
     """Equal for linear layers that may be one product; None for other functions."""
     if one.function is not F.linear or one.kwargs or not all(isinstance(arg, Local) for arg in one.args[:2]):
         return None
-    has_bias = len(one.args) > 2 and one.args[2] is not None
-    return one.args[0], has_bias, one.differentiated
+    return one.args[0], _parameters(one), one.differentiated
 
 
-def _pays(program: Program, places: list[int]) -> bool:
+def _pays(program: Program, places: list[int], held: Mapping[int, Tensor]) -> bool:
     """Whether adding up gradients of the input, once per layer, takes longer than joining the weights."""
     if len(places) < 2:
         return False
     products = [program.instructions[place] for place in places]
+    if all(_lie_joined([one.args[part] for one in products], held) for part in _parameters(products[0])):
+        return True
     rows = prod(program.shapes[products[0].args[0].number][:-1])
     outputs = sum(program.shapes[one.results[0]][-1] for one in products)
     return 3 * (len(products) - 1) * rows >= 4 * outputs
@@ -163,8 +169,8 @@ def _joint_product(
 ) -> list[Instruction]:
     """The product and its cut. Parameters that lie one after another become one, which `joins` gets."""
     first, number = products[0], next(numbers)
-    weights = [one.args[1] for one in products]
-    biases = [one.args[2] for one in products] if len(first.args) > 2 and first.args[2] is not None else []
+    weights, *rest = [[one.args[part] for one in products] for part in _parameters(first)]
+    biases = rest[0] if rest else []
     outputs = tuple(one.results[0] for one in products)
     widths = [shapes[output][-1] for output in outputs]
     shapes[number] = (*shapes[outputs[0]][:-1], sum(widths))

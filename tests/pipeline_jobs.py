@@ -28,6 +28,26 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
+class TableBlock(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + table * x
+
+
+class Tables(nn.Module):
+    """All blocks get a buffer in fp32, as rotary positions are given; in bf16 each casts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TableBlock() for _ in range(4))
+        self.leave = nn.Linear(WIDTH, VOCABULARY)
+        self.register_buffer("table", torch.linspace(0.1, 0.3, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.table)
+        return self.leave(x)  # type: ignore[no-any-return]
+
+
 class Trunk(nn.Module):
     """Blocks between two linear layers."""
 
@@ -504,6 +524,7 @@ glued = replace(tied, model=Glued)
 biased = replace(tied, model=Biased, inputs=lambda batch: (batch["x"],))
 translating = replace(tied, model=Translating, inputs=lambda batch: {"source": batch["x"], "target": batch["y"]})
 trunk = replace(tied, model=Trunk, inputs=lambda batch: (batch["x"],), sample=vector_batch)
+tables = replace(trunk, model=Tables)
 skipping = replace(trunk, model=Skipping)
 repeating = replace(trunk, model=Repeating)
 frozen_foot = replace(trunk, model=FrozenFoot, optimizer=lambda params: AdamW(params, lr=1e-2))

@@ -56,6 +56,7 @@ def test_policies(two_ranks: RankPool) -> None:
     fp32 = ["pp=2:1f1b,ac=full", "pp=2:zb,ac=full", "pp=2:1f1b,mb=1", "pp=2:interleaved,ac=selective,offload=optimizer"]
     check(two_ranks, "tied", *fp32)
     check(two_ranks, "tied", "pp=2:1f1b,fp16", "pp=2:zbv,bf16", "pp=2:gpipe,bf16:pure")
+    check(two_ranks, "tables", "pp=2:1f1b,bf16", "layers=2,bf16,ac=full")
 
 
 @pytest.mark.thorough

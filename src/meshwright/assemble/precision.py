@@ -10,7 +10,8 @@ transformer's residual stream is fp32 under DDP and bf16 under FSDP2. `bf16:auto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -151,6 +152,17 @@ Casts = dict[tuple[int, torch.dtype], tuple[torch.Tensor, int, torch.Tensor, int
 """By a tensor's identity and the dtype it was cast to: the tensor and its version, the copy and its version."""
 _casts: ContextVar[Casts | None] = ContextVar("casts", default=None)
 """What the running model has cast."""
+_shared: ContextVar[bool] = ContextVar("shared_casts", default=True)
+
+
+@contextmanager
+def separate_casts() -> Iterator[None]:
+    """Region in which each block casts for itself, as blocks on different ranks do."""
+    token = _shared.set(False)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
 
 
 def _cast_once(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -196,7 +208,7 @@ def _entering_model(dtype: torch.dtype) -> Around:
     def enter(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return inside(module, forward, args, kwargs)
-        token = _casts.set({})
+        token = _casts.set({} if _shared.get() else None)
         try:
             return inside(module, forward, args, kwargs)
         finally:

@@ -14,7 +14,7 @@ from meshwright.assemble.autocast import autocast_region
 from meshwright.assemble.float8 import layers_in_float8, multiply_in_float8
 from meshwright.assemble.passes import Dropout, Losses
 from meshwright.assemble.pipeline import OwnStage, PipelinePasses
-from meshwright.assemble.precision import apply_precision, loss_under
+from meshwright.assemble.precision import apply_precision, loss_under, separate_casts
 from meshwright.assemble.rank_engine import Holders, RankEngine
 from meshwright.assemble.stage_model import StageModel
 from meshwright.assemble.world import outside_of_modes
@@ -96,7 +96,7 @@ def tracer(
     names = [call.name for call in facts.calls]
 
     def follow(batch: Any) -> Flow:
-        with outside_of_modes():
+        with outside_of_modes(), separate_casts():
             flow, reason = trace(traced, pristine, Watcher(names), _without_values(batch))
         if flow is None:
             raise Refused(f"The model could not be traced on fake tensors, so it cannot be cut into stages: {reason}.")

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.strategies.float8_casts import rounded, rounded_and_turned, turned
 from meshwright.torch_private.scaled_products import scaled_mm
 
 ALIGNED = 16
@@ -35,33 +36,37 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     count = rows.shape[0]
     if count % ALIGNED:
         rows = F.pad(rows, (0, 0, 0, -count % ALIGNED))  # rows of zeros change neither scale nor sums
-    product: Tensor = _Product.apply(rows, weight)
+    product: Tensor = _Product.apply(rows, weight, weight.requires_grad)
     result = product[:count].reshape(*x.shape[:-1], weight.shape[0])
     return result if bias is None else result + bias
 
 
 class _Product(torch.autograd.Function):
-    """`x @ weight.t()` for a matrix of rows. The input is kept in float8."""
+    """`x @ weight.t()` for a matrix of rows. The input is kept in float8, turned as backward needs it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, trained: bool) -> Tensor:
         x_scale, weight_scale = scale_of(x, E4M3), scale_of(weight, E4M3)
-        x8 = rounded(x, x_scale, E4M3)
-        ctx.save_for_backward(x8, x_scale, weight, weight_scale)
+        if trained:
+            x8, x8_turned = rounded_and_turned(x, x_scale, E4M3)
+        else:
+            x8, x8_turned = rounded(x, x_scale, E4M3), None
+        ctx.save_for_backward(x8_turned, x_scale, weight, weight_scale)
         return _multiply(x8, x_scale, rounded(weight, weight_scale, E4M3).t(), weight_scale, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x8, x_scale, weight, weight_scale = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x8_turned, x_scale, weight, weight_scale = ctx.saved_tensors
         scale = scale_of(gradient, E5M2)
-        gradient8 = rounded(gradient, scale, E5M2)
         of_x = of_weight = None
-        if ctx.needs_input_grad[0]:
-            turned = _turned(rounded(weight, weight_scale, E4M3))
-            of_x = _multiply(gradient8, scale, turned, weight_scale)
         if ctx.needs_input_grad[1]:
-            of_weight = _multiply(gradient8.t().contiguous(), scale, _turned(x8), x_scale)
-        return of_x, of_weight
+            gradient8, gradient8_turned = rounded_and_turned(gradient, scale, E5M2)
+            of_weight = _multiply(gradient8_turned, scale, x8_turned.t(), x_scale)
+        else:
+            gradient8 = rounded(gradient, scale, E5M2)
+        if ctx.needs_input_grad[0]:
+            of_x = _multiply(gradient8, scale, turned(weight, weight_scale, E4M3).t(), weight_scale)
+        return of_x, of_weight, None
 
 
 def scale_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -69,16 +74,6 @@ def scale_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     largest = tensor.abs().amax().float().clamp_min(_LEAST)
     exact = largest.reciprocal() * _LARGEST[dtype]
     return (exact.view(torch.int32) & _EXPONENT).view(torch.float32)
-
-
-def rounded(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor times its scale, in `dtype`. The product is exact in bf16, because the scale is a power of two."""
-    return (tensor * scale.to(tensor.dtype)).to(dtype)
-
-
-def _turned(matrix: Tensor) -> Tensor:
-    """The same matrix with contiguous columns."""
-    return matrix.t().contiguous().t()
 
 
 def _multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, fast: bool = False) -> Tensor:

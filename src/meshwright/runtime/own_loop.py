@@ -30,6 +30,7 @@ from meshwright.runtime.gradient_checks import GradientChecks
 from meshwright.runtime.layout_checks import LayoutChecks
 from meshwright.runtime.loop_checks import LoopChecks, count_samples
 from meshwright.runtime.loop_norm import Part, norm_of, serve_clipping
+from meshwright.runtime.loop_order import Event, LoopOrder
 from meshwright.runtime.loop_recompute import recompute_in
 from meshwright.strategies.cuts import Cut
 from meshwright.strategies.engine import Engine, OptimizerState
@@ -69,11 +70,14 @@ class OwnLoop:
         self.updaters: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """All optimizers that were given or have updated the model."""
         self.schedule: Any = None
-        self.ema = None
+        self.ema = self.base = None
         self.loop: dict[str, Any] = {}
         self.step_was_skipped = False
         self.watch = BackwardWatch(engine, self.loss_scale)
         self.checks = LoopChecks(strategy, axes, world)
+        # Stages come together in forward_backward alone, where the schedule's own messages are.
+        self.order = LoopOrder(strategy, world, compares=axes.stages is None)
+        self.watch.began = self.order.begin_pass
         self.watch.ended = self._reduced
         self._entered = self._waits = False
         """Whether a backward pass came by an output since the last step, or a call's output still waits for one."""
@@ -86,6 +90,8 @@ class OwnLoop:
         cut = {key for key, part in self._parts.items() if part.meshes}
         self.gradients = GradientChecks(strategy, axes, world, cut)
         self.layout = LayoutChecks(engine.model, self.optimized, engine.leaves(), strategy)
+        self.order.calls_together = bool(axes.inner) or self._copies or self.layout.swaps
+        self.order.evaluates_together = any(_is_on_all_ranks(one, world) for one in engine.model.parameters())
         self._updates, self.was_called = 0, False
         self._applied: torch.Tensor | None = self._fingerprint()
         """The weights' fingerprint after the last update, until a training call has compared it; None if it has."""
@@ -153,6 +159,7 @@ class OwnLoop:
         differentiable = torch.is_grad_enabled()
         samples = 0
         if differentiable:
+            self.order.begin_call()
             self._refuse_unfrozen()
             self.follow_changed_weights()
             self.checks.before_call(model, args, kwargs)
@@ -160,6 +167,7 @@ class OwnLoop:
             if self.loss_scale is not None:
                 args, kwargs = map_tensors(self.watch.enter, (args, kwargs))
         else:
+            self.order.begin_evaluation()
             self.checks.before_evaluation(args, kwargs)
         with naming_strategy(self.strategy, model), ExitStack() as stack:
             stack.enter_context(self.engine.region())
@@ -219,6 +227,7 @@ class OwnLoop:
         return self.watch.no_sync()
 
     def _reduced(self, samples: list[int]) -> None:
+        self.order.reduced()
         self.checks.reduced(samples)
         if self.host is not None:
             self.host.add_gradients()
@@ -257,7 +266,10 @@ class OwnLoop:
                 "made in a hook, is not noticed. If there was no backward pass, leave the step out."
             )
         self._entered = self._waits = False
+        self.order.announce(Event.STEP)
         self.checks.before_step()
+        if self.gradients.is_due or self.loss_scale is not None:
+            self.order.settle()
         self.gradients.before_step(parameters)
         self.step_was_skipped = False
         if self.loss_scale is not None:
@@ -289,10 +301,24 @@ class OwnLoop:
 
     def _give_weights(self) -> None:
         """Give the model the weights that the optimizer has updated."""
+        if self._copies:
+            self.order.settle()  # here, because the message has been under way during the update
         if self.host is not None:
             self.host.give_all_parameters()
         self.engine.updated()
         self._applied = self._fingerprint()
+
+    def before_norm(self) -> None:
+        """Called before a norm is summed over ranks."""
+        self.order.announce(Event.NORM)
+        self.order.settle()
+
+    def before_state(self) -> None:
+        """Called before the whole state is read or written. All ranks call it; under ddp, some may."""
+        if self.order.calls_together:
+            self.order.announce(Event.STATE)
+            self.order.settle()
+        self.follow_changed_weights()
 
     def follow_changed_weights(self) -> None:
         """Fetch weights that the loop changed by hand since the last step, as for a WGAN. All ranks call it.
@@ -307,10 +333,15 @@ class OwnLoop:
                 self.host.give_all_parameters()
             self.engine.loaded()
 
+    @property
+    def _copies(self) -> bool:
+        """Whether the model computes with other tensors than those that the optimizer updates."""
+        return self.host is not None or self.engine.updates_copies
+
     @torch.no_grad()
     def _fingerprint(self) -> torch.Tensor:
         """Numbers that show whether weights were changed; none if the model computes with the optimizer's."""
-        if self.host is None and not self.engine.updates_copies:
+        if not self._copies:
             return torch.empty(0)
         sums = [local(parameter).double().sum().cpu() for parameter in self._seen.values()]
         return torch.stack(sums) if sums else torch.empty(0)
@@ -343,6 +374,9 @@ class OwnLoop:
     @torch.no_grad()
     def put(self, state: dict[str, torch.Tensor]) -> None:
         """Load whole tensors by the unsplit model's names into what this rank holds. All ranks call it."""
+        if self.order.calls_together:
+            self.order.announce(Event.STATE)
+            self.order.settle()
         for held in self.engine.held():
             if held.name in state:
                 value = state[held.name].to(device=held.tensor.device, dtype=held.tensor.dtype)
@@ -352,6 +386,14 @@ class OwnLoop:
         if self.host is not None:
             self.host.take_parameters()
         self._applied = None
+
+
+def _is_on_all_ranks(parameter: Any, world: World) -> bool:
+    """Whether a parameter's shards are divided over all ranks, so that all of them must gather it together."""
+    if not is_dtensor(parameter):
+        return False
+    mesh = parameter.device_mesh
+    return bool(mesh.ndim == 1 and mesh.size() == world.ranks)
 
 
 def _copy_part(value: torch.Tensor, target: Any) -> None:

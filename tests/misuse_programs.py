@@ -620,6 +620,10 @@ def plainly(name: str) -> Outcome:
     return outcome_of(PROGRAMS[name], Side(Net()))
 
 
+def ready(world: World) -> None:
+    """Nothing: the ranks are there."""
+
+
 def under(world: World, strategy: str, name: str) -> Outcome:
     described: Any = {"sample": batch(0)[0], "tensor_plan": {"leave": "whole"}} if "=" in strategy else {}
     model = mw.parallelize(Net, strategy, seed=0, world=world, **described)

@@ -68,17 +68,23 @@ class LoopOrder:
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self._group = small_messages(world) if self._compares else None
 
-    def begin_call(self) -> None:
-        """Note a training call. How many there were is compared in the next backward pass."""
+    def begin_call(self, *, trains: bool) -> None:
+        """Note a call, before it gathers weights. The next backward pass compares how many train the model."""
         if not self._compares:
             return
+        if trains:
+            self._begin_training()
+        else:
+            self._begin_evaluation()
+
+    def _begin_training(self) -> None:
         if self.calls_together:
             self.announce(Event.CALL)
             if self._unanswered or not self._stepped:
                 self.settle()
         self._calls, self._unanswered, self._called_at = self._calls + 1, True, running_line()
 
-    def begin_evaluation(self) -> None:
+    def _begin_evaluation(self) -> None:
         """Compare the first calls without gradients, if ranks run them together."""
         if self.evaluates_together and self._evaluations < COMPARED_EVALUATIONS:
             self._evaluations += 1

@@ -49,7 +49,7 @@ class Run:
         self._loader: Loader | None = None
         self._evaluated: EvaluationData | None = None
         self._saver: Saver | None = None
-        if trainer.job.save == TRAINED:
+        if trainer.job.save == TRAINED and not trainer.world.fake:
             trainer.base = fingerprints(trainer)
 
     @property

@@ -528,6 +528,16 @@ def _rank_of(side: Side) -> int:
     return side.model.world.rank if isinstance(side.model, mw.Parallel) else 0
 
 
+def updated_by_hand(side: Side) -> None:
+    """No optimizer: the loop itself moves the weights."""
+    for x, y in side.batches():
+        side.model.zero_grad()
+        side.loss(x, y).backward()
+        for parameter in side.model.parameters():
+            if parameter.grad is not None:
+                parameter.data.add_(parameter.grad, alpha=-0.05)
+
+
 def stepped_after_a_call(side: Side) -> None:
     """A step after a call whose backward pass was left out."""
     optimizer = sgd(side.model.parameters())
@@ -580,6 +590,7 @@ NEW = [
     copy_of_the_inner_model, moving_average, wrapped_in_ddp, toggled, under_inference_mode, hooked_gradients,
     closure, skipped_on_one_rank, skipped_before_backward, skipped_before_clipping, saved_on_one_rank,
     evaluated_on_one_rank, evaluated_on_parts, stepped_after_a_call, loss_kept_on_the_model,
+    updated_by_hand,
 ]  # fmt: skip
 PROGRAMS: dict[str, Callable[[Side], Any]] = LOOPS | {program.__name__: program for program in NEW}
 

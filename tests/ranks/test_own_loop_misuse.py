@@ -37,6 +37,7 @@ REFUSED = [
 ]
 RIGHT = [
     ("zero1", "gradient_penalty"),
+    ("zero1", "updated_by_hand"),
     ("fsdp", "moving_average"),
     ("fsdp", "calls_in_flight"),
     ("fsdp", "state_saved_by_hand"),

@@ -30,8 +30,10 @@ class LoopWeights:
         self._on_any_data_rank = on_any_data_rank
         self.are_copies = host is not None or engine.updates_copies
         """Whether the model computes with other tensors than those that the optimizer updates."""
-        self._applied: torch.Tensor | None = self._fingerprint()
-        """The weights' fingerprint after the last update, until a training call has compared it; None if it has."""
+        self._applied = self._fingerprint()
+        """The weights' fingerprint when the model got them."""
+        self._compared = self._has_optimizer = False
+        """Whether a training call has compared it since the last update, and whether an optimizer makes updates."""
 
     def give(self) -> None:
         """Give the model the weights that the optimizer has updated. All ranks call it."""
@@ -41,18 +43,23 @@ class LoopWeights:
         self.keep()
 
     def keep(self) -> None:
-        """Note the weights after a step that updated nothing."""
-        self._applied = self._fingerprint()
+        """Note the weights after an optimizer's step."""
+        self._applied, self._compared, self._has_optimizer = self._fingerprint(), False, True
+
+    def passed(self) -> None:
+        """Called after gradients are reduced. A loop without an optimizer updates the weights by hand then."""
+        if not self._has_optimizer:
+            self._compared = False
 
     def follow_changes(self) -> None:
         """Fetch weights that the loop changed by hand since the last step, as for a WGAN. All ranks call it.
 
         `p.data.clamp_()` does not even count as a change of `p`, so values are compared.
         """
-        applied, self._applied = self._applied, None
-        if applied is None or not applied.numel():
+        if self._compared or not self._applied.numel():
             return
-        if self._on_any_data_rank(not torch.equal(self._fingerprint(), applied)):
+        before, self._applied, self._compared = self._applied, self._fingerprint(), True
+        if self._on_any_data_rank(not torch.equal(self._applied, before)):
             if self._host is not None:
                 self._host.give_all_parameters()
             self._engine.loaded()
@@ -68,7 +75,7 @@ class LoopWeights:
         self._engine.loaded()
         if self._host is not None:
             self._host.take_parameters()
-        self._applied = None
+        self._applied, self._compared = self._fingerprint(), True
 
     @torch.no_grad()
     def _fingerprint(self) -> torch.Tensor:

@@ -218,6 +218,7 @@ class OwnLoop:
 
     def _reduced(self, samples: list[int]) -> None:
         self.order.reduced()
+        self.weights.passed()
         self.checks.reduced(samples)
         if self.host is not None:
             self.host.add_gradients()

@@ -20,6 +20,7 @@ REFUSED = [
     ("ddp", "wrapped_in_ddp", "averages gradients itself"),
     ("zero1", "data_replaced", "The data of"),
     ("zero1", "skipped_on_one_rank", "Rank 0 called optimizer.step() (line"),
+    ("zero1", "saved_on_one_rank", "Rank 0 saved or loaded the model's state (line"),
     ("zero1", "stepped_between", "between the model's call and its backward pass"),
     ("zero1", "hooked_gradients", "without running hooks"),
     ("fsdp", "clipped_by_hand", "multiplied by different numbers"),

@@ -26,6 +26,8 @@ PATIENCE_FOR_LINES = timedelta(seconds=5)
 """How long ranks that differ wait for each other's line, which is only told."""
 LONGEST_NOTE = 200
 COMPARED_EVALUATIONS = 3
+FIRST_CALLS = 5
+"""Training calls in which ranks wait for each other's message, so that all of them name an early mistake."""
 CALLS = 2**16
 MODELS = 2**10
 
@@ -80,7 +82,7 @@ class LoopOrder:
     def _begin_training(self) -> None:
         if self.calls_together:
             self.announce(Event.CALL)
-            if self._unanswered or not self._stepped:
+            if self._unanswered or not self._stepped or self._calls < FIRST_CALLS:
                 self.settle()
         self._calls, self._unanswered, self._called_at = self._calls + 1, True, running_line()
 

@@ -79,7 +79,8 @@ class OwnLoop:
         self.gradients = GradientChecks(strategy, axes, world, cut)
         self.layout = LayoutChecks(engine.model, self.optimized, engine.leaves(), strategy)
         self.order.calls_together = bool(axes.inner) or self.weights.are_copies or self.layout.swaps
-        self.order.evaluates_together = any(_is_on_all_ranks(one, world) for one in engine.model.parameters())
+        shards_on_all = any(_is_on_all_ranks(one, world) for one in engine.model.parameters())
+        self.order.evaluates_together = shards_on_all or (bool(axes.inner) and axes.data_ranks == 1)
         self._updates, self.was_called = 0, False
         self.watch_calls()
         if axes.inner or axes.stages is not None or any(is_dtensor(parameter) for parameter in self.optimized):

@@ -473,11 +473,79 @@ def closure(side: Side) -> None:
 def skipped_on_one_rank(side: Side) -> None:
     """A condition on this rank's numbers decides about a step, after the first ones."""
     optimizer = SGD(side.model.parameters(), lr=0.05)
-    rank = side.model.world.rank if isinstance(side.model, mw.Parallel) else 0
     for step in range(8):
         side.loss(*side.part(batch(step))).backward()
-        if step != 6 or rank == 0:
+        if step != 6 or _rank_of(side) == 0:
             optimizer.step()
+        optimizer.zero_grad()
+
+
+def skipped_before_backward(side: Side) -> None:
+    """`if not loss.isfinite(): continue` on one rank."""
+    optimizer = SGD(side.model.parameters(), lr=0.05)
+    for step in range(8):
+        loss = side.loss(*side.part(batch(step)))
+        if step == 6 and _rank_of(side) == 1:
+            continue
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def skipped_before_clipping(side: Side) -> None:
+    optimizer = SGD(side.model.parameters(), lr=0.05)
+    for step in range(8):
+        side.loss(*side.part(batch(step))).backward()
+        if step != 6 or _rank_of(side) == 0:
+            torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.1)
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def saved_on_one_rank(side: Side) -> None:
+    """`if rank == 0: torch.save(model.state_dict(), ...)`, as scripts do."""
+    optimizer = SGD(side.model.parameters(), lr=0.05)
+    for step, (x, y) in enumerate(side.batches()):
+        side.loss(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and _rank_of(side) == 0:
+            side.model.state_dict()
+
+
+def evaluated_on_one_rank(side: Side) -> None:
+    optimizer = SGD(side.model.parameters(), lr=0.05)
+    for step, (x, y) in enumerate(side.batches()):
+        side.loss(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and _rank_of(side) == 0:
+            with torch.no_grad():
+                side.loss(*batch(99))
+
+
+def _rank_of(side: Side) -> int:
+    return side.model.world.rank if isinstance(side.model, mw.Parallel) else 0
+
+
+def updated_by_hand(side: Side) -> None:
+    """No optimizer: the loop itself moves the weights."""
+    for x, y in side.batches():
+        side.model.zero_grad()
+        side.loss(x, y).backward()
+        for parameter in side.model.parameters():
+            if parameter.grad is not None:
+                parameter.data.add_(parameter.grad, alpha=-0.05)
+
+
+def stepped_after_a_call(side: Side) -> None:
+    """A step after a call whose backward pass was left out."""
+    optimizer = sgd(side.model.parameters())
+    for step, (x, y) in enumerate(side.batches()):
+        loss = side.loss(x, y)
+        if step != 1:
+            loss.backward()
+        optimizer.step()
         optimizer.zero_grad()
 
 
@@ -520,8 +588,9 @@ NEW = [
     loose_parameter, plain_module_beside, group_added_later, checkpointed, checkpointed_reentrant,
     inner_model_called, parts_called, functional, calls_in_flight, stepped_between, compiled_by_user, compiled_before,
     copy_of_the_inner_model, moving_average, wrapped_in_ddp, toggled, under_inference_mode, hooked_gradients,
-    closure, skipped_on_one_rank, loss_kept_on_the_model,
-    evaluated_on_parts,
+    closure, skipped_on_one_rank, skipped_before_backward, skipped_before_clipping, saved_on_one_rank,
+    evaluated_on_one_rank, evaluated_on_parts, stepped_after_a_call, loss_kept_on_the_model,
+    updated_by_hand,
 ]  # fmt: skip
 PROGRAMS: dict[str, Callable[[Side], Any]] = LOOPS | {program.__name__: program for program in NEW}
 
@@ -560,6 +629,10 @@ def plainly(name: str) -> Outcome:
     """A program with nothing of ours in it."""
     torch.manual_seed(0)
     return outcome_of(PROGRAMS[name], Side(Net()))
+
+
+def ready(world: World) -> None:
+    """Nothing: the ranks are there."""
 
 
 def under(world: World, strategy: str, name: str) -> Outcome:

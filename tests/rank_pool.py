@@ -47,7 +47,7 @@ class RankPool:
             ready = wait(waiting, timeout=LIMIT_SECONDS)
             if not ready:
                 self.close()
-                raise TimeoutError(f"ranks {sorted(set(range(self.ranks)) - set(answers))} did not answer")
+                raise SilentRanks(self.ranks, answers)
             for pipe in ready:
                 rank = self._pipes.index(pipe)
                 answers[rank] = self._receive(rank)
@@ -86,6 +86,14 @@ class RankPool:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+
+
+class SilentRanks(TimeoutError):
+    """Ranks that did not answer in time, and what the others gave."""
+
+    def __init__(self, ranks: int, answers: dict[int, Any]) -> None:
+        super().__init__(f"ranks {sorted(set(range(ranks)) - set(answers))} did not answer")
+        self.answers = answers
 
 
 class RankError(Exception):

@@ -34,10 +34,10 @@ def changed(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def misuse(rows: list[dict[str, Any]]) -> list[str]:
-    strategies = list(rows[0]["under"])
+    strategies = list(dict.fromkeys(strategy for row in rows for strategy in row["under"]))
     lines = [f"| your loop | {' | '.join(f'`{one}`' for one in strategies)} |", f"| --- |{' --- |' * len(strategies)}"]
     for row in rows:
-        verdicts = " | ".join(row["under"][one]["verdict"] for one in strategies)
+        verdicts = " | ".join(row["under"].get(one, {}).get("verdict", "-") for one in strategies)
         lines.append(f"| {row['program'].replace('_', ' ')} | {verdicts} |")
     return lines
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from meshwright.adopt.constants import UNKNOWN
 from meshwright.adopt.draft import Draft
+from meshwright.adopt.find_parts import find_parts
 from meshwright.adopt.flatten import flatten
 from meshwright.adopt.kind import Kind
 from meshwright.adopt.left_out import note_left_out, note_random
 from meshwright.adopt.model_code import share_common, write_data, write_model
 from meshwright.adopt.optimizer_code import write_optimizer, write_schedule
-from meshwright.adopt.parts import find_parts
 from meshwright.adopt.script import Script, argument, last_name
 from meshwright.adopt.step_code import write_step
 from meshwright.adopt.strategy import strategy_of

@@ -95,6 +95,8 @@ class Trainer:
         self.schedule = job.schedule(self.optimizer) if job.schedule else None
         self.loss_scale = LossScale() if strategy.number_format.scales_loss else None
         self.steps = 0
+        self.base: Mapping[str, str] | None = None
+        """Fingerprints of the frozen parameters, if a checkpoint leaves them out."""
         self.loop: dict[str, Any] = {}
         """What the training loop keeps in checkpoints: small values that are the same on all ranks."""
         self.wish_to_stop = False

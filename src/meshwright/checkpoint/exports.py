@@ -76,7 +76,7 @@ def export(
         "tensors": sum(len(item.names) for item in content.items) or sum(len(n) for _, n in named(manifest)),
         "bytes": sum(size for _, size in sizes),
         "files": [{"name": name, "bytes": size} for name, size in sizes],
-        "left_out": list(content.left_out),
+        "left_out": [*content.left_out, *(manifest.run_state.frozen or ())],
         "notes": list(notes_of(manifest.run_state, target)),
     }
 

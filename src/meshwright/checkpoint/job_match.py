@@ -27,7 +27,8 @@ def match_run(trainer: Trained, manifest: Manifest, own: State) -> State:
         _match_averages(trainer, manifest)
     state: State = {}
     for name, held in own.items():
-        add_parts(state, sources[name], held)
+        if name in sources:
+            add_parts(state, sources[name], held)
     return state
 
 
@@ -45,12 +46,14 @@ def _match_averages(trainer: Trained, manifest: Manifest) -> None:
 def match_names(
     shapes: dict[str, tuple[int, ...]], manifest: Manifest, aliases: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, str]:
-    """The checkpoint's name for each tensor of the model; the error names the first tensor that does not fit.
+    """The checkpoint's name for each tensor of the model that it stores; the error names the first that does not fit.
 
     `aliases` maps further names of the model's tied parameters to the first name.
     """
     tied = {MODEL + alias: MODEL + first for alias, first in manifest.run_state.tied.items()}
-    sources = {name: name if name in manifest.tensors else tied.get(name, name) for name in shapes}
+    left_out = {MODEL + name for name in manifest.run_state.frozen or ()}
+    stored = [name for name in shapes if tied.get(name, name) not in left_out]
+    sources = {name: name if name in manifest.tensors else tied.get(name, name) for name in stored}
     for name, source in sources.items():
         shown = name.removeprefix(MODEL)
         if source not in manifest.tensors:

@@ -15,6 +15,7 @@ from torch.distributed import checkpoint as dcp
 from meshwright import errors
 from meshwright.assemble.world import World
 from meshwright.checkpoint.dcp_planner import PartsLoadPlanner
+from meshwright.checkpoint.frozen import match_base
 from meshwright.checkpoint.integrity import Damage, find_damage, find_gaps, raise_damage
 from meshwright.checkpoint.job_match import group_of, match_run
 from meshwright.checkpoint.json_state import decode
@@ -37,6 +38,8 @@ def load(trainer: Trained, folder: Path) -> RunState:
     world = trainer.world
     manifest = agreed(world, lambda: read_manifest(folder))
     model = agreed(world, lambda: match_run(trainer, manifest, model_state(trainer)))
+    if manifest.run_state.frozen is not None:
+        match_base(trainer, manifest.run_state.frozen)
     agreed(world, lambda: raise_damage(folder, _damage_of_own_share(folder, manifest, world)))
     _load_state(trainer, manifest, model, Reader(manifest, MappedFiles(folder)))
     return manifest.run_state

@@ -34,6 +34,7 @@ MODEL, OPTIMIZER, EMA, RNG = "model/", "optimizer/", "ema/", "rng/"
 LIMITS = Limits(bytes=GIB, values=50_000_000, finite=False)
 """A thousand ranks write a million chunks; each field's type is checked separately."""
 _DIGEST = re.compile("[0-9a-f]{64}")
+_FINGERPRINT = re.compile("[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,8 @@ class RunState:
     """Decay and number of updates of the averaged weights; None if there are none."""
     loop: Mapping[str, Any] | None = None
     """What the training loop keeps: evaluations so far, and the best of them for an early stop."""
+    frozen: Mapping[str, str] | None = None
+    """Fingerprints of frozen parameters that are not stored, because the job makes them; None if all are stored."""
     made: Mapping[str, str] = field(default_factory=lambda: made_now())
     """Versions and time of writing."""
 
@@ -130,7 +133,7 @@ class Manifest:
         tensors = {name: asdict(entry) for name, entry in self.tensors.items()}
         files = {name: asdict(file) for name, file in self.files.items()}
         values = asdict(self.run_state)
-        for late in ("ema", "loop"):  # versions that do not know these fields read checkpoints without them
+        for late in ("ema", "loop", "frozen"):  # versions that do not know these fields read checkpoints without them
             if values[late] is None:
                 del values[late]
         document = {"format": FORMAT, "version": VERSION, **values, "files": files, "tensors": tensors}
@@ -277,6 +280,10 @@ def _check_values(run_state: RunState) -> None:
         read_dataclass(_Ema, run_state.ema)
     if run_state.loop is not None:
         _check_encoded("loop", run_state.loop)
+    for name, fingerprint in (run_state.frozen or {}).items():
+        dtype, _, digits = fingerprint.partition(":")
+        if not isinstance(getattr(torch, dtype, None), torch.dtype) or not _FINGERPRINT.fullmatch(digits):
+            raise ValueError(f"the fingerprint of {name} is {shown(fingerprint)}")
 
 
 def _check_rate(rate: Any) -> None:

@@ -79,6 +79,7 @@ def show(path: Path, *, tensors: bool = False) -> dict[str, Any]:
         "optimizer": _optimizer(run_state),
         "schedule": run_state.schedule["class"] if run_state.schedule else None,
         "ema": dict(run_state.ema) if run_state.ema else None,
+        "frozen_left_out": len(run_state.frozen) if run_state.frozen is not None else None,
         "loss_scale": dict(run_state.loss_scale) if run_state.loss_scale else None,
         "tied": dict(run_state.tied),
         "hugging_face": _hugging_face(run_state.hugging_face),

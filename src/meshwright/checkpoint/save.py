@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from meshwright.assemble.axes import host_group
 from meshwright.checkpoint.dcp_planner import PartsSavePlanner, share_out
 from meshwright.checkpoint.folder import refuse_taken, sync_folder
+from meshwright.checkpoint.frozen import refuse_changed
 from meshwright.checkpoint.manifest import RunState
 from meshwright.checkpoint.parts import HeldParts, Part, State
 from meshwright.checkpoint.state import Snapshot, group_names, snapshot
@@ -75,6 +76,8 @@ class Saver:
 
     def _take(self, position: DataPosition) -> Snapshot:
         """This rank's share of the state; an error on any rank is raised on all."""
+        if self._trainer.base is not None:
+            refuse_changed(self._trainer)
         taken: Snapshot | None = None
         problem = ""
         try:

@@ -36,7 +36,9 @@ class Snapshot:
 
 def snapshot(trainer: Trained, position: DataPosition, groups: GroupNames) -> Snapshot:
     """The state between two steps. Tensors are not copied, so it is valid only until the next step."""
-    state = model_state(trainer, current_only=True) | _optimizer_state(trainer) | rng_state(trainer)
+    left_out = {MODEL + name for name in trainer.base or ()}
+    model = {name: held for name, held in model_state(trainer, current_only=True).items() if name not in left_out}
+    state = model | _optimizer_state(trainer) | rng_state(trainer)
     if trainer.ema is not None:
         state |= ema_parts(trainer, trainer.ema.named())
     return Snapshot(state, _run_state(trainer, position, groups))
@@ -159,6 +161,7 @@ def _run_state(trainer: Trained, position: DataPosition, groups: GroupNames) -> 
         if trainer.ema is not None and trainer.ema.updates
         else None,
         loop=encode(trainer.loop, "The training loop") if trainer.loop else None,
+        frozen=trainer.base,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
@@ -55,6 +56,11 @@ class Trained(Protocol):
     @property
     def ema(self) -> Ema | None:
         """The averaged weights; None if none are kept."""
+
+    @property
+    def base(self) -> Mapping[str, str] | None:
+        """Fingerprints of the frozen parameters as they were built, which a checkpoint leaves out; None if it holds
+        them."""
 
     @property
     def loop(self) -> dict[str, Any]:

@@ -73,6 +73,8 @@ class ModelCosts:
     precision: str
     units: tuple[UnitCosts, ...]
     recompute: str = "none"
+    loss_in_model: bool = False
+    """Whether the model computes the loss after its last call, and not the job's loss function."""
 
     def flops(self, samples: float) -> float:
         """FLOPs of forward and backward for `samples` samples."""
@@ -96,7 +98,8 @@ class ModelCosts:
             asdict(unit) if unit.like == unit.name else {name: getattr(unit, name) for name in names}
             for unit in self.units
         ]
-        return {"precision": self.precision, "recompute": self.recompute, "units": units}
+        found = {"precision": self.precision, "recompute": self.recompute, "units": units}
+        return found | ({"loss_in_model": True} if self.loss_in_model else {})
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> ModelCosts:
@@ -107,7 +110,12 @@ class ModelCosts:
             if values["name"] == values["like"]:
                 made[values["name"]] = _unit({**values, **own})
             units.append(replace(made[values["like"]], **own))
-        return cls(precision=document["precision"], recompute=document["recompute"], units=tuple(units))
+        return cls(
+            precision=document["precision"],
+            recompute=document["recompute"],
+            units=tuple(units),
+            loss_in_model=document.get("loss_in_model", False),
+        )
 
 
 def _unit(values: Mapping[str, Any]) -> UnitCosts:

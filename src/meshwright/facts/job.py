@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import Dataset
 
+ALL, TRAINED = "all", "trained"
+"""What checkpoints hold of a model."""
+
 
 class NamedParameters(list["nn.Parameter"]):
     """What an optimizer factory receives: a list that `AdamW(params)` accepts; `named()` is for parameter groups."""
@@ -96,6 +99,9 @@ class Job:
     """The same after each evaluation, with an `EvalEvent`."""
     on_save: Callable[[Any], Any] | None = None
     """The same when a checkpoint is complete, with a `SaveEvent`."""
+    save: str = ALL
+    """What checkpoints hold of the model: "all", or "trained", which leaves out frozen parameters that `model` makes
+    again, such as those of `from_pretrained`, and stores fingerprints of them."""
     on_gradient: Callable[[str, torch.Tensor], torch.Tensor | None] | None = None
     """From a parameter's name and its gradient over the global batch to another gradient, before clipping. None keeps
     the gradient, which may have been changed in place. It must treat each element by itself if a strategy divides
@@ -123,6 +129,8 @@ class Job:
             raise JobError(
                 f"Job(max_norm=...) must be above 0, but it is {self.max_norm!r}; leave it out for no clipping."
             )
+        if self.save not in (ALL, TRAINED):
+            raise JobError(f'Job(save=...) must be "{ALL}" or "{TRAINED}", but it is {self.save!r}.')
         if self.schedule_by not in EACH:
             raise JobError(f"Job(schedule_by=...) must be one of {', '.join(EACH)}, but it is {self.schedule_by!r}.")
         if self.ema is not None and not 0 < self.ema < 1:

@@ -54,6 +54,8 @@ class _Case(NamedTuple):
     """Share of the inner axes' gathered inputs that is held until backward."""
     pieced: bool = False
     """Whether the output layer and the loss run in pieces."""
+    fuses_loss: bool = False
+    """Whether the code of the loss is compiled: the job's function, and the model's code if that is compiled whole."""
     recorded: bool = True
     """Whether inner axes run recorded programs; other engines' code keeps nothing beside."""
 
@@ -102,9 +104,15 @@ class StageCosts:
             (step_layout.inner, step_layout.sequence),
             gathered,
             step_layout.pieced,
+            self._fuses_loss(step_layout),
             recorded=not step_layout.elastic,
         )
         return self._stages(case, step_layout.stages)
+
+    def _fuses_loss(self, step_layout: StepLayout) -> bool:
+        costs = self._costs[step_layout.precision, step_layout.recompute]
+        eager = costs.loss_in_model and not step_layout.compiles_whole
+        return step_layout.compile and not step_layout.inner and not eager
 
     def _flops(self, precision: str) -> float:
         """FLOPs of forward and backward for one sample, without recomputation."""
@@ -120,8 +128,9 @@ class StageCosts:
         work = [made[unit.like] for unit in units]
         if case.pieced and self._facts.head is not None:
             self._piece(work, case, self._facts.head)
-        elif case.compiled and not case.divided:
-            work[-1] = _fused_loss(work[-1], work[-2].output)
+        elif case.fuses_loss:
+            # Of the unit's costs: the work's output is what a stage would send, at most that of a block.
+            work[-1] = _fused_loss(work[-1], units[-2].output.at(case.micro_batch))
         cut = self._borders(stages)
         groups = [cut.calls_of(stage) for stage in range(stages)] if cut else [range(len(work))]
         groups[-1] = range(groups[-1].start, len(work))
@@ -200,6 +209,8 @@ class StageCosts:
 
     def _unit_work(self, unit: UnitCosts, case: _Case) -> UnitWork:
         micro_batch, compiled = case.micro_batch, case.compiled and (unit.is_block or not case.divided)
+        if unit is self._costs[case.policy].units[-1]:
+            compiled = case.fuses_loss
         stream = self._stream(case.policy, micro_batch)
         shares = [division.share(unit, micro_batch, stream) for division in self._divisions(case.inner)]
         parts = prod(share.parts for share in shares)

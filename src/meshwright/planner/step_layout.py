@@ -100,6 +100,8 @@ class StepLayout:
     precision: str = "bf16"
     recompute: str = "none"
     compile: bool = False
+    compiles_whole: bool = True
+    """Whether the model is compiled as one, and not block by block with eager code around them."""
     graphs: bool = False
     """Whether each micro-batch's forward and backward is one launch of a CUDA graph."""
     pieced: bool = False
@@ -192,6 +194,7 @@ def lay_out_step(strategy: Strategy, facts: ModelFacts, global_batch: int) -> St
         precision=strategy.precision,
         recompute=strategy.recompute,
         compile=strategy.compile,
+        compiles_whole=stage is None and not technique.compiles_blocks(strategy),
         graphs=strategy.graphs,
         pieced=strategy.loss == "pieced",
         offload=strategy.offload,

@@ -37,6 +37,8 @@ class BackwardWatch:
         self.reduces = engine.reduces(True)
         self.unreduced = 0
         """Backward passes whose gradients are not averaged over ranks yet."""
+        self.began: Callable[[], None] = lambda: None
+        """Called when a pass reaches the model, before any gradient is reduced."""
         self.ended: Callable[[list[int]], None] = lambda samples: None
         """Told at each reduction how many samples went through the model in each pass."""
 
@@ -108,6 +110,7 @@ class BackwardWatch:
         if backward_id() == self._pass:
             return
         self._pass, self._samples = backward_id(), 0  # an earlier pass may have failed
+        self.began()
         self._engine.begin_backward()
         # In two steps, to come after FSDP2, which queues its own end of the pass after this.
         at_end_of_backward(lambda: at_end_of_backward(self._end))

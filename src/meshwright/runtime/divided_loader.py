@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 
 from meshwright.assemble.world import World
 from meshwright.errors import JobError
-from meshwright.runtime.gradient_checks import small_messages
+from meshwright.runtime.loop_order import small_messages
 
 
 def divide_loader(loader: DataLoader[Any], *, rank: int, ranks: int, world: World) -> DataLoader[Any]:

@@ -7,7 +7,6 @@ from its own numbers is wrong on all: a norm of its shards, a gradient of its ow
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from math import inf, isfinite, isnan, nan
 from typing import NamedTuple
 
@@ -15,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.assemble.axes import Axes, host_group
+from meshwright.assemble.axes import Axes
 from meshwright.assemble.world import World
 from meshwright.errors import JobError
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.dtensor import is_dtensor
+from meshwright.runtime.loop_order import small_messages
 from meshwright.strategies.norm import local
 
 FIRST_STEPS = 5
@@ -31,8 +31,6 @@ NEAR = 1e-2
 """The same for what the ranks of tp and op compute alike from rounded parts."""
 SCALED = 1e-3
 """How far apart factors are that are not meant to be the same."""
-PATIENCE = timedelta(minutes=5)
-"""How long a rank waits in a step for the others, which have just ended the same backward pass."""
 
 
 class GradientChecks:
@@ -52,18 +50,19 @@ class GradientChecks:
         return self._world.ranks > 1 and not self._world.fake and self._axes.stages is None
 
     @property
-    def _is_due(self) -> bool:
+    def is_due(self) -> bool:
+        """Whether the next step's gradients are compared."""
         return self._compares and (self._steps < FIRST_STEPS or self._steps % EVERY == 0)
 
     def reduced(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note the gradients of a backward pass that has ended."""
         self._after_backward = {}
-        if self._is_due:
+        if self.is_due:
             self._after_backward = {id(p): _sizes([p]) for p in parameters if p.grad is not None}
 
     def before_step(self, parameters: list[nn.Parameter]) -> None:
         """Raise if these parameters' gradients cannot be right. All ranks call it."""
-        if self._is_due:
+        if self.is_due:
             self._refuse(self._compared(parameters))
         self._steps += 1
 
@@ -78,15 +77,7 @@ class GradientChecks:
             *_sizes([p for p in with_gradient if id(p) not in self._cut]).tolist(),
         ]
         rows = [torch.empty(len(own), dtype=torch.float64) for _ in range(self._world.ranks)]
-        work = dist.all_gather(rows, torch.tensor(own, dtype=torch.float64), small_messages(self._world), async_op=True)
-        try:
-            assert work is not None
-            work.wait(PATIENCE)
-        except RuntimeError as error:
-            raise JobError(
-                f"This rank called optimizer.step() under {self._strategy}, but another one did not. All ranks must "
-                "take the same steps: decide about them from numbers that all ranks have."
-            ) from error
+        dist.all_gather(rows, torch.tensor(own, dtype=torch.float64), small_messages(self._world))
         return [Told(*row.tolist()) for row in rows]
 
     def _factor(self, parameters: list[nn.Parameter]) -> float:
@@ -140,14 +131,6 @@ def _differ(
             if all(map(isfinite, numbers)) and max(numbers) - min(numbers) > near * max(numbers):
                 return True
     return False
-
-
-def small_messages(world: World) -> dist.ProcessGroup | None:
-    """A group of all ranks for small messages on the host. All ranks must call it.
-
-    It is apart from the others: where a rank is missing, its next collective would be taken for the answer.
-    """
-    return host_group(world, "a loop's small messages")
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ class LoopChecks:
         """All ranks must make one together."""
         self._strategy, self._axes, self._world = strategy, axes, world
         self.batch_group = axes.batch_group(world)
-        self._calls = self._evaluations = self._steps = 0
+        self._calls = self._evaluations = 0
         self._counts: list[tuple[torch.Tensor, dist.Work | None]] = []
         self.weighted = False
         """Whether the loss of the next pass is a mean over all ranks, so that their counts may differ."""
@@ -81,24 +81,17 @@ class LoopChecks:
             return
         # The second number tells passes of 4 and 3 samples from passes of 3 and 4.
         told = [sum(samples), sum(place * count for place, count in enumerate(samples, start=1))]
-        told = [*([0, 0] if weighted else told), self._steps]
+        told = [0, 0] if weighted else told
         counts = torch.tensor([*told, *(-count for count in told)], device=_device_of(group, self._world.device))
         self._counts.append((counts, dist.all_reduce(counts, dist.ReduceOp.MAX, group, async_op=True)))
 
     def before_step(self) -> None:
-        """Raise if ranks had different numbers of samples since the last step, or had taken different steps."""
+        """Raise if ranks had different numbers of samples since the last step."""
         counts, self._counts = self._counts, []
-        self._steps += 1
         for most_and_least, work in counts:
             if work is not None:
                 work.wait()
-            most, other, steps, least, different, fewest = most_and_least.tolist()
-            if steps + fewest:
-                raise JobError(
-                    f"Ranks of {self._strategy} had taken from {-fewest} to {steps} optimizer steps in one backward "
-                    "pass, so their weights differ. Decide about a step from numbers that all ranks have: sum them "
-                    "with torch.distributed.all_reduce."
-                )
+            most, other, least, different = most_and_least.tolist()
             if most + least or other + different:
                 had = f"from {-least} to {most}" if most + least else "different numbers of"
                 raise JobError(

@@ -37,6 +37,9 @@ class HoldsParts(Protocol):
     def gradient_parts(self) -> Iterable[tuple[torch.Tensor, Part]]:
         """The gradients of a model of which other ranks hold further parts."""
 
+    def before_norm(self) -> None:
+        """Called before a norm of these gradients is summed over the ranks."""
+
 
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _wrapped = False
@@ -71,13 +74,15 @@ def norm_of(gradients: list[torch.Tensor], norm_type: float = 2.0) -> torch.Tens
 def _with_parts(plain: TotalNorm) -> TotalNorm:
     def total_norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Any:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        known = {id(gradient) for holder in _holders for gradient, _ in holder.gradient_parts()}
-        if not any(id(tensor) in known for tensor in tensors):
+        known = {id(gradient): holder for holder in _holders for gradient, _ in holder.gradient_parts()}
+        first = next((known[id(tensor)] for tensor in tensors if id(tensor) in known), None)
+        if first is None:
             return plain(tensors, norm_type, error_if_nonfinite, foreach)
         if float(norm_type) not in (2.0, inf):
             raise Refused(
                 f"A norm of type {norm_type} was asked for gradients that are divided over ranks; use 2 or inf."
             )
+        first.before_norm()
         with torch.no_grad():
             norm = norm_of(tensors, float(norm_type))
         if error_if_nonfinite and not isfinite(float(norm)):

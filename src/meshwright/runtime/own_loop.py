@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from math import isfinite
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from meshwright.assemble.precision import LossScale, raise_small
 from meshwright.assemble.world import World
 from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.structure import map_tensors, tensors_of, to_device
-from meshwright.errors import CheckpointError, JobError
+from meshwright.errors import JobError
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.dtensor import is_dtensor
@@ -29,26 +28,15 @@ from meshwright.runtime.backward_watch import BackwardWatch
 from meshwright.runtime.gradient_checks import GradientChecks
 from meshwright.runtime.layout_checks import LayoutChecks
 from meshwright.runtime.loop_checks import LoopChecks, count_samples
-from meshwright.runtime.loop_norm import Part, norm_of, serve_clipping
+from meshwright.runtime.loop_norm import Part, serve_clipping
+from meshwright.runtime.loop_order import Event, LoopOrder
+from meshwright.runtime.loop_overflow import OverflowGuard
 from meshwright.runtime.loop_recompute import recompute_in
+from meshwright.runtime.loop_saving import NoOptimizer, refuse_unsaved
+from meshwright.runtime.loop_weights import LoopWeights
 from meshwright.strategies.cuts import Cut
 from meshwright.strategies.engine import Engine, OptimizerState
-from meshwright.strategies.norm import local
 from meshwright.torch_private.modules import is_compiled, wrap_compiled_call
-
-
-class NoOptimizer:
-    """The optimizer's state of a model that has no optimizer."""
-
-    def __init__(self) -> None:
-        self.param_groups: list[dict[str, Any]] = []
-        self.state: dict[Any, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": {}, "param_groups": []}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        return
 
 
 class OwnLoop:
@@ -69,26 +57,31 @@ class OwnLoop:
         self.updaters: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """All optimizers that were given or have updated the model."""
         self.schedule: Any = None
-        self.ema = None
+        self.ema = self.base = None
         self.loop: dict[str, Any] = {}
         self.step_was_skipped = False
         self.watch = BackwardWatch(engine, self.loss_scale)
         self.checks = LoopChecks(strategy, axes, world)
+        # Stages come together in forward_backward alone, where the schedule's own messages are.
+        self.order = LoopOrder(strategy, world, compares=axes.stages is None)
+        self.watch.began = self.order.begin_pass
         self.watch.ended = self._reduced
         self._entered = self._waits = False
         """Whether a backward pass came by an output since the last step, or a call's output still waits for one."""
         self._frozen = [(name, p) for name, p in engine.model.named_parameters() if not p.requires_grad]
-        self._put_back: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._overflow = OverflowGuard(self.loss_scale) if self.loss_scale is not None else None
         counted = engine.counted()
         named = zip(self.optimized.named(), self._own, strict=True)
         self._parts = {id(p): self._part(name, counted is None or id(own) in counted) for (name, p), own in named}
         self._seen = self._parameters_seen()
+        self.weights = LoopWeights(engine, self.host, self._seen.values(), self.checks.on_any_data_rank)
         cut = {key for key, part in self._parts.items() if part.meshes}
         self.gradients = GradientChecks(strategy, axes, world, cut)
         self.layout = LayoutChecks(engine.model, self.optimized, engine.leaves(), strategy)
+        self.order.calls_together = bool(axes.inner) or self.weights.are_copies or self.layout.swaps
+        shards_on_all = any(_is_on_all_ranks(one, world) for one in engine.model.parameters())
+        self.order.evaluates_together = shards_on_all or (bool(axes.inner) and axes.data_ranks == 1)
         self._updates, self.was_called = 0, False
-        self._applied: torch.Tensor | None = self._fingerprint()
-        """The weights' fingerprint after the last update, until a training call has compared it; None if it has."""
         self.watch_calls()
         if axes.inner or axes.stages is not None or any(is_dtensor(parameter) for parameter in self.optimized):
             serve_clipping(self)
@@ -104,7 +97,7 @@ class OwnLoop:
         self.watch.hook_parameters()
         model = self.engine.model
         if is_compiled(model):  # around the compiled call, because hooks and collectives would break its graph
-            wrap_compiled_call(model, lambda call: lambda *args, **kwargs: self._around(model, call, args, kwargs))
+            wrap_compiled_call(model, lambda call: lambda *args, **kwargs: self._around_compiled(call, args, kwargs))
         else:
             # First of all, because FSDP2 gathers the weights in such a hook, too.
             model.register_forward_pre_hook(self._before_call, prepend=True)
@@ -131,10 +124,16 @@ class OwnLoop:
         meshes = [cut.mesh] if isinstance(cut, Cut) else []
         return Part(tuple(meshes if stages is None else [*meshes, stages]), counts)
 
+    def _around_compiled(self, call: Any, args: Any, kwargs: Any) -> Any:
+        model = self.engine.model
+        self.order.begin_call(trains=torch.is_grad_enabled() and model.training)
+        return self._around(model, call, args, kwargs)
+
     def _before_call(self, model: nn.Module, args: Any) -> None:
+        self.order.begin_call(trains=torch.is_grad_enabled() and model.training)
         if torch.is_grad_enabled():
             self.layout.before_call(called_before=self.was_called)
-            self.follow_changed_weights()
+            self.weights.follow_changes()
         self.was_called = True
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +153,7 @@ class OwnLoop:
         samples = 0
         if differentiable:
             self._refuse_unfrozen()
-            self.follow_changed_weights()
+            self.weights.follow_changes()
             self.checks.before_call(model, args, kwargs)
             samples = count_samples(args, kwargs)
             if self.loss_scale is not None:
@@ -219,6 +218,8 @@ class OwnLoop:
         return self.watch.no_sync()
 
     def _reduced(self, samples: list[int]) -> None:
+        self.order.reduced()
+        self.weights.passed()
         self.checks.reduced(samples)
         if self.host is not None:
             self.host.add_gradients()
@@ -257,78 +258,45 @@ class OwnLoop:
                 "made in a hook, is not noticed. If there was no backward pass, leave the step out."
             )
         self._entered = self._waits = False
+        self.order.announce(Event.STEP)
         self.checks.before_step()
+        if self.gradients.is_due or self.loss_scale is not None:
+            self.order.settle()
         self.gradients.before_step(parameters)
-        self.step_was_skipped = False
-        if self.loss_scale is not None:
-            self._skip_overflow(parameters)
-
-    def _skip_overflow(self, parameters: list[nn.Parameter]) -> None:
-        """Take gradients away for this step if fp16 overflowed on any rank: optimizers pass over such parameters."""
-        assert self.loss_scale is not None
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if not gradients:
-            return
-        self.step_was_skipped = not isfinite(float(norm_of(gradients)))
-        self.loss_scale.after(not self.step_was_skipped)
-        if self.step_was_skipped:
-            self._put_back = [(p, p.grad) for p in parameters if p.grad is not None]
-            for parameter, _ in self._put_back:
-                parameter.grad = None
+        self.step_was_skipped = self._overflow is not None and self._overflow.before_step(parameters)
 
     def after_step(self) -> None:
         """Called after an optimizer has updated some of the model's parameters. All ranks call it."""
-        for parameter, gradient in self._put_back:
-            parameter.grad = gradient
-        self._put_back = []
-        self._updates += not self.step_was_skipped
+        if self._overflow is not None:
+            self._overflow.after_step()
         if self.step_was_skipped:
-            self._applied = self._fingerprint()
-        else:
-            self._give_weights()
-
-    def _give_weights(self) -> None:
-        """Give the model the weights that the optimizer has updated."""
-        if self.host is not None:
-            self.host.give_all_parameters()
-        self.engine.updated()
-        self._applied = self._fingerprint()
-
-    def follow_changed_weights(self) -> None:
-        """Fetch weights that the loop changed by hand since the last step, as for a WGAN. All ranks call it.
-
-        `p.data.clamp_()` does not even count as a change of `p`, so values are compared.
-        """
-        applied, self._applied = self._applied, None
-        if applied is None or not applied.numel():
+            self.weights.keep()
             return
-        if self.checks.on_any_data_rank(not torch.equal(self._fingerprint(), applied)):
-            if self.host is not None:
-                self.host.give_all_parameters()
-            self.engine.loaded()
+        self._updates += 1
+        if self.weights.are_copies:
+            self.order.settle()  # here, because the message has been under way during the update
+        self.weights.give()
 
-    @torch.no_grad()
-    def _fingerprint(self) -> torch.Tensor:
-        """Numbers that show whether weights were changed; none if the model computes with the optimizer's."""
-        if self.host is None and not self.engine.updates_copies:
-            return torch.empty(0)
-        sums = [local(parameter).double().sum().cpu() for parameter in self._seen.values()]
-        return torch.stack(sums) if sums else torch.empty(0)
+    def before_norm(self) -> None:
+        """Called before a norm is summed over ranks."""
+        self.order.announce(Event.NORM)
+        self.order.settle()
+
+    def before_state(self) -> None:
+        """Called before the whole state is read or written. All ranks call it; under ddp, some may."""
+        if self.order.calls_together:
+            self.order.announce(Event.STATE)
+            self.order.settle()
+        self.weights.follow_changes()
 
     def refuse_unsaved(self) -> None:
         """Raise if a checkpoint would lose the state of an optimizer."""
-        owned = {id(parameter) for parameter in self._seen.values()}
-        held = self.optimizer.param_groups if self.optimizer is not None else []
-        if any(one is not self.optimizer for one in self.updaters):
-            reason = "has an optimizer that was not given to mw.parallelize(optimizer=...)"
-        elif any(id(parameter) not in owned for group in held for parameter in group["params"]):
-            reason = "shares its optimizer with another model"
-        else:
-            return
-        raise CheckpointError(
-            f"The model {reason}, whose state a checkpoint would not hold; save the weights with weights_only=True, "
-            "and the optimizer yourself."
-        )
+        refuse_unsaved(self.optimizer, self.updaters, self._seen.values())
+
+    def put(self, state: dict[str, torch.Tensor]) -> None:
+        """Load whole tensors by the unsplit model's names into what this rank holds. All ranks call it."""
+        self.before_state()
+        self.weights.put(state)
 
     @contextmanager
     def without_optimizer(self) -> Iterator[None]:
@@ -340,26 +308,10 @@ class OwnLoop:
         finally:
             self.optimizer, self.schedule = before
 
-    @torch.no_grad()
-    def put(self, state: dict[str, torch.Tensor]) -> None:
-        """Load whole tensors by the unsplit model's names into what this rank holds. All ranks call it."""
-        for held in self.engine.held():
-            if held.name in state:
-                value = state[held.name].to(device=held.tensor.device, dtype=held.tensor.dtype)
-                value = held.cut.take(value) if isinstance(held.cut, Cut) else value
-                _copy_part(value, held.tensor)
-        self.engine.loaded()
-        if self.host is not None:
-            self.host.take_parameters()
-        self._applied = None
 
-
-def _copy_part(value: torch.Tensor, target: Any) -> None:
-    if not is_dtensor(target):
-        target.copy_(value)
-        return
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh, placements = target.device_mesh, target.placements
-    on_mesh = value.to(mesh.device_type)
-    target.to_local().copy_(distribute_tensor(on_mesh, mesh, placements, src_data_rank=None).to_local())
+def _is_on_all_ranks(parameter: Any, world: World) -> bool:
+    """Whether a parameter's shards are divided over all ranks, so that all of them must gather it together."""
+    if not is_dtensor(parameter):
+        return False
+    mesh = parameter.device_mesh
+    return bool(mesh.ndim == 1 and mesh.size() == world.ranks)

@@ -117,7 +117,7 @@ class Parallel(FixedModule):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # its overloads
         """Every parameter and buffer whole, by the model's own names, on the CPU. All ranks must call it."""
-        self.loop.follow_changed_weights()
+        self.loop.before_state()
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         return {f"{prefix}{name}": tensor.detach().cpu().clone() for name, tensor in self.loop.engine.state()}
 
@@ -137,7 +137,7 @@ class Parallel(FixedModule):
 
         It holds the optimizer and the scheduler that were given to `parallelize`. `samples` is the loop's position.
         """
-        self.loop.follow_changed_weights()
+        self.loop.before_state()
         if weights_only:
             with self.loop.without_optimizer():
                 save_at(Saver(self.loop), DataPosition(samples=samples), Path(path))

@@ -17,13 +17,14 @@ from meshwright.assemble.step import Trainer
 from meshwright.assemble.step_result import StepResult
 from meshwright.assemble.world import PATIENCE, World, alone, join
 from meshwright.checkpoint.folder import find_checkpoint
+from meshwright.checkpoint.frozen import fingerprints
 from meshwright.checkpoint.load import load
 from meshwright.checkpoint.manifest import RunState
 from meshwright.checkpoint.save import Saver, save_at
 from meshwright.describe.model import describe
 from meshwright.environment import LaunchedRank, announce, launched, restart_count
 from meshwright.errors import Refused
-from meshwright.facts.job import Job
+from meshwright.facts.job import TRAINED, Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.position import DataPosition
 from meshwright.facts.strategy import Strategy
@@ -40,6 +41,7 @@ class Run:
     """A job laid out by `setup`. A training loop needs only `batches` and `step`."""
 
     def __init__(self, trainer: Trainer, *, workers: int = 0) -> None:
+        """All ranks must make one together, before the first step."""
         self.trainer = trainer
         self.strategy, self.world, self.facts = trainer.strategy, trainer.world, trainer.facts
         self._workers = workers
@@ -47,6 +49,8 @@ class Run:
         self._loader: Loader | None = None
         self._evaluated: EvaluationData | None = None
         self._saver: Saver | None = None
+        if trainer.job.save == TRAINED and not trainer.world.fake:
+            trainer.base = fingerprints(trainer)
 
     @property
     def position(self) -> int:

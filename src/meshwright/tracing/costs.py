@@ -72,7 +72,8 @@ def measure_costs(job: Job, facts: ModelFacts, precision: str, recompute: str = 
     units = [_unit(low, high) for low, high in zip(small, large, strict=True)]
     by_name = {unit.name: unit for unit in units}
     twins = [replace(by_name[unit.like], name=unit.name, parameters=unit.parameters) for unit in units]
-    return ModelCosts(precision=precision, units=tuple(twins), recompute=recompute)
+    inside = 2 * large[-1].kept_by_model > large[-1].kept
+    return ModelCosts(precision=precision, units=tuple(twins), recompute=recompute, loss_in_model=inside)
 
 
 @dataclass
@@ -92,6 +93,8 @@ class _Segment:
     forward_peak: int = 0
     backward_peak: int = 0
     output: int = 0
+    kept_by_model: int = 0
+    """Of the loss: live bytes that the model's own code after its last call has added."""
 
     @property
     def kept(self) -> int:
@@ -132,6 +135,11 @@ class _Recorder:
             self.end_backward()
             self._at = index
             self.meter.peak = self.meter.live
+
+    def end_model(self) -> None:
+        """Note what the model's own code has done of the loss."""
+        if self._at == len(self.segments) - 1:
+            self.segments[-1].kept_by_model = self.meter.live - self.segments[-1].start
 
     def begin_backward(self) -> None:
         self._close_forward()
@@ -181,7 +189,10 @@ def _step(
         if tensor.requires_grad:
             tensor.register_post_accumulate_grad_hook(_forget_gradient)
     with lend(model, tensors), _watch(model, facts, kinds, recorder), recorder.meter:
-        total, _ = loss_under(precision, job)(call_model(job, model, batch), batch)
+        output = call_model(job, model, batch)
+        recorder.end_model()
+        total, _ = loss_under(precision, job)(output, batch)
+        del output
         recorder.begin_backward()
         total.backward()
         recorder.end_backward()

@@ -170,14 +170,14 @@ def _record_step(
 def _step(trainer: Trainer, batch: Batch, recorder: StepRecorder) -> None:
     recorder.enter("forward_backward")
     trainer.forward_backward(_copied(batch))
-    _tell_held(trainer, recorder)
+    tell_held(trainer, recorder)
     recorder.enter("update")
     trainer.update()
-    _tell_held(trainer, recorder)
+    tell_held(trainer, recorder)
     recorder.enter("build")
 
 
-def _tell_held(trainer: Trainer, recorder: StepRecorder) -> None:
+def tell_held(trainer: Trainer, recorder: StepRecorder) -> None:
     """Tell the recorder the cause of long-lived tensors: gradients, optimizer state, parameters and buffers."""
     resident = trainer.engine.resident()
     states = [v for values in trainer.optimizer.state.values() for v in values.values() if torch.is_tensor(v)]

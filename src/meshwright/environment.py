@@ -153,6 +153,11 @@ def announce_local_rank(index: int) -> None:
     os.environ.setdefault("LOCAL_RANK", str(index))
 
 
+def cache_folder() -> Path:
+    """Where files are kept that can be made again: $XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
+
+
 def wandb_project(default: str) -> str:
     return os.environ.get("WANDB_PROJECT", default)
 

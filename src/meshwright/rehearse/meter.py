@@ -54,6 +54,7 @@ class MemoryMeter(ABC):
     def enter(self, moment: Moment) -> None:
         """Called when the rank goes on to another phase or module."""
 
+    @abstractmethod
     def tell_held(self, trainer: Trainer) -> None:
         """Called when gradients and the optimizer's state are complete."""
 
@@ -86,6 +87,9 @@ class CudaMeter(MemoryMeter):
     def enter(self, moment: Moment) -> None:
         self._close()
         self.moment = moment
+
+    def tell_held(self, trainer: Trainer) -> None:
+        self._trainer = trainer  # states are counted when they are asked for
 
     def begin(self, trainer: Trainer) -> None:
         self._close()

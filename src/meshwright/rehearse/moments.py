@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright.assemble.rank_engine import RankEngine
 from meshwright.assemble.step import Trainer
+from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.rehearsal import BACKWARD, FORWARD, Moment
+from meshwright.facts.walk import LOSS
 from meshwright.torch_private.autograd import backward_id
 from meshwright.torch_private.trees import tree_leaves
 
@@ -61,6 +64,17 @@ class ModuleHooks:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda gradient: self._told(Moment(phase=BACKWARD, module=name)))
                 return
+
+
+def watched(job: Job, told: Told) -> Job:
+    """The job with a loss that tells when it runs."""
+
+    def loss(output: Any, batch: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            told(Moment(phase=FORWARD, module=LOSS))
+        return job.loss(output, batch)
+
+    return replace(job, loss=loss)
 
 
 def unit_names(facts: ModelFacts) -> list[str]:

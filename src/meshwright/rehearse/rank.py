@@ -1,8 +1,8 @@
 """Rehearse one rank: build it as training does, in a fake world, and take real steps.
 
-    first     makes the optimizer's state and fills caches
-    measured  its memory is that of every later step
-    timed     nothing is counted, so that counting takes no time
+first     makes the optimizer's state and fills caches
+measured  its memory is that of every later step
+timed     nothing is counted, so that counting takes no time
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.rehearsal import FORWARD, OUT_OF_MEMORY, UPDATE, Moment, Rehearsal
 from meshwright.rehearse.exhausted import bytes_wanted, is_exhausted, place_of_error
 from meshwright.rehearse.meter import MemoryMeter, Peak, meter_for
-from meshwright.rehearse.moments import ModuleHooks, models_of
+from meshwright.rehearse.moments import ModuleHooks, models_of, watched
 from meshwright.rehearse.task import RehearsalTask
 from meshwright.runtime.profile_step import synchronize
 from meshwright.strategies.norm import local
@@ -94,7 +94,8 @@ class Stage:
         task, meter = self._task, self._meter
         with meter.counting():
             self._tell("building")
-            self._trainer = trainer = Trainer(self._job, task.facts, task.strategy, self._world, seed=0)
+            job = watched(self._job, meter.enter)
+            self._trainer = trainer = Trainer(job, task.facts, task.strategy, self._world, seed=0)
             if self._world.weightless:
                 make_up_weights(trainer)
             plan = plan_steps(self._job, trainer)

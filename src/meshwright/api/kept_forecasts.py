@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.environment import cache_folder
+from meshwright.facts.cluster import Cluster
 from meshwright.facts.plan import Ranking
 from meshwright.facts.strategy import Strategy
+from meshwright.units import GIB
 
 ORDER = ("rehearse", "plan")
 """Whose figures are preferred: measured ones before forecasts."""
+CPU = "cpu"
 MOST = 1000
 """Files that are kept; the oldest leave."""
 
@@ -36,40 +39,40 @@ def keep_rehearsal(document: Mapping[str, Any]) -> None:
     )
 
 
-def keep_plans(ranking: Ranking, *, ranks: int, global_batch: int) -> None:
+def keep_plans(ranking: Ranking, cluster: Cluster, *, global_batch: int) -> None:
     """Keep the forecasts of a ranking."""
     for plan in ranking.plans:
         figures = {
-            "peak_gib": plan.peak / 2**30,
-            "reserved_gib": plan.forecast.peak / 2**30,
+            "peak_gib": plan.peak / GIB,
+            "reserved_gib": plan.forecast.peak / GIB,
             "step_ms": plan.forecast.step * 1e3,
             "cluster": ranking.cluster,
-            "device": ranking.cluster,
+            "device": cluster.device,
         }
-        _keep(ranking.job, str(plan.strategy), ranks, global_batch, "plan", figures)
+        _keep(ranking.job, str(plan.strategy), cluster.devices, global_batch, "plan", figures)
 
 
-def kept_forecast(job: str, strategy: str, ranks: int, global_batch: int) -> dict[str, Any] | None:
-    """What is known about a run: figures and who found them; None if nothing is."""
-    path = _path(job, strategy, ranks, global_batch)
+def kept_forecast(job: str, strategy: str, ranks: int, global_batch: int, *, device: str) -> dict[str, Any] | None:
+    """What is known about a run: figures and who found them; None if nothing is, or only for another kind of device."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(_path(job, strategy, ranks, global_batch).read_text())
     except (OSError, ValueError):
         return None
-    source = next((name for name in ORDER if name in found), None)
-    return None if source is None else {"source": source, **found[source]}
+    known = {name: found[name] for name in ORDER if name in found}
+    alike = [name for name, figures in known.items() if (figures["device"] == CPU) == (device == CPU)]
+    return {"source": alike[0], **known[alike[0]]} if alike else None
 
 
-def compare_run(summary: Mapping[str, Any], job: str, global_batch: int) -> dict[str, Any] | None:
+def compare_run(summary: Mapping[str, Any], job: str) -> dict[str, Any] | None:
     """Forecast against measured for a finished run; None if nothing is known about it.
 
     On a CPU a run's peak is that of its whole process, which no forecast is about, so only time is compared.
     """
-    known = kept_forecast(job, summary["strategy"], summary["ranks"], global_batch)
+    device, ranks = summary["device"], summary["ranks"]
+    known = kept_forecast(job, summary["strategy"], ranks, summary["global_batch"], device=device)
     if known is None:
         return None
-    on_gpu = summary["device"] == "cuda"
-    peak = max(summary["peak_bytes"]) / 2**30 if on_gpu else None
+    peak = None if device == CPU else max(summary["peak_bytes"]) / GIB
     measured = {"peak_gib": peak, "step_ms": summary["step_ms"]}
     pairs = {"memory": (known["peak_gib"], peak), "time": (known["step_ms"], summary["step_ms"])}
     errors = {name: told / seen - 1 if told and seen else None for name, (told, seen) in pairs.items()}

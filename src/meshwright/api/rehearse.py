@@ -118,6 +118,8 @@ class Rehearser:
     tell: Tell = lambda words: None
     forecasts: Mapping[str, RankForecast] = field(default_factory=dict)
     """Forecasts made elsewhere, by `forecast_key`; others are made here."""
+    traced: bool = True
+    """Whether memory is forecast by a trace, which takes seconds, or in closed form."""
     run: Callable[..., Rehearsal] = rehearse_apart
     done: dict[tuple[Strategy, int], Compared] = field(default_factory=dict)
 
@@ -139,7 +141,7 @@ class Rehearser:
         if known is not None:
             return known
         self.tell(f"{strategy} rank {rank}: forecasting")
-        return forecast_rank(self.planner, self.site, strategy, rank)
+        return forecast_rank(self.planner, self.site, strategy, rank, traced=self.traced)
 
     def rehearse(self, strategy: Strategy, rank: int = 0) -> Compared:
         """Rehearse one rank of a resolved strategy."""

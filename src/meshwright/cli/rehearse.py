@@ -97,6 +97,7 @@ def _tune(rehearser: Any, strategy: str | None, precision: str | None, trials: i
 
     if strategy is not None and precision is not None:
         raise BadInput(f"{strategy} names its precision; leave --precision out.")
+    rehearser.traced = False  # each trial is measured anyway
     default = "fp32" if rehearser.site.device == "cpu" else "bf16"
     allowed = Allowed(precisions=(precision or default,))
     return tune(rehearser, TuneOptions(allowed=allowed, strategy=strategy, trials=trials))

@@ -40,6 +40,7 @@ from meshwright.facts.rank_forecast import RankForecast
 from meshwright.facts.strategy import Strategy
 from meshwright.jobs.load import load_job
 from meshwright.planner.candidates import Allowed
+from meshwright.rehearse.process import PRELOADED
 
 DEVICE = "H200-141GB"
 LLAMA = "preset:llama3-8b"
@@ -260,6 +261,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=TRIALS, help="rehearsals of one tuning at most")
     parser.add_argument("--small", action="store_true", help="try this script on the CPU with a small model")
     options = parser.parse_args()
+    get_context("forkserver").set_forkserver_preload(list(PRELOADED))  # before the pool starts its server
     cases = chosen(options.only, options.small)
     if options.what == "forecast":
         with forecasting(options.forecasts, cases, options.processes) as finish:

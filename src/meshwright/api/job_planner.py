@@ -168,6 +168,8 @@ class Planner:
 
     def short_job(self, strategy: Strategy) -> Job:
         """The job with the smallest batch that fills the strategy: a larger one needs no more memory."""
+        if strategy.stage_axis and strategy.micro_batch is None:  # its micro-batches would be smaller
+            return replace(self.job, global_batch=self.global_batch)
         size, count = cut_batch(strategy, self.global_batch)
         enough = min(count, strategy.stage_ranks + 1)
         return replace(self.job, global_batch=size * enough * strategy.data_ranks)

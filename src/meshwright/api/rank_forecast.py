@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from meshwright.api.job_planner import Planner
 from meshwright.api.rehearsal_site import Site, without_links
@@ -40,7 +41,9 @@ def _memory(
         from meshwright.tracing import trace_step  # slow import
 
         try:
-            job, on_gpu = planner.short_job(strategy), site.device == "cuda"
+            # A pipeline keeps something of every micro-batch until the end of its step.
+            whole = replace(planner.job, global_batch=planner.global_batch)
+            job, on_gpu = whole if strategy.stage_axis else planner.short_job(strategy), site.device == "cuda"
             trace = trace_step(job, planner.facts, strategy, ranks=site.world, rank=rank, whole=True, workspaces=on_gpu)
         except MeshwrightError as error:
             notes.append(f"The step could not be traced; its closed-form forecast is used: {error}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from statistics import median
 
@@ -33,7 +34,7 @@ class Candidate:
     bytes: float
     """That the fullest rank needs."""
 
-    @property
+    @cached_property
     def family(self) -> Strategy:
         return replace(self.strategy, micro_batch=None)
 

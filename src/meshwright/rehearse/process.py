@@ -30,7 +30,7 @@ def rehearse_apart(task: RehearsalTask, *, timeout: float, tell: Tell = lambda w
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_main, args=(task, there), daemon=True)
+    process = context.Process(target=_main, args=(task, there))
     started = time.perf_counter()
     process.start()
     there.close()

@@ -111,7 +111,7 @@ class Stage:
     def _later(self, peak: Peak) -> Peak:
         """The peak with that of the timed steps, which a GPU counts as well."""
         later = self._meter.peak()
-        return peak if peak.allocated >= later.allocated else replace(later, moment=peak.moment)
+        return replace(later, moment=peak.moment, memory=peak.memory)
 
     def _time_of(self, count: int) -> float:
         assert self._trainer is not None

@@ -19,9 +19,16 @@ STRATEGIES = ["ddp", "zero1", "fsdp", "tp=2", "pp=2"]
 BATCH, WORLD = 8, 4
 
 
-def rehearsed(strategy: str, rank: int = 0, **changes: object) -> Rehearsal:
-    given = {"job": GPT, "facts": describe(load_job(GPT)), "strategy": Strategy.parse(strategy).resolve(WORLD)}
-    task = RehearsalTask(**{**given, "world": WORLD, "rank": rank, "global_batch": BATCH, "steps": 1, **changes})  # type: ignore[arg-type]
+def rehearsed(text: str, rank: int = 0, world: int = WORLD) -> Rehearsal:
+    task = RehearsalTask(
+        job=GPT,
+        facts=describe(load_job(GPT)),
+        strategy=Strategy.parse(text).resolve(world),
+        world=world,
+        rank=rank,
+        global_batch=BATCH,
+        steps=1,
+    )
     return rehearse_apart(task, timeout=240)
 
 
@@ -47,7 +54,7 @@ def test_states_are_counted_exactly() -> None:
 
 def test_the_count_is_that_of_the_allocator() -> None:
     """PyTorch's profiler sees every allocation of the CPU's allocator, also those that no operator shows."""
-    found = rehearsed("single", strategy=Strategy.parse("single").resolve(1), world=1)
+    found = rehearsed("single", world=1)
     assert found.peak == pytest.approx(plain_peak(), rel=0.02)
 
 

@@ -55,8 +55,8 @@ def _memory(
     except MeshwrightError as error:
         notes.append(f"There is no forecast of its memory: {error}")
         return None, None, {}, "account"
-    memory = {cause: size for cause, size in own.memory.items() if cause != "allocator"}
-    return sum(memory.values()), own.peak if site.device == "cuda" else None, memory, "account"
+    memory, needed = site.causes(own), site.needed(own)
+    return sum(memory.values()), needed if site.device == "cuda" else None, memory, "account"
 
 
 def _time(planner: Planner, site: Site, strategy: Strategy, rank: int, notes: list[str]) -> RankForecast | None:

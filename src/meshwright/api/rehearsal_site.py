@@ -9,7 +9,9 @@ from meshwright.api.job_planner import read_cluster
 from meshwright.errors import BadInput
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import Cluster
+from meshwright.facts.forecast import Forecast
 from meshwright.planner.account import capacity
+from meshwright.planner.memory import WORKSPACE
 from meshwright.probe.machine import local_cluster
 from meshwright.runtime.place import choose_device, known_device
 from meshwright.units import parse_bytes
@@ -34,6 +36,18 @@ class Site:
     @property
     def world(self) -> int:
         return self.cluster.devices
+
+    def causes(self, forecast: Forecast) -> dict[str, int]:
+        """A closed-form forecast of bytes allocated by cause, without cuBLAS's workspaces if the device has none."""
+        memory = {cause: size for cause, size in forecast.memory.items() if cause != "allocator"}
+        if self.device == "cpu":
+            memory["temporary"] = max(0, memory.get("temporary", 0) - WORKSPACE)
+        return memory
+
+    def needed(self, forecast: Forecast) -> int:
+        """A closed-form forecast of the bytes that a rank holds: with what a GPU's allocator loses."""
+        lost = 0 if self.device == "cpu" else forecast.memory.get("allocator", 0)
+        return sum(self.causes(forecast).values()) + lost
 
     @property
     def is_named(self) -> bool:

@@ -79,9 +79,14 @@ def _sharded(strategy: Strategy) -> list[Strategy]:
     if strategy.data_ranks == 1:
         return []
     others = map(Strategy.parse, usual_terms(lambda traits: traits.planned, ()))
-    more = [other for other in others if set(other.traits.shards) > set(strategy.traits.shards)]
+    more = sorted((other for other in others if _saving(other) > _saving(strategy)), key=_saving)
     axes = [{"data": other.data, "variant": other.variant, "hsdp_replicas": None} for other in more]
     return [changed for axis in axes if (changed := _changed(strategy, axis)) is not None]
+
+
+def _saving(strategy: Strategy) -> tuple[int, bool]:
+    """How much of the states the data axis shards, and whether it frees gathered parameters early."""
+    return len(strategy.traits.shards), strategy.traits.reshards
 
 
 def _worth_a_try(rehearser: Rehearser, strategy: Strategy) -> Iterator[Strategy]:
@@ -114,7 +119,7 @@ def _may_fit(rehearser: Rehearser, strategy: Strategy) -> bool:
         forecast = consider(planner.context(site.at_hand), resolved, time_all=False).forecast
     except MeshwrightError:
         return False
-    return forecast.peak <= DOUBT * site.limit
+    return site.needed(forecast) <= DOUBT * site.limit
 
 
 def _advice(tried: bool) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.api.rehearsal_site import Site
 from meshwright.api.rehearse import Rehearser
 from meshwright.errors import MeshwrightError, Refused
 from meshwright.facts.plan import Plan
@@ -108,11 +109,11 @@ def _forecast(rehearser: Rehearser, strategies: Iterable[Strategy], losses: tupl
         planner.measure(strategy.precision, strategy.recompute)
     found = search(planner.context(site.cluster), tried, time_all=True, shortcuts=False, losses=losses)
     plans = [*found.plans, *found.unfit]
-    return [_Found(candidate=_candidate(plan), rank=_fullest(plan, site.world)) for plan in plans]
+    return [_Found(candidate=_candidate(plan, site), rank=_fullest(plan, site.world)) for plan in plans]
 
 
-def _candidate(plan: Plan) -> Candidate:
-    return Candidate(strategy=plan.strategy, seconds=plan.forecast.step, bytes=float(plan.forecast.peak))
+def _candidate(plan: Plan, site: Site) -> Candidate:
+    return Candidate(strategy=plan.strategy, seconds=plan.forecast.step, bytes=float(site.needed(plan.forecast)))
 
 
 def _fullest(plan: Plan, world: int) -> int:

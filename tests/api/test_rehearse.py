@@ -14,6 +14,7 @@ from meshwright.api.roles import distinct_roles
 from meshwright.api.smaller import ladder
 from meshwright.api.tune import TuneOptions, tune
 from meshwright.describe.model import describe
+from meshwright.environment import CACHE
 from meshwright.errors import BadInput
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.rehearsal import BACKWARD, OUT_OF_MEMORY, Moment, Rehearsal
@@ -119,7 +120,7 @@ def test_roles_are_stages_and_uneven_ranks(facts: ModelFacts) -> None:
 def test_a_run_is_compared_with_its_rehearsal(
     facts: ModelFacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(CACHE, str(tmp_path))
     document = rehearse_strategy(rehearser(facts, "1MiB", Stage()), "ddp")
     keep_rehearsal(document)
     summary = {"strategy": "ddp=2", "ranks": 2, "device": "cpu", "global_batch": 8, "step_ms": 250.0, "peak_bytes": [1]}

@@ -105,9 +105,10 @@ def _tune(rehearser: Any, strategy: str | None, precision: str | None, trials: i
 
 def _finish(document: dict[str, Any], page: Path | None, *, as_json: bool, tuned: bool) -> None:
     from meshwright.report.rehearse import rehearsal_page, tuning_page
-    from meshwright.report.rehearse_html import write_rehearsal
 
     if page is not None:
+        from meshwright.report.rehearse_html import write_rehearsal
+
         write_rehearsal(document, page)
     print_result(document, (tuning_page if tuned else rehearsal_page)(document), as_json=as_json)
     if document["strategy"] is None if tuned else not document["fits"]:

@@ -11,6 +11,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.rehearse.process import rehearse_apart
 from meshwright.rehearse.task import RehearsalTask
 
+pytestmark = pytest.mark.slow
 TRANSFORMER = f"{Path(tiny_jobs.__file__)}:transformer"
 SPOILED = """
 import os, signal, time

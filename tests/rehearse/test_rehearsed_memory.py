@@ -1,11 +1,13 @@
 """A rehearsed rank holds what a rank of the real run holds."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from meshwright.describe.model import describe
+from meshwright.facts.model import ModelFacts
 from meshwright.facts.rehearsal import Rehearsal
 from meshwright.facts.strategy import Strategy
 from meshwright.jobs.load import load_job
@@ -14,15 +16,21 @@ from meshwright.rehearse.task import RehearsalTask
 from rank_pool import RankPool
 from rehearse_programs import counted
 
+pytestmark = pytest.mark.slow
 GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
 STRATEGIES = ["ddp", "zero1", "fsdp", "tp=2", "pp=2"]
 BATCH, WORLD = 8, 4
 
 
+@cache
+def facts() -> ModelFacts:
+    return describe(load_job(GPT))
+
+
 def rehearsed(text: str, rank: int = 0, world: int = WORLD) -> Rehearsal:
     task = RehearsalTask(
         job=GPT,
-        facts=describe(load_job(GPT)),
+        facts=facts(),
         strategy=Strategy.parse(text).resolve(world),
         world=world,
         rank=rank,
@@ -33,7 +41,7 @@ def rehearsed(text: str, rank: int = 0, world: int = WORLD) -> Rehearsal:
 
 
 def test_the_peak_is_that_of_real_ranks(four_ranks: RankPool) -> None:
-    real = four_ranks(counted, GPT, describe(load_job(GPT)), STRATEGIES, BATCH)
+    real = four_ranks(counted, GPT, facts(), STRATEGIES, BATCH)
     found = {strategy: rehearsed(strategy) for strategy in STRATEGIES}
     assert {strategy: one.status for strategy, one in found.items()} == dict.fromkeys(STRATEGIES, "ok")
     for index, strategy in enumerate(STRATEGIES):

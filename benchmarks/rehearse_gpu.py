@@ -27,11 +27,12 @@ from typing import Any
 
 import torch
 
+from meshwright.api.compared_rank import Compared
 from meshwright.api.described_presets import describe_job, read_preset
 from meshwright.api.job_planner import Planner
 from meshwright.api.rank_forecast import forecast_rank
-from meshwright.api.rehearsal_site import Site, make_site
-from meshwright.api.rehearse import Compared, Rehearser, forecast_key
+from meshwright.api.rehearsal_site import RehearsalSite, make_site
+from meshwright.api.rehearser import Rehearser, forecast_key
 from meshwright.api.tune import TuneOptions, tune
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.costs import ModelCosts
@@ -123,7 +124,7 @@ def open_case(job: str, world: int, batch: int, forecasts: dict[str, RankForecas
     return Rehearser(job=job, planner=planner, site=site_of(world, job), timeout=WAIT, tell=say, forecasts=forecasts)
 
 
-def site_of(world: int, job: str = LLAMA) -> Site:
+def site_of(world: int, job: str = LLAMA) -> RehearsalSite:
     if any(job == case.job for case in SMALL):
         cluster = Cluster(devices_per_node=world, device="cpu")
         return make_site("cpu", cluster, cluster)

@@ -9,7 +9,8 @@ import tiny_jobs
 from meshwright.api.job_planner import Planner
 from meshwright.api.kept_forecasts import compare_run, keep_rehearsal
 from meshwright.api.rehearsal_site import find_site
-from meshwright.api.rehearse import Rehearser, rehearse_strategy
+from meshwright.api.rehearse import rehearse_strategy
+from meshwright.api.rehearser import Rehearser
 from meshwright.api.roles import distinct_roles
 from meshwright.api.smaller import ladder
 from meshwright.api.tune import TuneOptions, tune

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from meshwright.api.job_planner import Planner
-from meshwright.api.rehearsal_site import Site, without_links
+from meshwright.api.rehearsal_site import RehearsalSite, without_links
 from meshwright.errors import MeshwrightError
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.forecast import Forecast
@@ -16,7 +16,9 @@ from meshwright.facts.strategy import Strategy
 from meshwright.planner.search import consider
 
 
-def forecast_rank(planner: Planner, site: Site, strategy: Strategy, rank: int, *, traced: bool = True) -> RankForecast:
+def forecast_rank(
+    planner: Planner, site: RehearsalSite, strategy: Strategy, rank: int, *, traced: bool = True
+) -> RankForecast:
     """Memory of a traced step of the whole model, or in closed form, and the planner's time."""
     planner.measure(strategy.precision, strategy.recompute)
     notes: list[str] = []
@@ -35,7 +37,7 @@ def forecast_rank(planner: Planner, site: Site, strategy: Strategy, rank: int, *
 
 
 def _memory(
-    planner: Planner, site: Site, strategy: Strategy, rank: int, notes: list[str], *, traced: bool
+    planner: Planner, site: RehearsalSite, strategy: Strategy, rank: int, notes: list[str], *, traced: bool
 ) -> tuple[int | None, int | None, Mapping[str, int], str]:
     if traced:
         from meshwright.tracing import trace_step  # slow import
@@ -59,7 +61,9 @@ def _memory(
     return sum(memory.values()), needed if site.device == "cuda" else None, memory, "account"
 
 
-def _time(planner: Planner, site: Site, strategy: Strategy, rank: int, notes: list[str]) -> RankForecast | None:
+def _time(
+    planner: Planner, site: RehearsalSite, strategy: Strategy, rank: int, notes: list[str]
+) -> RankForecast | None:
     """Compute on the device at hand, and what the cluster adds to it."""
     try:
         compute = _compute(planner, site.at_hand, strategy, rank)

@@ -23,7 +23,7 @@ NO_LINKS: dict[str, Any] = {side: {"bandwidth": 1e18, "latency": 1e-12} for side
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class RehearsalSite:
     """The device at hand, the cluster whose links count, and the bytes that a rank may hold."""
 
     device: str
@@ -55,7 +55,7 @@ class Site:
         return self.cluster is not self.at_hand
 
 
-def find_site(*, world: int | None, on: str | None, device: str | None, memory: str | None) -> Site:
+def find_site(*, world: int | None, on: str | None, device: str | None, memory: str | None) -> RehearsalSite:
     """The site that the options of the command line describe."""
     kind = choose_device(known_device(device))
     cluster = read_cluster(on) if on is not None else None
@@ -70,9 +70,9 @@ def find_site(*, world: int | None, on: str | None, device: str | None, memory: 
     return make_site(kind, at_hand, cluster or at_hand, _read_memory(memory))
 
 
-def make_site(device: str, at_hand: Cluster, cluster: Cluster, memory: int | None = None) -> Site:
+def make_site(device: str, at_hand: Cluster, cluster: Cluster, memory: int | None = None) -> RehearsalSite:
     room = round(capacity(hardware_of(cluster), cluster.devices))
-    return Site(device=device, at_hand=at_hand, cluster=cluster, limit=room if memory is None else memory)
+    return RehearsalSite(device=device, at_hand=at_hand, cluster=cluster, limit=room if memory is None else memory)
 
 
 def without_links(cluster: Cluster) -> Cluster:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from meshwright.api.rehearse import Compared, Rehearser
+from meshwright.api.compared_rank import Compared
+from meshwright.api.rehearser import Rehearser
 from meshwright.errors import MeshwrightError
 from meshwright.facts.data_axis import usual_terms
 from meshwright.facts.strategy import Strategy, divisors

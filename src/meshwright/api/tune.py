@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.api.rehearsal_site import Site
-from meshwright.api.rehearse import Rehearser
+from meshwright.api.rehearsal_site import RehearsalSite
+from meshwright.api.rehearser import Rehearser
 from meshwright.errors import MeshwrightError, Refused
 from meshwright.facts.plan import Plan
 from meshwright.facts.rehearsal import OUT_OF_MEMORY
@@ -112,7 +112,7 @@ def _forecast(rehearser: Rehearser, strategies: Iterable[Strategy], losses: tupl
     return [_Found(candidate=_candidate(plan, site), rank=_fullest(plan, site.world)) for plan in plans]
 
 
-def _candidate(plan: Plan, site: Site) -> Candidate:
+def _candidate(plan: Plan, site: RehearsalSite) -> Candidate:
     return Candidate(strategy=plan.strategy, seconds=plan.forecast.step, bytes=float(site.needed(plan.forecast)))
 
 

@@ -58,7 +58,7 @@ def rehearse(
     """
     with importing():
         from meshwright.api.rehearsal_site import find_site
-        from meshwright.api.rehearse import open_rehearser
+        from meshwright.api.rehearser import open_rehearser
         from meshwright.facts.strategy import Strategy
 
     if page is not None and page.suffix != ".html":

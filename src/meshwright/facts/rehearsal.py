@@ -11,8 +11,6 @@ OK, OUT_OF_MEMORY, REFUSED, FAILED, KILLED, TIMEOUT = (
     *("failed", "killed", "timeout"),
 )
 BUILD, FORWARD, BACKWARD, UPDATE = "build", "forward", "backward", "update"
-REST = "rest"
-"""Memory besides states whose cause an allocator's counters do not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)

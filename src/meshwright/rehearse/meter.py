@@ -12,8 +12,8 @@ from math import inf
 import torch
 
 from meshwright.assemble.step import Trainer
-from meshwright.facts.rehearsal import REST, Moment
-from meshwright.runtime.measure import held_states
+from meshwright.facts.rehearsal import Moment
+from meshwright.runtime.measure import REST, held_states
 from meshwright.tracing.allocator import Allocator, SegmentChunk
 from meshwright.tracing.memory import Allocation, Ledger
 from meshwright.tracing.record_step import tell_held

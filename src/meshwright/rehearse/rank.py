@@ -69,10 +69,10 @@ def rehearse(task: RehearsalTask, tell: Tell) -> Rehearsal:
             torch.set_num_threads(1)  # as for a rank among others
     world = fake_world(task.world, device, rank=task.rank)
     size = sum(parameter.count * parameter.itemsize for parameter in task.facts.parameters)
-    return Stage(task, job, replace(world, weightless=size > FILLED), tell).perform()
+    return RankRehearsal(task, job, replace(world, weightless=size > FILLED), tell).perform()
 
 
-class Stage:
+class RankRehearsal:
     """The steps of one task. Attributes exist as far as they were built when memory ran out."""
 
     def __init__(self, task: RehearsalTask, job: Job, world: World, tell: Tell) -> None:

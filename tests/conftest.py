@@ -3,6 +3,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from meshwright.environment import CACHE
 from rank_pool import RankPool
 
 
@@ -12,6 +13,14 @@ def no_group_left() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Commands keep their forecasts in a folder of the tests, not in the user's."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(CACHE, str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ LAYERS = (
         "verify",
         "probe",
     ),
-    ("compare",),
+    ("compare", "rehearse"),
     ("commands",),
     ("api",),
     ("__init__",),

@@ -14,6 +14,8 @@ FOLDER = "MESHWRIGHT_FOLDER"  # for ranks that Meshwright starts: the folder of 
 
 ATTEMPT = "MESHWRIGHT_ATTEMPT"  # for ranks that Meshwright starts: how often the run's ranks were started before
 
+CACHE = "MESHWRIGHT_CACHE"  # folder for what `plan` and `rehearse` keep
+
 PROGRAMS = "MESHWRIGHT_PROGRAMS"  # "0": blocks of the tensor axis run as they are, without recorded programs
 
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
@@ -151,6 +153,12 @@ def choose_deepspeed_device(kind: str) -> None:
 def announce_local_rank(index: int) -> None:
     """Set the device index that every DeepSpeed engine reads."""
     os.environ.setdefault("LOCAL_RANK", str(index))
+
+
+def cache_folder() -> Path:
+    """Where files are kept that can be made again: $MESHWRIGHT_CACHE, or a folder in the user's cache."""
+    own = os.environ.get(CACHE)
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
 
 
 def wandb_project(default: str) -> str:

@@ -62,6 +62,29 @@ def call(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
     return meshwright_here
 
 
+def test_train_ends_with_what_rehearse_had_found(call: Call, folder: Path) -> None:
+    words = ("--strategy", "ddp", "--json")
+    done = call("rehearse", "job.py", "--world", "2", *words)
+    assert done.returncode == 0, done.stderr
+    rehearsed = json.loads(done.stdout)
+    assert {"strategy", "world", "rank", "device", "measured", "forecast", "error"} <= rehearsed.keys()
+    assert (rehearsed["strategy"], rehearsed["world"], rehearsed["rank"], rehearsed["fits"]) == ("ddp=2", 2, 0, True)
+    assert rehearsed["error"]["memory"] is not None and rehearsed["measured"]["step_ms"] > 0
+    done = call("train", "job.py", "--ranks", "2", "--steps", "3", "--out", "runs/a", *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["forecast"]
+    assert found["forecast"]["source"] == "rehearse"
+    assert found["forecast"]["step_ms"] == rehearsed["measured"]["step_ms"]
+    events = [json.loads(line) for line in (folder / "runs/a/events.jsonl").read_text().splitlines()]
+    assert events[-1]["event"] == "forecast against measured" and events[-1]["error"] == found["error"]
+
+
+def test_a_rehearsal_that_does_not_fit_exits_1(call: Call) -> None:
+    done = call("rehearse", "job.py", "--strategy", "ddp", "--world", "2", "--memory", "1KiB")
+    assert done.returncode == 1
+    assert "does not fit into 1 KiB" in " ".join(done.stdout.split())
+
+
 def test_train_writes_records_and_a_checkpoint(folder: Path) -> None:
     words = ("train", "job.py", "--strategy", "fsdp,mb=1", "--ranks", "2", "--steps", "7", "--out", "runs/a")
     done = meshwright(*words, "--tensorboard", "--json", folder=folder)

@@ -161,13 +161,15 @@ class Planner:
         """Traces of shorter models or, if those leave open whether it fits, of the whole one."""
         from meshwright.tracing import trace_roles  # slow import that plans without traces do not need
 
-        job = self._short(strategy)
+        job = self.short_job(strategy)
         traces = trace_roles(job, self.facts, strategy, ranks)
         is_open = max(trace.peak for trace in traces) <= room < UNSEEN * max(trace.reserved for trace in traces)
         return trace_roles(job, self.facts, strategy, ranks, whole=True) if is_open else traces
 
-    def _short(self, strategy: Strategy) -> Job:
+    def short_job(self, strategy: Strategy) -> Job:
         """The job with the smallest batch that fills the strategy: a larger one needs no more memory."""
+        if strategy.stage_axis and strategy.micro_batch is None:  # its micro-batches would be smaller
+            return replace(self.job, global_batch=self.global_batch)
         size, count = cut_batch(strategy, self.global_batch)
         enough = min(count, strategy.stage_ranks + 1)
         return replace(self.job, global_batch=size * enough * strategy.data_ranks)

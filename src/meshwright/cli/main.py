@@ -16,6 +16,7 @@ from meshwright.cli import (
     plan,
     preflight,
     probe,
+    rehearse,
     serve,
     train,
     validate,
@@ -25,7 +26,7 @@ from meshwright.cli.outcome import main_with_exit_codes
 
 app = typer.Typer(
     name="meshwright",
-    help="One job, one loop, every parallel strategy: plan, inspect the layout, verify, then train.",
+    help="One job, one loop, every parallel strategy: plan, rehearse, verify, then train.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -40,6 +41,7 @@ app.command("layout", epilog=layout.NOTES)(layout.layout)
 app.command("plan", epilog=plan.NOTES)(plan.plan)
 app.command("preflight", epilog=preflight.NOTES)(preflight.preflight)
 app.command("probe", epilog=probe.NOTES)(probe.probe)
+app.command("rehearse", epilog=rehearse.NOTES)(rehearse.rehearse)
 app.command("serve", epilog=serve.NOTES)(serve.serve)
 app.command("train", epilog=train.NOTES)(train.train)
 app.command("validate", epilog=validate.NOTES)(validate.validate)

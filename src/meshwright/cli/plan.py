@@ -75,6 +75,7 @@ def plan(
     """
     with importing(briefly=True):
         from meshwright.api.job_planner import PlanOptions, open_planner, read_allowed, read_cluster
+        from meshwright.api.kept_forecasts import keep_plans
         from meshwright.api.plan import rank
         from meshwright.api.sweep_range import SweepRange
         from meshwright.facts.strategy import Strategy
@@ -119,6 +120,7 @@ def plan(
     cluster, started = read_cluster(on), time.perf_counter()
     planner = open_planner(job, options)
     ranking = rank(planner, cluster, options, name=job, started=started)
+    keep_plans(ranking, cluster, global_batch=planner.global_batch)
     document = ranking.to_json()
     if html is not None or timeline is not None:
         _write(planner.context(cluster), ranking, html=html, timeline=timeline)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -152,9 +152,21 @@ def train(
     with silent_profiler():
         summary = train_command(replace(request, strategy=_chosen(request)), _nearest)
     if summary is not None:
+        summary["forecast"] = _compare(summary, request)
         print_result(summary, summary_table(summary), as_json=as_json)
         if summary["failed_saves"] and summary["saved"] != summary["steps"]:
             raise MeshwrightError(f"The run's last state, step {summary['steps']}, could not be saved; see above.")
+
+
+def _compare(summary: dict[str, Any], request: TrainRequest) -> dict[str, Any] | None:
+    """The run beside what `rehearse` or `plan` said about it, also as an event of the run's folder."""
+    from meshwright.api.kept_forecasts import compare_run
+    from meshwright.runtime.run_records import write_event
+
+    found = compare_run(summary, request.job)
+    if found is not None and request.out is not None:
+        write_event(request.out, "forecast against measured", **found)
+    return found
 
 
 def _profile(steps: str | None, ranks: str, out: Path | None) -> ProfileOptions | None:

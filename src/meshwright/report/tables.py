@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.units import show_bytes
+from meshwright.units import GIB, show_bytes
 
 
 def make_table(title: str | Text, left: Sequence[str], right: Sequence[str] = ()) -> Table:
@@ -62,10 +62,23 @@ def summary_table(summary: dict[str, Any]) -> Table:
         if name != "step":
             shown = "not finite" if value is None else f"{value:.4f}"
             table.add_row(Text(f"evaluation, {name}"), f"{shown} (step {summary['evaluation']['step']})")
+    if found := summary.get("forecast"):
+        table.add_row(f"forecast by {found['forecast']['source']}", Text(forecast_words(found)))
     if found := summary["early_stop"]:
         best = "never finite" if found["best"] is None else f"best {found['best']:.4f} at step {found['best_step']}"
         table.add_row("stopped early by", Text(f"{found['metric']}, {best}"))
     return table
+
+
+def forecast_words(found: dict[str, Any]) -> str:
+    """Forecast against measured in one line."""
+    forecast, errors = found["forecast"], found["error"]
+    parts = []
+    if errors["memory"] is not None:
+        parts.append(f"peak {show_bytes(forecast['peak_gib'] * GIB)} ({errors['memory']:+.1%})")
+    if errors["time"] is not None:
+        parts.append(f"step {forecast['step_ms']:.1f} ms ({errors['time']:+.1%})")
+    return f"{', '.join(parts) or 'nothing to compare'} on {forecast['cluster']}"
 
 
 def verdict_table(results: Sequence[dict[str, Any]]) -> Group:

@@ -22,6 +22,7 @@ class Summary:
     strategy: str
     ranks: int
     device: str
+    global_batch: int
     steps: int
     """Of the whole run, including those before a resume."""
     epochs: int
@@ -70,6 +71,7 @@ def summarise(
         strategy=str(run.strategy),
         ranks=run.world.ranks,
         device=str(run.world.device.type),
+        global_batch=run.trainer.job.global_batch,
         steps=run.trainer.steps,
         epochs=run.epoch,
         resumed_at=begun_at or None,

@@ -99,12 +99,13 @@ def record_step(
     rank: int,
     capacity: float = inf,
     observer: StepObserver | None = None,
+    workspaces: bool = True,
 ) -> Recorded:
     """Run two steps of a resolved strategy, and record the second: the first makes the optimizer's state.
 
     `capacity` is how many bytes the device has. What is reserved is that of both steps.
     """
-    run = partial(_record_step, job, facts, strategy, ranks, rank, capacity, observer)
+    run = partial(_record_step, job, facts, strategy, ranks, rank, capacity, observer, workspaces)
     if facts.assumed:
         return run(known_values(ReadValues()))
     try:
@@ -129,11 +130,12 @@ def _record_step(
     rank: int,
     capacity: float,
     observer: StepObserver | None,
+    workspaces: bool,
     values: AbstractContextManager[None],
 ) -> Recorded:
     sample = make_batch(job, SAMPLES)
     with _fake_world(ranks, rank) as world, seeded(0), _fake_tensors(values):
-        recorder = StepRecorder(Messages())
+        recorder = StepRecorder(Messages(), workspaces=workspaces)
         recorder.keeps_values = not isinstance(values, nullcontext)
         allocator = recorder.ledger.allocator
         allocator.capacity = capacity
@@ -170,14 +172,14 @@ def _record_step(
 def _step(trainer: Trainer, batch: Batch, recorder: StepRecorder) -> None:
     recorder.enter("forward_backward")
     trainer.forward_backward(_copied(batch))
-    _tell_held(trainer, recorder)
+    tell_held(trainer, recorder)
     recorder.enter("update")
     trainer.update()
-    _tell_held(trainer, recorder)
+    tell_held(trainer, recorder)
     recorder.enter("build")
 
 
-def _tell_held(trainer: Trainer, recorder: StepRecorder) -> None:
+def tell_held(trainer: Trainer, recorder: StepRecorder) -> None:
     """Tell the recorder the cause of long-lived tensors: gradients, optimizer state, parameters and buffers."""
     resident = trainer.engine.resident()
     states = [v for values in trainer.optimizer.state.values() for v in values.values() if torch.is_tensor(v)]

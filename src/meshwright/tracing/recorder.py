@@ -38,9 +38,11 @@ _resize = torch.UntypedStorage.resize_
 class StepRecorder(TorchDispatchMode):
     """While active, follows every new storage until it is freed, and notes every operator and collective."""
 
-    def __init__(self, messages: Messages) -> None:
+    def __init__(self, messages: Messages, ledger: Ledger | None = None, *, workspaces: bool = True) -> None:
+        """`ledger` is where memory is noted; `workspaces` adds those of cuBLAS, which operators do not show."""
         super().__init__()
-        self.ledger, self.operations, self.messages = Ledger(), Operations(), messages
+        self.ledger = Ledger() if ledger is None else ledger
+        self.operations, self.messages = Operations(), messages
         self.phase = "build"
         """"build", "forward_backward" or "update"; autograd tells forward from backward."""
         self.in_loss = self.paused = False
@@ -48,7 +50,7 @@ class StepRecorder(TorchDispatchMode):
         """Whether fake tensors have known values, which views must have too."""
         self.captured_losses = 0
         """How often a loss ran while paused."""
-        self._workspaces = Workspaces(self.ledger)
+        self._workspaces = Workspaces(self.ledger) if workspaces else None
         self._blocks: dict[int, Allocation | None] = {}
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._hosts: set[int] = set()
@@ -119,7 +121,8 @@ class StepRecorder(TorchDispatchMode):
             for tensor, cause in self.messages.note(func, args, self.step_phase):
                 self.tell(tensor, cause, only={"activations", "temporary"})
             return
-        self._workspaces.note(func, self.step_phase)
+        if self._workspaces is not None:
+            self._workspaces.note(func, self.step_phase)
         self.operations.note(func, args, kwargs, found, given, made, self.step_phase)
 
     @property

@@ -34,8 +34,11 @@ def trace_step(
     device: str = "cuda",
     whole: bool = False,
     capacity: float = inf,
+    workspaces: bool = True,
 ) -> Trace:
     """What `rank` of `ranks` allocates, computes and sends in one optimizer step.
+
+    `workspaces` are those of cuBLAS, which a rehearsal on a CPU does not have.
 
     A model with many equal blocks is extrapolated from two traces with fewer blocks, unless `whole` is set: then
     `reserved` is exact, and more than `capacity`, the bytes of the device, only if the step does not run on it.
@@ -43,7 +46,7 @@ def trace_step(
     resolved = refuse_trace(job, facts, strategy, ranks, device)
     try:
         recorded = None if whole else _from_shorter(job, facts, resolved, ranks, rank)
-        recorded = recorded or record_step(job, facts, resolved, ranks, rank, capacity)
+        recorded = recorded or record_step(job, facts, resolved, ranks, rank, capacity, workspaces=workspaces)
     except MeshwrightError:
         raise
     except Exception as error:

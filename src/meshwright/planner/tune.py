@@ -1,0 +1,143 @@
+"""Choose the fastest strategy that fits by as few trials as possible. Pure: the caller makes the trials.
+
+A forecast orders the candidates. Each trial corrects the forecasts of its relatives: those that differ only in their
+micro-batch most, the others by the median. The search ends when no candidate is expected to be faster than the best
+one, even if its forecast is wrong by as much as forecasts of relatives usually are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
+from statistics import median
+
+from meshwright.facts.strategy import Strategy
+
+DOUBT_OF_STRANGERS, DOUBT_OF_RELATIVES = 0.08, 0.015
+"""How much faster than expected a candidate may be, if none of its relatives has been tried, or one has."""
+ROOM_FOR_DOUBT = 1.08
+"""A candidate that is expected to need up to this many times the limit is tried, unless a relative was measured."""
+SHARE_OF_TRIALS = 0.1
+LEAST_TRIALS = 6
+"""Trials are at most this share of the candidates, and never fewer than these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A strategy with its forecast."""
+
+    strategy: Strategy
+    seconds: float
+    """Of a step."""
+    bytes: float
+    """That the fullest rank needs."""
+
+    @cached_property
+    def family(self) -> Strategy:
+        return replace(self.strategy, micro_batch=None)
+
+    @property
+    def size(self) -> int:
+        return self.strategy.micro_batch or 1 << 60  # the whole part of a rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What a rehearsal of a candidate found."""
+
+    candidate: Candidate
+    fits: bool
+    seconds: float | None = None
+    bytes: float | None = None
+    """What it needs; if memory ran out, at least this. None if it could not be run at all."""
+    why: str = ""
+    """Why it was tried."""
+
+
+@dataclass
+class Tuner:
+    """The state of a search."""
+
+    candidates: Sequence[Candidate]
+    limit: float
+    attempt: Callable[[Candidate], Trial]
+    most: int | None = None
+    """Trials at most. None: a share of the candidates."""
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def best(self) -> Trial | None:
+        ran = [trial for trial in self.trials if trial.fits and trial.seconds is not None]
+        return min(ran, key=lambda trial: trial.seconds or inf, default=None)
+
+    def search(self, between: Callable[[Candidate, Candidate], Iterable[Candidate]] | None = None) -> Trial | None:
+        """Try candidates until none is expected to be faster, and then sizes between the best one and the next larger.
+
+        `between` gives candidates between two of one family, of which the second does not fit.
+        """
+        most = self.most or max(LEAST_TRIALS, round(SHARE_OF_TRIALS * len(self.candidates)))
+        while len(self.trials) < most and (chosen := self._next(self.candidates)) is not None:
+            self._try(chosen)
+        if between is not None and self.best is not None:
+            self._fill(between, most)
+        return self.best
+
+    def _fill(self, between: Callable[[Candidate, Candidate], Iterable[Candidate]], most: int) -> None:
+        """Bisect the sizes between the best one and the smallest of its family that does not fit."""
+        best = self.best
+        assert best is not None
+        larger = [one for one in self.candidates if one.family == best.candidate.family]
+        larger = [one for one in larger if one.size > best.candidate.size]
+        if not larger:
+            return
+        finer = list(between(best.candidate, min(larger, key=lambda one: one.size)))
+        while len(self.trials) < most and (chosen := self._next(finer)) is not None:
+            self._try(chosen)
+
+    def _next(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """The candidate that is expected to be fastest, if it may be faster than the best trial."""
+        tried = {trial.candidate.strategy for trial in self.trials}
+        open_ = [one for one in candidates if one.strategy not in tried and self._may_fit(one)]
+        chosen = min(open_, key=lambda one: (self._hoped(one), one.bytes), default=None)
+        if chosen is None or (self.best is not None and self._hoped(chosen) >= (self.best.seconds or inf)):
+            return None
+        return chosen
+
+    def _try(self, chosen: Candidate) -> None:
+        trial = self.attempt(chosen)
+        self.trials.append(replace(trial, why=trial.why or self._reason(chosen)))
+
+    def _reason(self, chosen: Candidate) -> str:
+        if not self.trials:
+            return "fastest by its forecast"
+        if any(trial.candidate.family == chosen.family and not trial.fits for trial in self.trials):
+            return "the larger micro-batch did not fit"
+        return "may be faster, as far as the forecast can tell"
+
+    def _hoped(self, one: Candidate) -> float:
+        """Seconds that a candidate takes if it is as much faster than expected as is usual."""
+        relatives = [trial for trial in self._timed() if trial.candidate.family == one.family]
+        if relatives:
+            near = min(relatives, key=lambda trial: abs(trial.candidate.seconds - one.seconds))
+            return one.seconds * _ratio(near) * (1 - DOUBT_OF_RELATIVES)
+        usual = median([_ratio(trial) for trial in self._timed()] or [1.0])
+        return one.seconds * usual * (1 - DOUBT_OF_STRANGERS)
+
+    def _timed(self) -> list[Trial]:
+        return [trial for trial in self.trials if trial.seconds is not None]
+
+    def _may_fit(self, one: Candidate) -> bool:
+        relatives = [trial for trial in self.trials if trial.candidate.family == one.family]
+        if any(not trial.fits and trial.candidate.size <= one.size for trial in relatives):
+            return False
+        needs = [trial.bytes / trial.candidate.bytes for trial in relatives if trial.bytes and trial.candidate.bytes]
+        if needs:
+            return one.bytes * needs[-1] <= self.limit * ROOM_FOR_DOUBT
+        others = [trial.bytes / trial.candidate.bytes for trial in self.trials if trial.bytes and trial.fits]
+        return one.bytes * median(others or [1.0]) <= self.limit * ROOM_FOR_DOUBT
+
+
+def _ratio(trial: Trial) -> float:
+    return (trial.seconds or 0.0) / trial.candidate.seconds

@@ -1,0 +1,101 @@
+"""The tuner against an exhaustive search over the same candidates, with made-up truths: no process, no clock."""
+
+import random
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from math import inf
+
+import pytest
+
+from meshwright.facts.strategy import Strategy
+from meshwright.planner.tune import Candidate, Trial, Tuner
+
+GIB = 2.0**30
+AXES = ("ddp", "zero1", "zero2", "fsdp", "fsdp:grad-op", "tp=2,fsdp", "tp=4,fsdp", "tp=8,ddp")
+RECOMPUTE = {"none": (1.0, 1.0), "selective": (1.06, 0.55), "full": (1.3, 0.2)}
+"""By recompute: how much longer a step takes, and the share of activations that is kept."""
+SIZES = (1, 2, 4, 8, 16, 32)
+STATES = dict(zip(AXES, (60.0, 40.0, 30.0, 12.0, 18.0, 9.0, 7.0, 11.0), strict=True))
+SPEED = dict(zip(AXES, (1.0, 1.01, 1.02, 1.05, 1.03, 1.12, 1.2, 1.35), strict=True))
+
+
+@cache
+def space() -> list[Candidate]:
+    found = []
+    for axis, (recompute, (slower, kept)), size in product(AXES, RECOMPUTE.items(), SIZES):
+        strategy = replace(Strategy.parse(axis).resolve(8), recompute=recompute, micro_batch=size)
+        seconds = SPEED[axis] * slower * (1 + 0.4 / size)
+        found.append(Candidate(strategy=strategy, seconds=seconds, bytes=(STATES[axis] + 3 * kept * size) * GIB))
+    return found
+
+
+class Truth:
+    """What trials find: forecasts with errors, most of which relatives share."""
+
+    def __init__(self, seed: int, limit: float) -> None:
+        self._seed, self._limit, self.calls = seed, limit, 0
+
+    def _factor(self, key: str, spread: float) -> float:
+        return 1 + random.Random(f"{self._seed} {key}").uniform(-spread, spread)
+
+    def __call__(self, one: Candidate) -> Trial:
+        self.calls += 1
+        needs = one.bytes * self._factor(f"memory {one.family}", 0.05)
+        if needs > self._limit:
+            return Trial(candidate=one, fits=False, bytes=needs)
+        seconds = one.seconds * 1.2 * self._factor(f"time {one.family}", 0.03) * self._factor(str(one.strategy), 0.005)
+        return Trial(candidate=one, fits=True, seconds=seconds, bytes=needs)
+
+
+@pytest.mark.parametrize("limit", [24, 45, 80, 140])
+@pytest.mark.parametrize("seed", range(4))
+def test_as_fast_as_an_exhaustive_search_in_a_tenth_of_its_trials(seed: int, limit: float) -> None:
+    candidates = space()
+    exhaustive = Truth(seed, limit * GIB)
+    fastest = min(trial.seconds or inf for trial in map(exhaustive, candidates))
+    truth = Truth(seed, limit * GIB)
+    best = Tuner(candidates=candidates, limit=limit * GIB, attempt=truth).search()
+    assert best is not None and best.seconds is not None
+    assert best.fits and (best.bytes or inf) <= limit * GIB
+    assert best.seconds <= fastest * 1.02
+    assert truth.calls <= exhaustive.calls / 10
+
+
+def test_a_micro_batch_between_the_sizes_comes_near_to_the_limit() -> None:
+    limit = 100.0
+
+    def candidate(size: int) -> Candidate:
+        strategy = replace(Strategy.parse("ddp").resolve(2), micro_batch=size)
+        return Candidate(strategy=strategy, seconds=1 + 1 / size, bytes=10 + 3.0 * size)
+
+    def attempt(one: Candidate) -> Trial:
+        fits = one.bytes <= limit
+        return Trial(candidate=one, fits=fits, seconds=one.seconds if fits else None, bytes=one.bytes)
+
+    tuner = Tuner(candidates=[candidate(size) for size in (1, 2, 4, 8, 16, 32, 64)], limit=limit, attempt=attempt)
+    best = tuner.search(lambda low, high: [candidate(size) for size in range(low.size + 1, high.size)])
+    assert best is not None and best.bytes is not None
+    assert 0.95 * limit <= best.bytes <= limit
+
+
+def test_a_size_above_one_that_ran_out_is_not_tried() -> None:
+    tried = []
+
+    def attempt(one: Candidate) -> Trial:
+        tried.append(one.size)
+        return Trial(candidate=one, fits=one.size < 3, seconds=1 / one.size, bytes=one.bytes)
+
+    strategies = [replace(Strategy.parse("ddp").resolve(2), micro_batch=size) for size in (1, 2, 4, 8)]
+    candidates = [Candidate(strategy=one, seconds=1 / (one.micro_batch or 1), bytes=1.0) for one in strategies]
+    best = Tuner(candidates=candidates, limit=10.0, attempt=attempt).search()
+    assert best is not None and best.candidate.size == 2
+    assert tried == [8, 4, 2]
+
+
+def test_nothing_fits() -> None:
+    candidates = space()
+    tuner = Tuner(
+        candidates=candidates, limit=1.0, attempt=lambda one: Trial(candidate=one, fits=False, bytes=one.bytes)
+    )
+    assert tuner.search() is None

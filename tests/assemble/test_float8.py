@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -25,8 +26,9 @@ from meshwright.errors import Refused
 from meshwright.facts.model import ModelFacts
 from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.recording.blueprint import record
-from meshwright.strategies import Place
-from meshwright.strategies.float8_linear import E4M3, E5M2, float8_linear, rounded, scale_of
+from meshwright.strategies import Place, float8_casts
+from meshwright.strategies.float8_casts import rounded, rounded_and_turned, turned
+from meshwright.strategies.float8_linear import E4M3, E5M2, float8_linear, scale_of
 from meshwright.verify.plain_training import seeded_batch
 
 CPU = World(device=torch.device("cpu"))
@@ -94,6 +96,35 @@ def test_rounding_does_not_depend_on_the_other_samples() -> None:
     whole = float8_linear(x, weight.bfloat16())
     parts = [float8_linear(part, weight.bfloat16()) for part in x.split(16)]
     assert torch.equal(torch.cat(parts), whole)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
+)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", [(64, 128), (100, 48), (1, 16), (300, 272)])
+def test_a_matrix_is_rounded_in_both_orders(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    matrix = torch.randn(*shape, device=device, dtype=torch.bfloat16)
+    for given in (matrix, matrix.t()):
+        scale = scale_of(given, dtype)
+        wanted = rounded(given, scale, dtype)
+        plain, other = rounded_and_turned(given, scale, dtype)
+        assert torch.equal(bits(plain), bits(wanted))
+        assert torch.equal(bits(other), bits(wanted.t()))
+        assert torch.equal(bits(turned(given, scale, dtype)), bits(wanted.t()))
+
+
+@pytest.mark.parametrize("operator", [float8_casts._round_both, float8_casts._round_turned])
+def test_the_operators_for_graphs_are_what_they_say(operator: Any) -> None:
+    matrix = torch.randn(32, 16, dtype=torch.bfloat16)
+    torch.library.opcheck(
+        operator, (matrix, scale_of(matrix, E4M3), E4M3), test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_frozen_weights_get_no_gradient() -> None:

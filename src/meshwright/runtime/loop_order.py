@@ -20,8 +20,8 @@ from meshwright.describe.code_lines import CodeLine, running_line
 from meshwright.errors import JobError
 from meshwright.facts.strategy import Strategy
 
-PATIENCE = timedelta(minutes=5)
-"""How long a rank waits for the others, which may be slower or evaluate first."""
+PATIENCE = timedelta(minutes=30)
+"""How long a rank waits for the others, which may evaluate or save first: as long as PyTorch's own groups do."""
 PATIENCE_FOR_LINES = timedelta(seconds=5)
 """How long ranks that differ wait for each other's line, which is only told."""
 LONGEST_NOTE = 200

@@ -80,9 +80,9 @@ def test_train_ends_with_what_rehearse_had_found(call: Call, folder: Path) -> No
 
 
 def test_a_rehearsal_that_does_not_fit_exits_1(call: Call) -> None:
-    done = call("rehearse", "job.py", "--strategy", "ddp", "--world", "2", "--memory", "1KiB")
+    done = call("rehearse", "job.py", "--strategy", "ddp", "--world", "2", "--memory", "500B")
     assert done.returncode == 1
-    assert "does not fit into 1 KiB" in " ".join(done.stdout.split())
+    assert "does not fit into 500 B" in " ".join(done.stdout.split())
 
 
 def test_train_writes_records_and_a_checkpoint(folder: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -84,6 +85,10 @@ def train(
         str | None, typer.Option(help="Steps to trace with torch.profiler into --out: 5, or 5-7.")
     ] = None,
     profile_ranks: Annotated[str, typer.Option(help="Ranks to trace: 0, or 0,3, or all.")] = "0",
+    check_finite: Annotated[
+        bool,
+        typer.Option("--check-finite", help="Check gradients before each update, to name a NaN's module on a GPU."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:
@@ -145,12 +150,13 @@ def train(
         tensorboard=tensorboard or "tensorboard" in services,
         log_to=tuple(name for name in services if name != "tensorboard"),
         profile=_profile(profile, profile_ranks, out),
+        check_finite=check_finite,
         deepspeed_config=config,
         nodes=node_options(nodes, node_rank, rendezvous, interface=interface, wait=node_wait),
         interface=interface,
     )
     with silent_profiler():
-        summary = train_command(replace(request, strategy=_chosen(request)), _nearest)
+        summary = train_command(replace(request, strategy=_chosen(request)), _nearest, _diagnose)
     if summary is not None:
         print_result(summary, summary_table(summary), as_json=as_json)
         if summary["failed_saves"] and summary["saved"] != summary["steps"]:
@@ -175,6 +181,23 @@ def _nearest(job: Job, facts: ModelFacts, request: TrainRequest, ranks: int) -> 
     assert request.nodes is not None and request.ranks is not None
     per_node = request.ranks // request.nodes.most
     return nearest_strategy(job, facts, request.strategy, ranks=ranks, per_node=per_node, device=request.device)
+
+
+def _diagnose(job: Job, facts: ModelFacts, request: TrainRequest, details: Mapping[str, Any]) -> str:
+    """Where a run's memory went, and the nearest strategy that fits."""
+    from meshwright.api.doctor import diagnose
+    from meshwright.facts.memory_report import MemoryReport
+
+    return diagnose(
+        job,
+        facts,
+        request.strategy,
+        MemoryReport.from_json(details) if details else None,
+        ranks=request.ranks or 1,
+        nodes=1 if request.nodes is None else request.nodes.most,
+        device=request.device,
+        saves=bool(request.save_every),
+    ).sentences()
 
 
 def _chosen(request: TrainRequest) -> Strategy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from meshwright.commands.worker import run_train
 from meshwright.describe.data_source import about_evaluation, open_data
 from meshwright.describe.model import describe
 from meshwright.environment import LaunchedRank, launched, restart_count
-from meshwright.errors import BadInput, Refused
+from meshwright.errors import BadInput, MeshwrightError, OutOfMemory, Refused, one_line
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
@@ -28,7 +28,7 @@ from meshwright.runtime.checkpoints import saved_seed
 from meshwright.runtime.place import choose_device, count_ranks, fewest_ranks, find_place, known_device
 from meshwright.runtime.request import TrainRequest, TrainTask
 from meshwright.runtime.run_lock import owned
-from meshwright.runtime.run_records import prepare_output, require_tensorboard
+from meshwright.runtime.run_records import prepare_output, require_tensorboard, write_event
 
 RESTARTS = 3
 """Default number of restarts of a run that saves checkpoints."""
@@ -38,16 +38,44 @@ Replan = Callable[[Job, ModelFacts, TrainRequest, int], Strategy]
 """A strategy like the request's for another number of ranks."""
 
 
-def train_command(request: TrainRequest, replan: Replan | None = None) -> dict[str, Any] | None:
+Diagnose = Callable[[Job, ModelFacts, TrainRequest, Mapping[str, Any]], str]
+"""Sentences about a run that ran out of memory, from what its rank reported."""
+
+
+def train_command(
+    request: TrainRequest, replan: Replan | None = None, diagnose: Diagnose | None = None
+) -> dict[str, Any] | None:
     """Train with the run's folder locked; returns the summary on rank 0, and None on other ranks.
 
-    `replan` is asked when the run has lost or gained nodes and its strategy does not fit any more.
+    `replan` is asked when the run has lost or gained nodes and its strategy does not fit any more; `diagnose`, when a
+    rank has run out of memory, which ends the run: the same would happen again.
     """
     place = launched()
     if request.nodes is not None and place is not None:
         raise BadInput("--nodes was given, but a launcher started this process; leave it out: the launcher has nodes.")
     with owned(request.out) if request.out is not None and _is_first(request, place) else nullcontext():
-        return _train(_checked(request), place, replan)
+        task = _checked(request)
+        try:
+            return _train(task, place, replan)
+        except OutOfMemory as error:
+            raise _diagnosed(task, error, diagnose) from None
+
+
+def _diagnosed(task: TrainTask, error: OutOfMemory, diagnose: Diagnose | None) -> OutOfMemory:
+    """The error with what to do; as it is, if that cannot be found out."""
+    request = task.request
+    if request.out is not None:
+        write_event(request.out, "out of memory", strategy=str(request.strategy), ranks=request.ranks, **error.details)
+    words = [str(error), "The run is not restarted: it would run out of memory again."]
+    if diagnose is not None and _is_first(request, None):
+        print(f"{words[0]} Looking for a strategy that fits.", file=sys.stderr, flush=True)
+        with redirect_stdout(sys.stderr):
+            try:
+                job = request.adjust(load_job(request.job))
+                words.append(diagnose(job, task.facts, request, error.details))
+            except (MeshwrightError, MemoryError) as failed:
+                words.append(f"No strategy could be looked for: {one_line(failed)}")
+    return OutOfMemory("\n".join(words), error.details)
 
 
 def _is_first(request: TrainRequest, place: LaunchedRank | None) -> bool:

@@ -55,6 +55,8 @@ class TrainRequest:
     tensorboard: bool = False
     log_to: tuple[str, ...] = ()
     profile: ProfileOptions | None = None
+    check_finite: bool = False
+    """Whether gradients are checked before each update, also on a GPU, which then waits."""
     deepspeed_config: Mapping[str, Any] | None = None
     nodes: NodeOptions | None = None
     """None: this machine alone, or the nodes of another launcher."""

@@ -38,11 +38,14 @@ def train(
     log_to: Sequence[str] = (),
     profile: ProfileOptions | None = None,
     progress: bool = True,
+    check_finite: bool = False,
 ) -> Summary:
     """Train until the run has taken `steps` optimizer steps or completed `epochs`, whichever comes first.
 
-    All ranks call it and get the same summary.
+    All ranks call it and get the same summary. `check_finite` reads each gradient's norm before the update, so that a
+    first NaN can be traced to its module; on a CPU that is free and always done.
     """
+    run.trainer.holds_back = check_finite or run.world.device.type == "cpu"
     start = time.perf_counter()
     begun_at = run.trainer.steps
     if checkpoints is not None:
@@ -131,7 +134,7 @@ def _loop(
         run.trainer.wish_to_stop = signalled or callbacks.wishes_to_stop
         with profiler.around(run.trainer.steps + 1):
             result = run.step(batch)
-            watch.saw(result)
+            watch.saw(result, batch)
         heartbeat.step(run.trainer.steps)
         if evaluator.is_due(result):
             watch.catch_up()

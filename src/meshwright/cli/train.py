@@ -89,6 +89,10 @@ def train(
         bool,
         typer.Option("--check-finite", help="Check gradients before each update, to name a NaN's module on a GPU."),
     ] = False,
+    advise: Annotated[
+        bool | None,
+        typer.Option("--advise/--no-advise", help="Say which word would be faster; default: after 30 s and more."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:
@@ -111,7 +115,7 @@ def train(
     [bold]torchrun --nproc-per-node 8 -m meshwright train job.py --strategy fsdp,bf16,ac=selective[/]
     """
     with importing():
-        from meshwright.commands.train import train_command
+        from meshwright.commands.train import Planning, train_command
         from meshwright.environment import silent_profiler
         from meshwright.facts.strategy import Strategy
         from meshwright.launch.node_options import node_options
@@ -150,13 +154,15 @@ def train(
         tensorboard=tensorboard or "tensorboard" in services,
         log_to=tuple(name for name in services if name != "tensorboard"),
         profile=_profile(profile, profile_ranks, out),
+        advise=advise,
         check_finite=check_finite,
         deepspeed_config=config,
         nodes=node_options(nodes, node_rank, rendezvous, interface=interface, wait=node_wait),
         interface=interface,
     )
     with silent_profiler():
-        summary = train_command(replace(request, strategy=_chosen(request)), _nearest, _diagnose)
+        planning = Planning(replan=_nearest, diagnose=_diagnose, advise=_advise)
+        summary = train_command(replace(request, strategy=_chosen(request)), planning)
     if summary is not None:
         print_result(summary, summary_table(summary), as_json=as_json)
         if summary["failed_saves"] and summary["saved"] != summary["steps"]:
@@ -198,6 +204,23 @@ def _diagnose(job: Job, facts: ModelFacts, request: TrainRequest, details: Mappi
         device=request.device,
         saves=bool(request.save_every),
     ).sentences()
+
+
+def _advise(job: Job, facts: ModelFacts, request: TrainRequest, summary: Mapping[str, Any]) -> str:
+    """The one word that would be worth trying after a run."""
+    from meshwright.api.one_word import advise_word
+
+    return advise_word(
+        job,
+        facts,
+        request.strategy,
+        summary["limit"],
+        step=summary["step_ms"] / 1e3,
+        ranks=request.ranks or 1,
+        nodes=1 if request.nodes is None else request.nodes.most,
+        workers=request.workers,
+        device=request.device,
+    )
 
 
 def _chosen(request: TrainRequest) -> Strategy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,8 @@ from meshwright.runtime.request import TrainRequest, TrainTask
 from meshwright.runtime.run_lock import owned
 from meshwright.runtime.run_records import prepare_output, require_tensorboard, write_event
 
+ADVISED_FROM_S = 30.0
+"""Seconds of a run from which the planner is asked for advice: that takes seconds, too."""
 RESTARTS = 3
 """Default number of restarts of a run that saves checkpoints."""
 
@@ -42,23 +44,50 @@ Diagnose = Callable[[Job, ModelFacts, TrainRequest, Mapping[str, Any]], str]
 """Sentences about a run that ran out of memory, from what its rank reported."""
 
 
-def train_command(
-    request: TrainRequest, replan: Replan | None = None, diagnose: Diagnose | None = None
-) -> dict[str, Any] | None:
-    """Train with the run's folder locked; returns the summary on rank 0, and None on other ranks.
+Advise = Callable[[Job, ModelFacts, TrainRequest, Mapping[str, Any]], str]
+"""A sentence about what would make the next run faster, from the summary."""
 
-    `replan` is asked when the run has lost or gained nodes and its strategy does not fit any more; `diagnose`, when a
-    rank has run out of memory, which ends the run: the same would happen again.
-    """
+
+@dataclass(frozen=True, kw_only=True)
+class Planning:
+    """What a run asks the planner. Without one of them, that question is not asked."""
+
+    replan: Replan | None = None
+    """Asked when the run has lost or gained nodes and its strategy does not fit any more."""
+    diagnose: Diagnose | None = None
+    """Asked when a rank has run out of memory, which ends the run: the same would happen again."""
+    advise: Advise | None = None
+    """Asked after a run, if the request wants advice."""
+
+
+def train_command(request: TrainRequest, planning: Planning | None = None) -> dict[str, Any] | None:
+    """Train with the run's folder locked; returns the summary on rank 0, and None on other ranks."""
+    planning = planning or Planning()
     place = launched()
     if request.nodes is not None and place is not None:
         raise BadInput("--nodes was given, but a launcher started this process; leave it out: the launcher has nodes.")
     with owned(request.out) if request.out is not None and _is_first(request, place) else nullcontext():
         task = _checked(request)
         try:
-            return _train(task, place, replan)
+            summary = _train(task, place, planning.replan)
         except OutOfMemory as error:
-            raise _diagnosed(task, error, diagnose) from None
+            raise _diagnosed(task, error, planning.diagnose) from None
+        return _advised(task, summary, planning.advise)
+
+
+def _advised(task: TrainTask, summary: dict[str, Any] | None, advise: Advise | None) -> dict[str, Any] | None:
+    """The summary with advice, where the run was long enough for it or asked for it."""
+    if summary is None or summary["limit"] is None or advise is None:
+        return summary
+    wanted = task.request.advise
+    if wanted is False or (wanted is None and summary["seconds"] < ADVISED_FROM_S):
+        return summary
+    request = task.request
+    with redirect_stdout(sys.stderr):
+        try:
+            return {**summary, "advice": advise(request.adjust(load_job(request.job)), task.facts, request, summary)}
+        except MeshwrightError as failed:
+            return {**summary, "advice": f"No word could be looked for: {one_line(failed)}"}
 
 
 def _diagnosed(task: TrainTask, error: OutOfMemory, diagnose: Diagnose | None) -> OutOfMemory:

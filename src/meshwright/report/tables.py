@@ -65,7 +65,14 @@ def summary_table(summary: dict[str, Any]) -> Table:
     if found := summary["early_stop"]:
         best = "never finite" if found["best"] is None else f"best {found['best']:.4f} at step {found['best_step']}"
         table.add_row("stopped early by", Text(f"{found['metric']}, {best}"))
+    if summary.get("limit"):
+        table.caption, table.caption_justify = Text(" ".join(_limits(summary))), "left"
     return table
+
+
+def _limits(summary: dict[str, Any]) -> list[str]:
+    """What limited the run, and what to try."""
+    return [summary["limit"]["sentence"], *filter(None, [summary.get("advice")])]
 
 
 def verdict_table(results: Sequence[dict[str, Any]]) -> Group:

@@ -55,6 +55,8 @@ class TrainRequest:
     tensorboard: bool = False
     log_to: tuple[str, ...] = ()
     profile: ProfileOptions | None = None
+    advise: bool | None = None
+    """Whether the planner looks for a faster strategy after the run. None: after a run that was long enough."""
     check_finite: bool = False
     """Whether gradients are checked before each update, also on a GPU, which then waits."""
     deepspeed_config: Mapping[str, Any] | None = None

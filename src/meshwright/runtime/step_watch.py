@@ -26,6 +26,7 @@ class StepWatch:
         self.losses: list[float] = []
         self.times: list[float] = []
         self.samples = 0
+        self._waited = 0.0
         self.stop = False
         """Whether a result read so far says that some rank wishes to stop; the same on all ranks."""
 
@@ -43,12 +44,19 @@ class StepWatch:
         if waiting is not None:
             self._write(waiting)
 
+    @property
+    def device_waits(self) -> float:
+        """The share of the steps in which the host waited for a GPU's results; 0 on a CPU."""
+        return self._waited / sum(self.times) if self.times and self._run.world.device.type == "cuda" else 0.0
+
     def restart_clock(self) -> None:
         """Leave what has passed since the last step out of the next step's time."""
         self._clock = time.perf_counter()
 
     def _write(self, result: StepResult, batch: Any = None) -> None:
+        begun = time.perf_counter()
         loss, now = result.loss, time.perf_counter()
+        self._waited += now - begun
         seconds, self._clock = now - self._clock, now
         self.losses.append(loss)
         self.times.append(seconds)

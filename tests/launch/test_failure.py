@@ -20,7 +20,7 @@ def attempt(tmp_path: Path) -> Attempt:
 
 def test_out_of_memory_keeps_its_report(attempt: Attempt) -> None:
     attempt.report_error(1, OutOfMemory("Rank 1 ran out of memory.", {"rank": 1, "limit": 5}))
-    failure = Failure.from_json(first_failure(attempt, {0: 1, 1: 2}).to_json())  # as other nodes get it
+    failure = Failure.from_json(first_failure(attempt, {1: 2}).to_json())  # as other nodes get it
     error = failure.error(restarts=0)
     assert isinstance(error, OutOfMemory)
     assert error.details == {"rank": 1, "limit": 5}

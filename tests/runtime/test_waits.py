@@ -1,10 +1,11 @@
 """What limited a run, told from each rank's waiting."""
 
-import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from meshwright.assemble.world import World
 from meshwright.runtime.waits import COMPUTE, DATA, PEERS, RANK, WaitWatch, find_limit
 
 
@@ -29,17 +30,23 @@ def test_shares() -> None:
     assert "rank 0 waited for its batches 50% of each step" in find_limit(0.5, [0.25], [0.0]).sentence()
 
 
-def test_only_loading_counts_as_data() -> None:
+def test_only_loading_counts_as_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """The consumer's own time is not the loader's."""
+    clock = [0.0]
+    monkeypatch.setattr("meshwright.runtime.waits.time.perf_counter", lambda: clock[0])
 
     def slow() -> Iterator[int]:
-        for number in range(4):
-            time.sleep(0.02 if number >= 2 else 0.0)
+        for number in range(5):
+            clock[0] += 2.0 if number >= 2 else 100.0
             yield number
 
     watch = WaitWatch(warm_up=2)
     for _ in watch.timed(slow()):
-        time.sleep(0.001)
-    waits = watch._waits
-    assert len(waits) == 4
-    assert min(waits[2:]) >= 0.02 > max(waits[:2])
+        clock[0] += 6.0
+    found = watch.limit(World(device=torch.device("cpu")), 8.0, 0.0, measures_peers=False)
+    assert found is not None
+    assert (found.cause, found.seconds, found.share) == (DATA, 2.0, 0.25)
+
+
+def test_too_few_steps() -> None:
+    assert WaitWatch(warm_up=2).limit(World(device=torch.device("cpu")), None, 0.0, measures_peers=False) is None

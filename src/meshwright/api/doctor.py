@@ -35,20 +35,22 @@ class Diagnosis:
     scale: float
     """How much more memory the run took than its forecast; 1 if the forecast said that it needs as much."""
     advised: Plan | None
+    device: str
     advice: tuple[str, ...] = ()
     """What else to change, if no strategy fits."""
 
     def sentences(self) -> str:
         memory = self.failed.forecast.memory
-        causes = ", ".join(f"{cause} {show_bytes(size)}" for cause, size in memory.items() if size)
-        lines = [f"The forecast of {self.failed.strategy} is {show_bytes(self.failed.forecast.peak)}: {causes}."]
+        counted = {cause: size for cause, size in memory.items() if self.device != "cpu" or cause != "allocator"}
+        causes = ", ".join(f"{cause} {show_bytes(size)}" for cause, size in counted.items() if size)
+        lines = [f"The forecast of {self.failed.strategy} is {show_bytes(sum(counted.values()))}: {causes}."]
         if self.scale > 1:
             lines.append(
                 f"The run took at least {self.scale:.2f} times as much, so forecasts below are scaled by that."
             )
         if self.advised is None:
             return "\n".join([*lines, "No strategy with this precision fits these ranks.", *self.advice])
-        peak = show_bytes(self.advised.forecast.peak * self.scale)
+        peak = show_bytes(_bytes(self.advised, self.device) * self.scale)
         return "\n".join(
             [*lines, f"The nearest strategy that fits is {self.advised.strategy}: {peak}, {self._price()}."]
         )
@@ -84,12 +86,12 @@ def diagnose(
         cluster = _with_room(cluster, report.room)
     planner = Planner(job, facts, job.global_batch)
     failed = _forecast(planner, cluster, strategy)
-    scale = max(1.0, report.needed / failed.forecast.peak) if report is not None and failed.forecast.peak else 1.0
+    scale = max(1.0, report.needed / _bytes(failed, kind)) if report is not None and failed.peak else 1.0
     room = ROOM * usable(planner.context(cluster).hardware)
 
     def fits(plan: Plan) -> bool:
         saving = plan.saving_gib * GIB if saves and kind == "cpu" else 0.0
-        return plan.forecast.peak * scale + saving <= room
+        return _bytes(plan, kind) * scale + saving <= room
 
     place = place_for(kind, ranks, local_ranks=per_node)
     tries = 0
@@ -101,14 +103,17 @@ def diagnose(
         tries += 1
         traced = planner.traced(cluster, plan)
         if fits(traced):
-            return Diagnosis(failed=failed, scale=scale, advised=traced)
-    if kind == "cpu":
-        return Diagnosis(
-            failed=failed, scale=scale, advised=None, advice=("Use more ranks, or give each more memory.",)
-        )
-    options = PlanOptions(allowed=_allowed(strategy, kind))
-    advice = planner.advise(cluster, options, planner.search(cluster, options))
-    return Diagnosis(failed=failed, scale=scale, advised=None, advice=advice)
+            return Diagnosis(failed=failed, scale=scale, advised=traced, device=kind)
+    more: tuple[str, ...] = ("Use more ranks, or give each more memory.",)
+    if kind != "cpu":
+        options = PlanOptions(allowed=_allowed(strategy, kind))
+        more = planner.advise(cluster, options, planner.search(cluster, options))
+    return Diagnosis(failed=failed, scale=scale, advised=None, advice=more, device=kind)
+
+
+def _bytes(plan: Plan, device: str) -> int:
+    """What a rank needs. Only a GPU's allocator keeps what tensors have returned."""
+    return plan.peak if device == "cpu" else plan.forecast.peak
 
 
 def _with_room(cluster: Cluster, room: int) -> Cluster:

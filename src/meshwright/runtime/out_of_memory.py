@@ -18,6 +18,9 @@ from meshwright.units import GIB, KIB, MIB
 
 _ON_CPU = re.compile(r"(?:can't allocate memory|not enough memory): you tried to allocate (\d+) bytes")
 _ON_GPU = re.compile(r"Tried to allocate ([\d.]+) (GiB|MiB|KiB|bytes)")
+_NO_THREAD = "can't start new thread"
+_STACKS = 64 * MIB
+"""Room for a few threads' stacks: with less than this left, a thread that cannot start lacks memory."""
 _UNITS = {"GiB": GIB, "MiB": MIB, "KiB": KIB, "bytes": 1}
 
 
@@ -31,9 +34,10 @@ def reporting_memory(world: World, trainer: Callable[[], Trainer | None]) -> Ite
     try:
         yield
     except Exception as error:
-        if (cause := memory_error(error)) is None:
+        cause = memory_error(error)
+        if cause is None and not (_NO_THREAD in str(error) and _is_full(world)):
             raise
-        report = _report(world, before, trainer(), asked_bytes(cause))
+        report = _report(world, before, trainer(), None if cause is None else asked_bytes(cause))
         # Without its frames, which hold the tensors that are too many.
         raise OutOfMemory(report.sentences(), report.to_json()) from None
 
@@ -55,6 +59,12 @@ def asked_bytes(error: BaseException) -> int | None:
     if found := _ON_GPU.search(text):
         return round(float(found[1]) * _UNITS[found[2]])
     return None
+
+
+def _is_full(world: World) -> bool:
+    usage = memory_usage(world.device)
+    limit = find_limit(world.device, usage, local_ranks=world.local_ranks)
+    return limit.limit - usage[limit.counted] < _STACKS
 
 
 def _report(world: World, before: Mapping[str, int], trainer: Trainer | None, asked: int | None) -> MemoryReport:

@@ -41,6 +41,9 @@ def train(
         int | None, typer.Option(min=1, help="Evaluate every N steps instead of as the job says.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for records and checkpoints.")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Object storage for checkpoints: s3://BUCKET/RUN; --out is then a node's copy.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, under any strategy.")] = False,
     save_every: Annotated[int, typer.Option(min=0, help="Save every N steps; 0: only at the end.")] = 0,
     keep: Annotated[int, typer.Option(min=0, help="Checkpoints to keep, the newest ones; 0: all.")] = 3,
@@ -139,6 +142,7 @@ def train(
         epochs=epochs,
         eval_every=eval_every,
         out=out,
+        store=store,
         resume=resume,
         save_every=save_every,
         keep=keep,

@@ -11,13 +11,14 @@ from typing import Any
 
 from meshwright.assemble.check import check, check_engine_config
 from meshwright.assemble.dry_run import dry_run
+from meshwright.checkpoint.object_store import ObjectStore
 from meshwright.commands.layout import show_layout
 from meshwright.commands.preflight import tell_findings
 from meshwright.commands.worker import run_train
 from meshwright.describe.data_source import about_evaluation, open_data
 from meshwright.describe.model import describe
 from meshwright.environment import LaunchedRank, launched, restart_count
-from meshwright.errors import BadInput, MeshwrightError, OutOfMemory, Refused, one_line
+from meshwright.errors import BadInput, MeshwrightError, OutOfMemory, OutputError, Refused, one_line
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
@@ -118,6 +119,8 @@ def _checked(request: TrainRequest) -> TrainTask:
     if out is None and (request.resume or request.save_every):
         option = "--resume" if request.resume else "--save-every"
         raise BadInput(f"{option} needs the run's folder; give it with --out.")
+    if out is None and request.store is not None:
+        raise BadInput("--store needs a folder for each node's own copy; give it with --out.")
     if strategy.offload == "nvme" and out is not None:
         raise Refused(f"No checkpoint is made under {strategy}, so --out has nothing to keep; leave it out.")
     if request.on_hang not in ("restart", "end"):
@@ -166,6 +169,8 @@ def _train(task: TrainTask, place: LaunchedRank | None, replan: Replan | None) -
     first = _is_first(request, place)
     if out is not None and first:
         prepare_output(out, resume=request.resume)
+        if request.store is not None:
+            _prepare_store(ObjectStore(request.store), count, resume=request.resume)
         if request.resume:
             saved_seed(out, request.seed)  # refuses a different seed before any process starts
     restarts = request.max_restarts
@@ -189,6 +194,15 @@ def _train(task: TrainTask, place: LaunchedRank | None, replan: Replan | None) -
         adapt=None if replan is None or request.nodes is None else partial(_adapted, task, replan),
     )
     return results[0] if first else None
+
+
+def _prepare_store(store: ObjectStore, ranks: int, *, resume: bool) -> None:
+    """Refuse a store that ranks cannot share or write, and without `resume` one that holds a run."""
+    if not store.shared and ranks > 1:
+        raise BadInput(f"{store.url} is the memory of one process, but there are {ranks} ranks; use file:// or s3://.")
+    store.check()
+    if not resume and store.complete():
+        raise OutputError(f"{store.url} already holds a run; continue it with --resume or choose another --store.")
 
 
 def _adapted(task: TrainTask, replan: Replan, ranks: int, agree: Agree) -> TrainTask:

@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.assemble.topology import picture
 from meshwright.assemble.world import PATIENCE, World
+from meshwright.checkpoint.object_store import ObjectStore
 from meshwright.environment import restart_count
 from meshwright.jobs.load import load_job
 from meshwright.launch.attempt import own_task, report
@@ -17,7 +18,7 @@ from meshwright.launch.hangs import watching_itself
 from meshwright.launch.heartbeat import beat_while_compiling, own_heartbeat
 from meshwright.launch.preemption import Preemption
 from meshwright.launch.stragglers import measure_waiting
-from meshwright.runtime.checkpoints import Checkpoints, saved_seed
+from meshwright.runtime.checkpoints import Checkpoints, fetch_newest, saved_seed
 from meshwright.runtime.out_of_memory import reporting_memory
 from meshwright.runtime.request import TrainRequest, TrainTask, VerifyTask
 from meshwright.runtime.run import Run, enter_world, setup
@@ -37,6 +38,8 @@ def run_train(task: TrainTask) -> dict[str, Any]:
     runs: list[Run] = []
     with Preemption(grace=request.grace) as preemption, watching_itself(request.patience):
         world = _enter(request)
+        if out is not None and resume and request.store is not None:
+            fetch_newest(ObjectStore(request.store), out, world)
         with reporting_memory(world, lambda: runs[0].trainer if runs else None):
             run = setup(
                 request.adjust(load_job(request.job)),
@@ -60,7 +63,14 @@ def _train(request: TrainRequest, run: Run, preemption: Preemption, *, resume: b
     if run.strategy.compile:
         beat_while_compiling()
     if out is not None:
-        checkpoints = Checkpoints(run, out, every=request.save_every, keep=request.keep, keep_every=request.keep_every)
+        checkpoints = Checkpoints(
+            run,
+            out,
+            every=request.save_every,
+            keep=request.keep,
+            keep_every=request.keep_every,
+            store=None if request.store is None else ObjectStore(request.store),
+        )
         if resume:
             checkpoints.resume()
     return train(

@@ -35,6 +35,8 @@ class TrainRequest:
     eval_every: int | None = None
     """Steps between evaluations. None: the job's."""
     out: Path | None = None
+    store: str | None = None
+    """URL of object storage that keeps the checkpoints; `out` is then each node's own copy."""
     resume: bool = False
     save_every: int = 0
     """0: save only at the end."""

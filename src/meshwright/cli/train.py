@@ -59,6 +59,9 @@ def train(
     interface: Annotated[
         str | None, typer.Option(help="Network interface between nodes; default: the one towards the rendezvous.")
     ] = None,
+    on: Annotated[
+        str | None, typer.Option("--on", help="Start the ranks on a Ray cluster: ray, or ray://HOST:PORT.")
+    ] = None,
     max_restarts: Annotated[
         int | None, typer.Option(min=0, help="Restarts after a killed or crashed rank; default: 3 with --out.")
     ] = None,
@@ -115,6 +118,8 @@ def train(
 
     [bold]meshwright train job.py --strategy hsdp=2x8 --ranks 8 --nodes 2 --node-rank 0 --rendezvous node0:29500[/]
 
+    [bold]meshwright train job.py --strategy fsdp --ranks 16 --on ray --out /shared/run --store s3://bucket/run[/]
+
     [bold]torchrun --nproc-per-node 8 -m meshwright train job.py --strategy fsdp,bf16,ac=selective[/]
     """
     with importing():
@@ -122,6 +127,7 @@ def train(
         from meshwright.environment import silent_profiler
         from meshwright.facts.strategy import Strategy
         from meshwright.launch.node_options import node_options
+        from meshwright.launch.on_ray import RayOptions
         from meshwright.report.tables import summary_table
         from meshwright.runtime.request import TrainRequest
         from meshwright.runtime.sinks import check_services
@@ -163,6 +169,7 @@ def train(
         deepspeed_config=config,
         nodes=node_options(nodes, node_rank, rendezvous, interface=interface, wait=node_wait),
         interface=interface,
+        ray=None if on is None else RayOptions.parse(on),
     )
     with silent_profiler():
         planning = Planning(replan=_nearest, diagnose=_diagnose, advise=_advise)

@@ -25,6 +25,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.jobs.load import load_job
 from meshwright.launch.agent import Agree
 from meshwright.launch.launch import launch
+from meshwright.launch.on_ray import run_on_ray
 from meshwright.runtime.checkpoints import saved_seed
 from meshwright.runtime.place import choose_device, count_ranks, fewest_ranks, find_place, known_device
 from meshwright.runtime.request import TrainRequest, TrainTask
@@ -98,7 +99,7 @@ def _diagnosed(task: TrainTask, error: OutOfMemory, diagnose: Diagnose | None) -
         write_event(request.out, "out of memory", strategy=str(request.strategy), ranks=request.ranks, **error.details)
     words = [str(error), "The run is not restarted: it would run out of memory again."]
     if diagnose is not None and _is_first(request, None):
-        print(f"{words[0]} Looking for a strategy that fits.", file=sys.stderr, flush=True)
+        print("A rank ran out of memory; looking for a strategy that fits.", file=sys.stderr, flush=True)
         with redirect_stdout(sys.stderr):
             try:
                 job = request.adjust(load_job(request.job))
@@ -123,6 +124,8 @@ def _checked(request: TrainRequest) -> TrainTask:
         raise BadInput("--store needs a folder for each node's own copy; give it with --out.")
     if strategy.offload == "nvme" and out is not None:
         raise Refused(f"No checkpoint is made under {strategy}, so --out has nothing to keep; leave it out.")
+    if request.ray is not None and (request.nodes is not None or launched() is not None):
+        raise BadInput("--on ray starts the ranks itself; leave out --nodes, and do not start it under a launcher.")
     if request.on_hang not in ("restart", "end"):
         raise BadInput(f"--on-hang must be restart or end, not {request.on_hang!r}.")
     device = choose_device(known_device(request.device))
@@ -176,6 +179,10 @@ def _train(task: TrainTask, place: LaunchedRank | None, replan: Replan | None) -
     restarts = request.max_restarts
     if restarts is None:
         restarts = RESTARTS if out is not None and count > 1 else 0
+    if request.ray is not None:
+        return run_on_ray(
+            run_train, partial(_again, task), count, request.ray, device=request.device or "cpu", restarts=restarts
+        )
     alone = request.strategy.traits.many_devices or (count == 1 and not restarts)
     if place is not None or (alone and request.nodes is None):
         with redirect_stdout(sys.stderr):
@@ -194,6 +201,12 @@ def _train(task: TrainTask, place: LaunchedRank | None, replan: Replan | None) -
         adapt=None if replan is None or request.nodes is None else partial(_adapted, task, replan),
     )
     return results[0] if first else None
+
+
+def _again(task: TrainTask, attempt: int) -> TrainTask:
+    """The task of an attempt; after the first, it goes on from the last checkpoint."""
+    resumes = attempt > 0 and task.request.out is not None
+    return replace(task, request=replace(task.request, resume=True)) if resumes else task
 
 
 def _prepare_store(store: ObjectStore, ranks: int, *, resume: bool) -> None:

@@ -16,6 +16,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.launch.node_options import NodeOptions
+from meshwright.launch.on_ray import RayOptions
 from meshwright.launch.preemption import GRACE
 from meshwright.runtime.profile_train import ProfileOptions
 
@@ -65,6 +66,8 @@ class TrainRequest:
     nodes: NodeOptions | None = None
     """None: this machine alone, or the nodes of another launcher."""
     interface: str | None = None
+    ray: RayOptions | None = None
+    """Set if Ray starts the ranks."""
 
     def adjust(self, job: Job) -> Job:
         """The job with this request's `max_norm` and `eval_every`."""

@@ -96,7 +96,7 @@ def test_a_mistake_is_not_repeated(cluster: Any, tmp_path: Path, capfd: pytest.C
     broken = tmp_path / "broken.py"
     broken.write_text(
         Path(JOB).read_text()
-        + "\nclass Late(Samples):\n    def __getitem__(self, index):\n        if __import__('os').environ.get('RANK'):\n"
+        + "\nimport os\nclass Late(Samples):\n    def __getitem__(self, index):\n        if 'RANK' in os.environ:\n"
         "            raise ValueError('no such sample')\n        return super().__getitem__(index)\n"
         "from dataclasses import replace\njob = replace(job, data=lambda: Late(0.0))\n"
     )

@@ -128,12 +128,16 @@ def _checked(request: TrainRequest) -> TrainTask:
         raise BadInput("--on ray starts the ranks itself; leave out --nodes, and do not start it under a launcher.")
     if request.on_hang not in ("restart", "end"):
         raise BadInput(f"--on-hang must be restart or end, not {request.on_hang!r}.")
-    device = choose_device(known_device(request.device))
+    device = known_device(request.device) if request.ray is not None else None
+    device = device or choose_device(known_device(request.device))
     nodes = 1 if request.nodes is None else request.nodes.most
     count = nodes * count_ranks(request.ranks, default=_default_ranks(strategy, device, nodes))
     job, facts = load_and_describe(request.job)
     adjusted = request.adjust(job)
-    resolved = check(adjusted, facts, strategy, find_place(device, count, strategy, nodes=nodes))
+    place = find_place(device, count, strategy, nodes=nodes)
+    if request.ray is not None:
+        place = replace(place, devices=count)  # on the cluster's machines, which may be unlike this one
+    resolved = check(adjusted, facts, strategy, place)
     if request.deepspeed_config is not None:
         check_engine_config(request.deepspeed_config, adjusted, resolved)
     dry_run(job, facts, resolved)

@@ -130,4 +130,4 @@ def _finite(values: Any) -> bool:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+    return tensor.to_local() if is_dtensor(tensor) else tensor

@@ -104,7 +104,7 @@ def _diagnosed(task: TrainTask, error: OutOfMemory, diagnose: Diagnose | None) -
             try:
                 job = request.adjust(load_job(request.job))
                 words.append(diagnose(job, task.facts, request, error.details))
-            except (MeshwrightError, MemoryError) as failed:
+            except Exception as failed:  # among them torch's own, if it is this process that has no memory left
                 words.append(f"No strategy could be looked for: {one_line(failed)}")
     return OutOfMemory("\n".join(words), error.details)
 

@@ -15,7 +15,8 @@
         │   ├── CheckpointError      a checkpoint is missing, or cannot be written or loaded
         │   │   ├── DamagedCheckpoint    its files differ from what was written
         │   │   └── WrongCheckpoint      an intact checkpoint of another model or optimizer
-        │   └── NonFiniteLoss        the loss became infinite or NaN
+        │   ├── OutOfMemory          a rank ran out of memory; the same run would again
+        │   └── NonFiniteLoss        the loss or a gradient became infinite or NaN
         ├── RankFailed               a rank ended with a traceback or a signal; exit 1
         └── NodesMissing             too few nodes of a run are there; exit 1
 
@@ -25,8 +26,9 @@ Each message says what was asked, what was found and what to do.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 class MeshwrightError(Exception):
@@ -104,8 +106,16 @@ class WrongCheckpoint(CheckpointError):
     """An intact checkpoint that does not fit the job: another model or another optimizer."""
 
 
+class OutOfMemory(BadInput):
+    """A rank ran out of memory. `details` is its `MemoryReport` as JSON, empty if the rank could not write one."""
+
+    def __init__(self, message: str, details: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.details = dict(details or {})
+
+
 class NonFiniteLoss(BadInput):
-    """The loss became infinite or NaN; the message names the step and the rank."""
+    """The loss or a gradient became infinite or NaN; the message names the step, the rank and the first module."""
 
 
 class RankFailed(MeshwrightError):

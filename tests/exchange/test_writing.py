@@ -1,6 +1,7 @@
 """The files themselves: their fields, their comments, and what cannot be written."""
 
 import json
+import shlex
 import subprocess
 import tomllib
 from pathlib import Path
@@ -109,7 +110,7 @@ def test_an_unknown_reader_is_answered_with_the_nearest() -> None:
         export(request("fsdp"), "deep-speed")
 
 
-@pytest.mark.parametrize("to", ["slurm", "kubernetes"])
+@pytest.mark.parametrize("to", ["slurm", "kubernetes", "ray", "kuberay"])
 def test_a_launch_file_needs_a_job(to: str) -> None:
     with pytest.raises(ExchangeError, match="--job"):
         export(request("fsdp"), to)
@@ -163,3 +164,24 @@ def test_dp_is_one_process() -> None:
     text = export(request("dp", 4, job="job.py"), "slurm").text
     assert "--nproc-per-node 1 " in text
     assert "--gpus-per-node=4" in text
+
+
+def test_ray_scripts_start_the_job() -> None:
+    request = ExportRequest(strategy=Strategy.parse("fsdp=16,bf16"), ranks=16, nodes=2, job="jobs/my job.py")
+    text = export(request, "ray").text
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).returncode == 0
+    command = shlex.split(text.split("ray job submit", 1)[1].replace("\\\n", " "))
+    assert command[:4] == ["--address", "${RAY_ADDRESS:-http://127.0.0.1:8265}", "--working-dir", "."]
+    assert command[command.index("--") + 1 :][:5] == ["python", "-m", "meshwright", "train", "jobs/my job.py"]
+    assert "--on ray --device cuda --out runs/my-job --resume" in text
+
+
+def test_kuberay_has_a_worker_per_node() -> None:
+    request = ExportRequest(strategy=Strategy.parse("fsdp=16,bf16"), ranks=16, nodes=2, job="job.py")
+    job = yaml.safe_load(export(request, "kuberay").text)
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert workers["replicas"] == 2
+    (container,) = workers["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert shlex.split(job["spec"]["entrypoint"])[5:9] == ["--strategy", "fsdp=16,bf16", "--ranks", "16"]

@@ -101,6 +101,9 @@ class Trainer:
         """What the training loop keeps in checkpoints: small values that are the same on all ranks."""
         self.wish_to_stop = False
         """Set before a step. It is sent to all ranks with the step's loss and returned as the result's `stop`."""
+        self.holds_back = False
+        """Whether a gradient that is not finite is not applied: a step that is searched for the cause needs the weights
+        with which it ran. Reads the norm, for which the host waits for a GPU."""
         self._is_stale = False
         """Whether masters changed, and what the model computes with has not followed yet."""
         self._pending: tuple[Totals, Batch, float] | None = None
@@ -321,6 +324,8 @@ class Trainer:
                 self.job.on_gradient, self._own, Dropout(run_seed=self.seed, device=self.world.device), self.steps
             )
             norm, scale = self.engine.norm(self._own), 1.0
+        if self.holds_back and not isfinite(float(norm)):
+            return norm, False
         if not self._scale_down_and_clip(norm, scale):
             return norm, False
         if self.host:

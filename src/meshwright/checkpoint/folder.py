@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -101,14 +101,20 @@ class RunFolder:
         else:
             (self.folder / LATEST).unlink(missing_ok=True)
 
-    def _retire(self, newest: Path) -> None:
-        """Delete old checkpoints. Those of later steps than the newest count as oldest: the run went back."""
+    def kept(self, names: Iterable[str], *, newest: str) -> set[str]:
+        """Those of the checkpoints that are kept. Later ones than the newest count as oldest: the run went back."""
+        steps = {name: step_of(Path(name)) for name in names}
         if self._keep == 0:
-            return
-        last = step_of(newest)
-        by_age = sorted(list_checkpoints(self.folder), key=lambda path: (step_of(path) <= last, step_of(path)))
-        for path in by_age[: -self._keep]:
-            if not (self._keep_every and step_of(path) % self._keep_every == 0):
+            return set(steps)
+        last = step_of(Path(newest))
+        by_age = sorted(steps, key=lambda name: (steps[name] <= last, steps[name]))
+        return {*by_age[-self._keep :], *(n for n in steps if self._keep_every and steps[n] % self._keep_every == 0)}
+
+    def _retire(self, newest: Path) -> None:
+        paths = list_checkpoints(self.folder)
+        kept = self.kept((path.name for path in paths), newest=newest.name)
+        for path in paths:
+            if path.name not in kept:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:

@@ -21,6 +21,7 @@ from meshwright.checkpoint.manifest import RunState
 from meshwright.checkpoint.parts import HeldParts, Part, State
 from meshwright.checkpoint.state import Snapshot, group_names, snapshot
 from meshwright.checkpoint.storage import Writer
+from meshwright.checkpoint.store_copy import Copy
 from meshwright.checkpoint.trained import Trained
 from meshwright.errors import CheckpointError, MeshwrightError, OutputError, one_line
 from meshwright.facts.position import DataPosition
@@ -48,17 +49,23 @@ class Saver:
         self._copies: dict[Box, torch.Tensor] = {}
 
     def save(
-        self, position: DataPosition, temporary: Path, publish: Callable[[Path], None], *, background: bool
+        self,
+        position: DataPosition,
+        temporary: Path,
+        publish: Callable[[Path], None],
+        *,
+        background: bool,
+        copy: Copy | None = None,
     ) -> None:
         """Write to the folder `temporary` and have rank 0 call `publish` on it. All ranks call it between the same
-        steps.
+        steps. With `copy`, files also go there as they are written, and it publishes them instead.
 
         Raises OutputError on all ranks if it fails; a background failure is raised by the next `wait`.
         """
         self.wait()
         taken = self._take(position)
         state = self._copied(taken.state) if background else taken.state
-        self._running = self._thread.submit(self._write, state, taken.run_state, temporary, publish)
+        self._running = self._thread.submit(self._write, state, taken.run_state, temporary, publish, copy)
         if not background:
             self.wait()
 
@@ -135,15 +142,26 @@ class Saver:
             self._copies[key] = torch.empty(part.tensor.shape, dtype=part.tensor.dtype, pin_memory=part.tensor.is_cuda)
         return Part(part.offsets, self._copies[key].copy_(part.tensor, non_blocking=True))
 
-    def _write(self, state: State, run_state: RunState, temporary: Path, publish: Callable[[Path], None]) -> None:
+    def _write(
+        self,
+        state: State,
+        run_state: RunState,
+        temporary: Path,
+        publish: Callable[[Path], None],
+        copy: Copy | None,
+    ) -> None:
         world = self._trainer.world
         writer = Writer(temporary, world.rank, run_state, publish)
+        if copy is not None:
+            writer = Writer(temporary, world.rank, run_state, copy.publish, begin=copy.begin, written=copy.put)
         try:
             dcp.save(state, storage_writer=writer, planner=PartsSavePlanner(), process_group=self._group)
         except CheckpointException as failure:
             if world.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise OutputError(_reason(failure)) from None
+        if copy is not None:
+            copy.ended(temporary)
 
 
 def save_at(saver: Saver, position: DataPosition, target: Path) -> None:

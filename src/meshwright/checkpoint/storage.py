@@ -58,9 +58,19 @@ NAMES = {
 class Writer(StorageWriter):
     """Writes one file per rank into a folder, and the manifest last; `publish` makes the folder a checkpoint."""
 
-    def __init__(self, folder: Path, rank: int, run_state: RunState, publish: Callable[[Path], None]) -> None:
-        """`publish` and `run_state` matter on the coordinator only."""
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        run_state: RunState,
+        publish: Callable[[Path], None],
+        *,
+        begin: Callable[[], None] = lambda: None,
+        written: Callable[[Path], None] = lambda file: None,
+    ) -> None:
+        """`publish`, `begin` and `run_state` matter on the coordinator only; `written` gets each rank's file."""
         self.folder, self._rank, self._run_state, self._publish = folder, rank, run_state, publish
+        self._begin, self._written = begin, written
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -69,6 +79,7 @@ class Writer(StorageWriter):
         if is_coordinator:
             shutil.rmtree(self.folder, ignore_errors=True)  # left by a killed run
             self.folder.mkdir(parents=True)
+            self._begin()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -81,7 +92,11 @@ class Writer(StorageWriter):
         path = self.folder / f"rank-{self._rank:05d}.safetensors"
         # Large elements first: this aligns every tensor to its element size.
         items = sorted(plan.items, key=lambda item: -_data(item).properties.dtype.itemsize)
-        future.set_result(list(_write_file(path, items, planner)) if items else [])
+        self.folder.mkdir(parents=True, exist_ok=True)  # a node's own
+        results = list(_write_file(path, items, planner)) if items else []
+        if items:
+            self._written(path)
+        future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 NOTES = """Settings that the target cannot express are listed on stderr, in the file's comments and in the JSON. To read
 such a config, use plan --against FILE."""
-LAUNCHERS = ("slurm", "kubernetes")
+LAUNCHERS = ("slurm", "kubernetes", "ray", "kuberay")
 """Targets that need only the job's name, not its content."""
 PLAN = Limits(bytes=64 * MIB, values=5_000_000)
 
 
 def export(
     what: Annotated[str, typer.Argument(metavar="STRATEGY|PLAN", help="A strategy, or a file from plan --json.")],
-    to: Annotated[str, typer.Option(help="accelerate, deepspeed, torchtitan, slurm or kubernetes.")],
+    to: Annotated[str, typer.Option(help="accelerate, deepspeed, torchtitan, slurm, kubernetes, ray or kuberay.")],
     job: Annotated[str | None, typer.Option(help="The job, for its batch and clipping, or to launch it.")] = None,
     on: Annotated[str | None, typer.Option("--on", help="The cluster, as for plan; default: the plan's.")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Devices on one node, instead of --on.")] = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,6 +41,9 @@ def train(
         int | None, typer.Option(min=1, help="Evaluate every N steps instead of as the job says.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for records and checkpoints.")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Object storage for checkpoints: s3://BUCKET/RUN; --out is then a node's copy.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, under any strategy.")] = False,
     save_every: Annotated[int, typer.Option(min=0, help="Save every N steps; 0: only at the end.")] = 0,
     keep: Annotated[int, typer.Option(min=0, help="Checkpoints to keep, the newest ones; 0: all.")] = 3,
@@ -54,6 +58,9 @@ def train(
     node_wait: Annotated[float, typer.Option(min=1, help="Seconds to wait for nodes that are missing.")] = 600.0,
     interface: Annotated[
         str | None, typer.Option(help="Network interface between nodes; default: the one towards the rendezvous.")
+    ] = None,
+    on: Annotated[
+        str | None, typer.Option("--on", help="Start the ranks on a Ray cluster: ray, or ray://HOST:PORT.")
     ] = None,
     max_restarts: Annotated[
         int | None, typer.Option(min=0, help="Restarts after a killed or crashed rank; default: 3 with --out.")
@@ -84,6 +91,14 @@ def train(
         str | None, typer.Option(help="Steps to trace with torch.profiler into --out: 5, or 5-7.")
     ] = None,
     profile_ranks: Annotated[str, typer.Option(help="Ranks to trace: 0, or 0,3, or all.")] = "0",
+    check_finite: Annotated[
+        bool,
+        typer.Option("--check-finite", help="Check gradients before each update, to name a NaN's module on a GPU."),
+    ] = False,
+    advise: Annotated[
+        bool | None,
+        typer.Option("--advise/--no-advise", help="Say which word would be faster; default: after 30 s and more."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:
@@ -103,13 +118,16 @@ def train(
 
     [bold]meshwright train job.py --strategy hsdp=2x8 --ranks 8 --nodes 2 --node-rank 0 --rendezvous node0:29500[/]
 
+    [bold]meshwright train job.py --strategy fsdp --ranks 16 --on ray --out /shared/run --store s3://bucket/run[/]
+
     [bold]torchrun --nproc-per-node 8 -m meshwright train job.py --strategy fsdp,bf16,ac=selective[/]
     """
     with importing():
-        from meshwright.commands.train import train_command
+        from meshwright.commands.train import Planning, train_command
         from meshwright.environment import silent_profiler
         from meshwright.facts.strategy import Strategy
         from meshwright.launch.node_options import node_options
+        from meshwright.launch.on_ray import RayOptions
         from meshwright.report.tables import summary_table
         from meshwright.runtime.request import TrainRequest
         from meshwright.runtime.sinks import check_services
@@ -130,6 +148,7 @@ def train(
         epochs=epochs,
         eval_every=eval_every,
         out=out,
+        store=store,
         resume=resume,
         save_every=save_every,
         keep=keep,
@@ -145,12 +164,16 @@ def train(
         tensorboard=tensorboard or "tensorboard" in services,
         log_to=tuple(name for name in services if name != "tensorboard"),
         profile=_profile(profile, profile_ranks, out),
+        advise=advise,
+        check_finite=check_finite,
         deepspeed_config=config,
         nodes=node_options(nodes, node_rank, rendezvous, interface=interface, wait=node_wait),
         interface=interface,
+        ray=None if on is None else RayOptions.parse(on),
     )
     with silent_profiler():
-        summary = train_command(replace(request, strategy=_chosen(request)), _nearest)
+        planning = Planning(replan=_nearest, diagnose=_diagnose, advise=_advise)
+        summary = train_command(replace(request, strategy=_chosen(request)), planning)
     if summary is not None:
         summary["forecast"] = _compare(summary, request)
         print_result(summary, summary_table(summary), as_json=as_json)
@@ -187,6 +210,40 @@ def _nearest(job: Job, facts: ModelFacts, request: TrainRequest, ranks: int) -> 
     assert request.nodes is not None and request.ranks is not None
     per_node = request.ranks // request.nodes.most
     return nearest_strategy(job, facts, request.strategy, ranks=ranks, per_node=per_node, device=request.device)
+
+
+def _diagnose(job: Job, facts: ModelFacts, request: TrainRequest, details: Mapping[str, Any]) -> str:
+    """Where a run's memory went, and the nearest strategy that fits."""
+    from meshwright.api.doctor import diagnose
+    from meshwright.facts.memory_report import MemoryReport
+
+    return diagnose(
+        job,
+        facts,
+        request.strategy,
+        MemoryReport.from_json(details) if details else None,
+        ranks=request.ranks or 1,
+        nodes=1 if request.nodes is None else request.nodes.most,
+        device=request.device,
+        saves=bool(request.save_every),
+    ).sentences()
+
+
+def _advise(job: Job, facts: ModelFacts, request: TrainRequest, summary: Mapping[str, Any]) -> str:
+    """The one word that would be worth trying after a run."""
+    from meshwright.api.one_word import advise_word
+
+    return advise_word(
+        job,
+        facts,
+        request.strategy,
+        summary["limit"],
+        step=summary["step_ms"] / 1e3,
+        ranks=request.ranks or 1,
+        nodes=1 if request.nodes is None else request.nodes.most,
+        workers=request.workers,
+        device=request.device,
+    )
 
 
 def _chosen(request: TrainRequest) -> Strategy:

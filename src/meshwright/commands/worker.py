@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.assemble.topology import picture
 from meshwright.assemble.world import PATIENCE, World
+from meshwright.checkpoint.object_store import ObjectStore
 from meshwright.environment import restart_count
 from meshwright.jobs.load import load_job
 from meshwright.launch.attempt import own_task, report
@@ -17,9 +18,11 @@ from meshwright.launch.hangs import watching_itself
 from meshwright.launch.heartbeat import beat_while_compiling, own_heartbeat
 from meshwright.launch.preemption import Preemption
 from meshwright.launch.stragglers import measure_waiting
-from meshwright.runtime.checkpoints import Checkpoints, saved_seed
+from meshwright.runtime.checkpoints import Checkpoints, fetch_newest, saved_seed
+from meshwright.runtime.out_of_memory import reporting_memory
 from meshwright.runtime.request import TrainRequest, TrainTask, VerifyTask
-from meshwright.runtime.run import enter_world, setup
+from meshwright.runtime.run import Run, enter_world, setup
+from meshwright.runtime.summary import Summary
 from meshwright.runtime.train import train
 from meshwright.verify.references import StoredReferences
 from meshwright.verify.verify import verify
@@ -32,43 +35,56 @@ def run_train(task: TrainTask) -> dict[str, Any]:
     """Train; returns the summary."""
     request, out = task.request, task.request.out
     resume = out is not None and (request.resume or restart_count() > 0)
-    with (
-        Preemption(grace=request.grace) as preemption,
-        watching_itself(request.patience),
-        setup(
-            request.adjust(load_job(request.job)),
-            request.strategy,
-            seed=saved_seed(out, request.seed) if out is not None and resume else request.seed or 0,
-            device=request.device,
-            workers=request.workers,
-            facts=task.facts,
-            world=_enter(request),
-            deepspeed_config=request.deepspeed_config,
-        ) as run,
-    ):
-        checkpoints = None
-        if run.world.ranks > 1 and run.world.device.type == "cpu" and request.patience:
-            measure_waiting(own_heartbeat())
-        if run.strategy.compile:
-            beat_while_compiling()
-        if out is not None:
-            checkpoints = Checkpoints(
-                run, out, every=request.save_every, keep=request.keep, keep_every=request.keep_every
+    runs: list[Run] = []
+    with Preemption(grace=request.grace) as preemption, watching_itself(request.patience):
+        world = _enter(request)
+        if out is not None and resume and request.store is not None:
+            fetch_newest(ObjectStore(request.store), out, world)
+        with reporting_memory(world, lambda: runs[0].trainer if runs else None):
+            run = setup(
+                request.adjust(load_job(request.job)),
+                request.strategy,
+                seed=saved_seed(out, request.seed) if out is not None and resume else request.seed or 0,
+                device=request.device,
+                workers=request.workers,
+                facts=task.facts,
+                world=world,
+                deepspeed_config=request.deepspeed_config,
             )
-            if resume:
-                checkpoints.resume()
-        summary = train(
+            runs.append(run)
+            with run:
+                return asdict(_train(request, run, preemption, resume=resume))
+
+
+def _train(request: TrainRequest, run: Run, preemption: Preemption, *, resume: bool) -> Summary:
+    out, checkpoints = request.out, None
+    if run.world.ranks > 1 and run.world.device.type == "cpu" and request.patience:
+        measure_waiting(own_heartbeat())
+    if run.strategy.compile:
+        beat_while_compiling()
+    if out is not None:
+        checkpoints = Checkpoints(
             run,
-            steps=request.steps,
-            epochs=request.epochs,
-            out=out,
-            checkpoints=checkpoints,
-            preemption=preemption,
-            tensorboard=request.tensorboard,
-            log_to=request.log_to,
-            profile=request.profile,
+            out,
+            every=request.save_every,
+            keep=request.keep,
+            keep_every=request.keep_every,
+            store=None if request.store is None else ObjectStore(request.store),
         )
-    return asdict(summary)
+        if resume:
+            checkpoints.resume()
+    return train(
+        run,
+        steps=request.steps,
+        epochs=request.epochs,
+        out=out,
+        checkpoints=checkpoints,
+        preemption=preemption,
+        tensorboard=request.tensorboard,
+        log_to=request.log_to,
+        profile=request.profile,
+        check_finite=request.check_finite,
+    )
 
 
 def _enter(request: TrainRequest) -> World:

@@ -13,6 +13,7 @@ from meshwright.exchange.deepspeed import write_deepspeed
 from meshwright.exchange.export_request import Exported, ExportRequest, Unsupported
 from meshwright.exchange.fields import Fields, Imported
 from meshwright.exchange.launchers import write_kubernetes, write_slurm
+from meshwright.exchange.ray import write_kuberay, write_ray
 from meshwright.exchange.torchtitan import write_torchtitan
 from meshwright.facts.grammar import nearest
 from meshwright.reading import parse_json, parse_toml, parse_yaml, read_text
@@ -26,6 +27,8 @@ TARGETS: dict[str, Callable[[ExportRequest], Exported]] = {
     "torchtitan": write_torchtitan,
     "slurm": write_slurm,
     "kubernetes": write_kubernetes,
+    "ray": write_ray,
+    "kuberay": write_kuberay,
 }
 _KNOWN = (
     "a DeepSpeed JSON (zero_optimization), an Accelerate YAML (distributed_type) or a torchtitan TOML ([parallelism])"

@@ -37,13 +37,13 @@ srun --kill-on-bad-exit=1 torchrun \\
 
 def write_slurm(request: ExportRequest) -> Exported:
     """A batch file for `sbatch`."""
-    _need_job(request, "slurm")
+    need_job(request, "slurm")
     remarks = (
         f"sbatch FILE. {OPTIONS} Slurm's TERM, two minutes before the end, saves and stops the run; sbatch resumes it.",
     )
     text = _SLURM.format(
         comments=comments(request, (), remarks),
-        name=_name(request),
+        name=job_name(request),
         nodes=request.nodes,
         devices=f"#SBATCH --gpus-per-node={request.per_node}\n" if request.device == "cuda" else "",
         processes=_processes(request),
@@ -56,7 +56,7 @@ def write_slurm(request: ExportRequest) -> Exported:
 
 def write_kubernetes(request: ExportRequest) -> Exported:
     """An indexed Job with a headless Service; no operator is needed."""
-    _need_job(request, "kubernetes")
+    need_job(request, "kubernetes")
     remarks = (
         f"Replace {IMAGE} by an image with PyTorch, meshwright and the job, and `run` by a shared volume if there are "
         f"several nodes. kubectl apply -f FILE. {OPTIONS}",
@@ -70,7 +70,7 @@ def _exported(to: str, text: str, request: ExportRequest) -> Exported:
     return Exported(to=to, text=text, request=request, strategy=request.strategy, without_equal=())
 
 
-def _need_job(request: ExportRequest, to: str) -> None:
+def need_job(request: ExportRequest, to: str) -> None:
     if not request.job:
         raise ExchangeError(f"--to {to} writes a file that trains a job, but none was given; add --job.")
     if request.strategy.traits.many_devices and request.nodes > 1:
@@ -85,11 +85,11 @@ def _processes(request: ExportRequest) -> int:
 def _train(request: ExportRequest, runs: str) -> list[str]:
     """The arguments of torchrun. They resume an existing run, because both launchers restart files."""
     device = ["--device", "cpu"] if request.device == "cpu" else []
-    out = ["--out", f"{runs}/{_name(request)}", "--resume"]
+    out = ["--out", f"{runs}/{job_name(request)}", "--resume"]
     return ["-m", "meshwright", "train", request.job, "--strategy", str(request.strategy), *device, *out]
 
 
-def _name(request: ExportRequest) -> str:
+def job_name(request: ExportRequest) -> str:
     """The job's name in a form that Slurm and Kubernetes accept: lower-case letters, digits and dashes, at most 50."""
     stem = re.sub(r"\.py\b.*$", "", request.job.rsplit("/", 1)[-1])
     return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:50].strip("-") or "train"
@@ -99,11 +99,11 @@ def _service(request: ExportRequest) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {"name": _name(request)},
+        "metadata": {"name": job_name(request)},
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,  # ranks meet before their pods count as ready
-            "selector": {"job-name": _name(request)},
+            "selector": {"job-name": job_name(request)},
             "ports": [{"name": "rendezvous", "port": PORT}],
         },
     }
@@ -113,7 +113,7 @@ def _job(request: ExportRequest) -> dict[str, Any]:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": _name(request)},
+        "metadata": {"name": job_name(request)},
         "spec": {
             "completionMode": "Indexed",
             "completions": request.nodes,
@@ -121,7 +121,7 @@ def _job(request: ExportRequest) -> dict[str, Any]:
             "backoffLimit": RESTARTS * request.nodes,
             "template": {
                 "spec": {
-                    "subdomain": _name(request),
+                    "subdomain": job_name(request),
                     "restartPolicy": "Never",
                     "terminationGracePeriodSeconds": 120,
                     "containers": [_container(request)],
@@ -158,5 +158,5 @@ def _meeting(request: ExportRequest) -> list[str]:
     return [
         *("--nnodes", str(request.nodes), "--nproc-per-node", str(_processes(request))),
         *("--node-rank", "$(NODE_RANK)", "--max-restarts", str(RESTARTS)),
-        *("--master-addr", f"{_name(request)}-0.{_name(request)}", "--master-port", str(PORT)),
+        *("--master-addr", f"{job_name(request)}-0.{job_name(request)}", "--master-port", str(PORT)),
     ]

@@ -22,6 +22,7 @@ from meshwright.launch.attempt import Attempt
 from meshwright.launch.failure import Failure, first_failure
 from meshwright.launch.hangs import LOOK_EVERY_S, HangWatch
 from meshwright.launch.node_options import NodeOptions
+from meshwright.launch.oom_killer import count_oom_kills
 from meshwright.launch.peers import Peers
 from meshwright.launch.preemption import GRACE, Forwarding
 from meshwright.launch.rendezvous import LOOPBACK, LocalRendezvous, NodeRendezvous
@@ -122,6 +123,7 @@ class Agent(RankAgent):
         self._peers: Peers | None = None
         self._looked = self._compared = time.monotonic()
         self._stragglers = StragglerWatch()
+        self._oom_kills = count_oom_kills()
         self.failure: Failure | None = None
         """Why the last attempt failed."""
 
@@ -129,6 +131,7 @@ class Agent(RankAgent):
         self.attempt, self.failure = Attempt(self.attempt.folder, self._meeting.round), None
         self.attempt.set_up()
         self._stragglers = StragglerWatch()
+        self._oom_kills = count_oom_kills()
         announce_attempt(self.attempt.number)
         if isinstance(self._meeting, NodeRendezvous):
             self._peers = Peers(self._meeting, self.store, self.node, self.own_ranks)
@@ -173,7 +176,8 @@ class Agent(RankAgent):
             codes = {rank: failure.exitcode for rank, failure in result.failures.items()} | dict.fromkeys(lost, 0)
             if time.monotonic() - begun >= _TORCH_KILLS_AFTER_S and any(c != -signal.SIGKILL for c in codes.values()):
                 codes = {rank: code for rank, code in codes.items() if code != -signal.SIGKILL}  # torch's kills
-            self.failure = trouble or self._agreed(cause or first_failure(self.attempt, codes))
+            own = cause or first_failure(self.attempt, codes, oom_kills=count_oom_kills() - self._oom_kills)
+            self.failure = trouble or self._agreed(own)
             self._decide(self.failure)
         return result
 

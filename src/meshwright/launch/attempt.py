@@ -28,7 +28,7 @@ import pickle
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,6 +58,8 @@ class RankError:
     """The name of the error's class."""
     message: str
     traceback: str
+    details: dict[str, Any] = field(default_factory=dict)
+    """What else the error says, if it has `details`."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,14 @@ class Attempt:
 
     def report_error(self, rank: int, error: BaseException) -> None:
         trace = "".join(traceback.format_exception(error))
-        found = RankError(rank=rank, time=time.time(), kind=type(error).__name__, message=str(error), traceback=trace)
+        found = RankError(
+            rank=rank,
+            time=time.time(),
+            kind=type(error).__name__,
+            message=str(error),
+            traceback=trace,
+            details=getattr(error, "details", {}),
+        )
         _write_whole(self.path / f"failure-{rank}.json", json.dumps(asdict(found)))
 
     def errors(self) -> list[RankError]:

@@ -33,6 +33,8 @@ class Failure:
     at: float = field(default_factory=time.time)
     final: bool = False
     """Whether the run cannot go on."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """What a rank that ran out of memory reports."""
 
     @property
     def order(self) -> tuple[bool, bool, float]:
@@ -57,6 +59,8 @@ class Failure:
         """The error to raise, which also says how often ranks were restarted."""
         after = f" (after {restarts} restart{'s' * (restarts > 1)})" if restarts else ""
         where = f"On {self.host}: " if self.host and self.host not in self.message else ""
+        if self.kind is errors.OutOfMemory:
+            return errors.OutOfMemory(where + self.message, self.details)
         if self.kind is not None:
             return self.kind(self.message + after)
         return errors.RankFailed(
@@ -68,8 +72,11 @@ class Failure:
         )
 
 
-def first_failure(attempt: Attempt, exit_codes: Mapping[int, int]) -> Failure:
-    """The failure that caused the others. `exit_codes` are those of failed ranks, in the order they were seen."""
+def first_failure(attempt: Attempt, exit_codes: Mapping[int, int], *, oom_kills: int = 0) -> Failure:
+    """The failure that caused the others. `exit_codes` are those of failed ranks, in the order they were seen.
+
+    `oom_kills`: processes that the kernel has killed for lack of memory during the attempt.
+    """
     reported = attempt.errors()
     known = {error.rank for error in reported}
     # A rank that was killed, or ended without reporting an error, is what makes its peers fail.
@@ -77,6 +84,9 @@ def first_failure(attempt: Attempt, exit_codes: Mapping[int, int]) -> Failure:
     if silent or not reported:
         rank = next(iter(silent or exit_codes))
         code = exit_codes[rank]
+        if code == -signal.SIGKILL and oom_kills:
+            message = f"Rank {rank} was ended by SIGKILL when the kernel's out-of-memory killer was at work."
+            return Failure(rank=rank, message=message, kind=errors.OutOfMemory)
         return Failure(
             rank=rank,
             message=_ending(rank, code),
@@ -87,7 +97,7 @@ def first_failure(attempt: Attempt, exit_codes: Mapping[int, int]) -> Failure:
     first = reported[0]
     kind = getattr(errors, first.kind, None)
     if isinstance(kind, type) and issubclass(kind, errors.BadInput):
-        return Failure(rank=first.rank, message=first.message, kind=kind)
+        return Failure(rank=first.rank, message=first.message, kind=kind, details=first.details)
     message = f"Rank {first.rank} failed: {first.kind}: {first.message}"
     return Failure(rank=first.rank, message=message, traceback=first.traceback)
 

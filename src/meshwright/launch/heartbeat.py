@@ -72,6 +72,8 @@ class Heartbeat:
         self._pid = os.getpid()
         self.waited = 0.0
         """Seconds so far, added up by a thread."""
+        self.measures_waiting = False
+        """Whether there is such a thread."""
         self._beat(STARTING, 0, 0.0, time.monotonic())
 
     def step(self, number: int) -> None:

@@ -28,8 +28,9 @@ _INNERMOST = 6
 
 
 def measure_waiting(heartbeat: Heartbeat) -> None:
-    """Start the thread that adds up how long this process's main thread waits for its peers."""
-    arguments = (heartbeat, threading.main_thread())
+    """Start the thread that adds up how long the calling thread, which trains, waits for its peers."""
+    heartbeat.measures_waiting = True
+    arguments = (heartbeat, threading.current_thread())
     threading.Thread(target=_measure, args=arguments, name="waiting", daemon=True).start()
 
 

@@ -40,6 +40,9 @@ def time_of(
     action()  # the first one plans, allocates and connects
     once = agree(_batch(action, device, 1))
     if once > budget:
+        # One lost packet, or a busy core, makes a short call look long: TCP sends again after 200 ms.
+        once = min(once, agree(_batch(action, device, 1)))
+    if once > budget:
         return once
     count = max(1, min(MOST, int(budget / BATCHES / once)))
     batches = max(1, min(BATCHES, int(budget / once)))

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshwright.facts.catalogue import hardware_of_device, name_of_gpu
 from meshwright.facts.cluster import Cluster
+from meshwright.runtime.memory_limit import host_memory
 from meshwright.runtime.place import choose_device
 from meshwright.units import GIB
-
-_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def local_cluster(device: str | None = None, *, devices: int | None = None) -> Cluster:
@@ -28,13 +26,6 @@ def local_cluster(device: str | None = None, *, devices: int | None = None) -> C
     memory = host_memory()
     hardware = {"memory": memory // count, "host_memory": memory, "sources": _said("memory", "host_memory")}
     return Cluster(devices_per_node=count, device="cpu", memory_gib=memory / count / GIB, hardware=hardware)
-
-
-def host_memory() -> int:
-    """Bytes of memory of the machine, or of the container if that has less."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _LIMIT.read_text().strip() if _LIMIT.exists() else "max"
-    return min(memory, int(limit)) if limit.isdigit() else memory
 
 
 def machine_words(device: torch.device) -> str:

@@ -67,6 +67,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
     if found := summary["early_stop"]:
         best = "never finite" if found["best"] is None else f"best {found['best']:.4f} at step {found['best_step']}"
         table.add_row("stopped early by", Text(f"{found['metric']}, {best}"))
+    if summary.get("limit"):
+        table.caption, table.caption_justify = Text(" ".join(_limits(summary))), "left"
     return table
 
 
@@ -79,6 +81,11 @@ def forecast_words(found: dict[str, Any]) -> str:
     if errors["time"] is not None:
         parts.append(f"step {forecast['step_ms']:.1f} ms ({errors['time']:+.1%})")
     return f"{', '.join(parts) or 'nothing to compare'} on {forecast['cluster']}"
+
+
+def _limits(summary: dict[str, Any]) -> list[str]:
+    """What limited the run, and what to try."""
+    return [summary["limit"]["sentence"], *filter(None, [summary.get("advice")])]
 
 
 def verdict_table(results: Sequence[dict[str, Any]]) -> Group:

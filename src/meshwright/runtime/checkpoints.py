@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from meshwright.assemble.world import World
 from meshwright.checkpoint.folder import CHECKPOINTS, RunFolder, list_checkpoints, read_latest
 from meshwright.checkpoint.manifest import RunState, read_manifest
-from meshwright.errors import BadInput, CheckpointError, OutputError, WrongCheckpoint, named
+from meshwright.checkpoint.object_store import ObjectStore
+from meshwright.checkpoint.store_copy import StoreCopy, fetch
+from meshwright.errors import BadInput, CheckpointError, DamagedCheckpoint, OutputError, WrongCheckpoint, named
 from meshwright.runtime.run import Run
 from meshwright.runtime.run_records import write_event
 
@@ -17,9 +20,21 @@ from meshwright.runtime.run_records import write_event
 class Checkpoints:
     """Saves a run into its folder. A failed save is reported; the previous checkpoint stays and training goes on."""
 
-    def __init__(self, run: Run, out: Path, *, every: int = 0, keep: int = 0, keep_every: int = 0) -> None:
-        """Save `every` N steps (0: only at the end); keep the newest `keep` (0: all) and multiples of `keep_every`."""
-        self._run, self._out, self._every = run, out, every
+    def __init__(
+        self,
+        run: Run,
+        out: Path,
+        *,
+        every: int = 0,
+        keep: int = 0,
+        keep_every: int = 0,
+        store: ObjectStore | None = None,
+    ) -> None:
+        """Save `every` N steps (0: only at the end); keep the newest `keep` (0: all) and multiples of `keep_every`.
+
+        With `store`, checkpoints are kept there, and `out` is each node's own copy.
+        """
+        self._run, self._out, self._every, self._store = run, out, every, store
         self._folder = RunFolder(out / CHECKPOINTS, keep=keep, keep_every=keep_every)
         self._pending: tuple[int, float] | None = None
         self.saved: int | None = None
@@ -32,9 +47,11 @@ class Checkpoints:
 
     def prepare(self) -> None:
         """Create the folder and remove what a killed run left. Call it before the first step."""
-        if self._run.is_main:
+        if self._run.is_main or (self._store is not None and self._run.world.local_rank == 0):
             self._folder.folder.mkdir(parents=True, exist_ok=True)
             self._folder.clear()
+        if self._run.is_main and self._store is not None:
+            self._store.clear()
         self._run.world.gather(None)  # no rank may write before rank 0 has cleared the folder
         blind = [rank for rank, sees in enumerate(self._run.world.gather(self._folder.folder.is_dir())) if not sees]
         if blind:
@@ -51,13 +68,20 @@ class Checkpoints:
         self.wait()
         try:
             temporary, publish = self._folder.temporary(step), self._folder.publish
-            self._run.saver.save(self._run.data_position, temporary, publish, background=background)
+            self._run.saver.save(
+                self._run.data_position, temporary, publish, background=background, copy=self._copy(step)
+            )
             self._pending = step, begun
         except BadInput as error:
             self._failed(step, error)
         self.stalls.append(time.perf_counter() - begun)
         if not background:
             self.wait()
+
+    def _copy(self, step: int) -> StoreCopy | None:
+        world = self._run.world
+        leads = world.local_rank == 0 and not world.is_main
+        return None if self._store is None else StoreCopy(self._store, self._folder, step, leads_other_node=leads)
 
     def wait(self) -> None:
         """Wait until the save in progress has ended; report it if it failed."""
@@ -131,6 +155,30 @@ def _resumed(loaded: RunState, run: Run) -> str:
     if loaded.ema is not None and run.trainer.ema is None:
         lines.append("the job has no ema: the checkpoint's averaged weights are left behind")
     return "\n".join(lines)
+
+
+def fetch_newest(store: ObjectStore, out: Path, world: World) -> None:
+    """Bring the store's newest sound checkpoint into each node's folder, before a run is resumed. All ranks call it."""
+    folder = RunFolder(out / CHECKPOINTS)
+    (names, *_) = world.gather(store.complete() if world.is_main else [])
+    for name in reversed(names):
+        problem: tuple[bool, str] | None = None
+        try:
+            if world.local_rank == 0:
+                fetch(store, name, folder)
+        except (CheckpointError, OSError) as error:
+            problem = isinstance(error, DamagedCheckpoint), str(error)
+        problems = [one for one in world.gather(problem) if one is not None]
+        if not problems:
+            return
+        is_damage, words = problems[0]
+        if not is_damage:
+            raise CheckpointError(words)
+        if world.is_main:
+            print(f"{words} Trying the one before.", file=sys.stderr, flush=True)
+            write_event(out, "damaged", checkpoint=name, reason=words)
+    if names:
+        raise CheckpointError(f"None of the {len(names)} checkpoints in {store.url} is sound; see above.")
 
 
 def saved_seed(out: Path, asked: int | None) -> int:

@@ -64,14 +64,14 @@ class PeakMeter:
             self.process = 0
         else:
             _forget_peak()
-            self.process = _resident("VmRSS") or 0
+            self.process = process_bytes("VmRSS") or 0
 
     def peak(self) -> int:
         """Peak bytes, without those of the process before."""
         if self._device.type == "cuda":
             return peak_bytes(self._device)
         # Not getrusage: it includes the launcher's size, which a rank inherits when it is forked.
-        largest = _resident("VmHWM")
+        largest = process_bytes("VmHWM")
         return max(0, (peak_bytes(self._device) if largest is None else largest) - self.process)
 
     def by_cause(self, states: Measurement) -> dict[str, int]:
@@ -86,7 +86,7 @@ def _forget_peak() -> None:
         return
 
 
-def _resident(field: str) -> int | None:
+def process_bytes(field: str) -> int | None:
     """A size of this process in bytes, from /proc."""
     try:
         lines = _STATUS.read_text().splitlines()

@@ -16,6 +16,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.launch.node_options import NodeOptions
+from meshwright.launch.on_ray import RayOptions
 from meshwright.launch.preemption import GRACE
 from meshwright.runtime.profile_train import ProfileOptions
 
@@ -35,6 +36,8 @@ class TrainRequest:
     eval_every: int | None = None
     """Steps between evaluations. None: the job's."""
     out: Path | None = None
+    store: str | None = None
+    """URL of object storage that keeps the checkpoints; `out` is then each node's own copy."""
     resume: bool = False
     save_every: int = 0
     """0: save only at the end."""
@@ -55,10 +58,16 @@ class TrainRequest:
     tensorboard: bool = False
     log_to: tuple[str, ...] = ()
     profile: ProfileOptions | None = None
+    advise: bool | None = None
+    """Whether the planner looks for a faster strategy after the run. None: after a run that was long enough."""
+    check_finite: bool = False
+    """Whether gradients are checked before each update, also on a GPU, which then waits."""
     deepspeed_config: Mapping[str, Any] | None = None
     nodes: NodeOptions | None = None
     """None: this machine alone, or the nodes of another launcher."""
     interface: str | None = None
+    ray: RayOptions | None = None
+    """Set if Ray starts the ranks."""
 
     def adjust(self, job: Job) -> Job:
         """The job with this request's `max_norm` and `eval_every`."""

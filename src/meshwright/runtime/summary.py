@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.launch.heartbeat import own_heartbeat
 from meshwright.runtime.checkpoints import Checkpoints
 from meshwright.runtime.evaluator import Evaluator
 from meshwright.runtime.measure import peak_bytes
 from meshwright.runtime.run import Run
 from meshwright.runtime.step_watch import StepWatch
+from meshwright.runtime.waits import WaitWatch
 
 WARMUP = 2  # first steps, left out of the speed because they fill allocators and caches
 
@@ -51,11 +53,14 @@ class Summary:
     """The step of the last checkpoint."""
     failed_saves: int = 0
     out: str | None = None
+    limit: dict[str, Any] | None = None
+    """What limited the run: cause, share and seconds of a step, rank, sentence. None after too few steps."""
 
 
 def summarise(
     run: Run,
     watch: StepWatch,
+    waits: WaitWatch,
     evaluator: Evaluator,
     checkpoints: Checkpoints | None,
     *,
@@ -67,6 +72,8 @@ def summarise(
     """The summary on every rank; all ranks must call it."""
     first, counted = watch.times[:WARMUP], sorted(watch.times[WARMUP:] or watch.times)
     step_seconds = counted[len(counted) // 2] if counted else None
+    measures_peers = run.world.ranks > 1 and own_heartbeat().measures_waiting
+    limit = waits.limit(run.world, step_seconds, watch.device_waits, measures_peers=measures_peers)
     return Summary(
         strategy=str(run.strategy),
         ranks=run.world.ranks,
@@ -91,4 +98,5 @@ def summarise(
         saved=checkpoints.saved if checkpoints is not None else None,
         failed_saves=checkpoints.failures if checkpoints is not None else 0,
         out=None if out is None else str(out),
+        limit=None if limit is None else limit.to_json(),
     )

@@ -23,7 +23,8 @@ from meshwright.runtime.run import Run
 from meshwright.runtime.run_records import RunRecorder, write_event
 from meshwright.runtime.sinks import open_services
 from meshwright.runtime.step_watch import StepWatch
-from meshwright.runtime.summary import Summary, summarise
+from meshwright.runtime.summary import WARMUP, Summary, summarise
+from meshwright.runtime.waits import WaitWatch
 
 
 def train(
@@ -38,11 +39,14 @@ def train(
     log_to: Sequence[str] = (),
     profile: ProfileOptions | None = None,
     progress: bool = True,
+    check_finite: bool = False,
 ) -> Summary:
     """Train until the run has taken `steps` optimizer steps or completed `epochs`, whichever comes first.
 
-    All ranks call it and get the same summary.
+    All ranks call it and get the same summary. `check_finite` reads each gradient's norm before the update, so that a
+    first NaN can be traced to its module; on a CPU that is free and always done.
     """
+    run.trainer.holds_back = check_finite or run.world.device.type == "cpu"
     start = time.perf_counter()
     begun_at = run.trainer.steps
     if checkpoints is not None:
@@ -57,12 +61,12 @@ def train(
         callbacks = Callbacks(run)
         if checkpoints is not None:
             checkpoints.when_saved = callbacks.saved
-        watch = StepWatch(run, recorder, callbacks.stepped)
+        watch, waits = StepWatch(run, recorder, callbacks.stepped), WaitWatch(WARMUP)
         evaluator = Evaluator(run, recorder, callbacks, lambda line: _say(bar, line))
         last = _last_step(run, evaluator, steps=steps, epochs=epochs)
         try:
             _loop(
-                *(run, watch, evaluator, callbacks, bar, profiler),
+                *(run, watch, waits, evaluator, callbacks, bar, profiler),
                 last=last,
                 epochs=epochs,
                 checkpoints=checkpoints,
@@ -89,7 +93,7 @@ def train(
         write_event(out, "stopped early", step=run.trainer.steps, **(evaluator.stopping.told or {}))
     seconds = time.perf_counter() - start
     return summarise(
-        *(run, watch, evaluator, checkpoints), begun_at=begun_at, seconds=seconds, stopped=stopped, out=out
+        *(run, watch, waits, evaluator, checkpoints), begun_at=begun_at, seconds=seconds, stopped=stopped, out=out
     )
 
 
@@ -109,6 +113,7 @@ def _last_step(run: Run, evaluator: Evaluator, *, steps: int | None, epochs: int
 def _loop(
     run: Run,
     watch: StepWatch,
+    waits: WaitWatch,
     evaluator: Evaluator,
     callbacks: Callbacks,
     bar: Progress,
@@ -126,12 +131,12 @@ def _loop(
     if left != 0:
         evaluator.try_one_batch()
     watch.restart_clock()
-    for batch in run.batches(steps=left, epochs=epochs):
+    for batch in waits.timed(run.batches(steps=left, epochs=epochs)):
         signalled = preemption is not None and preemption.asked is not None
         run.trainer.wish_to_stop = signalled or callbacks.wishes_to_stop
         with profiler.around(run.trainer.steps + 1):
             result = run.step(batch)
-            watch.saw(result)
+            watch.saw(result, batch)
         heartbeat.step(run.trainer.steps)
         if evaluator.is_due(result):
             watch.catch_up()

@@ -1,0 +1,127 @@
+"""Ranks on a real Ray cluster of two nodes: equal to one process, also after a node is lost."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.checkpoint.folder import CHECKPOINTS, find_checkpoint, list_checkpoints
+from meshwright.checkpoint.manifest import MODEL, read_manifest
+from meshwright.checkpoint.storage import MappedFiles, narrowed
+from meshwright.commands.train import train_command
+from meshwright.errors import BadInput, JobError
+from meshwright.facts.strategy import Strategy
+from meshwright.launch.on_ray import RayOptions
+from meshwright.runtime.request import TrainRequest
+
+JOB = str(Path(__file__).parents[1] / "ray_job.py")
+STEPS = 20
+
+
+def test_where() -> None:
+    assert RayOptions.parse("ray").address is None
+    assert RayOptions.parse("ray://head:10001").address == "ray://head:10001"
+    with pytest.raises(BadInput, match="neither ray nor ray://"):
+        RayOptions.parse("slurm")
+
+
+def test_ray_is_an_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(BadInput, match=r"pip install 'meshwright\[ray\]'"):
+        train(JOB, "ddp", tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'meshwright[ray]'")
+    from ray.cluster_utils import Cluster
+
+    memory = {"object_store_memory": 100 * 2**20}
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **memory})
+    made.spare = made.add_node(num_cpus=2, **memory)
+    ray.init(address=made.address)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def train(job: str, strategy: str, out: Path, **options: Any) -> dict[str, Any] | None:
+    request = TrainRequest(
+        job=job,
+        strategy=Strategy.parse(strategy),
+        ranks=2,
+        steps=STEPS,
+        out=out,
+        save_every=5,
+        device="cpu",
+        ray=RayOptions(spread=True),
+    )
+    return train_command(request)
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    """The whole tensors of a run's last checkpoint."""
+    folder = find_checkpoint(out)
+    manifest, files, found = read_manifest(folder), MappedFiles(folder), {}
+    assert manifest.run_state.step == STEPS
+    for name, entry in manifest.tensors.items():
+        if name.startswith(MODEL):
+            found[name] = torch.empty(entry.shape, dtype=entry.torch_dtype)
+            for chunk in entry.chunks:
+                narrowed(found[name], chunk.offsets, chunk.sizes).copy_(files.tensor(entry, chunk))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    out = tmp_path_factory.mktemp("alone") / "run"
+    train_command(TrainRequest(job=JOB, strategy=Strategy.parse("single"), ranks=1, steps=STEPS, out=out, device="cpu"))
+    return weights(out)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp=2"])
+def test_equal(cluster: Any, alone: dict[str, torch.Tensor], tmp_path: Path, strategy: str) -> None:
+    summary = train(JOB, strategy, tmp_path / "run")
+    assert summary is not None and summary["ranks"] == 2 and summary["steps"] == STEPS
+    torch.testing.assert_close(weights(tmp_path / "run"), alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.thorough
+def test_a_mistake_is_not_repeated(cluster: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        Path(JOB).read_text()
+        + "\nimport os\nclass Late(Samples):\n    def __getitem__(self, index):\n        if 'RANK' in os.environ:\n"
+        "            raise ValueError('no such sample')\n        return super().__getitem__(index)\n"
+        "from dataclasses import replace\njob = replace(job, data=lambda: Late(0.0))\n"
+    )
+    with pytest.raises(JobError, match="no such sample"):
+        train(str(broken), "ddp", tmp_path / "run")
+    assert "restart 1" not in capfd.readouterr().err
+
+
+@pytest.mark.thorough
+def test_a_lost_node(
+    cluster: Any, alone: dict[str, torch.Tensor], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One of two ranks is on the node that is lost; the run ends on the other one, equal to one process."""
+    out = tmp_path / "run"
+
+    def lose_node() -> None:
+        while not list_checkpoints(out / CHECKPOINTS):
+            time.sleep(0.05)
+        cluster.remove_node(cluster.spare, allow_graceful=False)
+
+    thread = threading.Thread(target=lose_node, daemon=True)
+    thread.start()
+    summary = train(f"{JOB}:slow", "ddp", out)
+    thread.join()
+    told = capfd.readouterr().err
+    assert "restart 1 of 3" in told
+    assert summary is not None and (summary["resumed_at"] or 0) >= 5 and summary["steps"] == STEPS
+    torch.testing.assert_close(weights(out), alone, rtol=1e-4, atol=1e-5)

@@ -210,7 +210,8 @@ def shard(model: nn.Module, context: ApplyContext, *, reshard: bool, whole: froz
     units = {} if context.facts.blocks_by_value else context.shard_units(model)
     last = next((call.name for call in reversed(context.facts.calls) if call.reads), "")
     kept = {last, _unit_of_pieced_head(context, units)}
-    for unit in _units_apart(model, context):
+    apart = _units_apart(model, context)
+    for unit in apart.values():
         _shard_apart(unit, context, ignored, reshard=reshard)
     for name, unit in units.items():
         if any(parameter not in ignored for parameter in unit.parameters()):
@@ -221,18 +222,20 @@ def shard(model: nn.Module, context: ApplyContext, *, reshard: bool, whole: froz
     context.fill()
     assert context.mesh is not None
     whole_ones = WholeParameters(NamedParameters((n, p) for n, p in model.named_parameters() if n in whole), context)
-    used = UsedParameters(model, context.mesh, units) if context.facts.by_value else None
+    used = UsedParameters(model, context.mesh, {**units, **apart}) if context.facts.by_value else None
     engine = FsdpEngine(model, root, context.strategy, whole_ones, used)
     engine.keeps_gathered = not reshard
     return engine
 
 
-def _units_apart(model: nn.Module, context: ApplyContext) -> Iterator[nn.Module]:
+def _units_apart(model: nn.Module, context: ApplyContext) -> dict[str, nn.Module]:
     """Modules that hold stacked experts, of which a rank has some: fewer ranks share them than the rest."""
+    found = {}
     for experts in context.facts.experts:
         meshes = [context.apart[name] for name in experts.parameters if name in context.apart]
         if experts.stacked and meshes and meshes[0].size() > 1:
-            yield model.get_submodule(experts.module)
+            found[experts.module] = model.get_submodule(experts.module)
+    return found
 
 
 def _shard_apart(unit: nn.Module, context: ApplyContext, ignored: set[nn.Parameter], *, reshard: bool) -> None:

@@ -22,6 +22,7 @@ from meshwright.strategies import DATA_STRATEGIES, Place, data_strategy, model_a
 from meshwright.strategies.deepspeed.user_config import refuse_contradictions, without_job
 from meshwright.strategies.float8 import refuse_float8_axes
 from meshwright.strategies.graphs import refuse_cut_losses, refuse_graphs
+from meshwright.strategies.inside_data import refuse_inside_data
 from meshwright.strategies.moved_state import refuse_moved
 from meshwright.strategies.pieced_loss import refuse_pieced
 from meshwright.strategies.pipeline.sizes import count_micro_batches, is_pipelined
@@ -158,27 +159,6 @@ def refuse_optimizer(couplings: Sequence[str], strategy: Strategy) -> str | None
             "The optimizer's update of one parameter depends on others (a norm over all of them), and a stage of "
             f"{strategy} has only some; use ddp, zero1 or fsdp, or an optimizer like AdamW."
         )
-    return None
-
-
-def refuse_inside_data(strategy: Strategy) -> str | None:
-    """Why an axis that lies inside the data axis does not go with the rest of a strategy; None if it does."""
-    inside = next((term for term in strategy.axes if term.traits.splits_batch), None)
-    if inside is None:
-        return None
-    technique = data_strategy(strategy)
-    whole_copies = strategy.traits.gathers and not strategy.traits.shards
-    if not technique.sums_apart or strategy.traits.hybrid or whole_copies or strategy.engine != "torch":
-        able = ", ".join(w for w, one in DATA_STRATEGIES.items() if one.sums_apart and not one.traits.hybrid)
-        asked = f"engine={strategy.engine}" if strategy.engine != "torch" else strategy.data
-        return (
-            f"{inside} divides parameters over data ranks, and {asked} sums all gradients over the same ranks; "
-            f"use {inside} with {able}."
-        )
-    if strategy.offload:
-        return f"offload={strategy.offload} is not built for {inside}; drop one of them from {strategy}."
-    if strategy.graphs:
-        return f"graphs is not built for {inside}; drop it from {strategy}."
     return None
 
 

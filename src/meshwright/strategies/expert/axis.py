@@ -62,6 +62,12 @@ class ExpertParallel(InnerAxis):
                 f"{term} was asked, but {uneven[0].module} has {uneven[0].experts} experts, which {term.size} ranks "
                 "cannot divide; use a number of ranks that divides them."
             )
+        beside = next((other for other in strategy.inner_axes if other != term and other.traits.splits_tensors), None)
+        if beside and (listed := [one.module for one in facts.experts if not one.stacked]):
+            return (
+                f"{term} with {beside} divides only experts that are stacked weights, and those of {listed[0]} are "
+                f"modules, whose layers {beside.word} would divide too; use {term} with ddp, fsdp or pp."
+            )
         tied = {name for p in facts.parameters if len(p.names) > 1 for name in p.names}
         if shared := [name for one in facts.experts for name in one.parameters if name in tied]:
             return f"{term} cannot divide {shared[0]}, which is tied to another parameter; use ddp or fsdp."

@@ -323,10 +323,9 @@ class Trainer:
             return norm, False
         if self.host:
             self.host.take_gradients()
-        inside = self.strategy.batch_splits > 1
-        with naming_optimizer(self.strategy, self.optimized):
-            with one_mesh_per_group(self.optimizer) if inside else nullcontext():
-                self.optimizer.step()
+        groups = one_mesh_per_group(self.optimizer) if self.strategy.batch_splits > 1 else nullcontext()
+        with naming_optimizer(self.strategy, self.optimized), groups:
+            self.optimizer.step()
         if self.host:
             self.host.give_parameters()
         self.engine.updated()

@@ -37,7 +37,8 @@ class RoutedCall:
 
 def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RoutedCall | None:
     """Tokens, indices and weights by their dtypes and shapes; None if the arguments are not just these."""
-    given = {key: value for key, value in [*enumerate(args), *kwargs.items()] if value is not None}
+    arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    given = {key: value for key, value in arguments.items() if value is not None}
     if not all(torch.is_tensor(value) for value in given.values()):
         return None
     whole = [key for key, x in given.items() if x.dtype in (torch.int64, torch.int32) and x.dim() in (1, 2)]
@@ -51,7 +52,8 @@ def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RoutedCall | Non
     if given[tokens[0]].shape[0] != index.shape[0] or (index.dim() == 2 and not weights):
         return None
     weight = weights[0] if weights else None
-    return RoutedCall(given[tokens[0]], index, given[weight] if weights else None, (tokens[0], whole[0], weight))
+    given_weights = None if weight is None else given[weight]
+    return RoutedCall(given[tokens[0]], index, given_weights, (tokens[0], whole[0], weight))
 
 
 class MixtureWatch(AbstractContextManager["MixtureWatch"]):
@@ -62,7 +64,8 @@ class MixtureWatch(AbstractContextManager["MixtureWatch"]):
         self._found: dict[str, ExpertFacts] = {}
 
     def __enter__(self) -> MixtureWatch:
-        self._found, self._running = {}, [("", set())]
+        self._found = {}
+        self._running: list[tuple[str, set[Any]]] = [("", set())]
         self._stacks = {name: count for name, module in self._model.named_modules() if (count := stacked_in(module))}
         self._lists = {name: _List(name, module) for name, module in self._model.named_modules() if is_listed(module)}
         self._hooks = [hook for name, module in self._model.named_modules() for hook in self._watch(name, module)]

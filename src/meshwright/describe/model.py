@@ -12,9 +12,9 @@ from torch import nn
 from meshwright.describe.blocks import find_blocks, find_units, own_parameters
 from meshwright.describe.collectives_in_code import find_collectives
 from meshwright.describe.draws import DrawWatcher, GeneratorLines, GeneratorWatch
+from meshwright.describe.experts import MixtureWatch
 from meshwright.describe.flow import Watcher
 from meshwright.describe.head import HeadWatch
-from meshwright.describe.experts import MixtureWatch
 from meshwright.describe.loss_over import find_loss_over
 from meshwright.describe.moved_state import StateWatch, Watches, find_moved, refuse_made
 from meshwright.describe.observe import Observed, forward_passes, observe, trace

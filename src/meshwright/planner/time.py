@@ -78,7 +78,10 @@ def _plain(timing: Timing, site: Site, stage: StageWork) -> None:
     layout = site.step_layout
     forward, backward = stage_passes(site, stage)
     timing.add_passes(layout.micro_batches, forward, backward)
-    sent = exposed_sums(site, stage, backward.total) if layout.overlaps else gradient_sum(site, stage.trainable, stage.inside)
+    if layout.overlaps:
+        sent = exposed_sums(site, stage, backward.total)
+    else:
+        sent = gradient_sum(site, stage.trainable, stage.inside)
     # In one process, broadcasting parameters and reducing gradients cost an all-reduce per micro-batch.
     times = layout.micro_batches if layout.one_process or layout.reduces_each else 1
     timing.add("data", times * sent if layout.data > 1 else 0.0)
@@ -152,10 +155,8 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
     ranks = stages_of(layout)
     work = [sum(passes[i][0].total + passes[i][1].total for i in own) for own in ranks]
     slowest = max(range(layout.stage_ranks), key=work.__getitem__)
-    updates = [
-        moving(_updated(layout, sum(stages[i].trainable for i in own), sum(stages[i].inside for i in own)), site.hardware)
-        for own in ranks
-    ]
+    held = [(sum(stages[i].trainable for i in own), sum(stages[i].inside for i in own)) for own in ranks]
+    updates = [moving(_updated(layout, *own), site.hardware) for own in held]
     timing.busy = [layout.micro_batches * each + update for each, update in zip(work, updates, strict=True)]
     for i in ranks[slowest]:
         timing.add_passes(layout.micro_batches, *passes[i])

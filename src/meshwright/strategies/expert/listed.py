@@ -150,7 +150,8 @@ def _same_draws() -> Iterator[None]:
 @contextmanager
 def _same_lists(caller: nn.Module) -> Iterator[None]:
     """Restore lists that the caller and its modules keep, such as one of auxiliary losses."""
-    lists = [(value, list(value)) for module in caller.modules() for value in vars(module).values() if type(value) is list]
+    kept = (value for module in caller.modules() for value in vars(module).values() if type(value) is list)
+    lists = [(value, list(value)) for value in kept]
     try:
         yield
     finally:

@@ -104,9 +104,7 @@ def _counters(module: nn.Module, facts: ExpertFacts, ranks: int) -> Iterator[dic
 class _Trial:
     """A module with random values, whole and in parts, on tokens that choose experts at random."""
 
-    def __init__(
-        self, module: nn.Module, facts: ExpertFacts, ranks: int, factor: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, module: nn.Module, facts: ExpertFacts, ranks: int, factor: int, dtype: torch.dtype) -> None:
         self._facts, self._ranks, self._dtype = facts, ranks, dtype
         self._module = _shrunk(module, _widths(module, facts), factor, dtype)
         for parameter in self._module.parameters():

@@ -20,7 +20,7 @@ from meshwright.strategies.expert.exchange import Route, find_even_route, find_r
 
 
 def split_stacked(module: nn.Module, facts: ExpertFacts, counters: Mapping[str, int], mesh: DeviceMesh) -> Cuts:
-    """Cut stacked weights to this rank's experts. `counters` are attributes that count experts, and their new values."""
+    """Cut stacked weights to this rank's experts. `counters` are attributes that count experts, with new values."""
     cuts: Cuts = {}
     for attribute in [key for key, parameter in module._parameters.items() if parameter is not None]:
         cuts[f"{facts.module}.{attribute}"] = Cut(dim=0, mesh=mesh)

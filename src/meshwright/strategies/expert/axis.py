@@ -81,9 +81,9 @@ class ExpertParallel(InnerAxis):
         return None
 
     def sizes(self, facts: ModelFacts, cluster: Cluster) -> Collection[int]:
-        """Powers of two that divide every mixture."""
+        """Powers of two that divide every mixture, as far as messages between few nodes reach."""
         counts = [one.experts for one in facts.experts]
-        sizes = (1 << power for power in range(1, 11))
+        sizes = (1 << power for power in range(1, 7))
         return [size for size in sizes if counts and size <= cluster.devices and not any(n % size for n in counts)]
 
     def show(self, term: AxisTerm, strategy: Strategy, facts: ModelFacts, job: Job) -> dict[str, Any]:

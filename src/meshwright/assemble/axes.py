@@ -97,6 +97,12 @@ class Axes:
             dimensions |= self.data_parts if name == DATA else {name: size} if size > 1 else {}
         return _mesh(self.mesh.device_type, dimensions)
 
+    def groups_inside_data(self) -> list[tuple[str, dist.ProcessGroup]]:
+        """The groups that the data axis is divided into: of its own term, as "shard", and of the axes inside it."""
+        if self.mesh is None or not self.data_parts:
+            return []
+        return [("shard" if name == DATA else name, self._divided.get_group(name)) for name in self.data_parts]
+
     def apart(self, cuts: Cuts) -> dict[str, DeviceMesh]:
         """The mesh of the data ranks that have the same part of a parameter, for each that the data axis divides."""
         if not self.data_parts:

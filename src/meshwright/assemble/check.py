@@ -217,8 +217,9 @@ def refuse_whole_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str |
         )
     if facts.loss_over == "backward":
         return (
-            f"{cut}, but the gradient of {facts.mixed_output} depends on which samples share a batch (a hook that "
-            "clips or scales it, Embedding(scale_grad_by_freq=True), an autograd function); drop that, or treat each "
+            f"{cut}, but the gradient of {facts.mixed_output} depends on which samples share a batch (a router's "
+            "auxiliary loss, which is a mean over all tokens; a hook that clips or scales it; an autograd function; "
+            "Embedding(scale_grad_by_freq=True)); drop that, or treat each "
             'part as a separate batch with Job(loss_over="samples").'
         )
     if is_pipelined(strategy):

@@ -72,8 +72,12 @@ def _products(index: Tensor, experts: int, rows: Tensor) -> Callable[[Tensor, Te
     """A function that multiplies rows, sorted by expert, with the matrix of each one's expert."""
     if isinstance(rows, FakeTensor) or is_meta(rows):
         return _balanced
-    counts = torch.bincount(index, minlength=experts).tolist()
-    return lambda x, weight: torch.cat([own @ matrix for own, matrix in zip(x.split(counts), weight, strict=True)])
+    counts = torch.bincount(index, minlength=experts)
+    if rows.is_cuda and rows.dtype == torch.bfloat16:  # the kernel knows no other dtype
+        ends = counts.cumsum(0, dtype=torch.int32)
+        return lambda x, weight: F.grouped_mm(x, weight, offs=ends)
+    sizes = counts.tolist()
+    return lambda x, weight: torch.cat([own @ matrix for own, matrix in zip(x.split(sizes), weight, strict=True)])
 
 
 def _balanced(x: Tensor, weight: Tensor) -> Tensor:

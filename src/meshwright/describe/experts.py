@@ -37,8 +37,8 @@ class RoutedCall:
 
 def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RoutedCall | None:
     """Tokens, indices and weights by their dtypes and shapes; None if the arguments are not just these."""
-    arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-    given = {key: value for key, value in arguments.items() if value is not None}
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    given = {key: value for key, value in arguments if value is not None}
     if not all(torch.is_tensor(value) for value in given.values()):
         return None
     whole = [key for key, x in given.items() if x.dtype in (torch.int64, torch.int32) and x.dim() in (1, 2)]

@@ -27,7 +27,6 @@ from zoo.judge import Course
 from zoo.programs import Case, Outcome, examine, plain_of
 
 GOOD = ("equal", "refused")
-TABLE = re.compile(r"(?<=<!-- table -->\n).*(?=<!-- end of table -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,8 @@ class Matrix:
     packages: Sequence[str] = ("torch",)
     cell: Callable[[Row], str] = mark
     """What the table shows of a pair."""
+    marker: str = "table"
+    """The table's name in the page."""
 
     def read(self, path: Path | None, *, again: bool) -> dict[tuple[str, str], Row]:
         """What an earlier run has found; without what was bad, if that is to be run again."""
@@ -97,7 +98,8 @@ class Matrix:
         table = self.table(rows)
         print(table)
         if asked.page:
-            asked.page.write_text(TABLE.sub(lambda _: f"{table}\n", asked.page.read_text()))
+            place = re.compile(rf"(?<=<!-- {self.marker} -->\n).*(?=<!-- end of {self.marker} -->)", re.DOTALL)
+            asked.page.write_text(place.sub(lambda _: f"{table}\n", asked.page.read_text()))
         counts = Counter(row.verdict for row in rows.values())
         print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
         sys.exit(0 if counts.keys() <= set(GOOD) else 1)

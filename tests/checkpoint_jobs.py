@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+import mixture_jobs
 import tiny_jobs
 from meshwright import Job
 from meshwright.describe.model import describe
@@ -97,9 +98,22 @@ def plain() -> Job:
     return with_data(tiny_jobs.plain, 36)
 
 
+def stacked_mixture() -> Job:
+    """Experts as stacked weights."""
+    return with_data(mixture_jobs.by_hand("stacked"), 36)
+
+
+def listed_mixture() -> Job:
+    """Experts as modules of a list."""
+    return with_data(mixture_jobs.by_hand("listed"), 36)
+
+
 JOBS: dict[str, Callable[[], Job]] = {
     make.__name__: make
-    for make in (gpt, narrow_gpt, cnn, small_cnn, transformer, sequential, dropping, partial, convolutions, plain)
+    for make in (
+        *(gpt, narrow_gpt, cnn, small_cnn, transformer, sequential, dropping, partial, convolutions, plain),
+        *(stacked_mixture, listed_mixture),
+    )
 }
 
 

@@ -69,6 +69,15 @@ def train_and_save(world: World, setting: Setup, target: str, steps: int = BEFOR
     return stretch
 
 
+def resume_and_save(world: World, setting: Setup, source: str, target: str, steps: int) -> Stretch:
+    """Go on from a checkpoint and save another one."""
+    run = make_run(world, setting)
+    run.load(source)
+    stretch = take_steps(run, steps)
+    run.save(target)
+    return stretch
+
+
 def train_and_save_twice(world: World, setting: Setup, half: str, whole: str) -> None:
     """On the way and at the end."""
     run = make_run(world, setting)

@@ -21,6 +21,7 @@ TORCHTITAN = {
     "parallelism": {
         *("data_parallel_replicate_degree", "data_parallel_shard_degree", "fsdp_reshard_after_forward"),
         *("tensor_parallel_degree", "pipeline_parallel_degree", "pipeline_parallel_schedule"),
+        "expert_parallel_degree",
         "pipeline_parallel_microbatch_size",
     },
     "activation_checkpoint": {"mode", "selective_ac_option"},

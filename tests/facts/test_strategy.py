@@ -62,7 +62,9 @@ def every_strategy() -> list[Strategy]:
     rounded = [{"data": word, "precision": "bf16", "reduce": "bf16"} for word in ("ddp", "zero1", "zero2", "fsdp")]
     low = [Strategy(**merged(*parts)) for parts in itertools.product(rounded, RECOMPUTE, OFFLOAD, REST)]
     pieced = [Strategy(data=word, loss="pieced", precision="bf16") for word in ("single", "ddp", "zero1", "fsdp")]
-    return [*(Strategy(**merged(*a, *p)) for a, p in itertools.product(axes, policies)), *once, *low, *pieced]
+    experts = [Strategy.parse(f"{data},ep=4{rest}") for data in ("ddp", "fsdp") for rest in ("", ",tp=2", ",pp=2:1f1b")]
+    every = (Strategy(**merged(*a, *p)) for a, p in itertools.product(axes, policies))
+    return [*every, *once, *low, *pieced, *experts]
 
 
 def merged(*parts: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from meshwright.torch_private.collectives import (
     FIRST_BUCKET_BYTES,
     FUNCTIONAL,
     assign_buckets,
+    exchange_rows,
     gather_rows,
     group_given_as,
     sum_over,
@@ -76,3 +77,11 @@ def test_functional_collectives_return_new_tensors() -> None:
     assert [tuple(each.shape) for each in found] == [(2, 2, 3), (3,), (2, 3)]
     assert set(seen.namespaces) == {FUNCTIONAL} and len(seen.groups) == 3
     assert all(each.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() for each in found)
+
+
+@pytest.mark.usefixtures("two_fake_ranks")
+def test_rows_are_exchanged_with_uneven_counts() -> None:
+    with Seen() as seen:
+        found = exchange_rows(torch.ones(5, 3), [1, 4], [2, 0], dist.group.WORLD.group_name)
+    assert tuple(found.shape) == (2, 3)
+    assert seen.namespaces[:1] == [FUNCTIONAL] and seen.groups[0].size() == 2

@@ -37,7 +37,7 @@ class _Part:
 def strategy_shares(job: Job, facts: ModelFacts, strategy: Strategy) -> dict[str, Any]:
     """For each unit and each of the first ranks: the part that the rank holds, as a range of 0 to 1, and its bytes."""
     units = _units(facts)
-    ranks = strategy.data_ranks * strategy.model_ranks
+    ranks = strategy.data_ranks * strategy.model_ranks // strategy.batch_splits
     drawn = range(min(ranks, DRAWN_RANKS))
     reads, per_place = _reads_of_places(job, facts, strategy), ranks // strategy.stage_ranks
     held = [

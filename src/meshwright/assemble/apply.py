@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -98,7 +98,7 @@ def apply_in_order(
     if facts.batch_norms and (group := axes.batch_group(world)) is not None:
         plain = world.device.type == "cpu" or world.fake
         synchronise_batch_norms(model, group, in_plain_operators=plain)
-    uncast = technique.kept_whole(facts) if technique.lowers and not called else None
+    uncast = technique.kept_whole(facts, axes.apart(cuts)) if technique.lowers and not called else None
     autocast = autocast_region(strategy, world.device.type, fake=world.fake)
     apply_precision(
         model,
@@ -156,6 +156,7 @@ def lay_out(
             stage_model.watch_calls(flow)
 
     cuts |= apply_in_order(model, context.blocks(model), setup, plans=plans, route_calls=route_calls)
+    context = replace(context, apart=setup.axes.apart(cuts))
     return data_strategy(setup.strategy).apply(model, context), cuts
 
 

@@ -15,6 +15,7 @@ from meshwright.assemble.world import World, outside_of_modes
 from meshwright.facts.model_axis import MODEL_AXES, AxisTerm
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies import data_strategy
+from meshwright.strategies.cuts import Cuts
 
 DATA = "data"
 """The name of the data axis in `Axes.sizes`; its strategy may turn it into several mesh dimensions."""
@@ -25,7 +26,10 @@ class Axes:
     """A rank's position on each axis, and the ranks it shares the axis with."""
 
     sizes: Mapping[str, int] = field(default_factory=lambda: {DATA: 1})
-    """Ranks on each axis by mesh name, outermost first, including axes of one rank."""
+    """Ranks on each axis by mesh name, outermost first, including axes of one rank; without those in `data_parts`."""
+    data_parts: Mapping[str, int] = field(default_factory=dict)
+    """The axes that the data axis is divided into, outermost first: its own term's ranks, then those of the axes inside
+    it. Empty if there are none."""
     stage_name: str = ""
     """The mesh name of the stage axis; "" if there is none."""
     inner_terms: tuple[AxisTerm, ...] = ()
@@ -54,7 +58,7 @@ class Axes:
     @property
     def first_inside(self) -> bool:
         """Whether this rank reports for the ranks that run the same layers on the same samples."""
-        return all(self.place_on(term.traits.mesh_name) == 0 for term in self.inner_terms)
+        return all(self.place_on(t.traits.mesh_name) == 0 for t in self.inner_terms if not t.traits.splits_batch)
 
     @property
     def data(self) -> DeviceMesh | None:
@@ -78,7 +82,33 @@ class Axes:
         """The axes that divide layers, outermost first, each with its mesh."""
         if self.mesh is None:
             return ()
-        return tuple((term, self.mesh[term.traits.mesh_name]) for term in self.inner_terms)
+        return tuple((term, self._mesh_of(term)[term.traits.mesh_name]) for term in self.inner_terms)
+
+    def _mesh_of(self, term: AxisTerm) -> DeviceMesh:
+        assert self.mesh is not None
+        return self._divided if term.traits.splits_batch else self.mesh
+
+    @cached_property
+    def _divided(self) -> DeviceMesh:
+        """The same ranks with the data axis as the axes that it is divided into."""
+        assert self.mesh is not None
+        dimensions: dict[str, int] = {}
+        for name, size in self.sizes.items():
+            dimensions |= self.data_parts if name == DATA else {name: size} if size > 1 else {}
+        return _mesh(self.mesh.device_type, dimensions)
+
+    def groups_inside_data(self) -> list[tuple[str, dist.ProcessGroup]]:
+        """The groups that the data axis is divided into: of its own term, as "shard", and of the axes inside it."""
+        if self.mesh is None or not self.data_parts:
+            return []
+        return [("shard" if name == DATA else name, self._divided.get_group(name)) for name in self.data_parts]
+
+    def apart(self, cuts: Cuts) -> dict[str, DeviceMesh]:
+        """The mesh of the data ranks that have the same part of a parameter, for each that the data axis divides."""
+        if not self.data_parts:
+            return {}
+        inside = [mesh for term, mesh in self.inner if term.traits.splits_batch]
+        return {name: self._divided[DATA] for name, cut in cuts.items() if any(cut.mesh is mesh for mesh in inside)}
 
     @cached_property
     def stages(self) -> DeviceMesh | None:
@@ -106,15 +136,17 @@ def lay_axes(strategy: Strategy, world: World) -> Axes:
     if strategy.traits.many_devices:
         return Axes()
     in_ranks = world.ranks > 1 or world.fake
-    terms = {term.traits.mesh_name: term for term in strategy.axes if in_ranks or not term.traits.one_process}
+    in_ranks_terms = [term for term in strategy.axes if in_ranks or not term.traits.one_process]
+    terms = {term.traits.mesh_name: term for term in in_ranks_terms if not term.traits.splits_batch}
     sizes = {name: strategy.data_ranks if name == DATA else 1 for name in _names()}
     sizes |= {name: term.size for name, term in terms.items()}
     data = data_strategy(strategy).axes(strategy)
     dimensions = _dimensions(sizes, data)
     return Axes(
         sizes=sizes,
+        data_parts=_data_parts(strategy),
         stage_name=next((name for name, term in terms.items() if term.traits.staged), ""),
-        inner_terms=tuple(term for term in strategy.inner_axes if term.traits.mesh_name in terms),
+        inner_terms=tuple(term for term in strategy.inner_axes if term in in_ranks_terms),
         rank=world.rank,
         data_names=tuple(data),
         mesh=_mesh(world.device.type, dimensions) if dimensions else None,
@@ -123,15 +155,23 @@ def lay_axes(strategy: Strategy, world: World) -> Axes:
 
 def mesh_sizes(strategy: Strategy) -> dict[str, int]:
     """The mesh dimensions of a resolved strategy that have more than one rank, outermost first."""
-    sizes = {name: 1 for name in _names()} | {term.traits.mesh_name: term.size for term in strategy.axes}
-    dimensions = _dimensions(sizes, data_strategy(strategy).axes(strategy))
+    model = {term.traits.mesh_name: term.size for term in strategy.axes if not term.traits.splits_batch}
+    sizes = {name: 1 for name in _names()} | model
+    dimensions = _dimensions(sizes, _data_parts(strategy) or data_strategy(strategy).axes(strategy))
     return {name: size for name, size in dimensions.items() if size > 1}
 
 
 def _names() -> list[str]:
-    """The data axis and every registered model axis, outermost first."""
-    places = {traits.mesh_name: traits.place for traits in MODEL_AXES.values()} | {DATA: 0}
+    """The data axis and every registered model axis that does not lie inside it, outermost first."""
+    outside = (traits for traits in MODEL_AXES.values() if not traits.splits_batch)
+    places = {traits.mesh_name: traits.place for traits in outside} | {DATA: 0}
     return sorted(places, key=places.__getitem__)
+
+
+def _data_parts(strategy: Strategy) -> dict[str, int]:
+    """The data axis's own ranks and those of the axes inside it; empty if there are none inside."""
+    inside = {term.traits.mesh_name: term.size for term in strategy.inner_axes if term.traits.splits_batch}
+    return {DATA: strategy.data_ranks // strategy.batch_splits, **inside} if inside else {}
 
 
 def _dimensions(sizes: Mapping[str, int], data: Mapping[str, int]) -> dict[str, int]:

@@ -22,6 +22,7 @@ from meshwright.strategies import DATA_STRATEGIES, Place, data_strategy, model_a
 from meshwright.strategies.deepspeed.user_config import refuse_contradictions, without_job
 from meshwright.strategies.float8 import refuse_float8_axes
 from meshwright.strategies.graphs import refuse_cut_losses, refuse_graphs
+from meshwright.strategies.inside_data import refuse_inside_data
 from meshwright.strategies.moved_state import refuse_moved
 from meshwright.strategies.pieced_loss import refuse_pieced
 from meshwright.strategies.pipeline.sizes import count_micro_batches, is_pipelined
@@ -162,6 +163,8 @@ def refuse_optimizer(couplings: Sequence[str], strategy: Strategy) -> str | None
 
 
 def _refuse_model_axes(job: Job, facts: ModelFacts, strategy: Strategy) -> str | None:
+    if reason := refuse_inside_data(strategy):
+        return reason
     for term in strategy.axes:
         if strategy.compile and not term.traits.compiles:
             return f"compile is not built for {term.word}; drop it from {strategy}."
@@ -214,8 +217,9 @@ def refuse_whole_batch(job: Job, facts: ModelFacts, strategy: Strategy) -> str |
         )
     if facts.loss_over == "backward":
         return (
-            f"{cut}, but the gradient of {facts.mixed_output} depends on which samples share a batch (a hook that "
-            "clips or scales it, Embedding(scale_grad_by_freq=True), an autograd function); drop that, or treat each "
+            f"{cut}, but the gradient of {facts.mixed_output} depends on which samples share a batch (a router's "
+            "auxiliary loss, which is a mean over all tokens; a hook that clips or scales it; an autograd function; "
+            "Embedding(scale_grad_by_freq=True)); drop that, or treat each "
             'part as a separate batch with Job(loss_over="samples").'
         )
     if is_pipelined(strategy):

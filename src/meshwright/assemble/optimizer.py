@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +41,27 @@ def take_fused_kernels(optimizer: Optimizer) -> Optimizer:
 def _is_left_open(group: dict[str, Any]) -> bool:
     chosen = group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
     return not chosen and all(parameter.is_floating_point() for parameter in group["params"])
+
+
+@contextmanager
+def one_mesh_per_group(optimizer: Optimizer) -> Iterator[None]:
+    """For a step, give the optimizer groups of parameters on one mesh each: one kernel takes no DTensors of several."""
+    groups = optimizer.param_groups
+    parts = [(group, part) for group in groups for part in _by_mesh(group)]
+    optimizer.param_groups = [part for _, part in parts]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+        for group, part in parts:  # some optimizers keep numbers in their groups
+            group |= {key: value for key, value in part.items() if key != "params"}
+
+
+def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
+    found: dict[Any, list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        found.setdefault(parameter.device_mesh if is_dtensor(parameter) else None, []).append(parameter)
+    return [{**group, "params": own} for own in found.values()] if len(found) > 1 else [group]
 
 
 def refuse_coupled_shards(job: Job, couplings: Sequence[str], own: NamedParameters, strategy: Strategy) -> None:

@@ -25,7 +25,7 @@ from meshwright.assemble.graphs import CudaRecorder, GraphedPasses
 from meshwright.assemble.low_copies import LowCopies
 from meshwright.assemble.metrics import MetricSums
 from meshwright.assemble.operator_dtypes import recomputing
-from meshwright.assemble.optimizer import HostCopies, refuse_coupled_shards, take_fused_kernels
+from meshwright.assemble.optimizer import HostCopies, one_mesh_per_group, refuse_coupled_shards, take_fused_kernels
 from meshwright.assemble.passes import Dropout, Losses, Passes, PlainPasses
 from meshwright.assemble.precision import LossScale, compiles_loss, loss_under
 from meshwright.assemble.rank_engine import RankEngine
@@ -330,7 +330,8 @@ class Trainer:
             return norm, False
         if self.host:
             self.host.take_gradients()
-        with naming_optimizer(self.strategy, self.optimized):
+        groups = one_mesh_per_group(self.optimizer) if self.strategy.batch_splits > 1 else nullcontext()
+        with naming_optimizer(self.strategy, self.optimized), groups:
             self.optimizer.step()
         if self.host:
             self.host.give_parameters()

@@ -52,7 +52,7 @@ def held_parts(tensor: torch.Tensor, cut: Cut | Stretch | None = None) -> HeldPa
     if cut is None:
         return HeldParts(shape, tensor.dtype, _without_empty((Part(offsets, local),), shape))
     parts = tuple(_parts_of_whole(local, offsets, cut, shape))
-    whole = tuple(size * cut.ranks if dim == cut.dim else size for dim, size in enumerate(shape))
+    whole = cut.whole_shape(shape)
     return HeldParts(whole, tensor.dtype, _without_empty(parts, whole))
 
 
@@ -98,14 +98,13 @@ def chunk(length: int, count: int, at: int) -> tuple[int, int]:
 
 def _parts_of_whole(local: torch.Tensor, offsets: tuple[int, ...], cut: Cut, shape: tuple[int, ...]) -> Iterator[Part]:
     """Map a box of this rank's shard on a model axis to boxes of the whole parameter."""
-    dim, ranks, at = cut.dim, cut.ranks, cut.mesh.get_local_rank()
-    own = shape[dim] // cut.pieces  # size of a piece on each rank: shards are even
+    dim = cut.dim
     first, last = offsets[dim], offsets[dim] + local.shape[dim]
-    for piece in range(cut.pieces):
-        start, stop = max(first, piece * own), min(last, (piece + 1) * own)
+    for begin, end, place in cut.spans(shape[dim]):
+        start, stop = max(first, begin), min(last, end)
         if start < stop:
-            begin = piece * own * ranks + at * own + (start - piece * own)
-            yield Part((*offsets[:dim], begin, *offsets[dim + 1 :]), local.narrow(dim, start - first, stop - start))
+            at = place + start - begin
+            yield Part((*offsets[:dim], at, *offsets[dim + 1 :]), local.narrow(dim, start - first, stop - start))
 
 
 def _without_empty(parts: tuple[Part, ...], shape: tuple[int, ...]) -> tuple[Part, ...]:

@@ -12,6 +12,7 @@ from torch import nn
 from meshwright.describe.blocks import find_blocks, find_units, own_parameters
 from meshwright.describe.collectives_in_code import find_collectives
 from meshwright.describe.draws import DrawWatcher, GeneratorLines, GeneratorWatch
+from meshwright.describe.experts import MixtureWatch
 from meshwright.describe.flow import Watcher
 from meshwright.describe.head import HeadWatch
 from meshwright.describe.loss_over import find_loss_over
@@ -58,8 +59,9 @@ def describe(job: Job) -> ModelFacts:
     pass_cache = PassCache(find_repeats(model, blocks))
     units = candidate_units(model, blocks, job.units)
     outside = OutsideReads(model, units)
-    state, head, generators = StateWatch(model), HeadWatch(model), GeneratorWatch()
-    observed, unseen = observe(job, blueprint, Watches(outside, state, head, generators), pass_cache=pass_cache)
+    state, head, generators, mixtures = StateWatch(model), HeadWatch(model), GeneratorWatch(), MixtureWatch(model)
+    watches = Watches(outside, state, head, generators, mixtures)
+    observed, unseen = observe(job, blueprint, watches, pass_cache=pass_cache)
     refuse_made(state.made)
     if observed and job.blocks is None:  # parameters are gathered when a block is called
         blocks = tuple(name for name in blocks if name in observed.called)
@@ -93,6 +95,7 @@ def describe(job: Job) -> ModelFacts:
         mixing_module=loss_over.module,
         loss_form=loss_over.form,
         tensor_plan=find_tensor_plan(job, blueprint, blocks, pass_cache, observed.read_elsewhere) if observed else None,
+        experts=mixtures.experts() if observed else (),
         head=head.head if observed else None,
         read_elsewhere=tuple(sorted(observed.read_elsewhere | read_elsewhere(job, blueprint, pass_cache)))
         if observed

@@ -59,17 +59,28 @@ def read_torchtitan(fields: Fields, *, ranks: int | None = None) -> Imported:
 
 
 def _axes(fields: Fields, ranks: int | None, notes: list[str]) -> dict[str, Any]:
-    for name in ("context", "expert"):
+    for name in ("context",):
         field = f"{name}_parallel_degree"
         if fields.size(field) > 1:
             raise ExchangeError(f"{fields.file}: {fields.path(field)} has no equal here; set it to 1 to read the rest.")
     schedule = _schedule(fields, notes)
     terms = read_axes("torchtitan", fields, schedule)
     model_ranks = prod(term.size for term in terms)
+    inside = prod(term.size for term in terms if term.traits.splits_batch)
     replicas, shards = fields.size("data_parallel_replicate_degree"), _shards(fields)
-    if shards is None and ranks is not None:
+    if shards is not None:
+        shards = _outside(fields, shards, inside)
+    elif ranks is not None:
         shards = max(1, ranks // (replicas * model_ranks))
     return {**_data(fields, replicas, shards, alone=model_ranks == 1, notes=notes), "axes": terms}
+
+
+def _outside(fields: Fields, shards: int, inside: int) -> int:
+    """Ranks of the data term: torchtitan's degree also counts those of the axes that lie inside the data axis."""
+    if shards % inside:
+        name = fields.path("data_parallel_shard_degree")
+        raise ExchangeError(f"{fields.file}: {name} is {shards}, which the {inside} ranks of experts do not divide.")
+    return shards // inside
 
 
 def _shards(fields: Fields) -> int | None:

@@ -113,6 +113,29 @@ class HeadFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertFacts:
+    """Experts of one mixture: modules or rows of stacked weights, of which each token uses a few."""
+
+    module: str
+    """The module that holds stacked weights, or the list of modules."""
+    experts: int
+    parameters: tuple[str, ...]
+    """The names of all experts' parameters."""
+    stacked: bool = True
+    """Whether one call computes all experts from weights `[experts, ...]`; otherwise each expert is a module."""
+    caller: str = ""
+    """The module whose forward calls the experts of a list."""
+    chosen: int = 1
+    """Experts that a token uses."""
+    rows: float = 0.0
+    """Tokens per sample that experts compute, each counted once for every expert that it uses."""
+    width: int = 0
+    """Elements of a token where it enters an expert."""
+    weighted: bool = False
+    """Whether the module that holds the experts applies the routing weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """What strategies need to know about a model, found on fake tensors without using memory."""
 
@@ -143,6 +166,8 @@ class ModelFacts:
     """What is wrong with the loss's sum or weight, a key of `LOSS_FORMS`; empty if nothing was found."""
     tensor_plan: TensorPlan | None = None
     """How tensor parallelism would divide the model; None if no step could be observed."""
+    experts: tuple[ExpertFacts, ...] = ()
+    """The mixtures of experts that structure shows."""
     head: HeadFacts | None = None
     """The output layer, if a cross entropy reads it; None if none does, or if no step could be observed."""
     read_elsewhere: tuple[str, ...] = ()
@@ -196,6 +221,9 @@ class ModelFacts:
             "calls": calls,
             "moved": moved,
             "draws": draws,
+            "experts": tuple(
+                ExpertFacts(**{**one, "parameters": tuple(one["parameters"])}) for one in document.get("experts", ())
+            ),
             "collectives": tuple(CollectiveFacts(**call) for call in document.get("collectives", ())),
             "aliased": tuple(tuple(pair) for pair in document.get("aliased", ())),
             "head": head and HeadFacts(**{**head, "needed_by": tuple(head["needed_by"])}),

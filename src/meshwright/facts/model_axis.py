@@ -34,6 +34,9 @@ class AxisTraits:
     """The schedule of a staged axis without suffixes; otherwise the suffix is the schedule."""
     splits_tensors: bool = False
     """Whether a rank holds parts of parameters, without an optimizer that reads whole tensors noticing."""
+    splits_batch: bool = False
+    """Whether its ranks are data ranks with different samples. It then divides the data axis instead of a copy of the
+    model: parameters that it does not cut are replicated or sharded over all data ranks."""
     splits_activations: bool = False
     """Whether a rank computes parts of activations between layers, so that state kept in `forward` differs."""
     autocast: bool = True
@@ -95,6 +98,8 @@ def conflict(one: AxisTraits, other: AxisTraits) -> str:
     """Why two axes exclude each other; "" if they do not."""
     if one.mesh_name == other.mesh_name:
         return one.conflict or other.conflict or "both take the same mesh axis"
+    if one.splits_batch != other.splits_batch:
+        return ""  # they cut different parameters
     return "both divide parameters" if one.splits_tensors and other.splits_tensors else ""
 
 

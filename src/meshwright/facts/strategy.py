@@ -94,11 +94,11 @@ class Strategy:
         if not _fits(self.model_ranks, self.data_size, ranks):
             raise Refused(_misfit(self, ranks))
         left = ranks // self.model_ranks
-        if left == 1 and self.reduce != "fp32":
+        if left * self.batch_splits == 1 and self.reduce != "fp32":
             raise Refused(f"{self} leaves one data rank, which has nothing to sum; drop reduce={self.reduce}.")
         if self.data is not None:
             return replace(self, data_size=left)
-        if left > 1:
+        if left * self.batch_splits > 1:
             return replace(self, data="ddp", data_size=left)
         # If the model's axes take every rank, a data axis of one rank would only add a name.
         return self if self.model_ranks > 1 else replace(self, data="single")
@@ -126,6 +126,11 @@ class Strategy:
         return prod(term.size for term in self.axes)
 
     @property
+    def batch_splits(self) -> int:
+        """Data ranks for each rank of the data term: those of the axes that lie inside the data axis."""
+        return prod(term.size for term in self.axes if term.traits.splits_batch)
+
+    @property
     def stage_axis(self) -> AxisTerm | None:
         """The axis that cuts the model into stages, such as a pipeline."""
         return next((term for term in self.axes if term.traits.staged), None)
@@ -146,7 +151,8 @@ class Strategy:
 
     @property
     def inner_ranks(self) -> int:
-        return prod(term.size for term in self.inner_axes)
+        """Ranks that run the same layers on the same samples."""
+        return prod(term.size for term in self.inner_axes if not term.traits.splits_batch)
 
     def config_sizes(self, framework: str) -> dict[str, int]:
         """The size of each axis that a framework's config has a field for, by field; 1 for a missing axis."""
@@ -166,12 +172,12 @@ class Strategy:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks on the data axis; 1 without one."""
+        """Ranks with different samples: those of the data term and of the axes inside the data axis; 1 without one."""
         if not self.traits.sized:
             return 1
         if self.data_size is None:
             raise ValueError(f"{self} has no size on its data axis yet; call resolve(ranks) first.")
-        return self.data_size
+        return self.data_size * self.batch_splits
 
     @property
     def shards(self) -> int:

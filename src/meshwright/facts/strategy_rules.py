@@ -82,7 +82,7 @@ def _reduce_clashes(strategy: Strategy) -> Iterator[tuple[str, str, str]]:
         yield f"{strategy.precision}:pure", term, f"pure always sums gradients in {strategy.precision}"
     if strategy.traits.one_process:
         yield data, term, "one process sums no gradients over ranks"
-    if strategy.data_size == 1:
+    if strategy.data_size == 1 and strategy.batch_splits == 1:
         yield f"{data}=1", term, "one rank sums no gradients over ranks"
     if strategy.traits.gathers and not strategy.reduces_each:
         # FSDP2 has one dtype for both sums.

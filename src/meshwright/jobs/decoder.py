@@ -159,16 +159,20 @@ class Decoder(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(
+        self, shape: Shape, *, block: Callable[[int], nn.Module] | None = None, rotary_width: int | None = None
+    ) -> None:
+        """`block` makes the block of a layer, if not all are alike; `rotary_width` is what is rotated of a head."""
         super().__init__()
         self.token = Embedding(shape.vocabulary, shape.width)
         self.position = Embedding(shape.length, shape.width) if shape.positions == "learned" else None
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        make = block or (lambda layer: Block(shape))
+        self.blocks = nn.ModuleList(make(layer) for layer in range(shape.layers))
         self.norm = norm(shape)
         self.head = Linear(shape.width, shape.vocabulary, bias=False)
         if shape.tied:
             self.head.weight = self.token.weight
-        cos, sin = rotary_tables(shape) if shape.positions == "rotary" else (None, None)
+        cos, sin = rotary_tables(shape, rotary_width) if shape.positions == "rotary" else (None, None)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -189,9 +193,10 @@ def norm(shape: Shape) -> nn.Module:
     return nn.RMSNorm(shape.width, eps=1e-5) if shape.norm == "rms" else nn.LayerNorm(shape.width, bias=shape.biases)
 
 
-def rotary_tables(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's angles, repeated for both halves of a head."""
-    speeds = _ROTARY_BASE ** -(torch.arange(0, shape.head_width, 2) / shape.head_width)
+def rotary_tables(shape: Shape, width: int | None = None) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles, repeated for both halves of a head, or of a part of this width."""
+    width = width or shape.head_width
+    speeds = _ROTARY_BASE ** -(torch.arange(0, width, 2) / width)
     angles = torch.outer(torch.arange(shape.length), speeds).repeat(1, 2)
     return angles.cos(), angles.sin()
 
@@ -226,8 +231,13 @@ def adamw_job(model: Callable[[], nn.Module], loss: Loss, sample: Callable[[int]
     )
 
 
-def decoder_job(shape: Shape, *, global_batch: int, length: int | None = None) -> Job:
-    """The job of training a decoder on made-up tokens, with `length` tokens per sample (default: all positions)."""
+def decoder_job(
+    shape: Shape, *, global_batch: int, length: int | None = None, build: Callable[[], nn.Module] | None = None
+) -> Job:
+    """The job of training a decoder on made-up tokens, with `length` tokens per sample (default: all positions).
+
+    `build` makes another model of this shape.
+    """
     tokens = shape.length if length is None else length
     if not 1 <= tokens <= shape.length:
         raise JobError(f"length={tokens} was given, but the decoder supports 1 to {shape.length} tokens; use fewer.")
@@ -236,4 +246,4 @@ def decoder_job(shape: Shape, *, global_batch: int, length: int | None = None) -
         text = torch.randint(shape.vocabulary, (n, tokens + 1))
         return {"x": text[:, :-1], "y": text[:, 1:]}
 
-    return adamw_job(lambda: Decoder(shape), token_loss, sample, global_batch)
+    return adamw_job(build or (lambda: Decoder(shape)), token_loss, sample, global_batch)

@@ -17,6 +17,7 @@ from meshwright.facts.grammar import nearest
 from meshwright.facts.job import Job
 from meshwright.jobs.decoder import GPT, Shape, decoder_job
 from meshwright.jobs.encoder import ImageShape, bert_job, resnet_job, vit_job
+from meshwright.jobs.mixture import Experts, Latent, mixture_job
 from meshwright.jobs.options import Options, split_options
 
 
@@ -90,6 +91,23 @@ PRESETS: dict[str, Text | Images] = {
     "qwen2.5-14b": Text(shape=_llama(48, 5120, 40, 8, 13824, **_QWEN), batch=1024),
     "qwen2.5-32b": Text(shape=_llama(64, 5120, 40, 8, 27648, **_QWEN), batch=1024),
     "qwen2.5-72b": Text(shape=_llama(80, 8192, 64, 8, 29568, **_QWEN), batch=1024),
+    # Mixtral 8x22B (its release of April 2024): 141B parameters, 39B of them active; its batch is not published.
+    "mixtral-8x22b": Text(
+        shape=_llama(56, 6144, 48, 8, 16384, vocabulary=32768, length=8192),
+        batch=512,
+        job=partial(mixture_job, experts=Experts(count=8, chosen=2, width=16384)),
+    ),
+    # DeepSeek-V3 (arXiv:2412.19437, sections 4.2 and 4.3): 671B parameters, 37B active, up to 15,360 samples of 4,096
+    # tokens; without the module that predicts a second token, and with a router that has no groups.
+    "deepseek-v3": Text(
+        shape=_llama(61, 7168, 128, 128, 18432, vocabulary=129280, length=4096),
+        batch=15360,
+        job=partial(
+            mixture_job,
+            experts=Experts(count=256, chosen=8, width=2048, shared=2048, dense_layers=3),
+            latent=Latent(query=1536, key_value=512, plain=128, rotary=64, value=128),
+        ),
+    ),
     # GPT-2: 512 samples of 1,024 tokens. GPT-3: 3.2M tokens.
     "gpt2": Text(shape=_gpt(12, 768, 12), batch=512),
     "gpt2-medium": Text(shape=_gpt(24, 1024, 16), batch=512),

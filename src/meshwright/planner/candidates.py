@@ -42,12 +42,13 @@ def candidates(facts: ModelFacts, cluster: Cluster, global_batch: int, allowed: 
     for terms in _model_axes(facts, cluster, allowed):
         inner = prod(term.size for term in terms)
         data = cluster.devices // inner
-        if data > global_batch:
+        splits = prod(term.size for term in terms if term.traits.splits_batch)
+        if data * splits > global_batch:
             continue
-        for axis in _data_axes(data, inner, cluster):
+        for axis in _data_axes(data, inner, cluster, splits):
             for model_axes in product(*(_with_suffixes(term, allowed) for term in terms)):
                 shape = ",".join(filter(None, [axis, *map(str, model_axes)]))
-                yield from _with_policies(shape or "single", global_batch // data, allowed)
+                yield from _with_policies(shape or "single", global_batch // (data * splits), allowed)
 
 
 def _model_axes(facts: ModelFacts, cluster: Cluster, allowed: Allowed) -> list[tuple[AxisTerm, ...]]:
@@ -76,13 +77,22 @@ def _with_suffixes(term: AxisTerm, allowed: Allowed) -> list[AxisTerm]:
     return [replace(term, suffix=name) for name in term.traits.suffixes if name in allowed.schedules]
 
 
-def _data_axes(ranks: int, inner: int, cluster: Cluster) -> list[str]:
-    """Terms for a data axis of `ranks` ranks; hybrids shard within one or a few nodes, and replicate across them."""
+def _data_axes(ranks: int, inner: int, cluster: Cluster, splits: int) -> list[str]:
+    """Terms for a data axis of `ranks` ranks; hybrids shard within one or a few nodes, and replicate across them.
+
+    With axes inside the data axis, which divide it into `splits`, only strategies that sum over fewer ranks are tried.
+    """
+    if splits > 1:
+        return [word for word in usual_terms(lambda traits: traits.planned, []) if _sums_apart(word)]
     if ranks == 1:
         return [""]
     shards = [n for n in divisors(ranks) if 1 < n < ranks and n * inner >= cluster.devices_per_node]
     hybrids = [f"{ranks // n}x{n}" for n in shards[:3]] if cluster.nodes > 1 else []
     return list(usual_terms(lambda traits: traits.planned, hybrids))
+
+
+def _sums_apart(text: str) -> bool:
+    return data_strategy(Strategy.parse(text)).sums_apart
 
 
 def _with_policies(shape: str, samples: int, allowed: Allowed) -> Iterator[Strategy]:

@@ -9,10 +9,13 @@ from meshwright.planner.stage_work import StageWork
 from meshwright.planner.step_layout import BUCKET
 
 
-def gradient_sum(site: Site, elements: int) -> float:
-    """Seconds of reducing gradients to the ranks that update them."""
+def gradient_sum(site: Site, elements: int, inside: int = 0) -> float:
+    """Seconds of reducing gradients to the ranks that update them; `inside` of them are summed over fewer ranks."""
     layout = site.step_layout
-    size = elements * layout.reduce_bytes
+    size = (elements - inside) * layout.reduce_bytes
+    if inside:
+        kind = "reduce_scatter" if layout.optimizer_over > 1 or layout.gradients_over > 1 else "all_reduce"
+        return gradient_sum(site, elements - inside) + site.time(kind, inside * layout.reduce_bytes, site.inside)
     if layout.optimizer_over > 1 or layout.gradients_over > 1:
         across = site.time("all_reduce", size / layout.shards, site.replica)
         return site.time("reduce_scatter", size, site.shard) + across

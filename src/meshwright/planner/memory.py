@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from meshwright import schedules
 from meshwright.facts.forecast import Forecast
@@ -67,14 +67,17 @@ def _of_rank(step_layout: StepLayout, stages: tuple[StageWork, ...], rank: int) 
 
 def _states(step_layout: StepLayout, own: list[StageWork], flights: tuple[int, ...]) -> dict[str, float]:
     elements, trainable = sum(s.elements for s in own), sum(s.trainable for s in own)
+    share = partial(step_layout.per_rank, inside=sum(s.inside for s in own))
     on_device = 0 if step_layout.offload else 1
-    optimizer = trainable * step_layout.moment_bytes + elements * step_layout.master_bytes
-    parameters = elements * step_layout.parameter_bytes / step_layout.parameters_over
+    optimizer = share(trainable, over=step_layout.optimizer_over) * step_layout.moment_bytes
+    optimizer += share(elements, over=step_layout.optimizer_over) * step_layout.master_bytes
+    parameters = share(elements, over=step_layout.parameters_over) * step_layout.parameter_bytes
     parameters += step_layout.cast_bytes * _cast(step_layout, own, flights)
     return {
         "parameters": 0.0 if step_layout.offload == "params" else parameters,
-        "gradients": trainable * (step_layout.gradient_bytes / step_layout.gradients_over + step_layout.beside_bytes),
-        "optimizer": on_device * optimizer / step_layout.optimizer_over,
+        "gradients": share(trainable, over=step_layout.gradients_over) * step_layout.gradient_bytes
+        + trainable * step_layout.beside_bytes,
+        "optimizer": on_device * optimizer,
     }
 
 
@@ -106,20 +109,24 @@ def _with_gradients(step_layout: StepLayout, stage: StageWork, parameters: float
     Backward frees a unit's activations and copies and allocates its gradients, so the peak is at the loss or at the
     first unit.
     """
-    each = step_layout.gradient_bytes / step_layout.gradients_over
+
+    def held(work: StageWork | UnitWork) -> float:
+        own = step_layout.per_rank(work.trainable, work.inside, step_layout.gradients_over)
+        return own * step_layout.gradient_bytes
+
     freed = 0 if step_layout.casts_each or step_layout.offload == "params" else step_layout.cast_bytes
     gathered = {id(unit): _gathered(step_layout, [stage], unit) for unit, _ in stage.counted}
     outside = min(gathered.values(), default=0.0)
     before, gradients = stage.kept, 0.0
     least = parameters - stage.elements * freed
-    fullest = {"parameters": least, "activations": 0.0, "gradients": stage.trainable * each, "gathered": outside}
+    fullest = {"parameters": least, "activations": 0.0, "gradients": held(stage), "gathered": outside}
     for unit in reversed(stage.units):
         before -= unit.kept
         here = before + max(unit.backward_peak, 0.0 if gradients else unit.forward_peak)
         moment = {"parameters": parameters, "activations": here, "gradients": gradients}
         moment["gathered"] = gathered[id(unit)]
-        fullest = max(fullest, moment, key=lambda held: sum(held.values()))
-        parameters, gradients = parameters - unit.elements * freed, gradients + unit.trainable * each
+        fullest = max(fullest, moment, key=lambda one: sum(one.values()))
+        parameters, gradients = parameters - unit.elements * freed, gradients + held(unit)
     return fullest
 
 

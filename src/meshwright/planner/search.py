@@ -25,6 +25,7 @@ from meshwright.planner.step_layout import StepLayout, lay_out_step
 from meshwright.strategies import Place, data_strategy, model_axis
 from meshwright.strategies.float8 import refuse_float8_axes
 from meshwright.strategies.graphs import refuse_cut_losses, refuse_graphs
+from meshwright.strategies.inside_data import refuse_inside_data
 from meshwright.strategies.moved_state import refuse_moved
 from meshwright.strategies.pieced_loss import refuse_pieced
 from meshwright.units import GIB
@@ -170,6 +171,8 @@ def refuse(context: PlanContext, strategy: Strategy) -> str | None:
     reason = refuse_float8_axes(strategy) or refuse_graphs(strategy, facts) or refuse_pieced(facts, strategy)
     if reason := reason or data_strategy(strategy).refuse(strategy, facts, context.place):
         return reason
+    if reason := refuse_inside_data(strategy):
+        return reason
     for term in strategy.inner_axes:
         if reason := model_axis(term).refuse(term, strategy, facts, context.global_batch):
             return reason
@@ -230,7 +233,8 @@ def _host_gib(context: PlanContext, step_layout: StepLayout) -> float:
     if not step_layout.offload:
         return 0.0
     stages = context.stage_costs.of(step_layout)
-    elements = max(stage.trainable for stage in stages) / step_layout.optimizer_over
+    fullest = max(stages, key=lambda stage: stage.trainable)
+    elements = step_layout.per_rank(fullest.trainable, fullest.inside, step_layout.optimizer_over)
     each = step_layout.moment_bytes + step_layout.master_bytes + step_layout.gradient_bytes
     return elements * each * context.cluster.devices_per_node / GIB
 

@@ -54,7 +54,7 @@ class Site:
 
     def _stride(self, place: int) -> int:
         """Number of consecutive ranks inside one step of the axis at a place of the mesh."""
-        inner = prod(term.size for term in self.step_layout.inner if term.traits.place > place)
+        inner = prod(t.size for t in self.step_layout.inner if t.traits.place > place and not t.traits.splits_batch)
         return inner * self.step_layout.data if place < DATA_PLACE else inner
 
     @cached_property
@@ -69,6 +69,12 @@ class Site:
     @cached_property
     def data(self) -> RankGroup:
         return self._group(self.step_layout.data, self._stride(DATA_PLACE))
+
+    @cached_property
+    def inside(self) -> RankGroup:
+        """The data ranks that have the same part of what an axis inside the data axis divides."""
+        splits = self.step_layout.batch_splits
+        return self._group(self.step_layout.data // splits, self._stride(DATA_PLACE) * splits)
 
     @cached_property
     def neighbour(self) -> RankGroup:

@@ -140,9 +140,10 @@ class StageCosts:
                 units=tuple(work[i] for i in group),
                 elements=elements,
                 trainable=trainable,
+                inside=inside,
                 output=work[group[-1]].output / boundary if group else 0.0,
             )
-            for group, (elements, trainable) in zip(groups, self._holdings(case.inner, stages), strict=True)
+            for group, (elements, trainable, inside) in zip(groups, self._holdings(case.inner, stages), strict=True)
         )
 
     def _piece(self, work: list[UnitWork], case: _Case, head: HeadFacts) -> None:
@@ -179,21 +180,25 @@ class StageCosts:
         found = (inner_axis(term).division(self._facts, term.size) for term in terms)
         return tuple(division if sequence else division.without_sequence() for division in found)
 
-    def _hold(self, inner: Inner, stages: int) -> list[tuple[int, int]]:
-        """For each stage, its elements and how many of them are trainable."""
+    def _hold(self, inner: Inner, stages: int) -> list[tuple[int, int, int]]:
+        """For each stage, its elements, how many of them are trainable, and how many are inside the data axis."""
         calls, cut = self._facts.calls, self._borders(stages)
         groups = [cut.calls_of(stage) for stage in range(stages)] if cut else [range(len(calls))]
         return [self._held({self._first[name] for i in group for name in calls[i].reads}, inner) for group in groups]
 
-    def _held(self, names: set[str], inner: Inner) -> tuple[int, int]:
-        """Elements on one rank of the inner axes, and how many of them are trainable."""
-        elements = trainable = 0
+    def _held(self, names: set[str], inner: Inner) -> tuple[int, int, int]:
+        """Elements on one rank of the inner axes, how many of them are trainable, and how many of these are divided by
+        an axis inside the data axis."""
+        elements = trainable = inside = 0
         for name in names:
             count, trained = self._counts[name]
-            part = count // prod(division.parts_of(self._names[name]) for division in self._divisions(inner))
+            parts = [division.parts_of(self._names[name]) for division in self._divisions(inner)]
+            part = count // prod(parts)
             elements += part
             trainable += part if trained else 0
-        return elements, trainable
+            within = any(n > 1 and term.traits.splits_batch for n, term in zip(parts, inner[0], strict=True))
+            inside += part if trained and within else 0
+        return elements, trainable, inside
 
     def _by_shard_unit(self, names: set[str]) -> dict[str, set[str]]:
         """Parameters by the shard unit that holds them, without those that no unit holds."""
@@ -215,7 +220,7 @@ class StageCosts:
         shares = [division.share(unit, micro_batch, stream) for division in self._divisions(case.inner)]
         parts = prod(share.parts for share in shares)
         read = {self._first[name] for name in unit.parameters}
-        elements, trainable = self._held(read, case.inner)
+        elements, trainable, inside = self._held(read, case.inner)
         shard_units = self._by_shard_unit(read)
         forward, backward = (
             sum(
@@ -247,6 +252,7 @@ class StageCosts:
             gathered_with=max((self._unit_sizes(case.inner)[name] for name in shard_units), default=0),
             in_units=sum(self._held(names, case.inner)[0] for names in shard_units.values()),
             trainable=trainable,
+            inside=inside,
             tensors=len(unit.parameters),
             multiplies=any(kernel.kind in ("matmul", "convolution") for kernel in unit.forward),
             intercepted=any(share.intercepted for share in shares),

@@ -32,6 +32,8 @@ class UnitWork:
     in_units: int
     """How many of its own elements are in shard units; the others are gathered for the whole step."""
     trainable: int
+    inside: int
+    """How many of its elements are divided by an axis inside the data axis."""
     tensors: int
     """Number of parameters that the unit reads."""
     multiplies: bool
@@ -50,6 +52,8 @@ class StageWork:
     elements: int
     """Elements of all parameters that the stage holds, each counted once."""
     trainable: int
+    inside: int
+    """How many of the elements are divided by an axis inside the data axis."""
     output: float
     """Bytes that one rank sends to the next stage."""
 

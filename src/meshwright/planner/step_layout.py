@@ -149,7 +149,20 @@ class StepLayout:
 
     @cached_property
     def inner_ranks(self) -> int:
-        return prod(term.size for term in self.inner)
+        """Ranks that run the same layers on the same samples."""
+        return prod(term.size for term in self.inner if not term.traits.splits_batch)
+
+    @cached_property
+    def batch_splits(self) -> int:
+        """Ranks of the axes that lie inside the data axis."""
+        return prod(term.size for term in self.inner if term.traits.splits_batch)
+
+    def per_rank(self, elements: float, inside: float, over: int) -> float:
+        """Elements of a state that is sharded over `over` data ranks, of which a rank of the inner axes has `elements`.
+
+        `inside` of them are divided by axes inside the data axis already, so fewer ranks are left to shard them.
+        """
+        return elements if over == 1 else (elements + inside * (min(over, self.batch_splits) - 1)) / over
 
     @property
     def stages(self) -> int:
@@ -213,10 +226,15 @@ def lay_out_step(strategy: Strategy, facts: ModelFacts, global_batch: int) -> St
         reshards=traits.reshards and stage is None,
         reduce_bytes=update_bytes if strategy.reduce == "fp32" else FORMATS[strategy.reduce].bytes,
         reduces_each=strategy.reduces_each,
-        overlaps=technique.overlaps and stage is None and not strategy.graphs,
+        overlaps=technique.overlaps and stage is None and not strategy.graphs and not _sums_afterwards(strategy),
         one_process=traits.many_devices,
         host=OURS,
     )
+
+
+def _sums_afterwards(strategy: Strategy) -> bool:
+    """Whether gradients wait for the end of backward, because not all are summed over the same ranks."""
+    return strategy.batch_splits > 1 and not strategy.traits.gathers
 
 
 def cut_batch(strategy: Strategy, global_batch: int) -> tuple[int, int]:

@@ -78,7 +78,10 @@ def _plain(timing: Timing, site: Site, stage: StageWork) -> None:
     layout = site.step_layout
     forward, backward = stage_passes(site, stage)
     timing.add_passes(layout.micro_batches, forward, backward)
-    sent = exposed_sums(site, stage, backward.total) if layout.overlaps else gradient_sum(site, stage.trainable)
+    if layout.overlaps:
+        sent = exposed_sums(site, stage, backward.total)
+    else:
+        sent = gradient_sum(site, stage.trainable, stage.inside)
     # In one process, broadcasting parameters and reducing gradients cost an all-reduce per micro-batch.
     times = layout.micro_batches if layout.one_process or layout.reduces_each else 1
     timing.add("data", times * sent if layout.data > 1 else 0.0)
@@ -89,8 +92,8 @@ def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
     layout = site.step_layout
     moves = {
         unit.name: (
-            site.time("all_gather", unit.elements * layout.compute_bytes, site.shard),
-            gradient_sum(site, unit.trainable) if unit.trainable else 0.0,
+            _gather(site, unit.elements, unit.inside),
+            gradient_sum(site, unit.trainable, unit.inside) if unit.trainable else 0.0,
             [
                 sum(sending(site, group, own[way]) for (_, group), own in zip(site.inner, unit.sent, strict=True))
                 for way in (0, 1)
@@ -111,6 +114,13 @@ def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
     exposed = layout.micro_batches * wait(ahead) + (layout.micro_batches - 1) * wait(back) + wait(last)
     # Links catch up while the device waits for the host.
     timing.add("data", max(0.0, exposed - layout.micro_batches * (forward.host + backward.host)))
+
+
+def _gather(site: Site, elements: int, inside: int) -> float:
+    """Seconds of gathering parameters, of which `inside` are shared by fewer ranks."""
+    low = site.step_layout.compute_bytes
+    rest = site.time("all_gather", (elements - inside) * low, site.shard)
+    return rest + site.time("all_gather", inside * low, site.inside) if inside else rest
 
 
 def _waiting(row: list[tuple[float, float, float]]) -> float:
@@ -145,7 +155,8 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
     ranks = stages_of(layout)
     work = [sum(passes[i][0].total + passes[i][1].total for i in own) for own in ranks]
     slowest = max(range(layout.stage_ranks), key=work.__getitem__)
-    updates = [moving(_updated(layout, sum(stages[i].trainable for i in own)), site.hardware) for own in ranks]
+    held = [(sum(stages[i].trainable for i in own), sum(stages[i].inside for i in own)) for own in ranks]
+    updates = [moving(_updated(layout, *own), site.hardware) for own in held]
     timing.busy = [layout.micro_batches * each + update for each, update in zip(work, updates, strict=True)]
     for i in ranks[slowest]:
         timing.add_passes(layout.micro_batches, *passes[i])
@@ -159,10 +170,10 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
     if layout.data > 1:
         # After a micro-batch's backward the stage waits for the sum; what zero2 has sent by then is left out.
         times = layout.micro_batches if layout.reduces_each else 1
-        timing.add("data", times * gradient_sum(site, busiest.trainable * layout.virtual))
+        summed = gradient_sum(site, busiest.trainable * layout.virtual, busiest.inside * layout.virtual)
+        timing.add("data", times * summed)
     if layout.gathers:
-        size = busiest.elements * layout.virtual * layout.compute_bytes
-        timing.add("data", site.time("all_gather", size, site.shard))
+        timing.add("data", _gather(site, busiest.elements * layout.virtual, busiest.inside * layout.virtual))
 
 
 def _stalls(site: Site) -> float:
@@ -182,9 +193,10 @@ def _bubble(layout: StepLayout, work: list[float]) -> float:
 
 def _update(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None:
     layout, hardware = site.step_layout, site.hardware
-    busiest = max(stage.trainable for stage in stages) * layout.virtual
-    own = busiest / layout.optimizer_over
-    timing.add("update", moving(_updated(layout, busiest), hardware))
+    fullest = max(stages, key=lambda stage: stage.trainable)
+    busiest, inside = fullest.trainable * layout.virtual, fullest.inside * layout.virtual
+    own = layout.per_rank(busiest, inside, layout.optimizer_over)
+    timing.add("update", moving(_updated(layout, busiest, inside), hardware))
     if layout.offload:
         moved = own * (layout.gradient_bytes + layout.parameter_bytes)
         timing.add(
@@ -194,6 +206,6 @@ def _update(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None:
         timing.add("data", site.time("all_gather", busiest * layout.compute_bytes, site.shard))
 
 
-def _updated(layout: StepLayout, elements: int) -> float:
+def _updated(layout: StepLayout, elements: int, inside: int) -> float:
     """Bytes that the optimizer reads and writes."""
-    return elements / layout.optimizer_over * UPDATE_BYTES
+    return layout.per_rank(elements, inside, layout.optimizer_over) * UPDATE_BYTES

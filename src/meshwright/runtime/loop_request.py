@@ -52,6 +52,8 @@ class LoopRequest:
         for term in strategy.inner_axes:
             if type(inner_axis(term)).finish is not InnerAxis.finish:
                 raise Refused(f"{strategy}: {term.word} completes gradients once per step; use mw.setup(job, ...).")
+        if inside := [term.word for term in strategy.axes if term.traits.splits_batch]:
+            raise Refused(f"{strategy}: {inside[0]} sums some gradients over fewer ranks; use mw.setup(job, ...).")
         if strategy.stage_axis is not None and strategy.offload == "optimizer":
             raise Refused(f"{strategy}: offload=optimizer with stages needs our loop; use mw.setup(job, ...).")
         if strategy.stage_axis is not None and not strategy.stage_axis.traits.one_process:

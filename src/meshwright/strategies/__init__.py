@@ -13,6 +13,7 @@ from meshwright.strategies.data.hsdp import Hsdp
 from meshwright.strategies.data.single import Single
 from meshwright.strategies.data.zero1 import Zero1
 from meshwright.strategies.data.zero2 import Zero2
+from meshwright.strategies.expert.axis import ExpertParallel
 from meshwright.strategies.model_axis import InnerAxis, ModelAxis, StageAxis
 from meshwright.strategies.operator.axis import OperatorParallel
 from meshwright.strategies.pipeline.axis import PipelineParallel
@@ -71,6 +72,7 @@ register(Fsdp())
 register(Hsdp())
 register(TensorParallel())
 register(OperatorParallel())
+register(ExpertParallel())
 register(PipelineParallel())
 register(LayerPlacement())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,6 +13,7 @@ from meshwright.facts.strategy import Strategy
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from meshwright.strategies.engine import ApplyContext, Engine
 
@@ -61,6 +63,9 @@ class DataStrategy(ABC):
     captures: ClassVar[bool] = False
     """Whether it communicates only after backward, so that forward and backward can be a CUDA graph."""
 
+    sums_apart: ClassVar[bool] = False
+    """Whether it can sum the gradients of some parameters over fewer ranks: `ApplyContext.apart`."""
+
     def compiles_blocks(self, strategy: Strategy) -> bool:
         """Whether blocks are compiled one by one, and not the model as a whole."""
         return self.overlaps or strategy.loss == "pieced"
@@ -73,8 +78,11 @@ class DataStrategy(ABC):
         """The mesh axes that it needs, by name and size; empty for one process."""
         return {"data": strategy.data_ranks}
 
-    def kept_whole(self, facts: ModelFacts) -> frozenset[str]:
-        """Parameters that it does not shard although it shards the others; tied ones by each name."""
+    def kept_whole(self, facts: ModelFacts, apart: Mapping[str, DeviceMesh] | None = None) -> frozenset[str]:
+        """Parameters that it does not shard although it shards the others; tied ones by each name.
+
+        `apart` are those that an axis inside the data axis divides, with the ranks that share them.
+        """
         return frozenset()
 
     def weights_on_host(self, strategy: Strategy) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,6 +35,9 @@ class Cut:
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(size // self.ranks if dim == self.dim else size for dim, size in enumerate(shape))
 
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(size * self.ranks if dim == self.dim else size for dim, size in enumerate(shape))
+
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """A copy of this rank's part."""
         pieces = whole.chunk(self.pieces, self.dim)
@@ -43,6 +47,43 @@ class Cut:
     def join(self, local: torch.Tensor) -> torch.Tensor:
         """The whole tensor on every rank of the axis. All of them must call it."""
         return joined(local, self.dim, self.pieces, self.mesh)
+
+    def spans(self, length: int) -> Iterator[tuple[int, int, int]]:
+        """The ranges of the dim, `length` long, that this rank has: (start, stop, start in the whole)."""
+        own, at = length // self.pieces, self.mesh.get_local_rank()  # parts are even
+        for piece in range(self.pieces):
+            yield piece * own, (piece + 1) * own, (piece * self.ranks + at) * own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owned(Cut):
+    """A parameter that one rank of the mesh has whole. The others have an empty tensor under its name."""
+
+    owner: int
+    shape: tuple[int, ...]
+    """Of the parameter, which has at least one dim."""
+    dim: int = 0
+
+    @property
+    def is_here(self) -> bool:
+        return self.mesh.get_local_rank() == self.owner
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape if self.is_here else (0, *shape[1:])
+
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return self.shape
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.clone() if self.is_here else whole.new_empty(self.local_shape(tuple(whole.shape)))
+
+    def join(self, local: torch.Tensor) -> torch.Tensor:
+        whole = local.contiguous() if self.is_here else local.new_empty(self.shape)
+        dist.broadcast(whole, group_src=self.owner, group=self.mesh.get_group())
+        return whole
+
+    def spans(self, length: int) -> Iterator[tuple[int, int, int]]:
+        yield 0, length, 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,9 @@ class ApplyContext:
     """Allocates the model and fills in initial weights. `apply` calls it once parameters have their final layout."""
     fake: bool = False
     """Whether the other ranks do not exist."""
+    apart: Mapping[str, DeviceMesh] = field(default_factory=dict)
+    """Parameters that only some data ranks share, because an axis inside the data axis divides them: the mesh of the
+    ranks that do. Only strategies that set `sums_apart` get any."""
     pipelined: bool = False
     """Whether a pipeline runs the model: gradients are communicated once, after many backward passes."""
     own_loop: bool = False

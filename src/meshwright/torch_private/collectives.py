@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ COLLECTIVES = ("c10d", FUNCTIONAL)
 
 _FUNCTIONAL = torch.ops._c10d_functional
 _GATHER, _SCATTER = _FUNCTIONAL.all_gather_into_tensor.default, _FUNCTIONAL.reduce_scatter_tensor.default
+_EXCHANGE = _FUNCTIONAL.all_to_all_single.default
 _SUM, _WAIT = _FUNCTIONAL.all_reduce.default, _FUNCTIONAL.wait_tensor.default
 
 
@@ -46,6 +47,11 @@ def sum_row(x: Tensor, ranks: int, group: str) -> Tensor:
 def sum_over(x: Tensor, group: str) -> Tensor:
     """The sum over ranks, as a new tensor."""
     return _sent(_SUM, x.contiguous(), "sum", group)
+
+
+def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
+    """The rows that the ranks have for this one: `sent` rows go to each rank, and `received` come from each."""
+    return _WAIT(_EXCHANGE(x.contiguous(), list(received), list(sent), group))  # type: ignore[no-any-return]
 
 
 FIRST_BUCKET_BYTES: int = dist._DEFAULT_FIRST_BUCKET_BYTES

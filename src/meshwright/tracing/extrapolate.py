@@ -215,6 +215,11 @@ def _rename_facts(facts: ModelFacts, rename: Callable[[str], str | None]) -> Mod
             for call in facts.calls
             if (new := rename(call.name)) is not None
         ),
+        experts=tuple(
+            replace(one, module=new, caller=rename(one.caller) or "", parameters=renamed(one.parameters))
+            for one in facts.experts
+            if (new := rename(one.module)) is not None
+        ),
         batch_norms=renamed(facts.batch_norms),
         read_elsewhere=renamed(facts.read_elsewhere),
         read_outside=renamed(facts.read_outside),

@@ -309,4 +309,6 @@ def _axes_of_groups(axes: Axes) -> dict[str, str]:
     if axes.mesh is None or axes.mesh.mesh_dim_names is None:
         return found
     groups = [(name, axes.mesh.get_group(name)) for name in axes.mesh.mesh_dim_names]
-    return found | {group.group_name: AXES.get(name, name) for name, group in groups}
+    found |= {group.group_name: AXES.get(name, name) for name, group in groups}
+    # An axis that takes the whole data axis has the same group.
+    return {group.group_name: name for name, group in axes.groups_inside_data()} | found

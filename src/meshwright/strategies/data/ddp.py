@@ -17,6 +17,7 @@ class Ddp(DataStrategy):
     summary = "DistributedDataParallel: a whole copy on every rank, gradients averaged"
     traits = DataTraits(word="ddp", gradients_rest=True, zero_stage=0, foreign=True, complexity=1)
     captures = True
+    sums_apart = True
 
     def apply(self, model: nn.Module, context: ApplyContext) -> Engine:
         from meshwright.strategies.data.ddp_engine import replicate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.describe.structure import map_tensors
 from meshwright.errors import JobError
-from meshwright.strategies.data.summing import refuse_gradients, sum_gradients
+from meshwright.facts.job import NamedParameters
+from meshwright.strategies.data.summing import by_mesh, refuse_gradients, sum_gradients
 from meshwright.strategies.engine import ApplyContext, Engine
 
 # Buffers are the same on all ranks (BatchNorm is synchronised), so there is no need to send them before every forward.
@@ -48,20 +50,28 @@ class SummedAfterwardsEngine(Engine):
     """Sums gradients over ranks once, after all backward passes.
 
     DDP needs one backward pass to communicate in, which a pipeline does not have. Zero-bubble schedules set gradients
-    without calling the hooks that DDP uses, and a CUDA graph is replayed without them.
+    without calling the hooks that DDP uses, and a CUDA graph is replayed without them. DDP also has one group for all
+    parameters, and not another for those that are `apart`.
     """
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, unused: frozenset[str], dtype: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        unused: frozenset[str],
+        dtype: torch.dtype | None = None,
+        apart: Mapping[str, DeviceMesh] | None = None,
     ) -> None:
         """`dtype`: to which gradients are rounded for the sum."""
         super().__init__(model)
-        self._group, self._unused, self._dtype = mesh.get_group(), unused, dtype
+        self._mesh, self._unused, self._dtype, self._apart = mesh, unused, dtype, apart or {}
 
     def finish(self) -> None:
         named = list(self.parameters().named())
         refuse_gradients(name for name, p in named if name in self._unused and p.grad is not None)
-        sum_gradients([p for name, p in named if name not in self._unused], self._group, dtype=self._dtype)
+        used = NamedParameters((name, p) for name, p in named if name not in self._unused)
+        for mesh, parameters in by_mesh(used, self._mesh, self._apart):
+            sum_gradients(parameters, mesh.get_group(), dtype=self._dtype)
 
 
 class AveragingEngine(Engine):
@@ -93,8 +103,8 @@ def replicate(model: nn.Module, context: ApplyContext) -> Engine:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return Engine(model)
     assert context.mesh is not None
-    if context.pipelined or context.strategy.graphs:
-        return SummedAfterwardsEngine(model, context.mesh, context.unused, context.reduce_dtype)
+    if context.pipelined or context.strategy.graphs or context.apart:
+        return SummedAfterwardsEngine(model, context.mesh, context.unused, context.reduce_dtype, context.apart)
     if context.own_loop:
         return AveragingEngine(model, context.mesh, context.reduce_dtype)
     group = context.mesh.get_group()

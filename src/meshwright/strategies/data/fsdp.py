@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from meshwright.strategies.base import DataStrategy, Place
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from meshwright.strategies.engine import ApplyContext, Engine
 
@@ -33,6 +35,7 @@ class Fsdp(DataStrategy):
     summary = "FSDP2: parameters, gradients and optimizer divided over ranks, gathered block by block"
     traits = replace(FULL, variants={"grad-op": GRAD_OP, "no-shard": NO_SHARD})
     lowers = True
+    sums_apart = True
 
     def refuse(self, strategy: Strategy, facts: ModelFacts, place: Place) -> str | None:
         if facts.by_value and (strategy.compile or strategy.stage_axis):
@@ -43,11 +46,17 @@ class Fsdp(DataStrategy):
             )
         return None
 
-    def kept_whole(self, facts: ModelFacts) -> frozenset[str]:
-        """Parameters that FSDP2 cannot cut (scalar, empty or strided), and those read outside their block's forward."""
+    def kept_whole(self, facts: ModelFacts, apart: Mapping[str, DeviceMesh] | None = None) -> frozenset[str]:
+        """Parameters that FSDP2 cannot cut (scalar, empty or strided), and those read outside their block's forward.
+
+        So do experts of which one rank has all that is not elsewhere, and experts that are modules: samples decide
+        which of them run, and a rank cannot gather one that another rank does not call.
+        """
         outside = frozenset(facts.read_outside)
         uncut = (p for p in facts.parameters if not p.shape or not p.count or not p.contiguous or p.name in outside)
-        return frozenset(name for parameter in uncut for name in parameter.names)
+        listed = {name for experts in facts.experts if not experts.stacked for name in experts.parameters}
+        alone = {name for name, mesh in (apart or {}).items() if name in listed or mesh.size() == 1}
+        return frozenset(name for parameter in uncut for name in parameter.names) | alone
 
     def axes(self, strategy: Strategy) -> dict[str, int]:
         if strategy.traits.shards:
@@ -57,4 +66,5 @@ class Fsdp(DataStrategy):
     def apply(self, model: nn.Module, context: ApplyContext) -> Engine:
         from meshwright.strategies.data.fully_shard import shard  # lazily, because FSDP2 takes a second to import
 
-        return shard(model, context, reshard=context.strategy.traits.reshards, whole=self.kept_whole(context.facts))
+        whole = self.kept_whole(context.facts, context.apart)
+        return shard(model, context, reshard=context.strategy.traits.reshards, whole=whole)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright.facts.job import NamedParameters
 from meshwright.facts.model import unit_of
 from meshwright.facts.strategy import Strategy
-from meshwright.strategies.data.summing import sum_gradients
+from meshwright.strategies.data.summing import by_mesh, sum_gradients
 from meshwright.strategies.data.used_parameters import UsedParameters
 from meshwright.strategies.engine import ApplyContext, Engine, HeldTensor
-from meshwright.strategies.norm import local
+from meshwright.strategies.norm import local, scale_
 from meshwright.torch_private.fsdp import reduce_gradients
 
 
@@ -29,19 +30,16 @@ class WholeParameters:
     plain tensors.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        mesh: DeviceMesh,
-        device: torch.device,
-        reduce_dtype: torch.dtype | None = None,
-    ) -> None:
-        self._mesh, self._reduce_dtype = mesh, reduce_dtype
+    def __init__(self, parameters: NamedParameters, context: ApplyContext) -> None:
+        assert context.mesh is not None
+        self._mesh, self._apart, self._reduce_dtype = context.mesh, context.apart, context.reduce_dtype
+        self._ranks = context.strategy.data_ranks
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         for parameter in parameters:
-            parameter.data = parameter.data.to(device)  # offload=params fills in weights on the host
+            parameter.data = parameter.data.to(context.device)  # offload=params fills in weights on the host
             if parameter.requires_grad:
                 self._pairs.append((parameter, nn.Parameter(self._replicated(parameter.data))))
+        self._trained = NamedParameters((name, p) for name, p in parameters.named() if p.requires_grad)
         self._twins = {id(parameter): twin for parameter, twin in self._pairs}
 
     def optimized(self, parameter: Any) -> Any:
@@ -49,12 +47,22 @@ class WholeParameters:
         return self._twins.get(id(parameter), parameter)
 
     def sum_gradients(self) -> None:
-        parameters = [parameter for parameter, _ in self._pairs]
-        for axis in range(self._mesh.ndim):
-            group, share = self._mesh.get_group(axis), 1.0 / self._mesh.size(axis)
-            sum_gradients(parameters, group, share=share, dtype=self._reduce_dtype)
+        for mesh, parameters in by_mesh(self._trained, self._mesh, self._apart):
+            if mesh is not self._mesh:
+                self._sum_apart(mesh, parameters)
+                continue
+            for axis in range(mesh.ndim):
+                group, share = mesh.get_group(axis), 1.0 / mesh.size(axis)
+                sum_gradients(parameters, group, share=share, dtype=self._reduce_dtype)
         for parameter, twin in self._pairs:
             twin.grad = None if parameter.grad is None else self._replicated(parameter.grad)
+
+    def _sum_apart(self, mesh: DeviceMesh, parameters: list[nn.Parameter]) -> None:
+        """An average over all data ranks, of which only some have a share of the gradient."""
+        if mesh.size() == 1:
+            scale_([p.grad for p in parameters if p.grad is not None], 1.0 / self._ranks)
+        else:
+            sum_gradients(parameters, mesh.get_group(), share=1.0 / self._ranks, dtype=self._reduce_dtype)
 
     def average(self) -> None:
         """Like `sum_gradients`, but add what is new to the gradients that the optimizer sees."""
@@ -202,6 +210,9 @@ def shard(model: nn.Module, context: ApplyContext, *, reshard: bool, whole: froz
     units = {} if context.facts.blocks_by_value else context.shard_units(model)
     last = next((call.name for call in reversed(context.facts.calls) if call.reads), "")
     kept = {last, _unit_of_pieced_head(context, units)}
+    apart = _units_apart(model, context)
+    for unit in apart.values():
+        _shard_apart(unit, context, ignored, reshard=reshard)
     for name, unit in units.items():
         if any(parameter not in ignored for parameter in unit.parameters()):
             # Backward begins with the last unit (the head), so it stays gathered.
@@ -210,12 +221,35 @@ def shard(model: nn.Module, context: ApplyContext, *, reshard: bool, whole: froz
     root = _fully_shard(model, context, ignored, reshard=None if reshard else False)
     context.fill()
     assert context.mesh is not None
-    uncut = [p for n, p in model.named_parameters() if n in whole]
-    whole_ones = WholeParameters(uncut, context.mesh, context.device, context.reduce_dtype)
-    used = UsedParameters(model, context.mesh, units) if context.facts.by_value else None
+    whole_ones = WholeParameters(NamedParameters((n, p) for n, p in model.named_parameters() if n in whole), context)
+    used = UsedParameters(model, context.mesh, {**units, **apart}) if context.facts.by_value else None
     engine = FsdpEngine(model, root, context.strategy, whole_ones, used)
     engine.keeps_gathered = not reshard
     return engine
+
+
+def _units_apart(model: nn.Module, context: ApplyContext) -> dict[str, nn.Module]:
+    """Modules that hold stacked experts, of which a rank has some: fewer ranks share them than the rest."""
+    found = {}
+    for experts in context.facts.experts:
+        meshes = [context.apart[name] for name in experts.parameters if name in context.apart]
+        if experts.stacked and meshes and meshes[0].size() > 1:
+            found[experts.module] = model.get_submodule(experts.module)
+    return found
+
+
+def _shard_apart(unit: nn.Module, context: ApplyContext, ignored: set[nn.Parameter], *, reshard: bool) -> None:
+    """Shard a module over the mesh of its own, with gradients that are averaged over all data ranks nevertheless."""
+    mesh = next(iter(context.apart.values()))
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        """The first dim that the ranks divide evenly: a rank may have fewer experts than ranks share them."""
+        even = [dim for dim, size in enumerate(parameter.shape) if size % mesh.size() == 0]
+        return Shard(even[0] if even else 0)
+
+    root = _fully_shard(unit, replace(context, mesh=mesh), ignored, reshard=reshard, placement=placement)
+    root.set_gradient_divide_factor(float(context.strategy.data_ranks))
+    root.set_force_sum_reduction_for_comms(True)  # only NCCL can scale while it sums
 
 
 def _unit_of_pieced_head(context: ApplyContext, units: Collection[str]) -> str:
@@ -225,7 +259,12 @@ def _unit_of_pieced_head(context: ApplyContext, units: Collection[str]) -> str:
 
 
 def _fully_shard(
-    module: nn.Module, context: ApplyContext, ignored: set[nn.Parameter], *, reshard: bool | None
+    module: nn.Module,
+    context: ApplyContext,
+    ignored: set[nn.Parameter],
+    *,
+    reshard: bool | None,
+    placement: Callable[[nn.Parameter], Shard] | None = None,
 ) -> FSDPModule:
     # `assemble/precision.py` casts inputs and outputs, the same way under every strategy.
     lowered = context.compute_dtype if context.lowered else None
@@ -235,6 +274,7 @@ def _fully_shard(
         module,
         mesh=context.mesh,
         reshard_after_forward=reshard,
+        shard_placement_fn=placement,
         mp_policy=precision,
         offload_policy=_offload(context),
         ignored_params=ignored,

@@ -6,18 +6,31 @@ stays None, because an optimizer would update a parameter whose gradient is zero
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import JobError
+from meshwright.facts.job import NamedParameters
 from meshwright.torch_private.fake_tensors import FakeTensor
 
 BUCKET = 1 << 24
 """Elements per message. At most one bucket is copied at a time."""
 
 Gradient = torch.Tensor | None
+
+
+def by_mesh(
+    parameters: NamedParameters, mesh: DeviceMesh, apart: Mapping[str, DeviceMesh]
+) -> Iterator[tuple[DeviceMesh, list[nn.Parameter]]]:
+    """Parameters with the mesh that their gradients are summed over: `mesh`, or another of `apart`."""
+    groups: dict[DeviceMesh, list[nn.Parameter]] = {}
+    for name, parameter in parameters.named():
+        groups.setdefault(apart.get(name, mesh), []).append(parameter)
+    yield from groups.items()
 
 
 @torch.no_grad()

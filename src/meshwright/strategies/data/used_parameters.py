@@ -31,7 +31,8 @@ class UsedParameters:
         """Parameters of blocks that no rank has used in this step; None before its first reduction."""
         self._in_blocks = {f"{block}.{name}" for block, module in blocks.items() for name in _trained(module)}
         for name, block in blocks.items():
-            wrap_forward(block, self._around(name))
+            inner = tuple(f"{other}."[len(name) + 1 :] for other in blocks if other.startswith(f"{name}."))
+            wrap_forward(block, self._around(name, inner))
 
     def attach_used_elsewhere(self, loss: torch.Tensor, *, reduces: bool) -> torch.Tensor:
         """Attach to the loss the parameters that only other ranks have used since gradients were reduced last."""
@@ -52,12 +53,14 @@ class UsedParameters:
                 parameter.grad = None
         self._unused = None
 
-    def _around(self, block: str) -> Callable[..., Any]:
+    def _around(self, block: str, inner: tuple[str, ...]) -> Callable[..., Any]:
+        """`inner`: the prefixes of parameters that belong to blocks inside this one, which have run by then."""
+
         def around(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             output = forward(*args, **kwargs)
             if not torch.is_grad_enabled():
                 return output
-            parameters = _trained(module)
+            parameters = {name: p for name, p in _trained(module).items() if not name.startswith(inner)}
             leaves, tree = tree_flatten(output)
             reached = _reached(leaves, parameters, until=(args, kwargs))
             self._used |= {f"{block}.{name}" for name in reached}

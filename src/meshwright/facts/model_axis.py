@@ -36,6 +36,9 @@ class AxisTraits:
     """Whether a rank holds parts of parameters, without an optimizer that reads whole tensors noticing."""
     splits_activations: bool = False
     """Whether a rank computes parts of activations between layers, so that state kept in `forward` differs."""
+    shares_gradients: bool = False
+    """Whether its ranks hold all parameters and compute shares of their gradients. The data strategy then reduces and
+    shards over this axis too, which stands right inside the data axis in the mesh."""
     autocast: bool = True
     """Whether autocast works in the layers that it divides."""
     compiles: bool = False

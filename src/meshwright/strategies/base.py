@@ -71,7 +71,7 @@ class DataStrategy(ABC):
 
     def axes(self, strategy: Strategy) -> dict[str, int]:
         """The mesh axes that it needs, by name and size; empty for one process."""
-        return {"data": strategy.data_ranks}
+        return {"data": strategy.reduced_ranks}
 
     def kept_whole(self, facts: ModelFacts) -> frozenset[str]:
         """Parameters that it does not shard although it shards the others; tied ones by each name."""

@@ -182,14 +182,19 @@ class Strategy:
     @property
     def shards(self) -> int:
         """Ranks that the data axis shards over; 1 if it only replicates."""
-        return self.reduced_ranks // self.replicas
+        return self.data_ranks // self.replicas
 
     @property
     def replicas(self) -> int:
-        """Copies of what the data axis shards; `replicas * shards == reduced_ranks`."""
+        """Copies of what the data axis shards; `replicas * shards == data_ranks`."""
         if self.hsdp_replicas is not None:
             return self.hsdp_replicas
-        return 1 if self.traits.shards else self.reduced_ranks
+        return 1 if self.traits.shards else self.data_ranks
+
+    @property
+    def state_shards(self) -> int:
+        """Ranks that sharded state is divided over: `shards`, and the ranks of axes whose gradients are summed too."""
+        return self.reduced_ranks // self.replicas if self.traits.shards else 1
 
 
 def _misfit(strategy: Strategy, ranks: int) -> str:

@@ -44,7 +44,8 @@ def candidates(facts: ModelFacts, cluster: Cluster, global_batch: int, allowed: 
         data = cluster.devices // inner
         if data > global_batch:
             continue
-        for axis in _data_axes(data, inner, cluster):
+        summed = any(term.traits.shares_gradients for term in terms)
+        for axis in _data_axes(data, inner, cluster, summed=summed):
             for model_axes in product(*(_with_suffixes(term, allowed) for term in terms)):
                 shape = ",".join(filter(None, [axis, *map(str, model_axes)]))
                 yield from _with_policies(shape or "single", global_batch // data, allowed)
@@ -76,9 +77,12 @@ def _with_suffixes(term: AxisTerm, allowed: Allowed) -> list[AxisTerm]:
     return [replace(term, suffix=name) for name in term.traits.suffixes if name in allowed.schedules]
 
 
-def _data_axes(ranks: int, inner: int, cluster: Cluster) -> list[str]:
-    """Terms for a data axis of `ranks` ranks; hybrids shard within one or a few nodes, and replicate across them."""
-    if ranks == 1:
+def _data_axes(ranks: int, inner: int, cluster: Cluster, *, summed: bool) -> list[str]:
+    """Terms for a data axis of `ranks` ranks; hybrids shard within one or a few nodes, and replicate across them.
+
+    If gradients are `summed` over a model axis too, a data axis of one rank has something to shard.
+    """
+    if ranks == 1 and not summed:
         return [""]
     shards = [n for n in divisors(ranks) if 1 < n < ranks and n * inner >= cluster.devices_per_node]
     hybrids = [f"{ranks // n}x{n}" for n in shards[:3]] if cluster.nodes > 1 else []

@@ -86,7 +86,7 @@ class DataStrategy(ABC):
         low = strategy.number_format.bytes
         masters = self.lowered_copy and strategy.number_format.is_low and not strategy.pure and not strategy.autocast
         return StateLayout(
-            **{state: strategy.shards for state in strategy.traits.shards},
+            **{state: strategy.state_shards for state in strategy.traits.shards},
             parameter_bytes=low if strategy.pure or masters else None,
             update_bytes=low if strategy.pure else None,
             masters=masters,

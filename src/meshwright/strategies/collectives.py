@@ -301,12 +301,12 @@ class _Axis:
     """Whether a rank's part is two chunks of 2 x `size`, one counted from each end, and not one of `size`."""
 
 
-def balance(mesh: DeviceMesh) -> None:
-    """Let a rank's part be two chunks, the one as far from the beginning as the other is from the end.
+def balance(mesh: DeviceMesh, *, wanted: bool) -> None:
+    """Let a rank's part be two chunks, the one as far from the beginning as the other is from the end, or one.
 
     Under a causal mask, early tokens attend to few others and late ones to many: so all ranks have the same work.
     """
-    mesh.__dict__["_meshwright_axis"] = replace(_read_axis(mesh), balanced=True)
+    mesh.__dict__["_meshwright_axis"] = replace(_read_axis(mesh), balanced=wanted)
 
 
 def chunks_of(mesh: DeviceMesh) -> tuple[tuple[int, ...], int]:

@@ -23,9 +23,9 @@ from meshwright.strategies.tensor.layout import whole
 from meshwright.torch_private.trees import tree_map
 
 
-def split_tokens(model: nn.Module, mesh: DeviceMesh, blocks: Sequence[str]) -> None:
-    """Divide the tokens of a model over a one-dimensional mesh."""
-    balance(mesh)
+def split_tokens(model: nn.Module, mesh: DeviceMesh, blocks: Sequence[str], *, balanced: bool) -> None:
+    """Divide the tokens of a model over a one-dimensional mesh, `balanced` for causal attention."""
+    balance(mesh, wanted=balanced)
     sum_later(mesh)
     for name in blocks:
         wrap_forward(model.get_submodule(name), partial(enter_block, mesh=mesh))

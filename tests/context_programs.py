@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from meshwright.assemble.world import World
 from meshwright.describe.observe import call_loss, call_model
 from meshwright.errors import MeshwrightError
 from meshwright.facts.strategy import Strategy
+from meshwright.runtime.run import setup
 from meshwright.strategies import Place
 from meshwright.strategies.context.split import gathered_functions
 from meshwright.verify.strategy_steps import whole_gradients
@@ -154,3 +156,30 @@ def job_of_facts(name: str) -> Job:
 def gathered(trainer: Trainer) -> dict[str, int]:
     """What a trainer's model has run on gathered tokens."""
     return gathered_functions(dict((term.word, mesh) for term, mesh in trainer.axes.inner)["cp"])
+
+
+def gathered_by(world: World, name: str, text: str) -> dict[str, int]:
+    """The functions that ran on gathered tokens in one step."""
+    job = job_of(name)
+    trainer = Trainer(job, facts_of(world, job_of_facts(name)), Strategy.parse(text).resolve(world.ranks), world, seed=0)
+    torch.manual_seed(1)
+    trainer.forward_backward(job.sample(job.global_batch))
+    return gathered(trainer)
+
+
+def moved(world: World, texts: Sequence[str], folder: str) -> tuple[list[float], list[float]]:
+    """Losses of a run that changes its strategy after each two steps, and of one that does not."""
+    job = job_of("GPT")
+    facts, steps = facts_of(world, job_of_facts("GPT")), 2
+    torch.manual_seed(1)
+    batches = [job.sample(job.global_batch) for _ in range(steps * len(texts))]
+    uninterrupted = setup(job, texts[0], facts=facts, world=world)
+    expected = [float(uninterrupted.step(batch).loss) for batch in batches]
+    found: list[float] = []
+    for number, text in enumerate(texts):
+        run = setup(job, text, facts=facts, world=world)
+        if number:
+            run.load(Path(folder, str(number - 1)))
+        found += [float(run.step(batch).loss) for batch in batches[number * steps : (number + 1) * steps]]
+        run.save(Path(folder, str(number)))
+    return found, expected

@@ -43,8 +43,12 @@ class ContextDivision(Division):
 
     def _gathered_again(self, unit: UnitCosts, gathered: list[float]) -> Iterator[Sent]:
         """A block that recomputes its attention gathers for it again."""
-        if any(kernel in unit.forward for kernel in unit.backward if kernel.kind == "attention"):
+        if any(kernel in unit.forward for kernel in unit.backward if _attends(kernel)):
             yield from (Sent(kind="all_gather", bytes=size) for size in gathered)
+
+
+def _attends(kernel: Kernel) -> bool:
+    return kernel.kind == "attention" or "softmax" in kernel.name
 
 
 def _gathered_bytes(kernels: tuple[Kernel, ...], samples: int) -> Iterator[float]:

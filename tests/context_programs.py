@@ -100,8 +100,13 @@ JOBS = {
 }
 
 
+def find_job(name: str) -> Job:
+    """For the judge, as plain as it is."""
+    return JOBS[name] if name in JOBS else architecture_jobs.find_job(name)
+
+
 def job_of(name: str) -> Job:
-    job = JOBS[name] if name in JOBS else replace(architecture_jobs.find_job(name), global_batch=4)
+    job = replace(find_job(name), global_batch=4)
     return replace(job, model=lambda: job.model().double())
 
 
@@ -161,7 +166,9 @@ def gathered(trainer: Trainer) -> dict[str, int]:
 def gathered_by(world: World, name: str, text: str) -> dict[str, int]:
     """The functions that ran on gathered tokens in one step."""
     job = job_of(name)
-    trainer = Trainer(job, facts_of(world, job_of_facts(name)), Strategy.parse(text).resolve(world.ranks), world, seed=0)
+    trainer = Trainer(
+        job, facts_of(world, job_of_facts(name)), Strategy.parse(text).resolve(world.ranks), world, seed=0
+    )
     torch.manual_seed(1)
     trainer.forward_backward(job.sample(job.global_batch))
     return gathered(trainer)

@@ -18,7 +18,9 @@ def check(found: dict[tuple[str, str], object], limit: float = 1e-9) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("text", [*HYBRIDS, "cp=2", "cp=2,zero2", "cp=2,hsdp=2x1", "cp=2,mb=1", "cp=2,ac=full", "cp=2,ac=selective"])
+@pytest.mark.parametrize(
+    "text", [*HYBRIDS, "cp=2", "cp=2,zero2", "cp=2,hsdp=2x1", "cp=2,mb=1", "cp=2,ac=full", "cp=2,ac=selective"]
+)
 def test_a_gpt_equals_plain_pytorch(four_ranks: RankPool, text: str) -> None:
     check(four_ranks(programs.differences, [("GPT", text)])[0])
 

@@ -61,7 +61,9 @@ def test_tokens_are_a_fact_of_the_model() -> None:
 def test_what_does_not_divide_is_refused_by_name() -> None:
     facts = replace(described(), tokens=(30,))
     assert "blocks.0 returns 30 of them; pad samples to a multiple of 4 tokens" in refusal("cp=4", 4, facts=facts)
-    assert "no block of this model returns (batch, tokens, width)" in refusal("cp=2", 2, facts=replace(facts, tokens=()))
+    assert "no block of this model returns (batch, tokens, width)" in refusal(
+        "cp=2", 2, facts=replace(facts, tokens=())
+    )
     assert "cannot be combined with op=2" in refusal("cp=2,op=2", 4)
 
 

@@ -147,7 +147,7 @@ class StepLayout:
 
     @cached_property
     def reduced(self) -> int:
-        """Ranks whose gradients are summed: those of the data axis, and of inner axes that leave it to the data axis."""
+        """Ranks whose gradients are summed: those of the data axis, and of inner axes that leave it to that."""
         return self.data * prod(term.size for term in self.inner if term.traits.shares_gradients)
 
     @cached_property

@@ -75,10 +75,11 @@ def _causal(
 
 def matmul(func: Rule, mesh: DeviceMesh, a: Tensor, b: Tensor) -> Any:
     """Rows stay divided: those of attention's scores are this rank's queries."""
-    if is_divided(a, mesh) and a.dim() > 1 and b.dim() > 1 and dim_of(a) == a.dim() - 2:
-        if pieces_of(a) == 1 and not (is_divided(b, mesh) and dim_of(b) < b.dim() - 2):
-            return divided(local(a) @ shared(b, mesh), -2, mesh)
-    return matrix.matmul(func, mesh, a, b)
+    has_rows = is_divided(a, mesh) and dim_of(a) == a.dim() - 2 and pieces_of(a) == 1
+    by_batch = is_divided(b, mesh) and dim_of(b) < b.dim() - 2
+    if not has_rows or by_batch or b.dim() < 2:
+        return matrix.matmul(func, mesh, a, b)
+    return divided(local(a) @ shared(b, mesh), -2, mesh)  # type: ignore[arg-type]
 
 
 def add_product(func: Rule, mesh: DeviceMesh, bias: Tensor, x: Tensor, weight: Tensor, **other: Any) -> Any:

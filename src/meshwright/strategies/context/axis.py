@@ -39,7 +39,7 @@ class ContextParallel(InnerAxis):
             "accelerate": "parallelism_config_cp_size",
             "megatron": "context-parallel-size",
         },
-        missing={"deepspeed": "DeepSpeed divides sequences by attention layers of its own (Ulysses), not by its config"},
+        missing={"deepspeed": "DeepSpeed divides sequences by attention layers of its own, not by its config"},
     )
 
     def refuse(self, term: AxisTerm, strategy: Strategy, facts: ModelFacts, global_batch: int) -> str | None:

@@ -176,9 +176,7 @@ def _joined(x: DTensor, mesh: DeviceMesh, *, shares: bool) -> torch.Tensor:
     return innermost(local(x), dim, lambda own: join(own, dim, pieces, shares, mesh))
 
 
-def innermost(
-    x: torch.Tensor, dim: int | None, run: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def innermost(x: torch.Tensor, dim: int | None, run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Run a collective along a dim on a tensor that another axis may have divided."""
     if not isinstance(x, DTensor):
         return run(x)

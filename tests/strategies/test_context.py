@@ -87,7 +87,7 @@ def test_states_are_sharded_over_it() -> None:
     assert (layout.data, layout.reduced, layout.shards, layout.parameters_over) == (2, 8, 8, 8)
 
 
-@pytest.mark.parametrize("text", ["cp=2,bf16", "cp=4,bf16", "cp=2,bf16,ac=full"])
+@pytest.mark.parametrize("text", ["cp=2,bf16", "cp=4,bf16", "cp=2,bf16,ac=full", "cp=2,bf16,ac=selective"])
 def test_messages_of_a_trace_are_those_that_were_priced(text: str) -> None:
     strategy = Strategy.parse(text)
     traced: Counter[tuple[str, int]] = Counter()

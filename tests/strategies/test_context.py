@@ -112,10 +112,12 @@ def test_a_rank_keeps_and_computes_its_share() -> None:
 
 
 def test_other_frameworks_names() -> None:
-    request = ExportRequest(strategy=Strategy.parse("fsdp=2,cp=4"), ranks=8, job="job.py", global_batch=8)
-    titan, accelerate = (export(request, name).text for name in ("torchtitan", "accelerate"))
-    assert "context_parallel_degree = 4" in titan and "data_parallel_shard_degree = 2" in titan
-    assert "parallelism_config_cp_size: 4" in accelerate
+    for shards in (1, 2):
+        strategy, ranks = Strategy.parse(f"fsdp={shards},cp=4"), 4 * shards
+        request = ExportRequest(strategy=strategy, ranks=ranks, job="job.py", global_batch=8)
+        titan, accelerate = (export(request, name).text for name in ("torchtitan", "accelerate"))
+        assert "context_parallel_degree = 4" in titan and f"data_parallel_shard_degree = {shards}" in titan
+        assert "parallelism_config_cp_size: 4" in accelerate and "distributed_type: FSDP" in accelerate
 
 
 def test_a_loop_of_the_user_s_own_is_refused() -> None:

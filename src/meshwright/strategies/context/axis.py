@@ -52,7 +52,7 @@ class ContextParallel(InnerAxis):
                 f"{term} divides the tokens of each sample evenly, but {_where(facts)} {whole[0]} of them; pad samples "
                 f"to a multiple of {term.size} tokens, or use fsdp or tp."
             )
-        if operator := next((one for one in strategy.inner_axes if one.word != term.word and _is_alone(one)), None):
+        if operator := next((one for one in strategy.inner_axes if one != term and _is_alone(one)), None):
             return f"{term} cannot be combined with {operator}, which communicates whole tensors; use tp."
         return None
 

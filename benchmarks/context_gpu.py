@@ -41,25 +41,29 @@ def milliseconds(run: Callable[[], Any]) -> float:
     return min(found)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, chunks: list[tuple[int, int]]) -> None:
-    """Forward and backward of each chunk of queries, which begins and ends at these tokens."""
-    options = {"dropout_p": 0.0, "scale": None, "enable_gqa": True}
-    for start, end in chunks:
-        mixed = attend_to_earlier(query[:, :, start:end], key[:, :, :end], value[:, :, :end], **options)
-        mixed.backward(torch.ones_like(mixed))
+def attention_ms(rows: int, columns: int) -> float:
+    """Forward and backward of the last `rows` tokens' attention to `columns` tokens."""
+
+    def made(heads: int, tokens: int) -> Tensor:
+        return torch.randn(1, heads, tokens, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    given = made(HEADS, rows), made(KV_HEADS, columns), made(KV_HEADS, columns)
+    gradient = torch.randn(1, HEADS, rows, WIDTH, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> None:
+        mixed = attend_to_earlier(*given, dropout_p=0.0, scale=None, enable_gqa=True)
+        torch.autograd.grad(mixed, given, gradient)
+
+    return milliseconds(run)
 
 
 def time_attention() -> dict[str, float]:
-    def made(heads: int) -> Tensor:
-        return torch.randn(1, heads, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-
-    query, key, value = made(HEADS), made(KV_HEADS), made(KV_HEADS)
+    """All tokens' attention, and that of the chunks of the first and of the last rank."""
     size, last = TOKENS // (2 * RANKS), 2 * RANKS - 1
-    whole = milliseconds(lambda: attend(query, key, value, [(0, TOKENS)]))
+    whole = attention_ms(TOKENS, TOKENS)
     found = {"whole_ms": whole, "eighth_ms": whole / RANKS}
     for rank in (0, RANKS - 1):
-        chunks = [(place * size, (place + 1) * size) for place in (rank, last - rank)]
-        found[f"rank_{rank}_ms"] = milliseconds(lambda chunks=chunks: attend(query, key, value, chunks))
+        found[f"rank_{rank}_ms"] = sum(attention_ms(size, (place + 1) * size) for place in (rank, last - rank))
     slowest = max(ms for name, ms in found.items() if name.startswith("rank"))
     return found | {"slowest_to_eighth": slowest / found["eighth_ms"]}
 

@@ -3,12 +3,15 @@
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 import tiny_jobs
 from meshwright.assemble.axes import mesh_sizes
 from meshwright.assemble.check import check
+from meshwright.commands.layout import show_layout
 from meshwright.describe.model import describe
 from meshwright.errors import Refused
 from meshwright.exchange import export
@@ -20,6 +23,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.planner.candidates import Allowed, candidates
 from meshwright.planner.step_layout import lay_out_step
+from meshwright.report.layout import layout_page
 from meshwright.runtime.place import place_for
 from meshwright.strategies.context.axis import ContextParallel
 from meshwright.strategies.context.division import ContextDivision
@@ -65,6 +69,14 @@ def test_what_does_not_divide_is_refused_by_name() -> None:
         "cp=2", 2, facts=replace(facts, tokens=())
     )
     assert "cannot be combined with op=2" in refusal("cp=2,op=2", 4)
+
+
+def test_its_layout() -> None:
+    document = show_layout(JOB, described(), Strategy.parse("fsdp,cp=4"), 8)
+    assert document["tokens"] == {"all": [32], "ranks": 4, "chunks": 2}
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(layout_page(document))
+    assert "a rank has 8 of 32 tokens of a sample, from both ends" in console.export_text()
 
 
 def test_two_chunks_a_rank_where_they_divide() -> None:

@@ -66,11 +66,8 @@ class ContextParallel(InnerAxis):
         yield from ()  # short samples, as most jobs have, only show its costs
 
     def show(self, term: AxisTerm, strategy: Strategy, facts: ModelFacts, job: Job) -> dict[str, Any]:
-        return {
-            "tokens": list(facts.tokens),
-            "tokens_of_a_rank": [tokens // term.size for tokens in facts.tokens],
-            "balanced": self.plan(None, facts, term.size),
-        }
+        balanced = self.plan(None, facts, term.size)
+        return {"tokens": {"all": list(facts.tokens), "ranks": term.size, "chunks": 2 if balanced else 1}}
 
     def plan(self, model: nn.Module | None, facts: ModelFacts, ranks: int) -> bool:
         """Whether a rank's tokens are two chunks, from the beginning and from the end, and not one."""

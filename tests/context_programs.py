@@ -144,8 +144,9 @@ def difference(world: World, name: str, text: str) -> Any:
     expected_loss, expected = plain_gradients(job, batch)
     worst = abs(loss - expected_loss) / abs(expected_loss)
     total = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
+    least = 0.05 if strategy.number_format.is_low else 1e-6  # a key's bias has no gradient but rounding
     for key, gradient in expected.items():
-        size = max(gradient.norm().item(), 1e-6 * total)  # a key's bias has no gradient but rounding
+        size = max(gradient.norm().item(), least * total)
         worst = max(worst, ((found[key] - gradient).norm() / size).item()) if key in found else float("inf")
     return worst
 

@@ -25,6 +25,12 @@ def test_a_gpt_equals_plain_pytorch(four_ranks: RankPool, text: str) -> None:
     check(four_ranks(programs.differences, [("GPT", text)])[0])
 
 
+@pytest.mark.parametrize("text", ["cp=4,bf16", "cp=2,fsdp,bf16,ac=full", "cp=2,tp=2,bf16"])
+def test_bf16_copies_of_parameters(four_ranks: RankPool, text: str) -> None:
+    """A gradient that is summed twice, or not at all, would be off by a half or more."""
+    check(four_ranks(programs.differences, [("GPT", text)])[0], limit=0.1)
+
+
 @pytest.mark.parametrize("text", ["cp=4", "cp=2,tp=2"])
 def test_what_mixes_tokens_otherwise_is_gathered(four_ranks: RankPool, text: str) -> None:
     """Convolutions, pooling, sums along tokens, einsum, the author's own autograd functions, weights read elsewhere."""

@@ -151,11 +151,6 @@ def test_a_schedule_without_a_word_gives_its_nearest(tmp_path: Path) -> None:
             "multiply to 4, but num_processes is 8",
         ),
         (
-            "distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_version: 2}\n"
-            "parallelism_config: {parallelism_config_dp_shard_size: 4, parallelism_config_cp_size: 2}\n",
-            "cp_size has no equal",
-        ),
-        (
             "distributed_type: FSDP\nnum_processes: 8\n"
             "parallelism_config: {parallelism_config_dp_shard_size: 4, parallelism_config_tp_size: 2}\n",
             "fsdp_version: 2",
@@ -165,7 +160,6 @@ def test_a_schedule_without_a_word_gives_its_nearest(tmp_path: Path) -> None:
             "parallelism_config: {parallelism_config_dp_replicate_size: 4, parallelism_config_tp_size: 2}\n",
             "refuses replicas beside tp_size 2",
         ),
-        ("[parallelism]\ncontext_parallel_degree = 2\n", "context_parallel_degree has no equal"),
         ("[parallelism]\ntensor_parallel_degree = 'two'\n", "tensor_parallel_degree is 'two'"),
         ("[activation_checkpoint]\nmode = 'memory_budget'\n", "memory_budget"),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: gone.json}\n", "gone.json"),
@@ -174,6 +168,18 @@ def test_a_schedule_without_a_word_gives_its_nearest(tmp_path: Path) -> None:
 def test_mistakes_are_named(text: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ExchangeError, match=words):
         read(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_version: 2}\n"
+        "parallelism_config: {parallelism_config_dp_shard_size: 4, parallelism_config_cp_size: 2}\n",
+        "[parallelism]\ndata_parallel_shard_degree = 4\ncontext_parallel_degree = 2\n",
+    ],
+)
+def test_a_context_axis(text: str, tmp_path: Path) -> None:
+    assert read(tmp_path, text).startswith("fsdp=4,cp=2")
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -21,8 +21,7 @@ TORCHTITAN = {
     "parallelism": {
         *("data_parallel_replicate_degree", "data_parallel_shard_degree", "fsdp_reshard_after_forward"),
         *("tensor_parallel_degree", "pipeline_parallel_degree", "pipeline_parallel_schedule"),
-        "expert_parallel_degree",
-        "pipeline_parallel_microbatch_size",
+        *("pipeline_parallel_microbatch_size", "context_parallel_degree", "expert_parallel_degree"),
     },
     "activation_checkpoint": {"mode", "selective_ac_option"},
     "compile": {"enable"},
@@ -60,6 +59,7 @@ def test_accelerate_shards_and_replicates() -> None:
         "parallelism_config_dp_replicate_size": 2,
         "parallelism_config_dp_shard_size": 2,
         "parallelism_config_tp_size": 2,
+        "parallelism_config_cp_size": 1,
     }
 
 

@@ -19,6 +19,7 @@ from meshwright.torch_private.autograd import (
     engine_inside,
     engine_wrapped,
     hooks_wrapped,
+    own_functions_given,
     own_functions_wrapped,
     run_engine,
     run_unhooked,
@@ -140,6 +141,14 @@ def test_functions_of_an_author_are_told() -> None:
         assert direct_apply(Double)(x).tolist() == [2, 2]
     Double.apply(x).sum().backward()
     assert seen == ["Double"] and x.grad is not None and x.grad.tolist() == [2, 2]
+
+
+def test_functions_of_an_author_are_given_other_arguments() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with own_functions_given(lambda args: tuple(arg * 3 for arg in args)):
+        assert Double.apply(x).tolist() == [6, 6]
+        assert direct_apply(Double)(x).tolist() == [2, 2]
+    assert Double.apply(x).tolist() == [2, 2]
 
 
 def test_hooks_on_saved_tensors_are_told() -> None:

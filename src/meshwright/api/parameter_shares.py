@@ -99,9 +99,11 @@ def _part(
     """What a rank, whose stages read these parameters, holds of a unit; None if nothing."""
     if reads is not None and not reads.intersection(name for p in parameters for name in p.names):
         return None
-    inner = rank % strategy.inner_ranks
-    data = rank // strategy.inner_ranks % strategy.data_ranks
-    shards = strategy.shards if "parameters" in strategy.traits.shards else 1
+    summed = strategy.reduced_ranks // strategy.data_ranks
+    inner_ranks = strategy.inner_ranks // summed
+    inner = rank % inner_ranks
+    data = rank // inner_ranks % strategy.reduced_ranks
+    shards = strategy.state_shards if "parameters" in strategy.traits.shards else 1
     whole = data_strategy(strategy).kept_whole(facts) if shards > 1 else frozenset()
     divisions = [inner_axis(term).division(facts, term.size) for term in strategy.inner_axes]
     size, divided = 0.0, 0
@@ -110,7 +112,7 @@ def _part(
         own = parameter.count * parameter.itemsize
         divided += own if parts > 1 else 0
         size += own / parts / (1 if parameter.name in whole else shards)
-    parts = strategy.inner_ranks if 2 * divided > _bytes(parameters) else 1
+    parts = inner_ranks if 2 * divided > _bytes(parameters) else 1
     start = (inner % parts + data % shards / shards) / parts
     return _Part(start=start, end=start + 1 / parts / shards, bytes=size)
 

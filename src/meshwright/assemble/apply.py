@@ -183,9 +183,12 @@ class PlacedEngine(Engine):
 
 @contextmanager
 def model_region(axes: Axes) -> Iterator[None]:
-    """Enter the regions that the inner axes need around forward, loss and backward."""
+    """Enter the regions that the inner axes need around forward, loss and backward.
+
+    The outermost axis sees functions first: its parts may be divided again by the axes inside.
+    """
     with ExitStack() as stack:
-        for term, mesh in axes.inner:
+        for term, mesh in reversed(axes.inner):
             stack.enter_context(inner_axis(term).region(mesh))
         yield
 

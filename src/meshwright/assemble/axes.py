@@ -37,6 +37,9 @@ class Axes:
     rank: int = 0
     data_names: tuple[str, ...] = ()
     mesh: DeviceMesh | None = None
+    data_mesh: DeviceMesh | None = None
+    """The mesh with the dimensions of the data strategy. It differs from `mesh` if the strategy also reduces over an
+    inner axis."""
 
     def place_on(self, name: str) -> int:
         names = list(self.sizes)
@@ -63,14 +66,15 @@ class Axes:
     @property
     def data(self) -> DeviceMesh | None:
         """The mesh of the data strategy; None for one rank."""
-        return self._data_of(self.mesh)
+        return self._data_of(self.data_mesh)
 
     def data_on_host(self) -> DeviceMesh | None:
         """The ranks of `data` as a CPU mesh. All ranks must call it."""
-        if self.mesh is None or not self.data_names:
+        mesh = self.data_mesh
+        if mesh is None or not self.data_names:
             return None
-        assert self.mesh.mesh_dim_names is not None
-        return self._data_of(_mesh("cpu", dict(zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True))))
+        assert mesh.mesh_dim_names is not None
+        return self._data_of(_mesh("cpu", dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))))
 
     def _data_of(self, mesh: DeviceMesh | None) -> DeviceMesh | None:
         if mesh is None or not self.data_names:
@@ -141,7 +145,8 @@ def lay_axes(strategy: Strategy, world: World) -> Axes:
     sizes = {name: strategy.data_ranks if name == DATA else 1 for name in _names()}
     sizes |= {name: term.size for name, term in terms.items()}
     data = data_strategy(strategy).axes(strategy)
-    dimensions = _dimensions(sizes, data)
+    reduced = _dimensions(sizes | {term.traits.mesh_name: 1 for term in _summed_over(strategy)}, data)
+    dimensions = _dimensions(sizes, _plain_data(strategy, data))
     return Axes(
         sizes=sizes,
         data_parts=_data_parts(strategy),
@@ -150,6 +155,7 @@ def lay_axes(strategy: Strategy, world: World) -> Axes:
         rank=world.rank,
         data_names=tuple(data),
         mesh=_mesh(world.device.type, dimensions) if dimensions else None,
+        data_mesh=_mesh(world.device.type, reduced) if reduced else None,
     )
 
 
@@ -157,8 +163,19 @@ def mesh_sizes(strategy: Strategy) -> dict[str, int]:
     """The mesh dimensions of a resolved strategy that have more than one rank, outermost first."""
     model = {term.traits.mesh_name: term.size for term in strategy.axes if not term.traits.splits_batch}
     sizes = {name: 1 for name in _names()} | model
-    dimensions = _dimensions(sizes, _data_parts(strategy) or data_strategy(strategy).axes(strategy))
+    data = _data_parts(strategy) or _plain_data(strategy, data_strategy(strategy).axes(strategy))
+    dimensions = _dimensions(sizes, data)
     return {name: size for name, size in dimensions.items() if size > 1}
+
+
+def _summed_over(strategy: Strategy) -> list[AxisTerm]:
+    """The inner axes that the data strategy reduces over, together with its own."""
+    return [term for term in strategy.axes if term.traits.shares_gradients]
+
+
+def _plain_data(strategy: Strategy, data: Mapping[str, int]) -> Mapping[str, int]:
+    """The data axis in the mesh of the model's axes."""
+    return {DATA: strategy.data_ranks} if _summed_over(strategy) else data
 
 
 def _names() -> list[str]:

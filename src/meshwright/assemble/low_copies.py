@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.strategies.shares import mark_shares
 from meshwright.torch_private.autograd import direct_apply
 from meshwright.torch_private.foreach import foreach_copy_, unflatten
 from meshwright.torch_private.modes import without_torch_function
@@ -113,7 +114,7 @@ class Group:
         self._left = passes
         linked = copies[: len(self._trained)]
         if self._trained and torch.is_grad_enabled():
-            linked = _link(self, linked, *self._trained)
+            linked = [mark_shares(copy) for copy in _link(self, linked, *self._trained)]
         found = dict(zip(map(id, self._trained), linked, strict=True))
         found |= zip(map(id, self._frozen), copies[len(self._trained) :], strict=True)
         for read, name, parameter in self._places:

@@ -46,7 +46,7 @@ def _pieces(rank: int, step: Sequence[Any], begun: float, met: float, strategy: 
             micro_batch=action.micro_batch,
         )
     last = max((ended for *_, ended in actions), default=begun)
-    if strategy.data_ranks > 1 and gradients > last:
+    if strategy.reduced_ranks > 1 and gradients > last:
         yield Piece(rank=rank, kind=DATA, start=last - begun, end=gradients - begun)
     if end > met:
         yield Piece(rank=rank, kind=UPDATE, start=met - begun, end=end - begun)

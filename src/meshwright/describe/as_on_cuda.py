@@ -84,6 +84,11 @@ def as_compiled() -> Iterator[None]:
         _compiled = before
 
 
+def stands_in() -> bool:
+    """Whether operators are decomposed as on CUDA tensors now."""
+    return _active > 0
+
+
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -96,8 +101,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     arguments = query, key, value, attn_mask, dropout_p, is_causal
-    if _takes_flash(query, key, value, attn_mask, is_causal):
-        return _flash(query, key, value, dropout_p, is_causal, scale)
+    if takes_flash(query, key, value, attn_mask, is_causal=is_causal):
+        return flash(query, key, value, dropout_p, is_causal=is_causal, scale=scale)
     if _takes_efficient(query, key, value, attn_mask, enable_gqa):
         return _efficient(*arguments, scale)
     return operators.MATH_ATTENTION(*arguments, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
@@ -132,7 +137,8 @@ def _model_of(tensor: Tensor) -> Tensor:
     return row.as_strided(tensor.shape, [0] * (tensor.dim() - 1) + [step]).requires_grad_(tensor.requires_grad)
 
 
-def _takes_flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+def takes_flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool) -> bool:
+    """Whether attention of these tensors on a GPU is a flash kernel."""
     widths = {query.shape[-1], key.shape[-1], value.shape[-1]}
     square = query.shape[-2] == key.shape[-2]
     return (
@@ -165,7 +171,8 @@ def _has_dense_rows(tensor: Tensor) -> bool:
     return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, is_causal: bool, scale: float | None) -> Tensor:
+def flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, *, is_causal: bool, scale: float | None) -> Tensor:
+    """The flash kernel. If causal, the last query attends to all keys, the one before it to all but the last."""
     width = q.shape[-1]
     if width % 8:
         q, k, v = (F.pad(x, (0, 8 - width % 8)) for x in (q, k, v))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import nn
 
 from meshwright.describe.blocks import find_blocks, find_units, own_parameters
+from meshwright.describe.calls import Call, TensorLeaf
 from meshwright.describe.collectives_in_code import find_collectives
 from meshwright.describe.draws import DrawWatcher, GeneratorLines, GeneratorWatch
 from meshwright.describe.experts import MixtureWatch
@@ -86,6 +87,7 @@ def describe(job: Job) -> ModelFacts:
         blocks=blocks,
         shard_units=units,
         calls=tuple(CallFacts(name=c.name, flops=c.flops, reads=tuple(sorted(c.reads))) for c in calls),
+        tokens=tokens_between(calls, blocks),
         optimizer_slots=optimizer_slots(job, model),
         couplings=couplings(job, model),
         batch_norms=batch_norm_names(model),
@@ -112,6 +114,13 @@ def describe(job: Job) -> ModelFacts:
         collectives=find_collectives(model, job.loss),
         unseen=unseen,
     )
+
+
+def tokens_between(calls: Sequence[Call], blocks: Sequence[str]) -> tuple[int, ...]:
+    """The numbers of tokens in what blocks return first, if that is (batch, tokens, width)."""
+    first = [call.leaves[0] for call in calls if call.name in blocks and call.leaves]
+    shapes = [leaf.shape for leaf in first if isinstance(leaf, TensorLeaf) and leaf.dtype.is_floating_point]
+    return tuple(sorted({shape[1] for shape in shapes if len(shape) == 3}))
 
 
 def _other_draws(job: Job, blueprint: Blueprint) -> tuple[DrawFacts, ...]:

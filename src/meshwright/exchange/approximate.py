@@ -119,6 +119,11 @@ def replicates(strategy: Strategy) -> bool:
     return strategy.traits.sized and not strategy.traits.shards
 
 
+def one_rank(strategy: Strategy) -> bool:
+    """Whether the data strategy has one rank, so that it sums and shards nothing."""
+    return strategy.data_size == 1 and strategy.reduced_ranks == 1
+
+
 def zero_alone(strategy: Strategy) -> bool:
     """Whether the data axis is a stage of ZeRO that keeps parameters whole, which only DeepSpeed has."""
     return bool(strategy.traits.zero_stage) and not strategy.traits.gathers

@@ -79,11 +79,10 @@ def _axes(fields: Fields, kind: str, ranks: int | None) -> tuple[dict[str, Any],
 
 def _refuse_others(sizes: Fields) -> None:
     """Refuse axes that take ranks and have no equivalent term."""
-    for name in ("cp", "sp"):
-        field = f"parallelism_config_{name}_size"
-        if sizes.size(field) > 1:
-            raise ExchangeError(f"{sizes.file}: {sizes.path(field)} has no equal here; set it to 1 to read the rest.")
-        sizes.skip(f"parallelism_config_{name}_backend")
+    field = "parallelism_config_sp_size"
+    if sizes.size(field) > 1:
+        raise ExchangeError(f"{sizes.file}: {sizes.path(field)} has no equal here; set it to 1 to read the rest.")
+    sizes.skip("parallelism_config_sp_backend", "parallelism_config_cp_backend", "parallelism_config_cp_comm_strategy")
 
 
 def _check_sizes(fields: Fields, kind: str, product: int, ranks: int) -> None:
@@ -112,7 +111,7 @@ def _fsdp(
         replicas = fields.size("num_machines")
     if ranks is None and replicas > 1:
         raise ExchangeError(f"{fields.file}: {word} needs the number of ranks; name num_processes.")
-    if tp > 1 and ranks == tp:
+    if tp > 1 and ranks == tp and not any(term.traits.shares_gradients for term in axes):
         raise ExchangeError(
             f"{fields.file}: FSDP has no rank to shard over beside tp_size {tp}; Accelerate refuses that."
         )
@@ -180,7 +179,7 @@ def _deepspeed(fields: Fields, ranks: int | None) -> Imported:
 
 def _refuse_tensor_axis(fields: Fields) -> None:
     sizes = fields.table("parallelism_config")
-    others = [f"parallelism_config_{name}_size" for name in ("dp_replicate", "dp_shard", "cp", "sp")]
+    others = [f"parallelism_config_{name}_size" for name in ("dp_replicate", "dp_shard", "sp")]
     for field in (*others, *axis_fields("accelerate")):
         if sizes.size(field) > 1:
             raise ExchangeError(

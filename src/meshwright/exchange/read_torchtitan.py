@@ -59,10 +59,6 @@ def read_torchtitan(fields: Fields, *, ranks: int | None = None) -> Imported:
 
 
 def _axes(fields: Fields, ranks: int | None, notes: list[str]) -> dict[str, Any]:
-    for name in ("context",):
-        field = f"{name}_parallel_degree"
-        if fields.size(field) > 1:
-            raise ExchangeError(f"{fields.file}: {fields.path(field)} has no equal here; set it to 1 to read the rest.")
     schedule = _schedule(fields, notes)
     terms = read_axes("torchtitan", fields, schedule)
     model_ranks = prod(term.size for term in terms)
@@ -72,6 +68,9 @@ def _axes(fields: Fields, ranks: int | None, notes: list[str]) -> dict[str, Any]
         shards = _outside(fields, shards, inside)
     elif ranks is not None:
         shards = max(1, ranks // (replicas * model_ranks))
+    if shards == 1 and any(term.traits.shares_gradients for term in terms):  # FSDP shards over this axis too
+        hybrid = {"data": "hsdp", "hsdp_replicas": replicas} if replicas > 1 else {"data": "fsdp"}
+        return {**hybrid, "data_size": replicas, "axes": terms}
     return {**_data(fields, replicas, shards, alone=model_ranks == 1, notes=notes), "axes": terms}
 
 

@@ -18,6 +18,7 @@ from meshwright.exchange.approximate import (
     becomes_precision,
     drop,
     offloaded,
+    one_rank,
     replicates,
     without_autocast,
     zero_alone,
@@ -52,8 +53,8 @@ _RULES: tuple[Rule, ...] = (
     *PLAIN_WORDS,
     as_data(zero_alone, "fsdp", _ZERO, variant="grad-op"),
     as_data(lambda s: replicates(s) and s.model_ranks > 1, "fsdp", "torchtitan's DDP goes with no other axis"),
-    as_data(lambda s: s.data_size == s.batch_splits == 1 and s.model_ranks > 1, None, "there is one data rank"),
-    as_data(lambda s: s.data_size == s.batch_splits == 1, "single", "there is one rank"),
+    as_data(lambda s: one_rank(s) and s.model_ranks > 1, None, "there is one data rank"),
+    as_data(one_rank, "single", "there is one rank"),
     without_autocast(
         lambda s: not s.traits.gathers, "torchtitan's word for it is mixed_precision_param: without FSDP, autocast"
     ),

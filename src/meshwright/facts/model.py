@@ -146,6 +146,8 @@ class ModelFacts:
     """Names of the modules whose parameters are gathered and reduced together; the others' are with the model's."""
     calls: tuple[CallFacts, ...] = ()
     """The calls of blocks and of modules around them, in order. A pipeline may cut between them."""
+    tokens: tuple[int, ...] = ()
+    """Tokens of a sample in what blocks return as (batch, tokens, width): each number that occurs, smallest first."""
     optimizer_slots: float = 2.0
     """Bytes of optimizer state per byte of parameter: 2 for Adam, 1 for momentum, 0 for plain SGD."""
     couplings: tuple[str, ...] = ()
@@ -230,5 +232,5 @@ class ModelFacts:
             "tensor_plan": plan and TensorPlan.from_json(plan),
         }
         reads = ("read_elsewhere", "read_outside")
-        names = ("blocks", "shard_units", "batch_norms", *reads, "couplings", "assumed", "evaluated")
+        names = ("blocks", "shard_units", "batch_norms", *reads, "couplings", "assumed", "evaluated", "tokens")
         return cls(**{**document, **values, **{name: tuple(document.get(name, ())) for name in names}})

@@ -39,6 +39,9 @@ class AxisTraits:
     model: parameters that it does not cut are replicated or sharded over all data ranks."""
     splits_activations: bool = False
     """Whether a rank computes parts of activations between layers, so that state kept in `forward` differs."""
+    shares_gradients: bool = False
+    """Whether its ranks hold all parameters and compute shares of their gradients. The data strategy then reduces and
+    shards over this axis too, which stands right inside the data axis in the mesh."""
     autocast: bool = True
     """Whether autocast works in the layers that it divides."""
     compiles: bool = False

@@ -94,11 +94,12 @@ class Strategy:
         if not _fits(self.model_ranks, self.data_size, ranks):
             raise Refused(_misfit(self, ranks))
         left = ranks // self.model_ranks
-        if left * self.batch_splits == 1 and self.reduce != "fp32":
+        summed = left * self.batch_splits > 1 or any(term.traits.shares_gradients for term in self.axes)
+        if not summed and self.reduce != "fp32":
             raise Refused(f"{self} leaves one data rank, which has nothing to sum; drop reduce={self.reduce}.")
         if self.data is not None:
             return replace(self, data_size=left)
-        if left * self.batch_splits > 1:
+        if summed:
             return replace(self, data="ddp", data_size=left)
         # If the model's axes take every rank, a data axis of one rank would only add a name.
         return self if self.model_ranks > 1 else replace(self, data="single")
@@ -180,6 +181,11 @@ class Strategy:
         return self.data_size * self.batch_splits
 
     @property
+    def reduced_ranks(self) -> int:
+        """Ranks whose gradients are summed: those of the data axis and of axes whose ranks compute shares."""
+        return self.data_ranks * prod(term.size for term in self.axes if term.traits.shares_gradients)
+
+    @property
     def shards(self) -> int:
         """Ranks that the data axis shards over; 1 if it only replicates."""
         return self.data_ranks // self.replicas
@@ -190,6 +196,11 @@ class Strategy:
         if self.hsdp_replicas is not None:
             return self.hsdp_replicas
         return 1 if self.traits.shards else self.data_ranks
+
+    @property
+    def state_shards(self) -> int:
+        """Ranks that sharded state is divided over: `shards`, and the ranks of axes whose gradients are summed too."""
+        return self.reduced_ranks // self.replicas if self.traits.shards else 1
 
 
 def _misfit(strategy: Strategy, ranks: int) -> str:

@@ -45,7 +45,8 @@ def candidates(facts: ModelFacts, cluster: Cluster, global_batch: int, allowed: 
         splits = prod(term.size for term in terms if term.traits.splits_batch)
         if data * splits > global_batch:
             continue
-        for axis in _data_axes(data, inner, cluster, splits):
+        summed = any(term.traits.shares_gradients for term in terms)
+        for axis in _data_axes(data, inner, cluster, splits, summed=summed):
             for model_axes in product(*(_with_suffixes(term, allowed) for term in terms)):
                 shape = ",".join(filter(None, [axis, *map(str, model_axes)]))
                 yield from _with_policies(shape or "single", global_batch // (data * splits), allowed)
@@ -77,14 +78,15 @@ def _with_suffixes(term: AxisTerm, allowed: Allowed) -> list[AxisTerm]:
     return [replace(term, suffix=name) for name in term.traits.suffixes if name in allowed.schedules]
 
 
-def _data_axes(ranks: int, inner: int, cluster: Cluster, splits: int) -> list[str]:
+def _data_axes(ranks: int, inner: int, cluster: Cluster, splits: int, *, summed: bool) -> list[str]:
     """Terms for a data axis of `ranks` ranks; hybrids shard within one or a few nodes, and replicate across them.
 
     With axes inside the data axis, which divide it into `splits`, only strategies that sum over fewer ranks are tried.
+    If gradients are `summed` over a model axis too, a data axis of one rank has something to shard.
     """
     if splits > 1:
         return [word for word in usual_terms(lambda traits: traits.planned, []) if _sums_apart(word)]
-    if ranks == 1:
+    if ranks == 1 and not summed:
         return [""]
     shards = [n for n in divisors(ranks) if 1 < n < ranks and n * inner >= cluster.devices_per_node]
     hybrids = [f"{ranks // n}x{n}" for n in shards[:3]] if cluster.nodes > 1 else []

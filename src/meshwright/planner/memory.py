@@ -146,7 +146,7 @@ def _gathered(step_layout: StepLayout, own: list[StageWork], running: UnitWork) 
 
 def _buffers(step_layout: StepLayout, own: list[StageWork]) -> float:
     """Buffers of a gradient sum over ranks, besides the gradients."""
-    if step_layout.data == 1 or step_layout.gathers:
+    if step_layout.reduced == 1 or step_layout.gathers:
         return 0.0
     if step_layout.optimizer_over == 1:
         # DDP sends its own bucket, or a rounded copy of it. A large tensor is a bucket by itself.

@@ -204,7 +204,7 @@ def _plan(context: PlanContext, strategy: Strategy, step_layout: StepLayout, fou
         error_bar=ERROR_BARS["account"],
         stages=found.places,
         host_gib=host,
-        saving_gib=written / max(1, step_layout.data // max(step_layout.shards, 1)),
+        saving_gib=written / max(1, step_layout.reduced // max(step_layout.shards, 1)),
     )
 
 

@@ -57,18 +57,23 @@ class Site:
         inner = prod(t.size for t in self.step_layout.inner if t.traits.place > place and not t.traits.splits_batch)
         return inner * self.step_layout.data if place < DATA_PLACE else inner
 
+    @property
+    def _reduced_stride(self) -> int:
+        """Number of consecutive ranks that hold different parameters."""
+        return prod(term.size for term in self.step_layout.inner if not term.traits.shares_gradients)
+
     @cached_property
     def shard(self) -> RankGroup:
-        return self._group(self.step_layout.shards, self._stride(DATA_PLACE))
+        return self._group(self.step_layout.shards, self._reduced_stride)
 
     @cached_property
     def replica(self) -> RankGroup:
         layout = self.step_layout
-        return self._group(layout.data // layout.shards, self._stride(DATA_PLACE) * layout.shards)
+        return self._group(layout.reduced // layout.shards, self._reduced_stride * layout.shards)
 
     @cached_property
     def data(self) -> RankGroup:
-        return self._group(self.step_layout.data, self._stride(DATA_PLACE))
+        return self._group(self.step_layout.reduced, self._reduced_stride)
 
     @cached_property
     def inside(self) -> RankGroup:

@@ -235,6 +235,7 @@ class StageCosts:
         programs = keeps_gathered and case.recorded
         beside = sum(share.beside * share.parts / parts for share in shares) if programs else 0.0
         gathered = case.gathered * held + beside
+        passing = 0.0 if keeps_gathered else sum(share.passing * share.parts / parts for share in shares)
         kept = unit.kept.at(micro_batch) / parts + gathered
         saved = kept * (1 - case.keeps) if unit.is_block else 0.0
         return UnitWork(
@@ -246,8 +247,8 @@ class StageCosts:
             backward_launches=kernels.launches(unit.backward, compiled),
             kept=kept - saved,
             output=min(unit.output.at(micro_batch), stream),
-            forward_peak=unit.forward_peak.at(micro_batch) / parts + gathered,
-            backward_peak=unit.backward_peak.at(micro_batch) / parts + gathered - saved,
+            forward_peak=unit.forward_peak.at(micro_batch) / parts + gathered + passing,
+            backward_peak=unit.backward_peak.at(micro_batch) / parts + gathered - saved + 2 * passing,
             elements=elements,
             gathered_with=max((self._unit_sizes(case.inner)[name] for name in shard_units), default=0),
             in_units=sum(self._held(names, case.inner)[0] for names in shard_units.values()),

@@ -88,7 +88,7 @@ class StepLayout:
     data: int = 1
     """Ranks on the data axis."""
     shards: int = 1
-    """Ranks that sharded state is divided over; there are `data // shards` copies of it."""
+    """Ranks that sharded state is divided over; there are `reduced // shards` copies of it."""
     inner: tuple[AxisTerm, ...] = ()
     """The axes whose ranks run the same layers together, outermost first."""
     stage_ranks: int = 1
@@ -148,6 +148,11 @@ class StepLayout:
         return self.data * self.inner_ranks * self.stage_ranks
 
     @cached_property
+    def reduced(self) -> int:
+        """Ranks whose gradients are summed: those of the data axis, and of inner axes that leave it to that."""
+        return self.data * prod(term.size for term in self.inner if term.traits.shares_gradients)
+
+    @cached_property
     def inner_ranks(self) -> int:
         """Ranks that run the same layers on the same samples."""
         return prod(term.size for term in self.inner if not term.traits.splits_batch)
@@ -197,7 +202,7 @@ def lay_out_step(strategy: Strategy, facts: ModelFacts, global_batch: int) -> St
     stage = strategy.stage_axis
     return StepLayout(
         data=strategy.data_ranks,
-        shards=strategy.shards,
+        shards=strategy.state_shards,
         inner=strategy.inner_axes,
         stage_ranks=stage.size if stage else 1,
         virtual=FAMILIES[stage.schedule].virtual if stage else 1,

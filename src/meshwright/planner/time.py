@@ -84,7 +84,7 @@ def _plain(timing: Timing, site: Site, stage: StageWork) -> None:
         sent = gradient_sum(site, stage.trainable, stage.inside)
     # In one process, broadcasting parameters and reducing gradients cost an all-reduce per micro-batch.
     times = layout.micro_batches if layout.one_process or layout.reduces_each else 1
-    timing.add("data", times * sent if layout.data > 1 else 0.0)
+    timing.add("data", times * sent if layout.reduced > 1 else 0.0)
 
 
 def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
@@ -167,7 +167,7 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
     hops = 2 * (layout.stage_ranks - 1)
     timing.add("stages", hops * site.time("send", max(stage.output for stage in stages[:-1]), site.neighbour))
     busiest = max(stages, key=lambda stage: stage.trainable)
-    if layout.data > 1:
+    if layout.reduced > 1:
         # After a micro-batch's backward the stage waits for the sum; what zero2 has sent by then is left out.
         times = layout.micro_batches if layout.reduces_each else 1
         summed = gradient_sum(site, busiest.trainable * layout.virtual, busiest.inside * layout.virtual)

@@ -13,6 +13,7 @@ MEMORY = dict(
 TIME = {
     "compute": "blue",
     "tensor": "pink",
+    "context": "yellow",
     "host": "grey",
     "data": "red",
     "bubble": "orange",

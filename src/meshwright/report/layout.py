@@ -26,6 +26,8 @@ def layout_page(document: dict[str, Any]) -> Group:
     if "tensor" in document:
         columns = ("module", "role", "divides", "why")
         parts.append(_table("tensor parallelism: how each layer is sharded", columns, document["tensor"]))
+    if "tokens" in document:
+        parts.append(Text(_tokens(document["tokens"])))
     if "operators" in document:
         columns = ("module", "kind", "divides", "why")
         parts.append(_table("operator-wise: how each operator is sharded", columns, document["operators"]))
@@ -38,6 +40,12 @@ def _head(head: dict[str, Any]) -> str:
     found = f"loss=pieced: {head['module'] or 'the model'} ({head['classes']} classes) and its loss run in pieces"
     needed = ", ".join(head["needed_by"])
     return f"{found}; but all logits are computed too, for {needed}" if needed else found
+
+
+def _tokens(tokens: dict[str, Any]) -> str:
+    shares = ", ".join(f"{number // tokens['ranks']:,} of {number:,}" for number in tokens["all"])
+    where = "from both ends, for causal masks" if tokens["chunks"] > 1 else "in one chunk"
+    return f"context parallelism: a rank has {shares} tokens of a sample, {where}; keys and values are gathered"
 
 
 def _table(title: str, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> Table:

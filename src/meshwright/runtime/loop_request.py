@@ -52,6 +52,11 @@ class LoopRequest:
         for term in strategy.inner_axes:
             if type(inner_axis(term)).finish is not InnerAxis.finish:
                 raise Refused(f"{strategy}: {term.word} completes gradients once per step; use mw.setup(job, ...).")
+            if term.traits.shares_gradients:
+                raise Refused(
+                    f"{strategy}: {term.word} divides samples over ranks, whose gradients must be summed, but those of "
+                    "a loop that you write are averaged; use mw.setup(job, ...), or tp."
+                )
         if inside := [term.word for term in strategy.axes if term.traits.splits_batch]:
             raise Refused(f"{strategy}: {inside[0]} sums some gradients over fewer ranks; use mw.setup(job, ...).")
         if strategy.stage_axis is not None and strategy.offload == "optimizer":

@@ -6,6 +6,7 @@ from meshwright.facts.data_axis import DATA_AXES
 from meshwright.facts.model_axis import MODEL_AXES, AxisTerm
 from meshwright.facts.strategy import Strategy
 from meshwright.strategies.base import DataStrategy, Place, StateLayout
+from meshwright.strategies.context.axis import ContextParallel
 from meshwright.strategies.data.ddp import Ddp
 from meshwright.strategies.data.dp import Dp
 from meshwright.strategies.data.fsdp import Fsdp
@@ -73,6 +74,7 @@ register(Hsdp())
 register(TensorParallel())
 register(OperatorParallel())
 register(ExpertParallel())
+register(ContextParallel())
 register(PipelineParallel())
 register(LayerPlacement())
 

@@ -76,7 +76,7 @@ class DataStrategy(ABC):
 
     def axes(self, strategy: Strategy) -> dict[str, int]:
         """The mesh axes that it needs, by name and size; empty for one process."""
-        return {"data": strategy.data_ranks}
+        return {"data": strategy.reduced_ranks}
 
     def kept_whole(self, facts: ModelFacts, apart: Mapping[str, DeviceMesh] | None = None) -> frozenset[str]:
         """Parameters that it does not shard although it shards the others; tied ones by each name.
@@ -94,7 +94,7 @@ class DataStrategy(ABC):
         low = strategy.number_format.bytes
         masters = self.lowered_copy and strategy.number_format.is_low and not strategy.pure and not strategy.autocast
         return StateLayout(
-            **{state: strategy.shards for state in strategy.traits.shards},
+            **{state: strategy.state_shards for state in strategy.traits.shards},
             parameter_bytes=low if strategy.pure or masters else None,
             update_bytes=low if strategy.pure else None,
             masters=masters,

@@ -8,7 +8,7 @@ mode sees what they do: in backward one is active for blocks that are recomputed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -217,9 +217,22 @@ def _parts_joined(x: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Te
     return parts.movedim(0, dim).reshape((*shape[:dim], ranks * shape[dim], *shape[dim + 1 :]))
 
 
+def own_part(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's part of each of a tensor's pieces, by functions that autograd differentiates."""
+    axis = _axis_of(mesh)
+    if not axis.balanced:
+        return torch.cat([piece.chunk(axis.size, dim)[axis.rank] for piece in x.chunk(pieces, dim)], dim)
+    each, last = 2 * axis.size, 2 * axis.size - 1
+    chunks = x.chunk(pieces * each, dim)
+    places = [piece * each + place for piece in range(pieces) for place in (axis.rank, last - axis.rank)]
+    return torch.cat([chunks[place] for place in places], dim)
+
+
 def _own(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Tensor:
     axis = _axis_of(mesh)
     with without_torch_function():
+        if axis.balanced:
+            return own_part(x, dim, pieces, mesh)
         if pieces == 1:
             return _part(x, dim, axis.rank, axis.size)
         return torch.cat([piece.chunk(axis.size, dim)[axis.rank] for piece in x.chunk(pieces, dim)], dim)
@@ -228,12 +241,19 @@ def _own(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Tens
 def joined(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Tensor:
     axis = _axis_of(mesh)
     with without_torch_function():
-        if pieces == 1:
+        if pieces == 1 and not axis.balanced:
             return _parts_joined(x, dim, axis.size, axis.name)
         if x.dtype == torch.bool:
             return joined(x.view(torch.uint8), dim, pieces, mesh).view(torch.bool)
-        by_rank = [own.chunk(pieces, dim) for own in gathered_rows(x, axis.size, axis.name)]
-        return torch.cat([own[piece] for piece in range(pieces) for own in by_rank], dim)
+        rows = gathered_rows(x, axis.size, axis.name)
+        if not axis.balanced:
+            by_rank = [own.chunk(pieces, dim) for own in rows]
+            return torch.cat([own[piece] for piece in range(pieces) for own in by_rank], dim)
+        halves = [own.chunk(2 * pieces, dim) for own in rows]
+        in_order = []
+        for piece in range(pieces):
+            in_order += [own[2 * piece] for own in halves] + [own[2 * piece + 1] for own in reversed(halves)]
+        return torch.cat(in_order, dim)
 
 
 def _summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -254,6 +274,10 @@ def _summed_part(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
     with without_torch_function():
         shape, dim = x.shape, dim % x.dim()
         ranks = _axis_of(mesh).size
+        if _axis_of(mesh).balanced:
+            chunks = x.chunk(2 * ranks, dim)
+            rows = [torch.cat([chunks[rank], chunks[-1 - rank]], dim) for rank in range(ranks)]
+            return _summed_row(torch.stack(rows), mesh)
         by_rank = x.reshape((*shape[:dim], ranks, shape[dim] // ranks, *shape[dim + 1 :])).movedim(dim, 0)
         return _summed_row(by_rank, mesh)
 
@@ -273,6 +297,30 @@ class _Axis:
     group: dist.ProcessGroup
     name: str
     """The group's name."""
+    balanced: bool = False
+    """Whether a rank's part is two chunks of 2 x `size`, one counted from each end, and not one of `size`."""
+
+
+def balance(mesh: DeviceMesh, *, wanted: bool) -> None:
+    """Let a rank's part be two chunks, the one as far from the beginning as the other is from the end, or one.
+
+    Under a causal mask, early tokens attend to few others and late ones to many: so all ranks have the same work.
+    """
+    mesh.__dict__["_meshwright_axis"] = replace(_read_axis(mesh), balanced=wanted)
+
+
+def chunks_of(mesh: DeviceMesh) -> tuple[tuple[int, ...], int]:
+    """The chunks of a divided dim that this rank holds, and the number of chunks in all."""
+    axis = _axis_of(mesh)
+    if axis.balanced:
+        return (axis.rank, 2 * axis.size - 1 - axis.rank), 2 * axis.size
+    return (axis.rank,), axis.size
+
+
+def divides(size: int, mesh: DeviceMesh) -> bool:
+    """Whether the ranks of an axis can have even parts of a dim."""
+    axis = _axis_of(mesh)
+    return size % (2 * axis.size if axis.balanced else axis.size) == 0
 
 
 def _axis_of(mesh: DeviceMesh) -> _Axis:

@@ -45,6 +45,9 @@ class UnitShare:
     """Ranks that a kernel is divided over, if that differs from `parts`."""
     regathered: float = 0.0
     """Bytes of inputs that are gathered and kept whole until backward."""
+    passing: float = 0.0
+    """Bytes that are gathered for a pass and freed again, where inputs are recomputed; backward makes gradients of the
+    same size."""
     beside: float = 0.0
     """Bytes that a rank keeps until backward beside its share of what the undivided unit keeps."""
     forward: tuple[Sent, ...] = ()

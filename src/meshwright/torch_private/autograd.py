@@ -65,6 +65,16 @@ def own_functions_wrapped(told: Callable[[str], None]) -> AbstractContextManager
     return patch.object(torch.autograd.Function, "apply", classmethod(apply))
 
 
+def own_functions_given(convert: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> AbstractContextManager[Any]:
+    """Context in which `torch.autograd.Function.apply` gets `convert(args)`."""
+    plain = torch.autograd.Function.__dict__["apply"].__func__
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain(cls, *convert(args), **kwargs)
+
+    return patch.object(torch.autograd.Function, "apply", classmethod(apply))
+
+
 def hooks_wrapped(told: Callable[[], None]) -> AbstractContextManager[Any]:
     """Context in which `told()` is called before hooks on saved tensors become active, as checkpointing has them."""
     hooks = torch.autograd.graph.saved_tensors_hooks

@@ -123,7 +123,7 @@ def _work(
     name = func.overloadpacket.__name__
     flops = count_flops(func, args, kwargs, result)
     if _is_causal(func, args, kwargs):
-        flops /= 2  # the kernel skips what is above the diagonal, but the registry counts it
+        flops *= _below_diagonal(given)  # the kernel skips what is above it, but the registry counts it
     kind = operator_kind(func)
     # A product's dtype is that of its factors: fp8's give results in bf16.
     seen = given if kind == "matmul" else [*given, *made]
@@ -145,6 +145,12 @@ def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
         return False
     place = names.index("is_causal")
     return bool(kwargs.get("is_causal", place < len(args) and args[place]))
+
+
+def _below_diagonal(given: list[torch.Tensor]) -> float:
+    """The share of scores that a causal kernel computes: half, or more for the last queries of a longer sequence."""
+    queries, keys = given[0].shape[-2], given[1].shape[-2]
+    return 1 - queries / (2 * keys) if queries < keys else 0.5
 
 
 def _touched(name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> int:

@@ -67,4 +67,4 @@ def verify(
 
 def _widened(reference: Reference, strategy: Strategy) -> Reference:
     """The reference with the bounds of a strategy that rounds gradients before it sums them over ranks."""
-    return reference if strategy.reduce == "fp32" else replace(reference, reduced_over=strategy.data_ranks)
+    return reference if strategy.reduce == "fp32" else replace(reference, reduced_over=strategy.reduced_ranks)

@@ -126,7 +126,7 @@ def replicate(model: nn.Module, context: ApplyContext) -> Engine:
     elif context.reduce_dtype is torch.bfloat16:
         module.register_comm_hook(group, lambda own, bucket: _average_in_bf16(own, bucket))
     _fix_buckets(module)
-    return DdpEngine(model, module, context.strategy.data_ranks, uses_all=uses_all)
+    return DdpEngine(model, module, context.strategy.reduced_ranks, uses_all=uses_all)
 
 
 def _with_views_of_parameters(model: nn.Module, args: Any, output: Any) -> Any:

@@ -60,8 +60,8 @@ class Fsdp(DataStrategy):
 
     def axes(self, strategy: Strategy) -> dict[str, int]:
         if strategy.traits.shards:
-            return {"data": strategy.data_ranks}
-        return {"replicate": strategy.data_ranks, "shard": 1}
+            return {"data": strategy.reduced_ranks}
+        return {"replicate": strategy.reduced_ranks, "shard": 1}
 
     def apply(self, model: nn.Module, context: ApplyContext) -> Engine:
         from meshwright.strategies.data.fully_shard import shard  # lazily, because FSDP2 takes a second to import

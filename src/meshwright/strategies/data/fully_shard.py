@@ -103,7 +103,7 @@ class FsdpEngine(Engine):
         self._reduces = True
         """Whether the current micro-batch's gradients are reduced, with those of earlier ones that were not."""
         self.keeps_gathered = False
-        self.gradient_scale = float(strategy.data_ranks)
+        self.gradient_scale = float(strategy.reduced_ranks)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         uncut = {id(parameter) for parameter in whole.leaves()}
         self._sharded = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in uncut}

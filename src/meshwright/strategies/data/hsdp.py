@@ -13,4 +13,4 @@ class Hsdp(Fsdp):
     traits = replace(FULL, word="hsdp", aliases=(), hybrid=True, zero_stage=None, complexity=5)
 
     def axes(self, strategy: Strategy) -> dict[str, int]:
-        return {"replicate": strategy.replicas, "shard": strategy.shards}
+        return {"replicate": strategy.replicas, "shard": strategy.state_shards}

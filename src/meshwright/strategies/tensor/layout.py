@@ -5,11 +5,16 @@ is a `DTensor` that carries this rank's even part along one dim. Replicated and 
 rule in `rules.py` has to handle them.
 
 A part's gradient is the same part of the whole gradient. A whole tensor has a whole gradient: if ranks compute shares
-of it, backward sums them.
+of it, backward sums them. Parameters of an axis whose gradients the data strategy sums are the exception: their
+gradients stay shares (`strategies/shares.py`).
+
+The part of one axis may be divided over another one: a DTensor in a DTensor. A collective then runs on the innermost
+part (`innermost`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -17,8 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.errors import Refused
-from meshwright.strategies.collectives import copy_in, join, slice_in
+from meshwright.strategies import collectives
+from meshwright.strategies.collectives import copy_in, divides, join, own_part, slice_in
 from meshwright.strategies.recorder import aliased
+from meshwright.strategies.shares import has_shares
 from meshwright.strategies.tensor.memory import MADE_FROM, check_unchanged
 from meshwright.torch_private.autograd import direct_apply
 from meshwright.torch_private.dtensor import local_tensor, make_dtensor, spec_of
@@ -74,7 +81,10 @@ def _spec_of_whole(local: torch.Tensor, dim: int, mesh: DeviceMesh) -> Any:
     specs = mesh.__dict__.setdefault("_meshwright_specs", {})
     key = local.shape, local.stride(), local.dtype, dim
     if key not in specs:
-        specs[key] = spec_of(DTensor.from_local(local.detach(), mesh, [Shard(dim)], run_check=False))
+        like = local.detach()
+        if isinstance(like, DTensor):  # the part of another axis, which `from_local` refuses
+            like = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+        specs[key] = spec_of(DTensor.from_local(like, mesh, [Shard(dim)], run_check=False))
     return specs[key]
 
 
@@ -135,23 +145,45 @@ def part(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
     dim %= x.dim()
     if is_divided(x, mesh) and dim_of(x) == dim and pieces_of(x) == 1:
         return local(x)
-    if x.shape[dim] % mesh.size():
+    if not divides(x.shape[dim], mesh):
         raise ValueError(f"{mesh.size()} ranks cannot divide dim {dim} of a tensor of shape {tuple(x.shape)}.")
-    return slice_in(whole(x, mesh), dim, mesh)
+    if has_shares(x, mesh):
+        return own_part(x, dim, 1, mesh)
+    return innermost(whole(x, mesh), dim, lambda own: slice_in(own, dim, mesh))
 
 
 def whole(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    if not is_divided(x, mesh):
-        return x
-    return join(local(x), dim_of(x), pieces_of(x), False, mesh)
+    return _joined(x, mesh, shares=False) if is_divided(x, mesh) else x
 
 
 def shared(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """A whole tensor for a computation in which each rank computes a share of its gradient."""
     if is_divided(x, mesh) and pieces_of(x) == 1:
-        return join(local(x), dim_of(x), 1, True, mesh)
+        return _joined(x, mesh, shares=True)
+    if has_shares(x, mesh):
+        return x
     x = whole(x, mesh)
-    return copy_in(x, mesh) if x.requires_grad and torch.is_grad_enabled() else x
+    return innermost(x, None, lambda own: copy_in(own, mesh)) if x.requires_grad and torch.is_grad_enabled() else x
+
+
+def add_up(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of the ranks' shares, on every rank."""
+    return innermost(x, None, lambda own: collectives.add_up(own, mesh))
+
+
+def _joined(x: DTensor, mesh: DeviceMesh, *, shares: bool) -> torch.Tensor:
+    dim, pieces = dim_of(x), pieces_of(x)
+    return innermost(local(x), dim, lambda own: join(own, dim, pieces, shares, mesh))
+
+
+def innermost(x: torch.Tensor, dim: int | None, run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Run a collective along a dim on a tensor that another axis may have divided."""
+    if not isinstance(x, DTensor):
+        return run(x)
+    mesh = x.device_mesh
+    if dim is not None and dim_of(x) == dim:
+        return run(whole(x, mesh))
+    return divided(innermost(local(x), dim, run), dim_of(x), mesh, pieces_of(x))
 
 
 _carry, _open = direct_apply(_Carry), direct_apply(_Open)

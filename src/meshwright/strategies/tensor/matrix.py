@@ -17,10 +17,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.pieced_loss.head import Output, output_layer
 from meshwright.pieced_loss.losses import ClassPart
-from meshwright.strategies.collectives import add_up, add_up_part
+from meshwright.strategies.collectives import add_up_part
 from meshwright.strategies.float8_linear import float8_linear
 from meshwright.strategies.recorder import noted
-from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, local, part, pieces_of, shared, whole
+from meshwright.strategies.tensor.layout import (
+    add_up,
+    dim_of,
+    divided,
+    is_divided,
+    local,
+    part,
+    pieces_of,
+    shared,
+    whole,
+)
 from meshwright.strategies.tensor.rules import Rule
 from meshwright.torch_private.tensors import version_of
 

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import Refused
+from meshwright.strategies.shares import mark_shares
 from meshwright.torch_private.dtensor import local_tensor, set_local_tensor
 from meshwright.torch_private.tensors import version_of
 
@@ -45,6 +46,7 @@ class _Memory:
 def as_parameter(x: DTensor) -> DTensor:
     """Mark a tensor as a layer's parameter, which the model must not change in place."""
     _memory(x).is_parameter = True
+    mark_shares(x)
     return x
 
 

@@ -7,10 +7,10 @@ divided. `gathered` counts those.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -98,6 +98,9 @@ _VIEWS = functions(
 
 
 class DividedFunctions(TorchFunctionMode):
+    rules: ClassVar[Mapping[Any, Rule]] = _RULES
+    rules_of_pieces: ClassVar[Mapping[Any, Rule]] = _RULES_OF_PIECES
+
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.mesh = mesh
@@ -113,12 +116,12 @@ class DividedFunctions(TorchFunctionMode):
                 if is_divided(x, self.mesh):
                     keep_gradients(x)
             return func(*args, **kwargs)
-        tensors = list(_tensors(args, kwargs))
+        tensors = list(tensors_of(args, kwargs))
         for tensor in tensors:
             check_current(tensor)
         if not any(is_divided(tensor, self.mesh) for tensor in tensors):
-            return func(*args, **kwargs)
-        if func in _ON_DTENSOR or (_is_property(func) and func not in _RULES):
+            return self._on_plain(func, args, kwargs)
+        if func in _ON_DTENSOR or (_is_property(func) and func not in self.rules):
             if func in _OF_GRADIENTS:
                 keep_gradients(args[0])
             return func(*args, **kwargs)
@@ -139,8 +142,8 @@ class DividedFunctions(TorchFunctionMode):
             run()
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        fused = any(is_divided(leaf, self.mesh) and pieces_of(leaf) > 1 for leaf in _tensors(args, kwargs))
-        result = self._by_rule((_RULES_OF_PIECES if fused else _RULES).get(func), func, args, kwargs)
+        fused = any(is_divided(leaf, self.mesh) and pieces_of(leaf) > 1 for leaf in tensors_of(args, kwargs))
+        result = self._by_rule((self.rules_of_pieces if fused else self.rules).get(func), func, args, kwargs)
         if result is not NotImplemented:
             return result
         if fused:  # a rule may handle the gathered tensor
@@ -151,7 +154,11 @@ class DividedFunctions(TorchFunctionMode):
     def _on_whole(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.gathered[getattr(func, "__name__", str(func))] += 1
         whole_args, whole_kwargs = self._whole((args, kwargs))
-        return func(*whole_args, **whole_kwargs)
+        return self._on_plain(func, whole_args, whole_kwargs)
+
+    def _on_plain(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function none of whose arguments is divided."""
+        return func(*args, **kwargs)
 
     def _by_rule(self, rule: Rule | None, func: Any, args: Any, kwargs: Any) -> Any:
         if rule is None:
@@ -197,7 +204,7 @@ class DividedFunctions(TorchFunctionMode):
         return value
 
 
-def _tensors(args: Any, kwargs: Any) -> Iterator[Any]:
+def tensors_of(args: Any, kwargs: Any) -> Iterator[Any]:
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             yield value

@@ -17,8 +17,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.strategies.collectives import add_up
-from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, local, part, pieces_of, shared, whole
+from meshwright.strategies.collectives import divides
+from meshwright.strategies.tensor.layout import (
+    add_up,
+    dim_of,
+    divided,
+    is_divided,
+    local,
+    part,
+    pieces_of,
+    shared,
+    whole,
+)
 from meshwright.torch_private.trees import tree_leaves, tree_map
 
 Rule = Callable[..., Any]
@@ -89,9 +99,9 @@ def _divided_dim(x: DTensor, shape: Sequence[int], mesh: DeviceMesh) -> int | No
     A tensor divided along dim d is prod(shape[:d]) runs of elements, and each rank has an even part of every run. After
     a reshape, the divided dim is the one with the same number of runs before it, if its size divides.
     """
-    runs = prod(x.shape[: dim_of(x)])
+    runs = prod(x.shape[: dim_of(x)]) * pieces_of(x)
     for dim, size in enumerate(shape):
-        if prod(shape[:dim]) == runs and size > 1 and size % mesh.size() == 0:
+        if prod(shape[:dim]) == runs and size > 1 and divides(size, mesh):
             return dim
     return None
 

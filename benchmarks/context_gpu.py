@@ -1,0 +1,88 @@
+"""Context parallelism on one GPU: one rank's step of a long sample, and its attention kernels.
+
+    PYTHONPATH=src python benchmarks/context_gpu.py --json docs/data/context_gpu.json
+
+The step is that of rank 0 in a fake world of 8: a Llama of 8 billion parameters, 131,072 tokens in a sample. It is
+compared with the trace on fake tensors and with the planner's closed form. The kernels are those of all tokens' causal
+attention, forward and backward, and those of one rank's queries: an eighth of that would be ideal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from plan_gpu import Case, account_for, errors_of, measure, trace
+from torch import Tensor
+
+from meshwright.strategies.context.causal import attend_to_earlier
+
+TOKENS, RANKS, REPEATS = 131072, 8, 3
+HEADS, KV_HEADS, WIDTH = 32, 8, 128
+CASE = Case(f"preset:llama3-8b:seq={TOKENS},batch=1", f"fsdp,cp={RANKS},bf16,ac=full", RANKS, 0, REPEATS)
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """The shortest of several runs, after one to warm up."""
+    run()
+    found = []
+    for _ in range(REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(start.elapsed_time(end))
+    return min(found)
+
+
+def attention_ms(rows: int, columns: int) -> float:
+    """Forward and backward of the last `rows` tokens' attention to `columns` tokens."""
+
+    def made(heads: int, tokens: int) -> Tensor:
+        return torch.randn(1, heads, tokens, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    given = made(HEADS, rows), made(KV_HEADS, columns), made(KV_HEADS, columns)
+    gradient = torch.randn(1, HEADS, rows, WIDTH, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> None:
+        mixed = attend_to_earlier(*given, dropout_p=0.0, scale=None, enable_gqa=True)
+        torch.autograd.grad(mixed, given, gradient)
+
+    return milliseconds(run)
+
+
+def time_attention() -> dict[str, float]:
+    """All tokens' attention, and that of the chunks of the first and of the last rank."""
+    size, last = TOKENS // (2 * RANKS), 2 * RANKS - 1
+    whole = attention_ms(TOKENS, TOKENS)
+    found = {"whole_ms": whole, "eighth_ms": whole / RANKS}
+    for rank in (0, RANKS - 1):
+        found[f"rank_{rank}_ms"] = sum(attention_ms(size, (place + 1) * size) for place in (rank, last - rank))
+    slowest = max(ms for name, ms in found.items() if name.startswith("rank"))
+    return found | {"slowest_to_eighth": slowest / found["eighth_ms"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    attention = time_attention()
+    print(attention, flush=True)
+    torch.cuda.empty_cache()
+    row = measure(CASE, nullcontext(), detail=False)
+    told = account_for(row) | trace(row)
+    found = {"torch": torch.__version__, "attention": attention, "step": row, "told": told}
+    found["errors"] = errors_of(row, told)
+    print(json.dumps(found, indent=1, default=str))
+    if asked.json:
+        asked.json.write_text(json.dumps(found, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()

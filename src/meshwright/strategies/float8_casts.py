@@ -22,7 +22,7 @@ def rounded(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def rounded_and_turned(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`rounded`, and its transpose, both with contiguous rows."""
     if matrix.is_cuda:
-        return _round_both(matrix.contiguous(), scale, dtype)
+        return _round_both(matrix.contiguous(), scale, dtype)  # type: ignore[no-any-return]
     plain = rounded(matrix, scale, dtype)
     return plain, plain.t().contiguous()
 
@@ -30,7 +30,7 @@ def rounded_and_turned(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> tup
 def turned(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The transpose of `rounded`, with contiguous rows."""
     if matrix.is_cuda:
-        return _round_turned(matrix.contiguous(), scale, dtype)
+        return _round_turned(matrix.contiguous(), scale, dtype)  # type: ignore[no-any-return]
     return rounded(matrix, scale, dtype).t().contiguous()
 
 

@@ -17,8 +17,8 @@ BLOCK = 64, 128
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _round_in_both_orders(
-    source,  # type: ignore[no-untyped-def]
+def _round_in_both_orders(  # type: ignore[no-untyped-def]
+    source,
     scale,
     plain,
     turned,

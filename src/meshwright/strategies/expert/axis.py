@@ -62,8 +62,8 @@ class ExpertParallel(InnerAxis):
                 f"{term} was asked, but {uneven[0].module} has {uneven[0].experts} experts, which {term.size} ranks "
                 "cannot divide; use a number of ranks that divides them."
             )
-        if shared := next((other for other in strategy.inner_axes if other.traits.shares_gradients), None):
-            return f"{term} cannot be combined with {shared}: both change who sums gradients; use one of them."
+        if other := next((one for one in strategy.inner_axes if one.traits.shares_gradients), None):
+            return f"{term} cannot be combined with {other}: both change who sums gradients; use one of them."
         beside = next((other for other in strategy.inner_axes if other != term and other.traits.splits_tensors), None)
         if beside and (listed := [one.module for one in facts.experts if not one.stacked]):
             return (

@@ -63,8 +63,9 @@ def every_strategy() -> list[Strategy]:
     low = [Strategy(**merged(*parts)) for parts in itertools.product(rounded, RECOMPUTE, OFFLOAD, REST)]
     pieced = [Strategy(data=word, loss="pieced", precision="bf16") for word in ("single", "ddp", "zero1", "fsdp")]
     experts = [Strategy.parse(f"{data},ep=4{rest}") for data in ("ddp", "fsdp") for rest in ("", ",tp=2", ",pp=2:1f1b")]
+    tokens = [Strategy.parse(f"{data},cp=4{rest}") for data in ("ddp", "fsdp") for rest in ("", ",tp=2", ",pp=2:1f1b")]
     every = (Strategy(**merged(*a, *p)) for a, p in itertools.product(axes, policies))
-    return [*every, *once, *low, *pieced, *experts]
+    return [*every, *once, *low, *pieced, *experts, *tokens]
 
 
 def merged(*parts: dict[str, Any]) -> dict[str, Any]:

@@ -56,11 +56,12 @@ def cells(drawing: Drawing, x: float, y: float, numbers: list[int]) -> None:
 
 
 LAYERS = 4
-PANEL = 210
+PANEL, TOP = 210, 88
+"""The width of a panel, and where the layers begin."""
 
 
 def side_by_side() -> Drawing:
-    drawing = Drawing(4 * PANEL, 300, "Data, sharded, tensor and pipeline parallelism on two ranks, side by side")
+    drawing = Drawing(4 * PANEL, 276, "Data, sharded, tensor and pipeline parallelism on two ranks, side by side")
     panels = {"data": data_panel, "sharded": sharded_panel, "tensor": tensor_panel, "pipeline": pipeline_panel}
     for place, (name, draw) in enumerate(panels.items()):
         x = place * PANEL
@@ -72,21 +73,21 @@ def side_by_side() -> Drawing:
 
 
 def layer(drawing: Drawing, x: float, number: int, colour: str, *, width: float = 76, dashed: bool = False) -> None:
-    drawing.box(x, 52 + 34 * number, width, 28, colour, dashed=dashed)
+    drawing.box(x, TOP + 34 * number, width, 28, colour, dashed=dashed)
 
 
 def layer_names(drawing: Drawing, x: float, numbers: range) -> None:
     for number in numbers:
-        drawing.text(x + 38, 71 + 34 * number, f"layer {number + 1}", size=12)
+        drawing.text(x + 38, TOP + 19 + 34 * number, f"layer {number + 1}", size=12)
 
 
-def below(drawing: Drawing, x: float, samples: tuple[str, str], sent: str, when: str) -> None:
+def around(drawing: Drawing, x: float, samples: tuple[str, ...], sent: str, when: str) -> None:
     """What comes into each rank, and what crosses between them."""
     for rank, words in enumerate(samples):
-        drawing.line(x + 60 + 90 * rank, 214, x + 60 + 90 * rank, 194, arrow=True)
-        drawing.text(x + 60 + 90 * rank, 230, words, size=12)
-    drawing.text(x + 105, 262, f"sent: {sent}", size=12)
-    drawing.text(x + 105, 280, when, size=12)
+        drawing.text(x + 60 + 90 * rank, 62, words, size=12)
+        drawing.line(x + 60 + 90 * rank, 67, x + 60 + 90 * rank, TOP - 2, arrow=True)
+    drawing.text(x + 105, 246, f"sent: {sent}", size=12)
+    drawing.text(x + 105, 264, when, size=12)
 
 
 def data_panel(drawing: Drawing, x: float) -> None:
@@ -94,7 +95,7 @@ def data_panel(drawing: Drawing, x: float) -> None:
         for number in range(LAYERS):
             layer(drawing, x + 22 + 90 * rank, number, colour)
         layer_names(drawing, x + 22 + 90 * rank, range(LAYERS))
-    below(drawing, x, ("samples 1-16", "17-32"), "gradients", "once per step")
+    around(drawing, x, ("samples 1-16", "17-32"), "gradients", "once per step")
 
 
 def sharded_panel(drawing: Drawing, x: float) -> None:
@@ -104,7 +105,7 @@ def sharded_panel(drawing: Drawing, x: float) -> None:
             layer(drawing, left + 38 * rank, number, colour, width=38)
             layer(drawing, left + 38 * (1 - rank), number, (ORANGE, BLUE)[rank], width=38, dashed=True)
         layer_names(drawing, left, range(LAYERS))
-    below(drawing, x, ("samples 1-16", "17-32"), "parameters, gradients", "for each layer (dashed: fetched)")
+    around(drawing, x, ("samples 1-16", "17-32"), "parameters, gradients", "for each layer (dashed: fetched)")
 
 
 def tensor_panel(drawing: Drawing, x: float) -> None:
@@ -112,8 +113,8 @@ def tensor_panel(drawing: Drawing, x: float) -> None:
         left = x + 22 + 90 * rank
         for number in range(LAYERS):
             layer(drawing, left + 19, number, colour, width=38)
-            drawing.text(left + 38, 71 + 34 * number, f"½ {number + 1}", size=12)
-    below(drawing, x, ("all samples", "all samples"), "activations", "in every layer")
+            drawing.text(left + 38, TOP + 19 + 34 * number, f"½ {number + 1}", size=12)
+    around(drawing, x, ("all samples", "all samples"), "activations", "in every layer")
 
 
 def pipeline_panel(drawing: Drawing, x: float) -> None:
@@ -122,8 +123,8 @@ def pipeline_panel(drawing: Drawing, x: float) -> None:
         for number in numbers:
             layer(drawing, x + 22 + 90 * rank, number, colour)
         layer_names(drawing, x + 22 + 90 * rank, numbers)
-    drawing.line(x + 98, 100, x + 128, 120, arrow=True)
-    below(drawing, x, ("all samples", "(from rank 0)"), "activations", "between the stages")
+    drawing.line(x + 98, TOP + 48, x + 110, TOP + 82, arrow=True)
+    around(drawing, x, ("all samples",), "activations", "between the stages")
 
 
 def overlap() -> Drawing:

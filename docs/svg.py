@@ -1,4 +1,4 @@
-"""SVG drawings that are legible on light and dark pages: lines and text have the page's colour, areas are translucent."""
+"""SVG drawings for light and dark pages: lines and text have the page's colour, and areas are translucent."""
 
 from __future__ import annotations
 

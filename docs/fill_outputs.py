@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the pages are run as their test runs them
 
-from page_blocks import Page, difference, pages
+from page_programs import Page, difference, pages
 from page_runner import run_block, run_in_shell, starts_ranks, write_files
 from rank_pool import RankPool
 

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 
 from meshwright.assemble.world import World
-from page_blocks import Block, Page
+from page_programs import Block, Page
 from rank_pool import RankPool
 
 SOURCE = Path(__file__).parents[1] / "src"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from page_blocks import DOCS, Page, pages
+from page_programs import DOCS, Page, pages
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 WRITTEN = [page for folder in ("learn", "moving", "comparisons") for page in pages(folder)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from page_blocks import difference, side
+from page_programs import difference, side
 
 PRINTED = "a table\n│ loss │ 0.5827 │\n│ step │ 12.3 ms │\nthe end\n"
 

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.assemble.step import Trainer
 from meshwright.facts.forecast import Measurement
+from meshwright.runtime.memory_limit import process_bytes
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # Linux: forget the largest resident size so far (man 5 proc)
 REST = "rest"
 """The part of the peak beside states: activations, communication buffers, and memory that the allocator caches."""
@@ -84,13 +85,3 @@ def _forget_peak() -> None:
         _CLEAR.write_text(_RESET_PEAK)
     except OSError:  # no such file or no permission: the peak then covers the whole process
         return
-
-
-def process_bytes(field: str) -> int | None:
-    """A size of this process in bytes, from /proc."""
-    try:
-        lines = _STATUS.read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
-    return int(found[0]) * 1024 if found else None

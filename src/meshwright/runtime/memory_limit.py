@@ -10,10 +10,8 @@ from pathlib import Path
 
 import torch
 
-from meshwright.runtime.measure import process_bytes
-
 GPU = "GPU"
-_CONTAINER = Path("/sys/fs/cgroup/memory.max")
+_CONTAINER, _STATUS = Path("/sys/fs/cgroup/memory.max"), Path("/proc/self/status")
 _ULIMITS = {"ulimit -v": (resource.RLIMIT_AS, "VmSize"), "ulimit -d": (resource.RLIMIT_DATA, "VmData")}
 
 
@@ -56,3 +54,13 @@ def _ulimits() -> Iterator[MemoryLimit]:
         soft, _ = resource.getrlimit(number)
         if soft != resource.RLIM_INFINITY:
             yield MemoryLimit(name=name, limit=soft, counted=field)
+
+
+def process_bytes(field: str) -> int | None:
+    """A size of this process in bytes, from /proc."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
+    return int(found[0]) * 1024 if found else None

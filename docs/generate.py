@@ -12,7 +12,6 @@ from pathlib import Path
 from posixpath import dirname, join, normpath
 
 import yaml
-
 from sitegen.api_page import api_page
 from sitegen.cli_page import cli_page
 from sitegen.grammar_page import grammar_page

@@ -1,4 +1,4 @@
-"""Pictures of the pages, taken anew: `python docs/screenshots.py` (needs Chromium, playwright and pillow)."""
+"""Pictures of the pages, taken anew: `make docs && python docs/screenshots.py` (needs Chromium, playwright, pillow)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from PIL import Image
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the browser is the tests' own
 
-from chromium import open_browser, visit
+from chromium import open_browser, overflow, visit
 from page_charts import wait_until_drawn
 
 IMAGES = Path(__file__).parent / "images"
@@ -72,8 +72,44 @@ def shoot_timeline(browser: Any, folder: str) -> None:
             keep(page.locator("main").screenshot(), name)
 
 
+def shoot_plan(browser: Any, folder: str) -> None:
+    file = Path(folder) / "plan.html"
+    if not file.exists():
+        command = ["plan", "preset:llama3-8b", "--on", "8xH100-80GB", "--fast", "--top", "6", "--html", str(file)]
+        subprocess.run([sys.executable, "-m", "meshwright", *command], check=True)
+    for scheme, name in (("light", "plan"), ("dark", "plan-dark")):
+        with visit(browser, file.as_uri(), color_scheme=scheme, viewport={"width": 1000, "height": 850}) as page:
+            wait_until_drawn(page)
+            keep(page.screenshot(), name)
+
+
+SITE_PAGES = {
+    "home": "index.html",
+    "strategy": "strategies/fsdp.html",
+    "planner": "planner.html",
+    "api": "reference/api.html",
+}
+SITE_WIDTHS = {"": 1280, "-phone": 360}
+
+
+def shoot_site(browser: Any, site: Path) -> None:
+    """The main pages of the documentation, wide and on a phone, light and dark."""
+    for scheme in ("light", "dark"):
+        for suffix, width in SITE_WIDTHS.items():
+            for name, file in SITE_PAGES.items():
+                url = (site / file).as_uri()
+                with visit(browser, url, color_scheme=scheme, viewport={"width": width, "height": 760}) as page:
+                    page.wait_for_load_state()
+                    assert overflow(page) <= 0, f"{file} is wider than {width} pixels"
+                    keep(page.screenshot(), f"site-{name}{suffix}{'-dark' if scheme == 'dark' else ''}")
+
+
 def main() -> None:
+    site = Path(__file__).parents[1] / "build" / "site"
     with TemporaryDirectory() as folder, open_browser() as browser:
+        if site.is_dir():  # after `make docs`
+            shoot_site(browser, site)
+        shoot_plan(browser, folder)
         shoot_timeline(browser, folder)
         with served(folder) as url:
             shoot_serve(browser, url)

@@ -88,7 +88,9 @@ def _methods(node: ast.ClassDef) -> Iterator[str]:
                 continue
             name = f"{node.name}.{one.name}"
             is_value = bool(marks & {"property", "cached_property"})
-            shown = f"{name}: {ast.unparse(one.returns) if one.returns else 'Any'}" if is_value else _signature(one, name)
+            shown = (
+                f"{name}: {ast.unparse(one.returns) if one.returns else 'Any'}" if is_value else _signature(one, name)
+            )
             yield "\n\n".join(filter(None, [f"### {name}", _code(shown), _doc(one)]))
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+import meshwright
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,9 +33,16 @@ def commands(block: str) -> list[list[str]]:
     return [words[1:] for words in lines if words and words[0] == "meshwright"]
 
 
+def environment() -> dict[str, str]:
+    """For a process in another folder: it imports the same Meshwright as this one."""
+    return {**os.environ, "PYTHONPATH": str(Path(meshwright.__file__).parents[1])}
+
+
 def run(arguments: list[str], folder: Path, *, timeout: float = 300) -> str:
     """Run Meshwright in a folder; return what it printed, or fail with it."""
     command = [sys.executable, "-m", "meshwright", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False, env=environment()
+    )
     assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}\n{done.stderr}"
     return done.stdout

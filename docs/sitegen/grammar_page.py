@@ -11,8 +11,8 @@ from meshwright.strategies.term_meanings import term_meanings
 
 LEAD = """# Strategy grammar
 
-A strategy is text: terms with commas between them, such as `fsdp,tp=2,pp=2:1f1b,bf16,ac=selective`. Each term appears at
-most once, in any order; the canonical text has the order of this table. `Strategy.parse(text)` reads it, `str(strategy)`
+A strategy is text: terms with commas between them, such as `fsdp,tp=2,pp=2:1f1b,bf16`. Each term appears at most
+once, in any order; the canonical text has the order of this table. `Strategy.parse(text)` reads it, `str(strategy)`
 prints it, and both are inverse to each other. An unknown term is an error that names the nearest valid one.
 
 ```text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from page_blocks import ROOT, blocks, commands, run, side
+from page_blocks import ROOT, blocks, commands, environment, run, side
 
 (DIFF,) = blocks("README.md", "diff")
 VERBS = {words[0]: words for block in blocks("README.md", "sh") for words in commands(block)}
@@ -43,7 +43,8 @@ def test_every_block_is_run_here() -> None:
 @pytest.mark.slow
 def test_the_script_runs(folder: Path) -> None:
     (folder / "mine.py").write_text(blocks("README.md", "python")[0])
-    done = subprocess.run([sys.executable, "mine.py"], cwd=folder, capture_output=True, text=True, check=False)
+    command = [sys.executable, "mine.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment())
     assert done.returncode == 0, done.stderr
     assert (folder / "checkpoint").is_dir()
 

@@ -21,9 +21,9 @@ NOTEBOOK = "__main__"
 def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
     """Run a function on new ranks of this machine, and return what each rank returned.
 
-    In the function, `mw.setup` and `mw.parallelize` join the ranks. It works from a notebook's cell, also with functions
-    and models that are defined in cells: those are sent by value. If a rank fails, its error is raised here, and all
-    ranks have ended.
+    In the function, `mw.setup` and `mw.parallelize` join the ranks. It works from a notebook's cell, also with
+    functions and models that are defined in cells: those are sent by value. If a rank fails, its error is raised here,
+    and all ranks have ended.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise BadInput(f"on_ranks({ranks!r}, ...) needs the number of ranks first, a whole number of at least 1.")

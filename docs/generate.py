@@ -31,7 +31,7 @@ ELSEWHERE = {
 }
 """Pages of the repository outside docs, and their places in the site."""
 ASSETS = (".svg", ".png", ".html", ".json", ".css")
-TITLES = {"index.md": "Meshwright", "strategies/README.md": "Overview", "security.md": "Security"}
+TITLES = {"index.md": "Home", "strategies/README.md": "Overview", "security.md": "Security"}
 
 
 def write_sources(out: Path) -> list[str]:

@@ -8,8 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Any
 
 from PIL import Image
@@ -92,13 +95,23 @@ SITE_PAGES = {
 SITE_WIDTHS = {"": 1280, "-phone": 360}
 
 
-def shoot_site(browser: Any, site: Path) -> None:
+@contextmanager
+def served_files(folder: Path) -> Iterator[str]:
+    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def shoot_site(browser: Any, home: str) -> None:
     """The main pages of the documentation, wide and on a phone, light and dark."""
     for scheme in ("light", "dark"):
         for suffix, width in SITE_WIDTHS.items():
             for name, file in SITE_PAGES.items():
-                url = (site / file).as_uri()
-                with visit(browser, url, color_scheme=scheme, viewport={"width": width, "height": 760}) as page:
+                with visit(
+                    browser, f"{home}/{file}", color_scheme=scheme, viewport={"width": width, "height": 760}
+                ) as page:
                     page.wait_for_load_state()
                     assert overflow(page) <= 0, f"{file} is wider than {width} pixels"
                     keep(page.screenshot(), f"site-{name}{suffix}{'-dark' if scheme == 'dark' else ''}")
@@ -108,7 +121,8 @@ def main() -> None:
     site = Path(__file__).parents[1] / "build" / "site"
     with TemporaryDirectory() as folder, open_browser() as browser:
         if site.is_dir():  # after `make docs`
-            shoot_site(browser, site)
+            with served_files(site) as home:
+                shoot_site(browser, home)
         shoot_plan(browser, folder)
         shoot_timeline(browser, folder)
         with served(folder) as url:

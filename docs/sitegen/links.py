@@ -48,7 +48,13 @@ def rewrite(text: str, place: str, moved: Callable[[str], str]) -> str:
 
     `moved` gives the place in the site of a path that is relative to the repository's root.
     """
-    return "".join(_rewritten(line, place, moved) if is_prose else line for _, line, is_prose in prose_lines(text))
+    lines = ((_indented(line) if is_prose else line, is_prose) for _, line, is_prose in prose_lines(text))
+    return "".join(_rewritten(line, place, moved) if is_prose else line for line, is_prose in lines)
+
+
+def _indented(line: str) -> str:
+    """Lists inside lists are indented by four spaces in the site's Markdown, and by two or three on GitHub."""
+    return re.sub(r"^ {2,3}(?=(?:-|\d+\.) )", "    ", line)
 
 
 def _rewritten(line: str, place: str, moved: Callable[[str], str]) -> str:

@@ -1,7 +1,7 @@
-"""JSON Schemas of the documents that verbs print with --json, from real ones: `python docs/schemas.py` writes them anew.
+"""JSON Schemas of what verbs print with --json, from real documents: `python docs/schemas.py` writes them anew.
 
-A field is required if every recorded document has it. Fields named in MAPS hold values by name (causes, axes), so their
-names are not part of the schema.
+A field is required if every recorded document has it, and may be anything if it is null in all of them. Fields named in
+MAPS hold values by name (causes, axes), so their names are not part of the schema.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ MAPS = ("memory", "time", "mesh", "tensor_plan", "peaks")
 PLAN = ("plan", "job.py", "--on", "4xA100-40GB", "--fast")
 PIPELINE = ("--strategies", "zero1=2,pp=2:1f1b,bf16,mb=8", "fsdp,bf16")
 COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "plan": ((*PLAN, *PIPELINE), (*PLAN, "--strategies", "ddp,bf16", "--against", "ds.json")),
+    "plan": (
+        (*PLAN, *PIPELINE),
+        (*PLAN, "--strategies", "ddp,bf16", "--against", "ds.json"),
+        ("plan", "preset:gpt2", "--on", "4xA100-40GB", "--fast", "--strategies", "ddp,bf16,mb=4", "fsdp=3"),
+    ),
     "plan --largest": ((*PLAN, "--largest", "--strategies", "ddp,bf16"),),
     "plan --sweep": ((*PLAN, "--sweep", "devices=2,4", "--strategies", "ddp,bf16", "fsdp,bf16"),),
     "layout": (
@@ -60,6 +64,8 @@ def document(command: Iterable[str], folder: Path) -> Any:
 def schema_of(values: list[Any]) -> dict[str, Any]:
     """The schema that all of these values have."""
     kinds = sorted({_kind(value) for value in values})
+    if kinds == ["null"]:
+        return {}  # nothing is known of it but that it may be missing
     found: dict[str, Any] = {"type": kinds[0] if len(kinds) == 1 else kinds}
     objects = [value for value in values if isinstance(value, dict)]
     if objects:
@@ -97,7 +103,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
-        for title, commands in COMMANDS.items():
+        for title in sys.argv[1:] or COMMANDS:
+            commands = COMMANDS[title]
             found = schema_of([document(command, folder) for command in commands])
             head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
             shown = f"meshwright {' '.join(commands[0][:2])} ... --json"

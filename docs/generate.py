@@ -31,7 +31,9 @@ ELSEWHERE = {
 }
 """Pages of the repository outside docs, and their places in the site."""
 ASSETS = (".svg", ".png", ".html", ".json", ".css")
-TITLES = {"index.md": "Home", "strategies/README.md": "Overview", "security.md": "Security"}
+TITLES = {"index.md": "Home", "security.md": "Security"}
+OVERVIEW = "Overview"
+"""The title in the navigation of a folder's README."""
 
 
 def write_sources(out: Path) -> list[str]:
@@ -104,12 +106,15 @@ def write_config(out: Path, pages: list[str]) -> Path:
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     config["docs_dir"], config["site_dir"] = str(out.resolve()), str(out.resolve().parent / "site")
     config["nav"] = [
-        {section: [{TITLES.get(page) or title_of(out / page): page} for page in found]}
-        for section, found in navigation(pages).items()
+        {section: [{_title(out, page): page} for page in found]} for section, found in navigation(pages).items()
     ]
     path = out.parent / "mkdocs.yml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return path
+
+
+def _title(out: Path, page: str) -> str:
+    return TITLES.get(page) or (OVERVIEW if page.endswith("/README.md") else title_of(out / page))
 
 
 def main() -> int:

@@ -15,17 +15,20 @@ Entry = dict[str, str]
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Get started": ("index.md", "get-started.md", "examples.md", "notebook.md"),
     "Learn": (
+        "learn/README.md",
         *("learn/1-why.md", "learn/2-collectives.md", "learn/3-dp-and-ddp.md", "learn/4-zero-and-fsdp.md"),
         *("learn/5-tensor-operator-layer.md", "learn/6-pipelines.md", "learn/7-hybrids.md", "learn/8-deepspeed.md"),
         *("learn/mistakes.md", "learn/glossary.md", "learn/reading.md"),
     ),
     "Moving in": (
+        "moving/README.md",
         *("moving/pytorch.md", "moving/ddp.md", "moving/fsdp1.md", "moving/fsdp2.md", "moving/accelerate.md"),
         *("moving/lightning.md", "moving/trainer.md", "moving/deepspeed.md", "moving/torchtitan.md"),
         "adopt.md",
     ),
     "How-to": (
         *("jobs.md", "data.md", "own-loops.md", "launching.md", "checkpoints.md", "preflight.md", "explain.md"),
+        "doctor.md",
         *("compare.md", "exchange.md"),
     ),
     "Strategies": (
@@ -35,7 +38,9 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("strategies/pipeline.md", "strategies/layers.md", "schedules.md", "policies.md", "deepspeed.md"),
     ),
     "Planner": ("planner.md", "decision-guide.md", "clusters.md", "rehearse.md", "serve.md"),
-    "Comparisons": ("comparisons/tools.md", "comparisons/strategies.md", "comparisons/questions.md"),
+    "Comparisons": (
+        *("comparisons/README.md", "comparisons/tools.md", "comparisons/strategies.md", "comparisons/questions.md"),
+    ),
     "Reference": ("reference/api.md", "reference/cli.md", "reference/grammar.md", "reference/json.md"),
     "Explanation": ("design.md", "tracing.md", "same-training.md"),
     "Benchmarks": ("benchmarks.md", "zoo.md", "architectures.md", "registry-models.md", "real_scripts.md"),

@@ -19,7 +19,7 @@ from sitegen import links, navigation
 
 NOT_YET = (
     *("learn/", "moving/", "comparisons/"),
-    *("rehearse.md", "strategies/context.md", "strategies/expert.md"),
+    *("rehearse.md", "doctor.md", "strategies/context.md", "strategies/expert.md"),
 )
 """Pages that the navigation has a place for before they are written."""
 

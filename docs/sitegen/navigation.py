@@ -13,7 +13,7 @@ from pathlib import Path
 Entry = dict[str, str]
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Get started": ("index.md", "get-started.md", "examples.md", "notebook.md"),
+    "Get started": ("index.md", "get-started.md", "examples.md", "notebook.md", "first-try.md"),
     "Learn": (
         "learn/README.md",
         *("learn/1-why.md", "learn/2-collectives.md", "learn/3-dp-and-ddp.md", "learn/4-zero-and-fsdp.md"),

@@ -14,11 +14,14 @@ from rich.text import Text
 from meshwright.facts.finding import Finding
 from meshwright.report.tables import TITLE, make_list, make_table
 from meshwright.report.terms import Prose, Terms, break_strategies
+from meshwright.units import GIB, show_bytes
 
 REASONS = 6
 """How many kinds of refusals to list."""
 TOLD = 3
 """How many alternatives are told in sentences; the table has the others' figures."""
+SMALLEST = 0.1
+"""GiB below which memory is shown in smaller units."""
 ANY_WIDTH = 10_000
 SMALL = 78
 """Below this width the table leaves out what the recommendation's lines and --json have: peak and mfu."""
@@ -124,8 +127,8 @@ def _against(against: dict[str, Any]) -> Prose:
 def _memory(plan: dict[str, Any]) -> Table:
     table = make_list(break_strategies(f"memory of {plan['strategy']}", TITLE))
     for cause, size in plan["memory"].items():
-        if size >= 0.005:
-            table.add_row(cause, f"{size:.2f} GiB")
+        if size > 0:
+            table.add_row(cause, f"{size:.2f} GiB" if size >= SMALLEST else show_bytes(size * GIB))
     if plan["stages"]:
         peaks = ", ".join(f"{stage['peak_gib']:.1f}" for stage in plan["stages"])
         table.add_row("pipeline ranks", f"{peaks} GiB")

@@ -1,4 +1,5 @@
 # make demo   train a small GPT on two ranks of this machine
+# make docs   build the documentation as a site, offline, with its links checked: build/site/index.html
 # make lint   ruff and mypy
 # make fast   lint, and a minute of tests: those of the lower layers that start no ranks
 # make test   lint, and all tests but the thorough ones
@@ -12,10 +13,14 @@ FAST := $(wildcard tests/test_*.py) $(addprefix tests/, facts schedules strategi
 TWO_FILES := $(BIN)/python -m pytest -n 2 --dist loadfile
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test thorough fast lint clean
+.PHONY: demo docs test thorough fast lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/meshwright train examples/gpt.py --strategy fsdp --ranks 2 --steps $(STEPS)
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/python docs/generate.py build/site-source
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean --strict --config-file build/mkdocs.yml
 
 test: lint
 	$(TWO_FILES)
@@ -49,4 +54,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing what the checks need"
 	@$(PIP) -c constraints.txt -e '.[dev,deepspeed]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@echo "installing what the site needs"
+	@$(PIP) -c constraints.txt -e '.[docs]'
 	@touch $@

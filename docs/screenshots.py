@@ -1,4 +1,4 @@
-"""Pictures of the pages, taken anew: `python docs/screenshots.py` (needs Chromium, playwright and pillow)."""
+"""Pictures of the pages, taken anew: `make docs && python docs/screenshots.py` (needs Chromium, playwright, pillow)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Any
 
 from PIL import Image
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the browser is the tests' own
 
-from chromium import open_browser, visit
+from chromium import open_browser, overflow, visit
 from page_charts import wait_until_drawn
 
 IMAGES = Path(__file__).parent / "images"
@@ -72,8 +75,55 @@ def shoot_timeline(browser: Any, folder: str) -> None:
             keep(page.locator("main").screenshot(), name)
 
 
+def shoot_plan(browser: Any, folder: str) -> None:
+    file = Path(folder) / "plan.html"
+    if not file.exists():
+        command = ["plan", "preset:llama3-8b", "--on", "8xH100-80GB", "--fast", "--top", "6", "--html", str(file)]
+        subprocess.run([sys.executable, "-m", "meshwright", *command], check=True)
+    for scheme, name in (("light", "plan"), ("dark", "plan-dark")):
+        with visit(browser, file.as_uri(), color_scheme=scheme, viewport={"width": 1000, "height": 850}) as page:
+            wait_until_drawn(page)
+            keep(page.screenshot(), name)
+
+
+SITE_PAGES = {
+    "home": "index.html",
+    "strategy": "strategies/fsdp.html",
+    "planner": "planner.html",
+    "api": "reference/api.html",
+}
+SITE_WIDTHS = {"": 1280, "-phone": 360}
+
+
+@contextmanager
+def served_files(folder: Path) -> Iterator[str]:
+    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def shoot_site(browser: Any, home: str) -> None:
+    """The main pages of the documentation, wide and on a phone, light and dark."""
+    for scheme in ("light", "dark"):
+        for suffix, width in SITE_WIDTHS.items():
+            for name, file in SITE_PAGES.items():
+                with visit(
+                    browser, f"{home}/{file}", color_scheme=scheme, viewport={"width": width, "height": 760}
+                ) as page:
+                    page.wait_for_load_state()
+                    assert overflow(page) <= 0, f"{file} is wider than {width} pixels"
+                    keep(page.screenshot(), f"site-{name}{suffix}{'-dark' if scheme == 'dark' else ''}")
+
+
 def main() -> None:
+    site = Path(__file__).parents[1] / "build" / "site"
     with TemporaryDirectory() as folder, open_browser() as browser:
+        if site.is_dir():  # after `make docs`
+            with served_files(site) as home:
+                shoot_site(browser, home)
+        shoot_plan(browser, folder)
         shoot_timeline(browser, folder)
         with served(folder) as url:
             shoot_serve(browser, url)

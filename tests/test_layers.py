@@ -1,6 +1,7 @@
 """Imports go one way: a file imports only from layers below its own, and modules never import in a circle."""
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -150,6 +151,18 @@ def test_no_import_cycles() -> None:
         for module, path in MODULES.items()
     }
     assert import_cycle(graph) == []
+
+
+def test_the_design_s_table_is_this_one() -> None:
+    """docs/design.md numbers the layers as they are checked here, except the package's own entry points."""
+    design = (PACKAGE.parents[1] / "docs" / "design.md").read_text()
+    section = design.partition("\n## Layers\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \| (.+?) \|", section, flags=re.MULTILINE)
+    told: dict[int, set[str]] = {}
+    for number, folders in rows:
+        told.setdefault(int(number), set()).update(re.findall(r"`(\w+)(?:/|\.py)`", folders))
+    checked = [set(layer) for layer in LAYERS if not set(layer) <= {"__init__", "__main__"}]
+    assert [told[number] for number in sorted(told)] == checked
 
 
 def test_the_package_is_found() -> None:

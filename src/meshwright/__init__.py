@@ -14,11 +14,15 @@ from meshwright.facts.cluster import Cluster
 from meshwright.facts.evaluation import EarlyStop, Evaluation, Metric
 from meshwright.facts.forecast import Forecast
 from meshwright.facts.job import Job
-from meshwright.facts.plan import Plan
+from meshwright.facts.layout import Layout
+from meshwright.facts.plan import Plan, Ranking
 from meshwright.facts.strategy import Strategy
+from meshwright.facts.timeline import Timeline
 from meshwright.version import VERSION
 
 if TYPE_CHECKING:
+    from meshwright.api.notebook import layout, plan, timeline
+    from meshwright.api.on_ranks import on_ranks
     from meshwright.api.setup import setup
     from meshwright.runtime.parallel_model import Parallel
     from meshwright.runtime.parallelize import parallelize
@@ -31,20 +35,31 @@ __all__ = [
     "Evaluation",
     "Forecast",
     "Job",
+    "Layout",
     "Metric",
     "Parallel",
     "Plan",
+    "Ranking",
     "Run",
     "Strategy",
+    "Timeline",
+    "layout",
+    "on_ranks",
     "parallelize",
+    "plan",
     "setup",
+    "timeline",
 ]
 
 _LATER = {
     "Parallel": "meshwright.runtime.parallel_model",
     "Run": "meshwright.runtime.run",
+    "layout": "meshwright.api.notebook",
+    "on_ranks": "meshwright.api.on_ranks",
     "parallelize": "meshwright.runtime.parallelize",
+    "plan": "meshwright.api.notebook",
     "setup": "meshwright.api.setup",
+    "timeline": "meshwright.api.notebook",
 }
 
 

@@ -168,7 +168,7 @@ def test_a_choice_is_marked_in_the_table(tmp_path: Path) -> None:
         "2",
     ]
     found = RUNNER.invoke(app, arguments, env={"COLUMNS": "200"})
-    number = re.search(r"ddp=8,mb=\d <- yours, number (\d+)", " ".join(found.stdout.split()))
+    number = re.search(r"ddp=8,mb=\d [^\n]*\n[^\n]*<- yours, number (\d+)", found.stdout)  # below the strategy
     assert number is not None, found.stdout
     assert f"<mark>yours, number {number[1]}</mark>" in page.read_text()
 

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.report.tables import Terms, lines_of
+from meshwright.report.terms import Terms, lines_of
 
 LONG = "zero1=16,tp=4,pp=2:interleaved,bf16,ac=full,mb=2"
 

@@ -10,6 +10,7 @@ import typer
 
 from meshwright.cli.outcome import print_result
 from meshwright.cli.plan_modes import print_largest, print_sweep, refuse_together
+from meshwright.cli.term_help import with_terms
 from meshwright.importing import importing
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from meshwright.planner.calibrate import Calibration
     from meshwright.planner.search import PlanContext
 
-NOTES = """Needs no GPU. Finalists are traced on fake tensors unless --fast. Exit 1 if nothing fits."""
+NOTES = with_terms("Needs no GPU. Finalists are traced on fake tensors unless --fast. Exit 1 if nothing fits.")
 
 LISTED, LARGEST_OF = 10, 4
 """Plans of a ranking, and strategies whose largest sizes are found unless they are named: each takes several traces."""

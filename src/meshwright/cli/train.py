@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright.cli.outcome import print_result
+from meshwright.cli.term_help import with_terms
 from meshwright.errors import BadInput, MeshwrightError
 from meshwright.importing import importing
 
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
     from meshwright.runtime.profile_train import ProfileOptions
     from meshwright.runtime.request import TrainRequest
 
-NOTES = """A strategy is comma-separated terms: ddp, zero1, zero2, fsdp, fsdp:grad-op, fsdp:no-shard, hsdp=2x4; bf16,
-fp16, fp8; ac=selective, ac=full; offload=optimizer, offload=params; mb=4; sync=last; reduce=bf16; compile; graphs;
-engine=deepspeed. Under torchrun, Slurm or Kubernetes, the launcher sets the ranks."""
+NOTES = with_terms("Under torchrun, Slurm or Kubernetes, the launcher sets the ranks.")
 
 
 def train(

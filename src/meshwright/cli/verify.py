@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.outcome import print_result
+from meshwright.cli.term_help import with_terms
 from meshwright.importing import importing
 
-NOTES = """Equal means: within rounding error of plain PyTorch. The JSON includes the bounds."""
+NOTES = with_terms("Equal means: within rounding error of plain PyTorch. The JSON includes the bounds.")
 
 
 def verify(

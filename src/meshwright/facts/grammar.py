@@ -64,6 +64,8 @@ class TermRow:
     """The fields that a term sets."""
     show: Callable[[Strategy], str]
     """The canonical term; "" if the fields have their defaults."""
+    meaning: str = ""
+    """One line for help texts; "" if what registered the term has its own."""
 
     @property
     def heads(self) -> dict[str, str]:
@@ -152,14 +154,17 @@ def _mended(term: Term, head: str, form: str) -> str:
     return text
 
 
-def flag(name: str) -> TermRow:
+def flag(name: str, meaning: str) -> TermRow:
     """A term without a value, such as `compile`."""
 
     def read(term: Term) -> Fields:
         bare(term)
         return {name: True}
 
-    return TermRow(forms=(name,), read=read, show=lambda strategy: name if getattr(strategy, name) else "")
+    def show(strategy: Strategy) -> str:
+        return name if getattr(strategy, name) else ""
+
+    return TermRow(forms=(name,), read=read, show=show, meaning=meaning)
 
 
 def read_micro_batch(term: Term) -> Fields:
@@ -171,7 +176,7 @@ def show_micro_batch(strategy: Strategy) -> str:
     return "" if strategy.micro_batch is None else f"mb={strategy.micro_batch}"
 
 
-def choice(head: str, words: tuple[str, ...], *, field: str = "") -> TermRow:
+def choice(head: str, words: tuple[str, ...], meaning: str, *, field: str = "") -> TermRow:
     """A term with one of a few words, such as `ac=full`; the first word is the default."""
     field = field or head
 
@@ -183,7 +188,7 @@ def choice(head: str, words: tuple[str, ...], *, field: str = "") -> TermRow:
         word = getattr(strategy, field)
         return "" if word == words[0] else f"{head}={word}"
 
-    return TermRow(forms=(f"{head}={'|'.join(words)}",), read=read, show=show)
+    return TermRow(forms=(f"{head}={'|'.join(words)}",), read=read, show=show, meaning=meaning)
 
 
 def read_data(term: Term) -> Fields:
@@ -276,18 +281,30 @@ def _data_forms() -> tuple[str, ...]:
     return tuple(forms)
 
 
-_BEFORE = (flag("auto"),)
+_BEFORE = (flag("auto", "the planner chooses the axes, and the policies that are not named"),)
 _AFTER = (
-    TermRow(forms=tuple(FORMATS), read=read_precision, show=show_precision),
-    choice("ac", get_args(Recompute), field="recompute"),
-    TermRow(forms=("offload=optimizer|params|nvme:DIR",), read=read_offload, show=show_offload),
-    TermRow(forms=("mb=N",), read=read_micro_batch, show=show_micro_batch),
-    choice("sync", get_args(Sync)),
-    choice("reduce", get_args(Reduce)),
-    choice("loss", get_args(Loss)),
-    flag("compile"),
-    flag("graphs"),
-    choice("engine", get_args(Engine)),
+    TermRow(
+        forms=tuple(FORMATS),
+        read=read_precision,
+        show=show_precision,
+        meaning="compute dtype with fp32 master weights; bf16:pure without them, bf16:autocast as torch.autocast",
+    ),
+    choice("ac", get_args(Recompute), "activation checkpointing: what backward computes again", field="recompute"),
+    TermRow(
+        forms=("offload=optimizer|params|nvme:DIR",),
+        read=read_offload,
+        show=show_offload,
+        meaning="state that is kept in host memory or in files instead of on the device",
+    ),
+    TermRow(
+        forms=("mb=N",), read=read_micro_batch, show=show_micro_batch, meaning="samples in one micro-batch of a rank"
+    ),
+    choice("sync", get_args(Sync), "sharded gradients are reduced after each micro-batch, or once after the last"),
+    choice("reduce", get_args(Reduce), "dtype in which gradients are summed over ranks"),
+    choice("loss", get_args(Loss), "output layer and loss at once, or in pieces that never hold all logits"),
+    flag("compile", "blocks are compiled by torch.compile"),
+    flag("graphs", "forward, loss and backward are replayed as a CUDA graph; only with single and ddp"),
+    choice("engine", get_args(Engine), "what runs the strategy: PyTorch's own parts, or DeepSpeed"),
 )
 
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from meshwright.facts import html
 from meshwright.facts.finding import Finding
 from meshwright.facts.forecast import Forecast
 from meshwright.facts.strategy import Strategy
-from meshwright.units import GIB
+from meshwright.units import GIB, show_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,10 @@ class Speed:
     """None if the tokens of a sample are unknown."""
     mfu: float = 0.0
     """Model FLOPs utilization: FLOPs of forward and backward, without recomputation, as a share of the peak."""
+
+
+HEADS = ("strategy", "step", "time by cause", "memory", "memory by cause")
+"""Columns of plans in notebooks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,21 @@ class Plan:
     def peak(self) -> int:
         """Bytes allocated, without the allocator's fragmentation."""
         return self.forecast.peak - self.forecast.memory.get("allocator", 0)
+
+    def cells(self) -> tuple[str, ...]:
+        """HTML for `HEADS`."""
+        memory = {cause: float(size) for cause, size in self.forecast.memory.items()}
+        return (
+            html.terms(str(self.strategy)),
+            show_seconds(self.forecast.step),
+            html.bar(self.forecast.time),
+            f"{self.forecast.peak / GIB:.1f} GiB",
+            html.bar(memory),
+        )
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return html.block([html.table(HEADS, [self.cells()]), html.paragraph(" ".join(self.why))])
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -140,6 +160,17 @@ class Ranking:
     """The user's own config, if one was given."""
     findings: tuple[Finding, ...] = ()
     """What a preflight of the job under the first plan found."""
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the recommendation, and the plans in order."""
+        parts = [html.paragraph(f"{self.job} on {self.cluster}")]
+        if self.plans:
+            parts.append(html.paragraph(f"Recommended: {self.plans[0].strategy}", strong=True))
+            parts.append(html.paragraph(" ".join(self.plans[0].why)))
+            parts.append(html.table(HEADS, [plan.cells() for plan in self.plans]))
+        parts += [html.paragraph(sentence) for sentence in self.advice]
+        parts.append(html.paragraph(f"{self.candidates:,} candidates, {len(self.refused):,} refused or too large"))
+        return html.block(parts)
 
     def to_json(self) -> dict[str, Any]:
         """The document that `plan --json` prints."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from meshwright.errors import Refused, either
-from meshwright.facts import grammar, strategy_rules
+from meshwright.facts import grammar, html, strategy_rules
 from meshwright.facts.data_axis import DataTraits, find_traits
 from meshwright.facts.grammar import Engine, Loss, Offload, Recompute, Reduce, Sync
 from meshwright.facts.model_axis import MODEL_AXES, AxisTerm, normalised
@@ -72,6 +72,10 @@ class Strategy:
 
     def __str__(self) -> str:
         return grammar.show_terms(self)
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return html.terms(str(self))
 
     def to_json(self) -> str:
         """The canonical text, which is lossless."""

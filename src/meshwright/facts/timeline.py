@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from meshwright.facts import html
+from meshwright.units import show_seconds
+
 FORWARD, BACKWARD, INPUT, WEIGHT = "forward", "backward", "backward for inputs", "backward for weights"
 SEND, DATA, UPDATE, IDLE = "send", "data axis", "update", "idle"
 KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT, SEND, DATA, UPDATE, IDLE)
@@ -77,6 +80,16 @@ class Timeline:
     def of(self, rank: int) -> tuple[Piece, ...]:
         """The pieces of one rank."""
         return tuple(piece for piece in self.pieces if piece.rank == rank)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a lane for each rank; sends overlap with computing and are left out."""
+        rows = [
+            [(one.kind, one.start, one.end) for one in self.of(rank) if one.kind not in (SEND, IDLE)]
+            for rank in range(self.ranks)
+        ]
+        words = f"{show_seconds(self.total)} per step, {self.micro_batches} micro-batches, {self.idle:.1%} idle"
+        lead = html.paragraph(f"{self.strategy}: {words}", strong=True)
+        return html.block([lead, html.lanes(rows, self.total or 1.0, KINDS)])
 
     def to_json(self) -> dict[str, Any]:
         return {

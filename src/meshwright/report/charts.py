@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from meshwright.errors import BadInput
 from meshwright.report.colours import variable
-from meshwright.report.tables import lines_of
+from meshwright.report.terms import lines_of
 
 Values = dict[str, Any]
 

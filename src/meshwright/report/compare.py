@@ -15,7 +15,7 @@ from rich.text import Text
 
 from meshwright.errors import OutputError
 from meshwright.report.html import write_file
-from meshwright.report.tables import Terms
+from meshwright.report.terms import Prose, Terms
 
 Row = dict[str, Any]
 
@@ -49,8 +49,8 @@ def comparison_page(document: Row) -> Group:
     """The table, and the notes needed to read it."""
     parts: list[RenderableType] = [ComparisonTables(document)]
     wrong = [row for row in document["results"] if row["reason"]]
-    parts += [Text(f"{row['strategy']}: {row['status']}: {row['reason']}") for row in wrong]
-    parts += [Text(f"left out: {one['strategy']}: {one['reason']}", style="dim") for one in document["left_out"]]
+    parts += [Prose(f"{row['strategy']}: {row['status']}: {row['reason']}") for row in wrong]
+    parts += [Prose(f"left out: {one['strategy']}: {one['reason']}", "dim") for one in document["left_out"]]
     if document["note"]:
         parts.append(Text(document["note"], style="dim"))
     return Group(*parts)
@@ -82,7 +82,7 @@ def comparison_table(document: Row, columns: Sequence[str] = COLUMNS) -> Table:
     table = Table()
     for column in columns:
         head = f"{speed_unit(document)}/s" if column == "/s" else column
-        table.add_column(head, justify="left" if column in LEFT else "right")
+        table.add_column(head, justify="left" if column in LEFT else "right", no_wrap=column == "strategy")
     for row in document["results"]:
         shown: dict[str, RenderableType] = dict(zip(COLUMNS, cells(row), strict=True))
         shown["strategy"] = Terms(row["strategy"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.text import Text
 
-from meshwright.report.tables import Terms, make_table
+from meshwright.report.tables import make_table
+from meshwright.report.terms import Prose, Terms
 
 ROWS = {"micro_batch": "micro-batch", "batch": "batch"}
 
@@ -15,7 +15,8 @@ ROWS = {"micro_batch": "micro-batch", "batch": "batch"}
 def largest_page(document: dict[str, Any]) -> RenderableType:
     """A row for each size of each strategy, and below it why some have none."""
     numbers = ("samples", "reserved GiB", "next GiB")
-    table = make_table(f"{document['job']} on {document['cluster']}", ("strategy", "largest"), numbers)
+    title = f"{document['job']} on {document['cluster']}"
+    table = make_table(title, ("strategy", "largest"), numbers, strategy="strategy")
     for result in document["results"]:
         sizes = [(row, result[what], result["limits"][what]) for what, row in ROWS.items() if result["limits"][what]]
         for place, (row, size, limit) in enumerate(sizes or [("nothing", None, None)]):
@@ -23,7 +24,7 @@ def largest_page(document: dict[str, Any]) -> RenderableType:
         table.add_section()
     table.caption = "\n".join(_caption(document))
     shown = [table] if document["results"] else []
-    return Group(*shown, *(Text(line) for line in (*_reasons(document), *document["advice"])))
+    return Group(*shown, *(Prose(line) for line in (*_reasons(document), *document["advice"])))
 
 
 def _cells(size: int | None, limit: dict[str, Any] | None) -> tuple[str, ...]:

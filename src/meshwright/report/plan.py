@@ -1,4 +1,4 @@
-"""A ranking for the terminal: the table, the user's own config in it, why the first plan won, and what was refused."""
+"""A ranking for the terminal: the recommendation and its reason first, then the table, and what was refused."""
 
 from __future__ import annotations
 
@@ -6,53 +6,97 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from meshwright.facts.finding import Finding
-from meshwright.report.tables import Terms, make_list, make_table
+from meshwright.report.tables import TITLE, make_list, make_table
+from meshwright.report.terms import Prose, Terms, break_strategies
+from meshwright.units import GIB, show_bytes
 
 REASONS = 6
 """How many kinds of refusals to list."""
+TOLD = 3
+"""How many alternatives are told in sentences; the table has the others' figures."""
+SMALLEST = 0.1
+"""GiB below which memory is shown in smaller units."""
+ANY_WIDTH = 10_000
+SMALL = 78
+"""Below this width the table leaves out what the recommendation's lines and --json have: peak and mfu."""
 
 
 def plan_page(document: dict[str, Any]) -> RenderableType:
     plans = document["plans"]
     parts: list[RenderableType] = []
     if plans:
-        parts += [_table(document), _why(plans), _memory(plans[0])]
+        parts += [_recommended(document), "", PlanTable(document), _others(plans[1:]), "", _memory(plans[0])]
     if document.get("against"):
         parts.append(_against(document["against"]))
-    parts += [Text(sentence) for sentence in document["advice"]]
-    parts += [Text(Finding.from_json(found).sentence()) for found in document.get("findings", ())]
+    parts += [Prose(sentence) for sentence in document["advice"]]
+    parts += [Prose(Finding.from_json(found).sentence()) for found in document.get("findings", ())]
     parts.append(_refused(document))
     return Group(*parts)
 
 
-def _table(document: dict[str, Any]) -> Table:
+def _recommended(document: dict[str, Any]) -> RenderableType:
+    """The first plan: what it is, how fast and how large it is, and why it won."""
+    plan = document["plans"][0]
+    tokens = plan["tokens_per_s_per_device"]
+    speed = f"{tokens:,.0f} tokens/s per device" if tokens else f"{plan['samples_per_s']:,.1f} samples/s"
+    figures = f"{_milliseconds(plan['step_ms'])} per step, {speed}, {plan['reserved_gib']:.1f} GiB per device."
+    return Group(
+        Text(f"{document['job']} on {document['cluster']}", style="italic"),
+        Text.assemble(("Recommended: ", "bold"), (break_strategies(plan["strategy"], TITLE), "bold green")),
+        Prose(f"{figures} {' '.join(plan['why'])}"),
+    )
+
+
+class PlanTable:
+    """The ranking; time by cause has a column in a wide window, and a line below the strategy in a narrow one."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self._document = document
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = _table(self._document, wide=True)
+        fits = Measurement.get(console, options.update(max_width=ANY_WIDTH), wide).maximum <= options.max_width
+        yield wide if fits else _table(self._document, wide=False, small=options.max_width < SMALL)
+        yield Prose(_caption(self._document["plans"]), "dim")
+
+
+def _table(document: dict[str, Any], *, wide: bool, small: bool = False) -> Table:
     by_tokens = all(plan["tokens_per_s_per_device"] for plan in document["plans"])
-    numbers = ("step", "tokens/s/device" if by_tokens else "samples/s", "peak GiB", "reserved GiB", "mfu")
-    table = make_table(f"{document['job']} on {document['cluster']}", ("strategy",), numbers)
-    table.add_column("time by cause")
+    speed = "tokens/s\n/device" if by_tokens else "samples/s"
+    numbers = ("step", speed, "reserved\nGiB", *(() if small else ("peak\nGiB", "mfu")))
+    table = make_table("", ("strategy",), numbers, strategy="strategy")
+    table.title = None
+    if wide:
+        table.add_column("time by cause")
     theirs = place_of(document)
     for place, plan in in_order(document):
         if place > len(document["plans"]):
             table.add_section()
+        shares = _shares(plan["time"])
+        yours = f"<- yours, number {place}" if place == theirs else ""
         table.add_row(
-            Terms(f"{plan['strategy']}  <- yours, number {place}" if place == theirs else plan["strategy"]),
+            Terms(plan["strategy"], "; ".join(filter(None, [yours, "" if wide else shares]))),
             _milliseconds(plan["step_ms"]),
             f"{plan['tokens_per_s_per_device'] if by_tokens else plan['samples_per_s']:,.0f}",
-            f"{plan['peak_gib']:.1f}{'*' if plan['grade'] == 'trace' else ''}",
-            f"{plan['reserved_gib']:.1f}",
-            f"{plan['mfu']:.0%}",
-            _shares(plan["time"]),
+            f"{plan['reserved_gib']:.1f}{'*' if plan['grade'] == 'trace' else ''}",
+            *([] if small else [f"{plan['peak_gib']:.1f}", f"{plan['mfu']:.0%}"]),
+            *([shares] if wide else []),
+            style="green" if place == 1 else "",
         )
-    traced = any(plan["grade"] == "trace" for plan in document["plans"])
-    bars = document["plans"][0]["error_bar"]
-    notes = [f"memory within {bars['memory']:.0%}, time within {bars['time']:.0%}, in 3 of 4 cases"] if bars else []
-    table.caption = "; ".join([*(["* traced on fake tensors"] if traced else []), *notes])
     return table
+
+
+def _caption(plans: list[dict[str, Any]]) -> str:
+    traced = any(plan["grade"] == "trace" for plan in plans)
+    bars = plans[0]["error_bar"]
+    notes = [f"memory within {bars['memory']:.0%}, time within {bars['time']:.0%}, in 3 of 4 cases"] if bars else []
+    return "; ".join([*(["* traced on fake tensors"] if traced else []), *notes])
 
 
 def _milliseconds(value: float) -> str:
@@ -65,26 +109,26 @@ def _shares(time: dict[str, float]) -> str:
     return ", ".join(f"{cause} {value / total:.0%}" for cause, value in parts if value / total >= 0.03)
 
 
-def _why(plans: list[dict[str, Any]]) -> RenderableType:
-    lines = Text()
-    for plan in plans:
-        lines.append(f"{plan['strategy']}  ", style="bold")
-        lines.append(" ".join(plan["why"]) + "\n")
-    return lines
+def _others(plans: list[dict[str, Any]]) -> RenderableType:
+    """What the next plans would save or cost; the rest is folded into one line."""
+    told = [Prose(" ".join(plan["why"]), lead=f"{plan['strategy']}  ") for plan in plans[:TOLD]]
+    left = len(plans) - len(told)
+    more = (
+        [Text(f"... and {left} more in the table; --json and --html have their reasons.", style="dim")] if left else []
+    )
+    return Group(*told, *more)
 
 
-def _against(against: dict[str, Any]) -> Text:
+def _against(against: dict[str, Any]) -> Prose:
     """The user's own config: its rank, and what the first plan gains over it."""
-    lines = Text(f"{against['file']} ({against['origin']})  ", style="bold")
-    lines.append(" ".join([verdict(against), *against["notes"]]) + "\n", style="not bold")
-    return lines
+    return Prose(" ".join([verdict(against), *against["notes"]]), lead=f"{against['file']} ({against['origin']})  ")
 
 
 def _memory(plan: dict[str, Any]) -> Table:
-    table = make_list(f"memory of {plan['strategy']}")
+    table = make_list(break_strategies(f"memory of {plan['strategy']}", TITLE))
     for cause, size in plan["memory"].items():
-        if size >= 0.005:
-            table.add_row(cause, f"{size:.2f} GiB")
+        if size > 0:
+            table.add_row(cause, f"{size:.2f} GiB" if size >= SMALLEST else show_bytes(size * GIB))
     if plan["stages"]:
         peaks = ", ".join(f"{stage['peak_gib']:.1f}" for stage in plan["stages"])
         table.add_row("pipeline ranks", f"{peaks} GiB")
@@ -93,14 +137,16 @@ def _memory(plan: dict[str, Any]) -> Table:
     return table
 
 
-def _refused(document: dict[str, Any]) -> Text:
+def _refused(document: dict[str, Any]) -> Prose:
     """The number of candidates, and the most common reasons for refusing them."""
     counts = Counter(_kind(refusal["reason"]) for refusal in document["refused"])
-    shown = Text(f"{document['candidates']:,} candidates in {document['seconds']:.1f} s; ")
-    shown.append(f"{len(document['refused']):,} refused or too large:\n")
-    for reason, count in counts.most_common(REASONS):
-        shown.append(f"  {count:,}  {reason}\n")
-    return shown
+    head = f"{document['candidates']:,} candidates in {document['seconds']:.1f} s"
+    if not counts:
+        return Prose(head)
+    lines = [f"  {count:,}  {reason}" for reason, count in counts.most_common(REASONS)]
+    kinds = len(counts) - len(lines)
+    folded = [f"  ... and {kinds} more reasons; --json has all"] if kinds else []
+    return Prose("\n".join([f"{head}; {len(document['refused']):,} refused or too large:", *lines, *folded]))
 
 
 def _kind(reason: str) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.report.tables import Terms, make_table
+from meshwright.report.tables import make_table
+from meshwright.report.terms import Prose, Terms
 from meshwright.units import show_count
 
 Document = dict[str, Any]
@@ -17,7 +18,7 @@ DRAWN = 8
 
 def sweep_page(document: Document, drawn: int = DRAWN) -> RenderableType:
     """The best strategy at each point, the kinds side by side, and the crossings."""
-    lines = [Text(sentence) for sentence in (*crossing_sentences(document), *document["advice"])]
+    lines = [Prose(sentence) for sentence in (*crossing_sentences(document), *document["advice"])]
     return Group(_best(document), _kinds(document, drawn), *lines, _refused(document))
 
 
@@ -73,7 +74,8 @@ def _sentence(document: Document, crossing: dict[str, Any]) -> str:
 def _best(document: Document) -> RenderableType:
     unit = speed_unit(document)
     numbers = ("step", unit, f"{unit} per device", "reserved GiB", "mfu")
-    table = make_table(f"{document['job']} on {document['cluster']}", (swept_title(document), "best strategy"), numbers)
+    title, left = f"{document['job']} on {document['cluster']}", (swept_title(document), "best strategy")
+    table = make_table(title, left, numbers, strategy="best strategy")
     for point in document["points"]:
         plan = plan_of(point, point["best_kind"])
         shown = f"{point['value']:,g}"
@@ -97,7 +99,7 @@ def _kinds(document: Document, drawn: int) -> RenderableType:
     """A row for each kind: its speed and memory at every point."""
     points = document["points"]
     title = f"{speed_unit(document)} per device (reserved GiB) of the best plan of each kind"
-    table = make_table(title, ("kind",), [f"{point['value']:,g}" for point in points])
+    table = make_table(title, ("kind",), [f"{point['value']:,g}" for point in points], strategy="kind")
     for kind in drawn_kinds(document, drawn):
         table.add_row(
             Terms(kind), *(_cell(plan_of(point, kind), is_best=kind == point["best_kind"]) for point in points)
@@ -112,7 +114,7 @@ def _cell(plan: dict[str, Any] | None, *, is_best: bool) -> Text:
     return Text(shown, style="bold" if is_best else "")
 
 
-def _refused(document: Document) -> Text:
+def _refused(document: Document) -> Prose:
     """Each named strategy that has no plan somewhere: where, and why."""
     groups: dict[tuple[str, str], list[str]] = {}
     for point in document["points"]:
@@ -120,4 +122,4 @@ def _refused(document: Document) -> Text:
             groups.setdefault((refusal["strategy"], refusal["reason"]), []).append(f"{point['value']:,g}")
     lines = [f"{strategy} at {'; '.join(values)}: {reason}" for (strategy, reason), values in groups.items()]
     count = sum(point["candidates"] for point in document["points"])
-    return Text("\n".join([*lines, f"{count:,} candidates in {document['seconds']:.1f} s"]))
+    return Prose("\n".join([*lines, f"{count:,} candidates in {document['seconds']:.1f} s"]))

@@ -1,31 +1,43 @@
-"""Tables for the terminal, strategies as their cells, and the tables of `train` and `verify`. Only formats."""
+"""Tables for the terminal, and the tables of `train` and `verify`. Only formats."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from rich.console import Console, ConsoleOptions, Group, RenderResult
-from rich.measure import Measurement
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.report.terms import Prose, Terms, break_strategies
 from meshwright.units import GIB, show_bytes
 
 
-def make_table(title: str | Text, left: Sequence[str], right: Sequence[str] = ()) -> Table:
-    """A table with left-justified columns, followed by right-justified ones."""
+def make_table(title: str | Text, left: Sequence[str], right: Sequence[str] = (), *, strategy: str = "") -> Table:
+    """A table with left-justified columns, followed by right-justified ones.
+
+    The column that `strategy` names holds `Terms`: the others shrink before it does.
+    """
     table = Table(title=title, title_justify="left")
     for column in left:
-        table.add_column(column)
+        table.add_column(column, no_wrap=column == strategy)
     for column in right:
         table.add_column(column, justify="right")
     return table
 
 
+TITLE = 76
+"""The longest title that a list is widened for, which fits a window of 80 columns."""
+
+
 def make_list(title: str | Text, *, justify: Literal["left", "right"] = "right") -> Table:
-    """A table of names and values without a header."""
-    table = Table(title=title, title_justify="left", show_header=False)
+    """A table of names and values without a header, wide enough for a title with a strategy."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        show_header=False,
+        min_width=min(max(map(len, str(title).split("\n"))), TITLE),
+    )
     table.add_column("", style="bold")
     table.add_column("", justify=justify)
     return table
@@ -37,7 +49,7 @@ TOLD_START_UP = 1.0
 
 def summary_table(summary: dict[str, Any]) -> Table:
     ranks = f"{summary['ranks']} {summary['device']} rank{'s' * (summary['ranks'] > 1)}"
-    table = make_list(f"{summary['strategy']} on {ranks}")
+    table = make_list(break_strategies(f"{summary['strategy']} on {ranks}", TITLE))
     resumed = f" (resumed at {summary['resumed_at']})" if summary["resumed_at"] else ""
     table.add_row("steps", f"{summary['steps']}{resumed}")
     table.add_row("epochs completed", str(summary["epochs"]))
@@ -92,15 +104,16 @@ def verdict_table(results: Sequence[dict[str, Any]]) -> Group:
     """Each strategy's largest differences from plain PyTorch, and below it the first differences."""
     numbers = {"loss": "loss_max_rel", "grad norm": "grad_norm_max_rel", "gradients": "grad_max_rel"}
     numbers["parameters"] = "param_max_abs"
-    table = make_table("compared with plain PyTorch in one process", ("strategy", "equal", "in"), tuple(numbers))
+    title = "compared with plain PyTorch in one process"
+    table = make_table(title, ("strategy", "equal", "in"), tuple(numbers), strategy="strategy")
     for result in results:
         word = "NO" if result["status"] == "differs" else result["status"]
         equal = "[green]yes[/]" if result["equal"] else f"[red]{word}[/]"
         values = (_number(result[key]) for key in numbers.values())
-        table.add_row(result["strategy"], equal, result["precision"] or "-", *values)
+        table.add_row(Terms(result["strategy"]), equal, result["precision"] or "-", *values)
     notes = dict.fromkeys(result["note"] for result in results if result.get("note"))
     table.caption = "\n".join(("largest differences: relative, for parameters absolute", *notes))
-    return Group(table, *(Text(line) for result in results for line in _reasons(result)))
+    return Group(table, *(Prose(line) for result in results for line in _reasons(result)))
 
 
 def _reasons(result: dict[str, Any]) -> list[str]:
@@ -113,27 +126,3 @@ def _reasons(result: dict[str, Any]) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
-
-
-def lines_of(strategy: str, width: int) -> list[str]:
-    """As few lines as fit the width; a longer term gets its own line."""
-    lines = [""]
-    for term in strategy.replace(",", ",\n").split("\n"):
-        if lines[-1] and len(lines[-1]) + len(term) > width:
-            lines.append("")
-        lines[-1] += term
-    return lines
-
-
-class Terms:
-    """A strategy as a table cell for the terminal."""
-
-    def __init__(self, strategy: str) -> None:
-        self._strategy = strategy
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text("\n".join(lines_of(self._strategy, options.max_width)), overflow="fold")
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        longest = max(map(len, lines_of(self._strategy, 0)))
-        return Measurement(min(longest, options.max_width), min(len(self._strategy), options.max_width))

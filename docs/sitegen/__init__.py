@@ -1,0 +1,1 @@
+"""Parts of `docs/generate.py`: each makes one kind of page of the site."""

@@ -1,0 +1,61 @@
+"""Documents of --json are as docs/schemas says."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from page_blocks import ROOT
+
+sys.path.append(str(ROOT / "docs"))
+
+import schemas
+
+jsonschema = pytest.importorskip("jsonschema", reason="documents are checked by the package jsonschema")
+FILES = {json.loads(path.read_text())["title"]: path for path in sorted((ROOT / "docs" / "schemas").glob("*.json"))}
+
+
+def check(title: str, folder: Path) -> None:
+    schema = json.loads(FILES[title].read_text())
+    for command in schemas.COMMANDS[title]:
+        jsonschema.validate(schemas.document(command, folder), schema)
+
+
+def test_every_title_has_a_file() -> None:
+    assert set(FILES) == set(schemas.COMMANDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", ["layout"])
+def test_a_quick_verb(title: str, tmp_path: Path) -> None:
+    schemas.prepare(tmp_path)
+    check(title, tmp_path)
+
+
+@pytest.mark.thorough
+def test_every_verb(tmp_path: Path) -> None:
+    schemas.prepare(tmp_path)
+    for title in schemas.COMMANDS:
+        check(title, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "other"),
+    [
+        ([{"a": 1, "b": "x"}, {"a": None}], {"b": "x"}),
+        ([{"a": [{"c": 1}]}], {"a": [{}]}),
+        ([{"time": {"compute": 1.0}}], {"time": {"data": "long"}}),
+    ],
+)
+def test_a_schema_takes_its_documents_and_refuses_others(values: list[Any], other: Any) -> None:
+    schema = schemas.schema_of(values)
+    for value in values:
+        jsonschema.validate(value, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(other, schema)
+
+
+def test_names_of_causes_are_free() -> None:
+    jsonschema.validate({"time": {"other cause": 2}}, schemas.schema_of([{"time": {"compute": 1.0}}]))

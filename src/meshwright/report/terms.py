@@ -40,7 +40,8 @@ class Terms:
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         longest = max(map(len, lines_of(self._strategy, 0)))
-        widest = max(map(len, lines_of(self._strategy, max(longest, int(console.width * SHARE)))))
+        room = max(longest, int(console.width * SHARE))
+        widest = max(*map(len, lines_of(self._strategy, room)), min(len(self._note), room))
         return Measurement(min(longest, options.max_width), min(widest, options.max_width))
 
 

@@ -22,7 +22,7 @@ def test_it_is_committed_without_outputs() -> None:
     assert [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_every_cell_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient = pytest.importorskip("nbclient", reason="the notebook is run by nbclient")
     nbformat = pytest.importorskip("nbformat")

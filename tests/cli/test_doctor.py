@@ -23,7 +23,7 @@ def test_the_named_strategy_runs(
         return main_with_exit_codes(app), capfd.readouterr().err
 
     monkeypatch.chdir(tmp_path)
-    # glibc would keep freed tensors, in amounts that depend on timing: a device's allocator gives them to the next ones.
+    # glibc would keep freed tensors, how many depends on timing; a device's allocator gives them to the next ones.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 17))
     code, told = train("ddp", "failed")
     print(told)

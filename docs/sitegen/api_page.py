@@ -28,7 +28,8 @@ def api_page(package: Path) -> str:
 def _modules(init: Path) -> dict[str, str]:
     """Each public name with the module that defines it."""
     tree = ast.parse(init.read_text(encoding="utf-8"))
-    public = next(ast.literal_eval(node.value) for node in tree.body if _assigns(node, "__all__"))  # type: ignore[attr-defined]
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    public = next(ast.literal_eval(node.value) for node in assigned if _assigns(node, "__all__"))
     imported = {
         alias.name: node.module or ""
         for node in ast.walk(tree)
@@ -38,8 +39,8 @@ def _modules(init: Path) -> dict[str, str]:
     return {name: imported[name] for name in public}
 
 
-def _assigns(node: ast.stmt, name: str) -> bool:
-    return isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in node.targets)
+def _assigns(node: ast.Assign, name: str) -> bool:
+    return any(isinstance(to, ast.Name) and to.id == name for to in node.targets)
 
 
 def _find(package: Path, module: str, name: str) -> Node:

@@ -8,7 +8,17 @@ from collections.abc import Iterator
 
 from meshwright.adopt.finding import ADVICE, Finding
 from meshwright.adopt.kind import Kind
-from meshwright.adopt.script import Script, argument, is_false, is_true, keyword, last_name, mentions_rank, names_in
+from meshwright.adopt.script import (
+    Script,
+    argument,
+    called_on,
+    is_false,
+    is_true,
+    keyword,
+    last_name,
+    mentions_rank,
+    names_in,
+)
 
 HELD_OUT = re.compile(r"(^|_|\.)(val|valid|validation|test|eval|dev)", re.IGNORECASE)
 RANDOM = re.compile(r"^(Dropout\w*|dropout|Random\w+|ColorJitter|AutoAugment|RandAugment|TrivialAugmentWide|AugMix)$")
@@ -130,7 +140,7 @@ def _uneven_gather(script: Script, kind: Kind) -> Iterator[Finding]:
     if "accelerate" not in kind.libraries or re.search(r"samples_seen|\[\s*:\s*len\(", script.text):
         return
     for call in script.methods("gather"):
-        owner = ast.unparse(call.func.value)  # type: ignore[attr-defined]
+        owner = ast.unparse(called_on(call))
         if "accelerator" in owner and _near_held_out(script, call):
             yield Finding(
                 name="padded-evaluation",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from meshwright.adopt.finding import ADVICE, Finding
 from meshwright.adopt.kind import Kind
-from meshwright.adopt.script import Script, argument, mentions_rank
+from meshwright.adopt.script import Script, argument, called_on, mentions_rank
 
 ALL_RANKS = {
     "accelerate": ("save_state", "accelerator.save_state()"),
@@ -49,7 +49,7 @@ def _every_rank(script: Script) -> Iterator[Finding]:
 def _one_rank(script: Script, kind: Kind) -> Iterator[Finding]:
     name, shown = ALL_RANKS.get(kind.library, ("", ""))
     for call in script.methods(name) if name else []:
-        owner = ast.unparse(call.func.value)  # type: ignore[attr-defined]
+        owner = ast.unparse(called_on(call))
         if script.is_guarded(call) and any(part in owner for part in ("accelerator", "fabric", "engine", "model")):
             yield Finding(
                 name="saved-by-one-rank",
@@ -60,7 +60,7 @@ def _one_rank(script: Script, kind: Kind) -> Iterator[Finding]:
     if "fsdp" not in kind.libraries and "fsdp2" not in kind.libraries:
         return
     for call in script.methods("state_dict"):
-        owner = ast.unparse(call.func.value)  # type: ignore[attr-defined]
+        owner = ast.unparse(called_on(call))
         if script.is_guarded(call) and "model" in owner.lower() and "module" not in owner:
             yield Finding(
                 name="saved-by-one-rank",
@@ -100,10 +100,10 @@ def _prefixed(script: Script, kind: Kind) -> Iterator[Finding]:
     if kind.libraries & {"fsdp", "fsdp2"} or "ddp" not in kind.libraries:
         return
     wrapped = {target for call in script.calls_of("DistributedDataParallel") for target in script.targets_of(call)}
-    loaded = {ast.unparse(call.func.value): call.lineno for call in script.methods("load_state_dict")}  # type: ignore[attr-defined]
+    loaded = {ast.unparse(called_on(call)): call.lineno for call in script.methods("load_state_dict")}
     after = {target: max(call.lineno for call in script.calls_of("DistributedDataParallel")) for target in wrapped}
     for call in script.methods("state_dict"):
-        owner = ast.unparse(call.func.value)  # type: ignore[attr-defined]
+        owner = ast.unparse(called_on(call))
         used_wrapped = loaded.get(owner, 0) > after.get(owner, 0)
         if owner in wrapped and not used_wrapped and _is_saved(script, call):
             yield Finding(

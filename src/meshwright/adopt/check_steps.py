@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from meshwright.adopt.finding import ADVICE, Finding
 from meshwright.adopt.kind import Kind, loss_of
-from meshwright.adopt.script import Script, keyword, last_name, names_in
+from meshwright.adopt.script import Script, called_on, keyword, last_name, names_in
 
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
@@ -29,7 +29,7 @@ def updates(script: Script) -> list[ast.Call]:
     """Calls that update weights: `optimizer.step()`, `scaler.step(optimizer)`."""
     found = []
     for call in script.methods("step"):
-        owner = last_name(call.func.value).lower()  # type: ignore[attr-defined]
+        owner = last_name(called_on(call)).lower()
         if any(part in owner for part in ("opt", "scaler", "engine")) or owner.endswith("optim"):
             found.append(call)
     return found
@@ -38,7 +38,7 @@ def updates(script: Script) -> list[ast.Call]:
 def _no_zero_grad(script: Script, kind: Kind) -> Iterator[Finding]:
     steps = updates(script)
     cleared = script.methods("zero_grad") or any(target.endswith(".grad") for target in script.assigned)
-    cleared = cleared or any(last_name(call.func.value) == "grad" for call in script.methods("zero_", "detach_"))  # type: ignore[attr-defined]
+    cleared = cleared or any(last_name(called_on(call)) == "grad" for call in script.methods("zero_", "detach_"))
     if "dist_autograd" in script.text or "distributed.autograd" in script.text:
         return  # gradients live in a context of each step
     if (
@@ -65,7 +65,7 @@ def _foreign_backward(script: Script, kind: Kind) -> Iterator[Finding]:
     if not kind.library:
         return
     for call in kind.backward:
-        if not call.args and "loss" in last_name(call.func.value).lower():  # type: ignore[attr-defined]
+        if not call.args and "loss" in last_name(called_on(call)).lower():
             right = calls[kind.library]
             yield Finding(
                 name="plain-backward",

@@ -31,7 +31,16 @@ _COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.In: lambda a, b: a in b,
     ast.NotIn: lambda a, b: a not in b,
 }
-_PLAIN = {"int": int, "float": float, "bool": bool, "str": str, "len": len, "min": min, "max": max, "abs": abs}
+_PLAIN: dict[str, Callable[..., Any]] = {
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "str": str,
+    "len": len,
+    "min": min,
+    "max": max,
+    "abs": abs,
+}
 _ALONE: dict[str, Any] = {
     "torch.cuda.is_available": False,
     "torch.accelerator.is_available": False,
@@ -121,7 +130,7 @@ def evaluate(node: ast.AST, known: Mapping[str, Any], dotted: Callable[[ast.AST]
         if name == "dict" and not call.args:
             return {one.arg: value for one in call.keywords if one.arg and (value := of(one.value)) is not UNKNOWN}
         if name in _PLAIN and not call.keywords and UNKNOWN not in arguments:
-            return _PLAIN[name](*arguments)  # type: ignore[operator]
+            return _PLAIN[name](*arguments)
         return UNKNOWN
 
     return of(node)

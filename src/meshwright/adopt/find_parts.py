@@ -17,7 +17,7 @@ from meshwright.adopt.updates import find_clip, find_optimizer, find_schedule
 def find_parts(script: Script, flat: Flat) -> Parts:
     parts = Parts()
     everything = [node for statement in flat.statements for node in ast.walk(statement)]
-    parts.backward = [node for node in everything if _is_backward(node)]  # type: ignore[misc]
+    parts.backward = [node for node in everything if isinstance(node, ast.Call) and _is_backward(node)]
     path = _path(flat.statements, parts.backward[0]) if parts.backward else []
     if path:
         _split(script, flat, parts, path)
@@ -47,12 +47,8 @@ def _before_loops(script: Script, flat: Flat) -> list[ast.stmt]:
     return list(flat.statements)
 
 
-def _is_backward(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in ("backward", "manual_backward")
-    )
+def _is_backward(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr in ("backward", "manual_backward")
 
 
 Path = list[tuple[list[ast.stmt], int]]
@@ -73,17 +69,19 @@ def _path(block: list[ast.stmt], target: ast.AST) -> Path:
 
 def _split(script: Script, flat: Flat, parts: Parts, path: Path) -> None:
     """Divide the statements on the way to the backward pass into those before the loop over batches and its step."""
-    loops = [level for level, (block, place) in enumerate(path) if isinstance(block[place], ast.For | ast.While)]
-    fors = [level for level in loops if isinstance(_at(path, level), ast.For) and not _is_count(_at(path, level).iter)]  # type: ignore[attr-defined]
-    of_loaders = [level for level in fors if loader_name(_at(path, level).iter) in loaders(script, flat)]  # type: ignore[attr-defined]
-    level = of_loaders[-1] if of_loaders else fors[-1] if fors else None
+    way = [block[place] for block, place in path]
+    loops = [level for level, statement in enumerate(way) if isinstance(statement, ast.For | ast.While)]
+    fors = {level: statement for level, statement in enumerate(way) if isinstance(statement, ast.For)}
+    over_data = {level: loop for level, loop in fors.items() if not _is_count(loop.iter)}
+    of_loaders = [level for level, loop in over_data.items() if loader_name(loop.iter) in loaders(script, flat)]
+    level = of_loaders[-1] if of_loaders else max(over_data, default=None)
     if level is not None:
-        parts.loop = _at(path, level)  # type: ignore[assignment]
+        parts.loop = over_data[level]
     elif loops:
-        counted = [one for one in loops if isinstance(_at(path, one), ast.For)]
-        level = loops[-2] if len(loops) > 1 and counted and counted[-1] == loops[-1] else loops[-1]
-        if level != loops[-1]:
-            parts.accumulation = _count(_at(path, loops[-1]).iter)  # type: ignore[attr-defined]
+        level = loops[-1]
+        if len(loops) > 1 and level in fors:
+            parts.accumulation = _count(fors[level].iter)
+            level = loops[-2]
     else:
         level = len(path) - 1
     for depth, (block, place) in enumerate(path):
@@ -92,13 +90,8 @@ def _split(script: Script, flat: Flat, parts: Parts, path: Path) -> None:
         else:
             parts.step += block[:place] if depth < len(path) - 1 else block[: place + 1]
     if path and level is not None:
-        parts.inner = [_at(path, level)]
+        parts.inner = [way[level]]
         parts.accumulation = parts.accumulation or _every(parts.inner)
-
-
-def _at(path: Path, level: int) -> ast.stmt:
-    block, place = path[level]
-    return block[place]
 
 
 def _is_count(node: ast.expr) -> bool:

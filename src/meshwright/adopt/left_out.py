@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from meshwright.adopt.draft import Draft
 from meshwright.adopt.model_code import LOOKS
-from meshwright.adopt.script import last_name
+from meshwright.adopt.script import called_on, last_name
 from meshwright.adopt.slices import stored_names, touched_names
 
 RANDOM = re.compile(r"\b(rand\w*|beta|permutation|shuffle|bernoulli|multinomial|normal|uniform|dirichlet)\(")
@@ -29,7 +29,7 @@ def note_left_out(draft: Draft) -> None:
             text = ast.unparse(statement).splitlines()[0]
             draft.leave(statement.lineno, f"the loop changes the model here, and a job does not: {text}")
         for call in _calls_of_eval(statement):
-            owner = ast.unparse(call.func.value)  # type: ignore[attr-defined]
+            owner = ast.unparse(called_on(call))
             if owner.startswith((f"{model}.", f"{model}[")) and owner != f"{model}.module":
                 draft.leave(
                     call.lineno, f"{ast.unparse(call)} keeps a part in eval mode; do that in the model's train()."

@@ -194,6 +194,12 @@ def last_name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
+def called_on(call: ast.Call) -> ast.expr:
+    """What a method is called on."""
+    assert isinstance(call.func, ast.Attribute)
+    return call.func.value
+
+
 def names_in(node: ast.AST) -> set[str]:
     return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
 

@@ -51,7 +51,7 @@ def read_names(node: ast.AST) -> set[str]:
                 for one in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
                 if one.annotation
             ]
-            returns = [node.returns] if getattr(node, "returns", None) else []  # type: ignore[union-attr]
+            returns = [node.returns] if not isinstance(node, ast.Lambda) and node.returns else []
             return inner | {name for one in [*outside, *hints, *returns] for name in read_names(one)}
         case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
             own = {name for one in node.generators for name in _targets(one.target)}

@@ -8,7 +8,7 @@ from meshwright.adopt.flatten import Flat
 from meshwright.adopt.kind import OPTIMIZERS
 from meshwright.adopt.loaders import made_by
 from meshwright.adopt.parts import Parts
-from meshwright.adopt.script import Script, argument, last_name
+from meshwright.adopt.script import Script, argument, called_on, last_name
 from meshwright.adopt.slices import read_names, stored_names
 
 CLIPS = ("clip_grad_norm_", "clip_gradients")
@@ -18,7 +18,7 @@ def find_optimizer(script: Script, flat: Flat, parts: Parts) -> None:
     parts.optimizers = dict(made_by(script, parts.prelude, (*OPTIMIZERS, "ZeroRedundancyOptimizer")))
     if not parts.optimizers:
         parts.made_by_model = next((one for one in map(_made_by_method, parts.prelude) if one is not None), None)
-        parts.model = ast.unparse(parts.made_by_model.func.value) if parts.made_by_model is not None else ""  # type: ignore[attr-defined]
+        parts.model = ast.unparse(called_on(parts.made_by_model)) if parts.made_by_model is not None else ""
     if parts.optimizers:
         call = list(parts.optimizers.values())[-1]
         parts.model = _owner(call) or _owner_through(parts.prelude, call)

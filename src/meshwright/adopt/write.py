@@ -162,8 +162,9 @@ def _seed(draft: Draft) -> int | None:
 def _epochs(draft: Draft) -> int | None:
     """How often the outermost loop runs, if that is known."""
     for statement in draft.flat.statements:
-        inside = isinstance(statement, ast.For) and any(node in draft.parts.backward for node in ast.walk(statement))
-        if inside and isinstance(statement.iter, ast.Call) and last_name(statement.iter.func) == "range":  # type: ignore[attr-defined]
-            values = [draft.value(one) for one in statement.iter.args]  # type: ignore[attr-defined]
+        if not isinstance(statement, ast.For) or not any(node in draft.parts.backward for node in ast.walk(statement)):
+            continue
+        if isinstance(statement.iter, ast.Call) and last_name(statement.iter.func) == "range":
+            values = [draft.value(one) for one in statement.iter.args]
             return len(range(*values)) if values and all(isinstance(one, int) for one in values) else None
     return None

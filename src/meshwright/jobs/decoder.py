@@ -141,12 +141,19 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block: attention, then feed-forward, each added to the residual stream."""
 
-    def __init__(self, shape: Shape, *, causal: bool = True) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        causal: bool = True,
+        attention: nn.Module | None = None,
+        feed_forward: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.attention_norm = norm(shape)
-        self.attention = Attention(shape, causal=causal)
+        self.attention = attention or Attention(shape, causal=causal)
         self.feed_forward_norm = norm(shape)
-        self.feed_forward = FeedForward(shape)
+        self.feed_forward = feed_forward or FeedForward(shape)
 
     def forward(self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)

@@ -142,12 +142,11 @@ def mixture_job(
     """The job of training such a decoder on made-up tokens."""
 
     def block(layer: int) -> nn.Module:
-        made = Block(shape)
-        if latent is not None:
-            made.attention = LatentAttention(shape, latent)  # type: ignore[assignment]
-        if layer >= experts.dense_layers:
-            made.feed_forward = Mixture(shape, experts)  # type: ignore[assignment]
-        return made
+        return Block(
+            shape,
+            attention=LatentAttention(shape, latent) if latent else None,
+            feed_forward=Mixture(shape, experts) if layer >= experts.dense_layers else None,
+        )
 
     def build() -> nn.Module:
         return Decoder(shape, block=block, rotary_width=latent.rotary if latent else None)

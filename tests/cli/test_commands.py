@@ -33,7 +33,7 @@ def meshwright(*words: str, folder: Path, launcher: tuple[str, ...] = ()) -> sub
 def ranks_left(folder: Path) -> list[str]:
     """Command lines of ranks that were started in the folder and are still there."""
     commands = [_command_in(folder, process) for process in Path("/proc").glob("[0-9]*")]
-    return [command for command in commands if "meshwright.commands.worker" in command]
+    return [command for command in commands if "meshwright.launch.rank" in command]
 
 
 def _command_in(folder: Path, process: Path) -> str:

@@ -5,33 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from math import isfinite
 from typing import Any
 
 import torch
 
-from meshwright.assemble.apply import RankSetup, lay_on_devices, lay_out, make_whole
-from meshwright.assemble.autocast import autocast_region
+from meshwright.assemble.apply import RankSetup
 from meshwright.assemble.axes import lay_axes
 from meshwright.assemble.batch import Batch, Share, part
-from meshwright.assemble.deepspeed_pipeline import build_deepspeed_pipeline
-from meshwright.assemble.device_placement import Devices, devices_for
+from meshwright.assemble.build_passes import build_passes
+from meshwright.assemble.device_placement import Devices
 from meshwright.assemble.ema import Ema
 from meshwright.assemble.error_context import naming_optimizer, naming_strategy
-from meshwright.assemble.gathering import Gathering
 from meshwright.assemble.gradient_hook import apply_hook, refuse_hook
-from meshwright.assemble.graphs import CudaRecorder, GraphedPasses
+from meshwright.assemble.graphs import GraphedPasses
 from meshwright.assemble.low_copies import LowCopies
 from meshwright.assemble.metrics import MetricSums
-from meshwright.assemble.operator_dtypes import recomputing
 from meshwright.assemble.optimizer import HostCopies, one_mesh_per_group, refuse_coupled_shards, take_fused_kernels
-from meshwright.assemble.passes import Dropout, Losses, Passes, PlainPasses
-from meshwright.assemble.precision import LossScale, compiles_loss, loss_under
-from meshwright.assemble.rank_engine import RankEngine
-from meshwright.assemble.staging import build_pipeline
+from meshwright.assemble.passes import Dropout
+from meshwright.assemble.precision import LossScale
 from meshwright.assemble.step_result import StepResult, Totals
-from meshwright.assemble.whole_batch import WholeBatchLoss, WholeBatchPasses
 from meshwright.assemble.world import World, outside_of_modes
 from meshwright.describe.dtypes import DTYPES
 from meshwright.describe.samples import Cutter
@@ -41,11 +34,9 @@ from meshwright.facts.job import Job, NamedParameters
 from meshwright.facts.lr_schedule import EPOCH, EVALUATION, STEP, advance
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.recording.blueprint import record
-from meshwright.strategies.engine import Engine, OptimizerState, OptimizingEngine
+from meshwright.strategies.engine import OptimizerState, OptimizingEngine
 from meshwright.strategies.norm import scale_
 from meshwright.strategies.pipeline.sizes import count_micro_batches
-from meshwright.strategies.pipeline.stages import cut_stages
 
 
 class Trainer:
@@ -67,11 +58,11 @@ class Trainer:
         `engine_config` is the user's DeepSpeed configuration.
         """
         self.job, self.facts, self.strategy, self.world, self.seed = job, facts, strategy, world, seed
-        self.devices, self.engine_config = devices, engine_config
         self.axes = lay_axes(strategy, world)
         self.cutter = Cutter(job)
+        setup = RankSetup(facts=facts, strategy=strategy, axes=self.axes, world=world, engine_config=engine_config)
         with naming_strategy(strategy):
-            self.passes = self._build_passes()
+            self.passes = build_passes(job, setup, self.share, self.cutter, seed=seed, devices=devices)
         self.engine = self.passes.engine
         self.engine.model.train()
         self._low = LowCopies(self.engine.model, DTYPES[strategy.precision])
@@ -107,47 +98,6 @@ class Trainer:
         self._is_stale = False
         """Whether masters changed, and what the model computes with has not followed yet."""
         self._pending: tuple[Totals, Batch, float] | None = None
-
-    def _build_passes(self) -> Passes:
-        job, facts, strategy, world, axes = self.job, self.facts, self.strategy, self.world, self.axes
-        autocast = autocast_region(strategy, world.device.type, fake=world.fake)
-        losses = Losses(
-            job=job,
-            loss=loss_under(strategy.precision, job, compiled=compiles_loss(strategy), autocast=autocast),
-            weight_per_sample=facts.weight_per_sample,
-            plain=partial(make_whole, axes=axes),
-            # PyTorch's checkpointing restores autocast itself.
-            recomputing=nullcontext() if strategy.autocast else recomputing(DTYPES[strategy.precision]),
-        )
-        dropout = Dropout(run_seed=self.seed, device=world.device)
-        setup = RankSetup(facts=facts, strategy=strategy, axes=axes, world=world, engine_config=self.engine_config)
-        if axes.stages is not None and strategy.engine == "deepspeed":
-            return build_deepspeed_pipeline(setup, losses, dropout)
-        if axes.stages is not None:
-            return build_pipeline(setup, losses, dropout)
-        with outside_of_modes():
-            blueprint = record(job.model, self.seed, values=world.has_weights)
-        if strategy.stage_axis is not None:
-            stages = cut_stages(facts, strategy.stage_ranks, job.stages)
-            devices = self.devices or devices_for(strategy.stage_ranks, world.device)
-            engine = lay_on_devices(blueprint, setup, stages=stages, devices=devices)
-            return self._passes_for_loss(engine, losses, dropout, counts=True)
-        engine, cuts = lay_out(blueprint, setup)
-        if axes.inner:
-            engine = RankEngine([engine], axes, cuts=cuts)
-        return self._passes_for_loss(engine, losses, dropout, counts=axes.first_inside)
-
-    def _passes_for_loss(self, engine: Engine, losses: Losses, dropout: Dropout, *, counts: bool) -> Passes:
-        """Gather outputs if the loss is over the whole batch and the batch is cut."""
-        share = self.share
-        if self.strategy.graphs and self.world.device.type == "cuda":  # else it is planned, on fake tensors
-            copies = LowCopies(engine.model, DTYPES[self.strategy.precision])
-            return GraphedPasses(engine, losses, dropout, copies, CudaRecorder(), counts=counts)
-        if self.facts.loss_over != "batch" or (share.ranks == 1 and share.micro_batch is None):
-            return PlainPasses(engine, losses, dropout, counts=counts)
-        gathering = Gathering(share, self.axes.batch_group(self.world))
-        whole = WholeBatchLoss(losses, gathering, self.cutter, self.world.device)
-        return WholeBatchPasses(engine, losses, dropout, whole, counts=counts and share.rank == 0, measures=counts)
 
     @property
     def share(self) -> Share:

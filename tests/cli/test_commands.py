@@ -186,7 +186,9 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("what", FAILURES)
+@pytest.mark.parametrize(
+    "what", [pytest.param(one, marks=pytest.mark.thorough if place else ()) for place, one in enumerate(FAILURES)]
+)
 def test_a_failing_rank_ends_the_run(call: Call, folder: Path, what: str) -> None:
     """With nothing saved; test_recovery.py has the same of runs that save, under ddp."""
     class_body = f"""

@@ -47,6 +47,7 @@ def test_a_killed_rank_costs_nothing(call: Call, folder: Path, whole_on_two: Pat
 
 
 @slow
+@pytest.mark.thorough
 def test_without_restarts(call: Call, folder: Path) -> None:
     (folder / "job.py").write_text(JOB + KILL_ONCE + sample_at(6, ranks=2, rank=1))
     done = call(*TWO_RANKS, "--max-restarts", 0)

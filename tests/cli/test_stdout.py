@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "plan job.py --on 2xA100-40GB --strategies ddp",
         pytest.param("layout job.py --strategy ddp --ranks 2", marks=pytest.mark.thorough),
         "train job.py --strategy single --steps 1 --workers 1",
-        "verify job.py --ranks 1 --strategies single --steps 1",
+        pytest.param("verify job.py --ranks 1 --strategies single --steps 1", marks=pytest.mark.thorough),
         pytest.param("compare job.py --ranks 2 --steps 1 --rounds 1 --strategies ddp", marks=pytest.mark.thorough),
         pytest.param("export ddp=2 --to deepspeed --job job.py", marks=pytest.mark.thorough),
     ],

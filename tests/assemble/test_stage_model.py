@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import awkward_pipeline_models
 import pipeline_jobs
+import pipeline_models
 from meshwright.assemble.stage_model import StageModel
 from meshwright.describe.calls import Flow
 from meshwright.describe.flow import Watcher
@@ -142,7 +144,7 @@ def test_stages_are_the_whole(name: str, count: int) -> None:
         torch.testing.assert_close(found[parameter], gradient, rtol=1e-4, atol=1e-6, msg=parameter)
 
 
-class Fickle(pipeline_jobs.Trunk):
+class Fickle(pipeline_models.Trunk):
     """Calls its blocks in an order that depends on the batch."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -173,15 +175,15 @@ def test_a_branch_that_was_not_seen_and_reads_what_was_not_sent(monkeypatch: pyt
     parts = cut(job, 2, batch)
     received = tuple(tensor.detach() for tensor in parts.run(parts.stage_model(0), batch, ()))
     assert parts.run(parts.stage_model(1), batch, received).isfinite()
-    monkeypatch.setattr(pipeline_jobs.ByValue, "limit", -float("inf"))
+    monkeypatch.setattr(awkward_pipeline_models.ByValue, "limit", -float("inf"))
     assert parts.run(parts.stage_model(1), batch, received).isnan(), "no other training goes on without an error"
 
 
 def test_more_calls_than_before() -> None:
-    class Longer(pipeline_jobs.Trunk):
+    class Longer(pipeline_models.Trunk):
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)
-            return y if len(x) > 1 else self.leave(y[..., : pipeline_jobs.WIDTH])
+            return y if len(x) > 1 else self.leave(y[..., : pipeline_models.WIDTH])
 
     job = replace(pipeline_jobs.trunk, model=Longer)
     batch = made_up(job)
@@ -236,7 +238,7 @@ def test_stand_ins_take_no_memory() -> None:
 def test_a_stage_leaves_as_soon_as_it_is_done() -> None:
     """Nothing behind its own calls runs, and no handler of the author's keeps it."""
 
-    class Stubborn(pipeline_jobs.Trunk):
+    class Stubborn(pipeline_models.Trunk):
         def forward(self, x: Tensor) -> Tensor:
             x = self.enter(x)
             for block in self.blocks:

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor, nn
 
 import pipeline_jobs
+import pipeline_models
 from meshwright.describe.blocks import find_units
 from meshwright.describe.model import describe
-from pipeline_jobs import Block
+from pipeline_models import Block
 
 
 def names(model: nn.Module) -> set[str]:
@@ -15,7 +16,7 @@ def names(model: nn.Module) -> set[str]:
 
 
 def test_blocks_and_what_is_around() -> None:
-    model = pipeline_jobs.Tied()
+    model = pipeline_models.Tied()
     blocks = [f"blocks.{index}" for index in range(4)]
     assert find_units(model, blocks, names(model)) == ("token", *blocks, "norm", "head")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import pipeline_jobs
+import pipeline_models
 import pipeline_programs as programs
 from rank_pool import RankPool
 
@@ -145,7 +145,7 @@ def test_all_ranks_are_told_the_same(four_ranks: RankPool) -> None:
 
 
 def test_each_rank_holds_its_stages(two_ranks: RankPool) -> None:
-    whole = sum(4 * p.numel() for p in pipeline_jobs.Trunk().parameters())
+    whole = sum(4 * p.numel() for p in pipeline_models.Trunk().parameters())
     for strategy in ("pp=2:1f1b", "pp=2:zbv"):
         held = two_ranks(programs.held_parameters, "trunk", strategy)
         assert sum(held) == whole

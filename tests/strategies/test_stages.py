@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import awkward_pipeline_models
 import pipeline_jobs
+import pipeline_models
 from meshwright.describe.calls import Flow, Value
 from meshwright.describe.flow import Watcher
 from meshwright.describe.model import describe
@@ -218,7 +220,7 @@ def test_every_parameter_is_held_once_but_the_shared_ones() -> None:
 def test_what_nobody_reads_lies_somewhere() -> None:
     """With its module where that is called; on the first stage where it never is."""
 
-    class Idle(pipeline_jobs.Trunk):
+    class Idle(pipeline_models.Trunk):
         def __init__(self) -> None:
             super().__init__()
             self.blocks[3].spare = nn.Parameter(torch.ones(2))
@@ -236,7 +238,7 @@ def refusal(job: Job, *names: str) -> str:
     return str(caught.value)
 
 
-class Odd(pipeline_jobs.Trunk):
+class Odd(pipeline_models.Trunk):
     """Its blocks return something beside their output, which the last call's input depends on."""
 
     def __init__(self, make: Any) -> None:
@@ -254,7 +256,7 @@ class Odd(pipeline_jobs.Trunk):
         return rest.float().mean() if torch.is_tensor(rest) else 0.0
 
 
-class OddBlock(pipeline_jobs.Block):
+class OddBlock(pipeline_models.Block):
     def __init__(self, make: Any) -> None:
         super().__init__()
         self.make = make
@@ -292,16 +294,16 @@ def test_a_strange_output_of_the_last_stage_may_be() -> None:
 
 
 def test_a_tensor_that_a_block_keeps_to_itself() -> None:
-    class Remembering(pipeline_jobs.Trunk):
+    class Remembering(pipeline_models.Trunk):
         def forward(self, x: Tensor) -> Tensor:
             x = self.enter(x)
             for block in self.blocks:
                 x = block(x)
             return self.leave(x + self.blocks[1].seen)
 
-    class RememberingBlock(pipeline_jobs.Block):
+    class RememberingBlock(pipeline_models.Block):
         def forward(self, x: Tensor) -> Tensor:
-            self.seen = self.up(x)[..., : pipeline_jobs.WIDTH]
+            self.seen = self.up(x)[..., : pipeline_models.WIDTH]
             return super().forward(x)
 
     def build() -> nn.Module:
@@ -321,7 +323,7 @@ def test_what_is_changed_in_place_is_sent_by_whoever_changed_it() -> None:
 
 
 def test_shapes_that_are_made_of_values() -> None:
-    class Late(pipeline_jobs.Trunk):
+    class Late(pipeline_models.Trunk):
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)
             return y * (1 + 0 * len((y > 0).nonzero()))
@@ -331,7 +333,7 @@ def test_shapes_that_are_made_of_values() -> None:
 
 
 def test_values_that_somebody_looks_at_are_noted() -> None:
-    class Listed(pipeline_jobs.Trunk):
+    class Listed(pipeline_models.Trunk):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x if x[0, 0].tolist()[0] > 0 else -x)
 
@@ -346,7 +348,7 @@ def test_buffers_that_are_changed_between_calls() -> None:
 
 
 def test_a_buffer_that_two_stages_change() -> None:
-    class Sharing(pipeline_jobs.AveragingBlocks):
+    class Sharing(awkward_pipeline_models.AveragingBlocks):
         def __init__(self) -> None:
             super().__init__()
             self.blocks[0] = self.Block()
@@ -359,7 +361,7 @@ def test_a_buffer_that_two_stages_change() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_blocks_that_the_model_recomputes(reentrant: bool) -> None:
-    class Recomputing(pipeline_jobs.Trunk):
+    class Recomputing(pipeline_models.Trunk):
         def forward(self, x: Tensor) -> Tensor:
             x = self.enter(x)
             for block in self.blocks:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import architecture_jobs
-from architecture_jobs import DEEPSEEK_SIZES, FEW_EXPERTS, GROUPED, LENGTH, VOCABULARY, WIDTH, language, sample_text
+from architecture_jobs import DEEPSEEK_SIZES, FEW_EXPERTS, GROUPED, VOCABULARY, WIDTH, language, sample_text
 from meshwright import Job
 from zoo.judge import without_dropout
 
-LAYERS, EXPERTS, CHOSEN = 2, 4, 2
+LAYERS, EXPERTS, CHOSEN, HEADS = 2, 4, 2, 4
 FEW_LAYERS = {"num_hidden_layers": LAYERS}
 
 
@@ -71,14 +71,25 @@ class ListedMixture(Mixture):
         return result.view_as(x)
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
 class Block(nn.Module):
     def __init__(self, mixture: nn.Module) -> None:
         super().__init__()
-        self.norm, self.mix, self.mixture = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), mixture
+        self.norm, self.attention, self.mixture = nn.LayerNorm(WIDTH), Attention(), mixture
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        x = x + self.mix(y.cumsum(1) / LENGTH)
+        x = x + self.attention(self.norm(x))
         return x + self.mixture(self.norm(x))
 
 

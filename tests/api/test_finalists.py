@@ -82,6 +82,44 @@ def test_a_leader_that_was_not_traced_is_named() -> None:
     assert found.plans[0].grade == "account"
 
 
+class Rough(Tracer):
+    """Leaves open whether the named strategies fit, until they are decided."""
+
+    def __call__(self, plan: Plan) -> Plan:
+        is_open = str(plan.strategy) in self.too_large
+        self.traced.append(str(plan.strategy))
+        memory = {"parameters": 100 if is_open else 1}
+        return replace(plan, grade="trace", is_open=is_open, forecast=replace(plan.forecast, memory=memory))
+
+
+def test_an_open_plan_that_leads_is_decided() -> None:
+    plans = [plan("ddp=8", 1.0), plan("fsdp=8", 2.0)]
+    for fits, names in ((True, ["ddp", "fsdp"]), (False, ["fsdp"])):
+        decided: list[str] = []
+
+        def decide(one: Plan, fits: bool = fits, decided: list[str] = decided) -> Plan:
+            decided.append(str(one.strategy))
+            return replace(one, is_open=False, fits=fits, why=() if fits else ("needs more",))
+
+        found = settle(plans, rank=by_time, trace=Rough("ddp=8"), decide=decide, count=1)
+        assert [one.strategy.data for one in found.plans] == names and decided == ["ddp=8"]
+
+
+def test_an_open_plan_that_does_not_lead_is_not_traced_again() -> None:
+    def roomy(plans: list[Plan]) -> list[Plan]:
+        return sorted(plans, key=lambda one: (one.forecast.peak > 50, one.forecast.step))
+
+    def decide(one: Plan) -> Plan:
+        raise AssertionError(one)
+
+    plans, trace = [plan("ddp=8", 1.0), plan("fsdp=8", 2.0)], Rough("ddp=8")
+    found = settle(plans, rank=roomy, trace=trace, decide=decide, count=1, room=200)
+    assert [one.strategy.data for one in found.plans] == ["fsdp", "ddp"]
+    found = settle(plans, rank=roomy, trace=trace, decide=decide, count=1, room=70)
+    assert [one.strategy.data for one in found.plans] == ["fsdp"]
+    assert [one.why for one in found.unfit] == [(finalists.OPEN,)]
+
+
 def test_nothing_to_trace() -> None:
     assert settle([], rank=by_time, trace=Tracer(), count=3).plans == []
 

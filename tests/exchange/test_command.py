@@ -71,7 +71,7 @@ def test_a_file_is_written(plan: Path, tmp_path: Path) -> None:
         (["ddp,tp=2", "--to", "accelerate"], BadInput, "--on or --ranks"),
         (["fsdp", "--to", "deepspeed", "--ranks", "8", "--on", "8xA100-40GB"], BadInput, "one of them"),
         (["fdsp", "--to", "deepspeed", "--ranks", "8"], StrategyError, "fsdp"),
-        (["fsdp", "--to", "megatron", "--ranks", "8"], ExchangeError, "accelerate, deepspeed"),
+        (["fsdp", "--to", "colossalai", "--ranks", "8"], ExchangeError, "accelerate, deepspeed"),
         (["no.json", "--to", "deepspeed"], BadInput, "no.json"),
         (["fsdp=8", "--to", "deepspeed", "--pick", "2"], BadInput, "--pick"),
         (["tp=3", "--to", "accelerate", "--ranks", "8"], MeshwrightError, "multiple of 3"),

@@ -17,7 +17,18 @@ DATA = (
     *("", "single", "dp", "ddp", "ddp=1", "zero1", "zero2", "fsdp", "fsdp=1", "fsdp:grad-op", "fsdp:no-shard"),
     *("hsdp=2x2", "hsdp=1x4", "hsdp=4x1"),
 )
-AXES = ("", "tp=2", "op=2", "pp=2:1f1b", "pp=2:zbv", "layers=2", "tp=2,pp=2:interleaved", "op=2,layers=2")
+AXES = (
+    "",
+    "tp=2",
+    "cp=2",
+    "ep=2",
+    "op=2",
+    "pp=2:1f1b",
+    "pp=2:zbv",
+    "layers=2",
+    "tp=2,pp=2:interleaved",
+    "op=2,layers=2",
+)
 PRECISIONS = ("", "bf16", "fp16", "fp8", "bf16:pure", "fp16:pure", "fp8:pure", "bf16:autocast")
 POLICIES = (
     *("", "ac=full", "ac=selective", "offload=optimizer", "offload=params", "offload=nvme:/scratch", "mb=4", "compile"),

@@ -104,7 +104,7 @@ def test_every_named_strategy_is_answered(job: Job) -> None:
 
 
 def test_a_named_strategy_whose_traced_step_does_not_fit_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_large(*_: object) -> list[Trace]:
+    def too_large(*_: object, **__: object) -> list[Trace]:
         return [Trace(rank=0, ranks=2, memory={"activations": 90 * 2**30}, reserved=90 * 2**30)]
 
     monkeypatch.setattr("meshwright.tracing.trace_roles", too_large)

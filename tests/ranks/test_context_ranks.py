@@ -33,7 +33,7 @@ def test_bf16_copies_of_parameters(four_ranks: RankPool, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["cp=4", "cp=2,tp=2"])
 def test_what_mixes_tokens_otherwise_is_gathered(four_ranks: RankPool, text: str) -> None:
-    """Convolutions, pooling, sums along tokens, einsum, the author's own autograd functions, weights read elsewhere."""
+    """Convolutions, pooling, sums along tokens, in-place changes, einsum, own autograd functions, weights elsewhere."""
     check(four_ranks(programs.differences, [("Mixing", text), ("shifted", text)])[0], limit=1e-6)
 
 

@@ -49,11 +49,11 @@ def test_so_are_hybrids(four_ranks: RankPool, name: str, strategy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["stacked_mixture", "listed_mixture"])
-def test_a_run_moves_from_ddp_over_divided_experts_and_tp_to_one_process(
+def test_a_run_moves_from_ddp_over_divided_experts_tp_and_cp_to_one_process(
     two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, job: str
 ) -> None:
     facts, world = facts_of(job), alone(torch.device("cpu"))
-    way = [("ddp", two_ranks), ("ep=2,fsdp=2", four_ranks), ("tp=2", two_ranks)]
+    way = [("ddp", two_ranks), ("ep=2,fsdp=2", four_ranks), ("tp=2", two_ranks), ("cp=2", two_ranks)]
     folders = [str(tmp_path / str(number)) for number in range(len(way))]
     losses = way[0][1](programs.train_and_save, Setup(job, facts, "ddp"), folders[0], STEPS)[0].losses
     for number, (strategy, pool) in enumerate(way[1:], 1):
@@ -64,7 +64,7 @@ def test_a_run_moves_from_ddp_over_divided_experts_and_tp_to_one_process(
     last.load(folders[-1])
     losses = [*losses, *programs.take_steps(last, STEPS).losses]
     whole = programs.make_run(world, Setup(job, facts, "single"))
-    expected = programs.take_steps(whole, 4 * STEPS).losses
+    expected = programs.take_steps(whole, (len(way) + 1) * STEPS).losses
     assert losses == pytest.approx(expected, rel=1e-5)
     for name, tensor in whole.state().items():
         torch.testing.assert_close(last.state()[name], tensor, rtol=1e-4, atol=1e-5)

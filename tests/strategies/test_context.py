@@ -94,6 +94,14 @@ def test_it_is_searched_for_long_samples_only() -> None:
     assert "fsdp,cp=8,bf16,ac=full,mb=1" in found
 
 
+def test_no_larger_micro_batch_than_is_useful_is_searched() -> None:
+    long = replace(described(), tokens=(65536,))
+    found = list(candidates(long, Cluster.parse("8xH100-80GB"), 64, Allowed(recompute=("full",), offload=("",))))
+    texts = ("ddp,bf16", "fsdp,cp=8")
+    sizes = {text: {one.micro_batch for one in found if str(one).startswith(text)} for text in texts}
+    assert sizes == {"ddp,bf16": {1, 2}, "fsdp,cp=8": {1, 2, 4, 8, 16}}
+
+
 def test_states_are_sharded_over_it() -> None:
     layout = lay_out_step(Strategy.parse("fsdp,cp=4").resolve(8), described(), 4)
     assert (layout.data, layout.reduced, layout.shards, layout.parameters_over) == (2, 8, 8, 8)

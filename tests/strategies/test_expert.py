@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import architecture_jobs
 import mixture_jobs
 import tiny_jobs
 from meshwright.assemble.axes import mesh_sizes
@@ -116,7 +117,7 @@ def test_experts_are_found_by_structure() -> None:
     assert all(one.stacked and one.chosen == 2 and one.experts == 4 for one in stacked)
     assert [one.caller for one in listed] == ["blocks.0.mixture", "blocks.1.mixture"]
     assert all(not one.stacked and len(one.parameters) == 16 for one in listed)
-    assert stacked[0].rows == listed[0].rows == 2 * mixture_jobs.LENGTH
+    assert stacked[0].rows == listed[0].rows == 2 * architecture_jobs.LENGTH
     assert ModelFacts.from_json(facts("list by hand").to_json()) == facts("list by hand")
 
 

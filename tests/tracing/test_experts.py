@@ -1,6 +1,7 @@
 """What a rank of divided experts sends in a trace is what the planner prices, for balanced routing."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,6 +16,7 @@ from meshwright.jobs.mixture import Experts, mixture_job
 from meshwright.strategies.expert.division import ExpertDivision
 from meshwright.strategies.model_axis import Sent
 from meshwright.tracing import trace_step
+from meshwright.tracing.block_stack import BlockStack, find_repeated_blocks
 from meshwright.tracing.costs import measure_costs
 
 BATCH, EXPERTS, RANKS = 8, 4, 2
@@ -58,3 +60,18 @@ def test_experts_are_gathered_and_reduced_by_fewer_ranks() -> None:
     for kind in ("all_gather", "reduce_scatter"):
         own = [m for m in trace("").messages if (m.kind, m.axis) == (kind, "shard")]
         assert own and {(m.bytes, m.ranks) for m in own} == {(4 * elements, 2)}
+
+
+def test_dense_layers_before_the_mixtures_do_not_need_a_trace_of_all() -> None:
+    """As in DeepSeek-V3: the first layers differ from all others."""
+    shape = replace(SHAPE, layers=15, length=64)
+    job = mixture_job(shape, experts=Experts(count=4, chosen=2, width=256, dense_layers=2), global_batch=8)
+    found = describe(job)
+    assert find_repeated_blocks(found) == BlockStack("blocks", 13, 2)
+    short, whole = (
+        trace_step(job, found, Strategy.parse("ep=2,fsdp=2,bf16,ac=full"), ranks=4, whole=whole)
+        for whole in (False, True)
+    )
+    assert short.peak == pytest.approx(whole.peak, rel=0.01)
+    sent = [sum(m.bytes * m.count for m in one.messages) for one in (short, whole)]
+    assert sent[0] == pytest.approx(sent[1], rel=0.001)

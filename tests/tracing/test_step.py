@@ -22,7 +22,7 @@ from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.strategies.tensor import replay
 from meshwright.strategies.tensor.compiled import MADE
 from meshwright.tracing import recorder, trace_roles, trace_step
-from meshwright.tracing.extrapolate import find_repeated_blocks
+from meshwright.tracing.block_stack import find_repeated_blocks
 from meshwright.tracing.step_counts import Messages
 
 WIDTH, LENGTH, VOCABULARY, SAMPLES, LAYERS = 64, 32, 512, 16, 2

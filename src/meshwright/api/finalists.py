@@ -1,7 +1,9 @@
 """Trace the plans that lead a ranking, and rank again until the leader has been traced.
 
 A trace may find that a plan needs more memory than its closed-form forecast says. So the leader is settled by traces
-alone, never by a clock: the same request has the same leader on a busy machine.
+alone, never by a clock: the same request has the same leader on a busy machine. Traces of fewer blocks may leave open
+whether a plan fits. The whole model is traced only for an open plan that leads nevertheless: beside a plan that is as
+fast and has memory to spare, it does not.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ TRIES = 16
 """Plans that are traced at most until one that leads fits."""
 SURELY = 1.2
 """How far beyond a device's memory a plan must be to leave without a trace of its own."""
+OPEN = "may not fit: traces of fewer blocks leave it open"
 PATIENCE = 10.0
 """Seconds for tracing the finalists after the leader. They keep their ranks, so load does not change the order."""
 
@@ -40,21 +43,24 @@ def settle(
     *,
     rank: Callable[[list[Plan]], list[Plan]],
     trace: Callable[[Plan], Plan],
+    decide: Callable[[Plan], Plan] | None = None,
     count: int,
     room: float = inf,
 ) -> Finals:
     """Trace the leader of `rank(plans)` until a traced one leads, then up to `count` finalists in all.
 
-    `plans` are all that were found; `rank` lists those to show, best first. If a plan turns out too large, plans that
+    `plans` are all that were found; `rank` lists those to show, best first. `decide` traces an open plan as a whole,
+    if there can be one. If a plan turns out too large, plans that
     differ from it only by a larger micro-batch leave, too. So do those on other data axes that would need far more than
     `room` bytes if their activations are as much larger than forecast as those of the traced plan.
     """
     started = time.perf_counter()
     found, tried = Finals(list(plans)), set[Strategy]()
     shown = rank(found.plans)
-    while shown and shown[0].strategy not in tried and len(tried) < TRIES:
+    while shown and _unsettled(shown[0], tried) and len(tried) < TRIES:
+        again = decide if shown[0].is_open else None
         tried.add(shown[0].strategy)
-        _check(found, shown[0], trace, room)
+        _check(found, shown[0], again or trace, room)
         shown = rank(found.plans)
     if shown and shown[0].strategy not in tried:
         found.note = (
@@ -69,13 +75,19 @@ def settle(
             tried.add(plan.strategy)
             _check(found, plan, trace, room)
             shown = _still(shown, found.plans)
-    return replace(found, plans=shown)
+    left = [plan for plan in shown if plan.is_open and plan.forecast.peak > room]
+    found.unfit += [replace(plan, fits=False, why=(OPEN,)) for plan in left]
+    return replace(found, plans=[plan for plan in shown if plan not in left])
+
+
+def _unsettled(leader: Plan, tried: set[Strategy]) -> bool:
+    return leader.is_open or leader.strategy not in tried
 
 
 def _check(found: Finals, plan: Plan, trace: Callable[[Plan], Plan], room: float) -> None:
     """Replace a plan by its traced one, or move it and those that need more to the unfit ones."""
     checked = trace(plan)
-    if checked.fits:
+    if checked.fits or checked.is_open:
         found.plans = [checked if one is plan else one for one in found.plans]
         return
     found.unfit.append(checked)

@@ -149,22 +149,28 @@ class Planner:
 
     def traced(self, cluster: Cluster, plan: Plan) -> Plan:
         """The plan with the memory of a traced step. One that cannot be traced stays as it is, and a note says so."""
-        context = self.context(cluster)
-        try:
-            traces = self._trace(plan.strategy, cluster.devices, room=usable(context.hardware))
-        except MeshwrightError as error:
-            self.notes.append(f"{plan.strategy} could not be traced; its closed-form forecast is kept: {error}")
-            return plan
-        return with_traces(context, plan, traces)
+        found = self.roughly_traced(cluster, plan)
+        return self.decided(cluster, found) if found.is_open else found
 
-    def _trace(self, strategy: Strategy, ranks: int, room: float) -> list[Trace]:
-        """Traces of shorter models or, if those leave open whether it fits, of the whole one."""
+    def roughly_traced(self, cluster: Cluster, plan: Plan) -> Plan:
+        """The same by traces of models with fewer blocks, which may leave open whether the plan fits."""
+        return self._traced(cluster, plan, whole=False)
+
+    def decided(self, cluster: Cluster, plan: Plan) -> Plan:
+        """An open plan with the memory of a traced step of the whole model, which takes several times as long."""
+        return self._traced(cluster, plan, whole=True)
+
+    def _traced(self, cluster: Cluster, plan: Plan, *, whole: bool) -> Plan:
         from meshwright.tracing import trace_roles  # slow import that plans without traces do not need
 
-        job = self.short_job(strategy)
-        traces = trace_roles(job, self.facts, strategy, ranks)
-        is_open = max(trace.peak for trace in traces) <= room < UNSEEN * max(trace.reserved for trace in traces)
-        return trace_roles(job, self.facts, strategy, ranks, whole=True) if is_open else traces
+        context, job = self.context(cluster), self.short_job(plan.strategy)
+        try:
+            traces = trace_roles(job, self.facts, plan.strategy, cluster.devices, whole=whole)
+        except MeshwrightError as error:
+            self.notes.append(f"{plan.strategy} could not be traced; its closed-form forecast is kept: {error}")
+            return replace(plan, is_open=False)
+        found = with_traces(context, plan, traces)
+        return replace(found, is_open=not whole and _leave_open(traces, usable(context.hardware)))
 
     def short_job(self, strategy: Strategy) -> Job:
         """The job with the smallest batch that fills the strategy: a larger one needs no more memory."""
@@ -191,3 +197,8 @@ class Planner:
         wider = replace(options, strategies=(), allowed=replace(options.allowed, **changes))
         plans = self.search(cluster, wider).plans
         return plans[0] if plans else None
+
+
+def _leave_open(traces: list[Trace], room: float) -> bool:
+    """Whether traces of shorter models do not tell if the whole one fits into `room` bytes."""
+    return max(trace.peak for trace in traces) <= room < UNSEEN * max(trace.reserved for trace in traces)

@@ -20,6 +20,7 @@ from meshwright.facts.strategy import Strategy, divisors
 from meshwright.planner.account import usable
 from meshwright.planner.explain import explain
 from meshwright.planner.search import TIE, PlanContext, best_of_each_kind, choose, consider, refuse, safe_room
+from meshwright.planner.worst_routing import with_worst_routing
 from meshwright.preflight.preflight import examine
 from meshwright.units import GIB, show_seconds
 
@@ -52,18 +53,20 @@ def rank(
         finals = settle(
             found.plans,
             rank=ranked,
-            trace=partial(planner.traced, cluster),
+            trace=partial(planner.traced if options.strategies else planner.roughly_traced, cluster),
+            decide=partial(planner.decided, cluster),
             count=options.finalists,
             # A strategy that the user named is not judged by the trace of another one.
             room=inf if options.strategies else usable(context.hardware),
         )
     plans, unfit = finals.plans, finals.unfit
+    listed = [with_worst_routing(context, one) for one in (plans if options.strategies else plans[: options.listed])]
     advice = () if plans else planner.advise(cluster, options, found)
     offer = () if options.strategies else _offer_graphs(context, plans)
     return Ranking(
         job=name,
         cluster=str(cluster),
-        plans=tuple(explain(plans if options.strategies else plans[: options.listed], safe=safe_room(context))),
+        plans=tuple(explain(listed, safe=safe_room(context), room=usable(context.hardware))),
         refused=(*found.refused, *(Refusal(strategy=str(plan.strategy), reason=plan.why[0]) for plan in unfit)),
         candidates=found.candidates,
         seconds=time.perf_counter() - started,

@@ -27,7 +27,9 @@ PLAN = Limits(bytes=64 * MIB, values=5_000_000)
 
 def export(
     what: Annotated[str, typer.Argument(metavar="STRATEGY|PLAN", help="A strategy, or a file from plan --json.")],
-    to: Annotated[str, typer.Option(help="accelerate, deepspeed, torchtitan, slurm, kubernetes, ray or kuberay.")],
+    to: Annotated[
+        str, typer.Option(help="accelerate, deepspeed, torchtitan, megatron, slurm, kubernetes, ray, kuberay.")
+    ],
     job: Annotated[str | None, typer.Option(help="The job, for its batch and clipping, or to launch it.")] = None,
     on: Annotated[str | None, typer.Option("--on", help="The cluster, as for plan; default: the plan's.")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Devices on one node, instead of --on.")] = None,

@@ -13,6 +13,7 @@ from meshwright.exchange.deepspeed import write_deepspeed
 from meshwright.exchange.export_request import Exported, ExportRequest, Unsupported
 from meshwright.exchange.fields import Fields, Imported
 from meshwright.exchange.launchers import write_kubernetes, write_slurm
+from meshwright.exchange.megatron import write_megatron
 from meshwright.exchange.ray import write_kuberay, write_ray
 from meshwright.exchange.torchtitan import write_torchtitan
 from meshwright.facts.grammar import nearest
@@ -25,6 +26,7 @@ TARGETS: dict[str, Callable[[ExportRequest], Exported]] = {
     "accelerate": write_accelerate,
     "deepspeed": write_deepspeed,
     "torchtitan": write_torchtitan,
+    "megatron": write_megatron,
     "slurm": write_slurm,
     "kubernetes": write_kubernetes,
     "ray": write_ray,

@@ -68,9 +68,9 @@ def _axes(fields: Fields, ranks: int | None, notes: list[str]) -> dict[str, Any]
         shards = _outside(fields, shards, inside)
     elif ranks is not None:
         shards = max(1, ranks // (replicas * model_ranks))
-    if shards == 1 and any(term.traits.shares_gradients for term in terms):  # FSDP shards over this axis too
-        hybrid = {"data": "hsdp", "hsdp_replicas": replicas} if replicas > 1 else {"data": "fsdp"}
-        return {**hybrid, "data_size": replicas, "axes": terms}
+    if shards == 1 and any(term.traits.shares_gradients or term.traits.splits_batch for term in terms):
+        sharded = _data(fields, replicas, 2, alone=False, notes=notes)  # FSDP shards over these axes too
+        return {**sharded, "data_size": replicas, "axes": terms}
     return {**_data(fields, replicas, shards, alone=model_ranks == 1, notes=notes), "axes": terms}
 
 

@@ -93,7 +93,9 @@ def read_terms(text: str) -> Fields:
 
 def show_terms(strategy: Strategy) -> str:
     """The canonical text; `fp32` if every field has its default."""
-    return ",".join(filter(None, (row.show(strategy) for row in table()))) or FULL.word
+    before, after = ([row.show(strategy) for row in rows] for rows in (_BEFORE, _AFTER))
+    shown = (*before, show_data(strategy), *map(str, strategy.axes), *after)  # axes are in the table's order
+    return ",".join(filter(None, shown)) or FULL.word
 
 
 def pick(word: str | None, choices: Iterable[str], *, term: str, what: str, note: str = "") -> str:

@@ -44,8 +44,12 @@ class Plan:
     """Expected errors of memory and time, as shares."""
     grade: str = "account"
     """How memory was forecast: "account" in closed form, or "trace" by a step on fake tensors."""
+    is_open: bool = False
+    """Whether traces of fewer blocks leave open if it fits, so that only one of the whole model can tell."""
     stages: tuple[Forecast, ...] = ()
     """Memory of one rank of each pipeline stage, first to last; empty without a pipeline."""
+    worst: Forecast | None = None
+    """Memory and time if all tokens choose experts of one rank; None without experts, or if it was not asked for."""
     host_gib: float = 0.0
     """Host memory per node for offloaded state."""
     saving_gib: float = 0.0
@@ -80,7 +84,9 @@ class Plan:
             "speed": asdict(self.speed),
             "error_bar": dict(self.error_bar),
             "grade": self.grade,
+            "is_open": self.is_open,
             "stages": [stage.to_json() for stage in self.stages],
+            "worst": self.worst and self.worst.to_json(),
             "host_gib": self.host_gib,
             "saving_gib": self.saving_gib,
         }
@@ -95,7 +101,9 @@ class Plan:
             speed=Speed(**value.get("speed", {})),
             error_bar=value.get("error_bar", {}),
             grade=value.get("grade", "account"),
+            is_open=value.get("is_open", False),
             stages=tuple(Forecast.from_json(stage) for stage in value.get("stages", ())),
+            worst=Forecast.from_json(value["worst"]) if value.get("worst") else None,
             host_gib=value.get("host_gib", 0.0),
             saving_gib=value.get("saving_gib", 0.0),
         )
@@ -206,4 +214,11 @@ def show_plan(plan: Plan) -> dict[str, Any]:
         "stages": [{"peak_gib": stage.peak / GIB} for stage in plan.stages],
         "host_gib": plan.host_gib,
         "saving_gib": plan.saving_gib,
+        **_worst_routing(plan),
     }
+
+
+def _worst_routing(plan: Plan) -> dict[str, Any]:
+    if plan.worst is None:
+        return {}
+    return {"worst_routing": {"step_ms": plan.worst.step * 1e3, "reserved_gib": plan.worst.peak / GIB}}

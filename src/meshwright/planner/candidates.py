@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from meshwright.facts.cluster import Cluster
@@ -15,6 +15,10 @@ from meshwright.facts.model_axis import MODEL_AXES, conflict
 from meshwright.facts.strategy import AxisTerm, Strategy, divisors
 from meshwright.schedules import FAMILIES
 from meshwright.strategies import data_strategy, model_axis
+
+ENOUGH_TOKENS = 131072
+"""Tokens of a rank's micro-batch from which no larger one is tried. Products are as fast as they get with far fewer,
+and gathering a block's parameters for so many tokens takes less time than computing them, even between nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +50,17 @@ def candidates(facts: ModelFacts, cluster: Cluster, global_batch: int, allowed: 
         if data * splits > global_batch:
             continue
         summed = any(term.traits.shares_gradients for term in terms)
+        enough = _enough_samples(facts, terms)
         for axis in _data_axes(data, inner, cluster, splits, summed=summed):
             for model_axes in product(*(_with_suffixes(term, allowed) for term in terms)):
                 shape = ",".join(filter(None, [axis, *map(str, model_axes)]))
-                yield from _with_policies(shape or "single", global_batch // (data * splits), allowed)
+                yield from _with_policies(shape or "single", global_batch // (data * splits), allowed, enough)
+
+
+def _enough_samples(facts: ModelFacts, terms: tuple[AxisTerm, ...]) -> float:
+    """Samples of a micro-batch from which no larger one is tried."""
+    own = min(facts.tokens, default=0) / prod(term.size for term in terms if term.traits.shares_gradients)
+    return ENOUGH_TOKENS / own if own else inf
 
 
 def _model_axes(facts: ModelFacts, cluster: Cluster, allowed: Allowed) -> list[tuple[AxisTerm, ...]]:
@@ -97,9 +108,10 @@ def _sums_apart(text: str) -> bool:
     return data_strategy(Strategy.parse(text)).sums_apart
 
 
-def _with_policies(shape: str, samples: int, allowed: Allowed) -> Iterator[Strategy]:
+def _with_policies(shape: str, samples: int, allowed: Allowed, enough: float) -> Iterator[Strategy]:
     strategy = Strategy.parse(shape)
     sizes = [size for size in divisors(samples) if size & (size - 1) == 0 or size == samples]
+    sizes = [size for size in sizes if size <= max(1.0, enough)]
     if strategy.stage_axis:
         sizes = [size for size in sizes if size * strategy.stage_ranks <= samples]  # else the pipeline is never full
     for precision, recompute, offload, compiled, graphs in product(

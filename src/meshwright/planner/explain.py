@@ -22,15 +22,16 @@ CAUSES = {
 """Descriptions of the causes of time, except the communication of an axis."""
 
 
-def explain(plans: list[Plan], *, safe: float = inf) -> list[Plan]:
+def explain(plans: list[Plan], *, safe: float = inf, room: float = inf) -> list[Plan]:
     """Add reasons to plans: the first is compared with the next slower one, the others with the first.
 
-    Plans with a peak above `safe` bytes may not fit, considering the error of forecasts.
+    Plans with a peak above `safe` bytes may not fit, considering the error of forecasts, and above `room` they do not.
     """
     if not plans:
         return []
     first, *others = plans
-    return [replace(first, why=_why_first(first, others, safe)), *(replace(p, why=_why_not(p, first)) for p in others)]
+    why = (*_why_first(first, others, safe), *_routing(first, room))
+    return [replace(first, why=why), *(replace(p, why=_why_not(p, first)) for p in others)]
 
 
 def _why_first(first: Plan, others: list[Plan], safe: float) -> tuple[str, ...]:
@@ -48,6 +49,19 @@ def _why_first(first: Plan, others: list[Plan], safe: float) -> tuple[str, ...]:
         longer = slower[0].forecast.step / first.forecast.step - 1
         sentences.append(f"{slower[0].strategy} would take {longer:.0%} longer: {_difference(slower[0], first)}.")
     return tuple(sentences)
+
+
+def _routing(plan: Plan, room: float) -> tuple[str, ...]:
+    """What routing is assumed, and what the worst would cost."""
+    if plan.worst is None:
+        return ()
+    if plan.worst.peak <= plan.forecast.peak and plan.worst.step <= plan.forecast.step:
+        return ("Each rank computes the experts of its own tokens, so memory and time do not depend on the routing.",)
+    held = f"{plan.worst.peak / GIB:.1f} GiB" + (", which does not fit" if plan.worst.peak > room else "")
+    return (
+        "Routing is taken as balanced: if all tokens chose experts of one rank, a step would take "
+        f"{_milliseconds(plan.worst.step)} and {held}.",
+    )
 
 
 def _listed(plans: list[Plan]) -> str:

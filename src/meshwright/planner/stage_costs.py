@@ -75,8 +75,13 @@ class StageCosts:
         hardware: Hardware,
         *,
         by_compute: bool = False,
+        worst: bool = False,
     ) -> None:
-        """`by_compute` cuts the stages as nanotron does: each takes calls until it has its share of the FLOPs."""
+        """`by_compute` cuts the stages as nanotron does: each takes calls until it has its share of the FLOPs.
+
+        With `worst`, costs are those of the busiest rank if samples divide the work as unevenly as they can.
+        """
+        self._worst = worst
         self._facts, self._costs, self._hardware = facts, costs, hardware
         self._counts = {name: (p.count, p.trainable and p.used) for p in facts.parameters for name in p.names}
         self._first = {name: p.name for p in facts.parameters for name in p.names}
@@ -90,6 +95,10 @@ class StageCosts:
         self._unit_sizes = lru_cache(maxsize=64)(self._size_units)
         cut = cut_by_compute if by_compute else cut_stages
         self._borders = lru_cache(maxsize=64)(lambda count: cut(facts, count) if count > 1 else None)
+
+    def at_worst(self) -> StageCosts:
+        """The same model's costs if samples divide the work as unevenly as they can."""
+        return StageCosts(self._facts, self._costs, self._hardware, worst=True)
 
     def of(self, step_layout: StepLayout, *, gathered: float = 1.0) -> tuple[StageWork, ...]:
         """The stages of a step layout; `Refused` if the model cannot be cut into them.
@@ -178,6 +187,7 @@ class StageCosts:
         """How each inner axis divides the model."""
         terms, sequence = inner
         found = (inner_axis(term).division(self._facts, term.size) for term in terms)
+        found = (division.at_worst() for division in found) if self._worst else found
         return tuple(division if sequence else division.without_sequence() for division in found)
 
     def _hold(self, inner: Inner, stages: int) -> list[tuple[int, int, int]]:
@@ -229,6 +239,11 @@ class StageCosts:
             )
             for part in (unit.forward, unit.backward)
         )
+        again = 1 if case.policy[1] == "full" and unit.is_block else 0
+        surplus = [share.surplus for share in shares if share.surplus]
+        more = sum(kernels.seconds(one.product, micro_batch, 1, self._hardware) for one in surplus)
+        forward, backward = forward + more, backward + (2 + again) * more
+        crowd = sum(one.kept for one in surplus)
         # Blocks that recompute gather their inputs again, and so do not keep them.
         keeps_gathered = unit.is_block and case.policy[1] == "none"
         held = sum(share.regathered * share.parts / parts for share in shares) if keeps_gathered else 0.0
@@ -236,7 +251,7 @@ class StageCosts:
         beside = sum(share.beside * share.parts / parts for share in shares) if programs else 0.0
         gathered = case.gathered * held + beside
         passing = 0.0 if keeps_gathered else sum(share.passing * share.parts / parts for share in shares)
-        kept = unit.kept.at(micro_batch) / parts + gathered
+        kept = unit.kept.at(micro_batch) / parts + gathered + (0.0 if again else crowd)
         saved = kept * (1 - case.keeps) if unit.is_block else 0.0
         return UnitWork(
             name=unit.name,
@@ -247,8 +262,8 @@ class StageCosts:
             backward_launches=kernels.launches(unit.backward, compiled),
             kept=kept - saved,
             output=min(unit.output.at(micro_batch), stream),
-            forward_peak=unit.forward_peak.at(micro_batch) / parts + gathered + passing,
-            backward_peak=unit.backward_peak.at(micro_batch) / parts + gathered - saved + 2 * passing,
+            forward_peak=unit.forward_peak.at(micro_batch) / parts + gathered + passing + crowd,
+            backward_peak=unit.backward_peak.at(micro_batch) / parts + gathered - saved + 2 * passing + 1.5 * crowd,
             elements=elements,
             gathered_with=max((self._unit_sizes(case.inner)[name] for name in shard_units), default=0),
             in_units=sum(self._held(names, case.inner)[0] for names in shard_units.values()),

@@ -38,6 +38,16 @@ class Sent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Surplus:
+    """What the busiest rank computes and keeps beyond an even share, if samples decide how work is divided."""
+
+    product: Kernel
+    """In forward; backward computes two of this size."""
+    kept: float
+    """Bytes of activations that backward needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnitShare:
     parts: int = 1
     """Ranks that its activations and kernels are divided over."""
@@ -52,6 +62,8 @@ class UnitShare:
     """Bytes that a rank keeps until backward beside its share of what the undivided unit keeps."""
     forward: tuple[Sent, ...] = ()
     backward: tuple[Sent, ...] = ()
+    surplus: Surplus | None = None
+    """None if the rank has an even share, or if shares do not depend on samples."""
     intercepted: bool = False
     """Whether a mode intercepts each operator call, which costs host time. Blocks run recorded programs instead."""
 
@@ -69,6 +81,10 @@ class Division:
     def share(self, unit: UnitCosts, samples: int, stream: float) -> UnitShare:
         """A rank's share of a unit in one micro-batch. `stream` is the bytes of the activations between blocks."""
         return UnitShare()
+
+    def at_worst(self) -> Division:
+        """The same for the busiest rank, if samples divide the work as unevenly as they can."""
+        return self
 
     def without_sequence(self) -> Division:
         """The same for an engine that keeps activations between layers whole on every rank."""

@@ -25,6 +25,7 @@ from meshwright.facts.tensor_plan import TensorPlan
 from meshwright.facts.trace import Message, Operation
 from meshwright.strategies.pipeline.sizes import count_micro_batches, count_stages, is_pipelined
 from meshwright.strategies.pipeline.stages import Stages, cut_stages
+from meshwright.tracing.block_stack import BlockStack
 from meshwright.tracing.record_step import Recorded
 
 
@@ -91,15 +92,6 @@ def _items(
 
 
 @dataclass(frozen=True)
-class BlockStack:
-    """A list of blocks that are alike."""
-
-    name: str
-    """The name of the list in the model."""
-    blocks: int
-
-
-@dataclass(frozen=True)
 class Shortened:
     """A job and its facts without some of the blocks."""
 
@@ -107,38 +99,15 @@ class Shortened:
     facts: ModelFacts
 
 
-def find_repeated_blocks(facts: ModelFacts) -> BlockStack | None:
-    """The list of blocks that a model repeats; None if blocks differ or are not in one list."""
-    lists = {name.rpartition(".")[0] for name in facts.blocks}
-    if len(lists) != 1 or facts.unseen:
-        return None
-    name = lists.pop()
-    expected = [f"{name}.{index}" for index in range(len(facts.blocks))]
-    if list(facts.blocks) != expected or len({_content_of(facts, block) for block in expected}) != 1:
-        return None
-    return BlockStack(name, len(expected))
-
-
-def _content_of(facts: ModelFacts, block: str) -> tuple[object, ...]:
-    """What must be equal for two blocks to be alike."""
-    start = f"{block}."
-    parameters = [
-        (tuple(n.removeprefix(start) for n in p.names), p.shape, p.itemsize, p.trainable, p.used)
-        for p in facts.parameters
-        if p.name.startswith(start)
-    ]
-    calls = [
-        (call.flops, sum(name.startswith(start) for name in call.reads)) for call in facts.calls if call.name == block
-    ]
-    return tuple(parameters), tuple(calls)
-
-
 def with_fewer_blocks(
     job: Job, facts: ModelFacts, strategy: Strategy, stack: BlockStack, blocks: int
 ) -> Shortened | None:
-    """`job` with this number of blocks, or this number on each pipeline stage; None if there are fewer."""
+    """`job` with this number of alike blocks, or this number on each pipeline stage; None if there are fewer."""
     if not is_pipelined(strategy):
-        return _keep(job, facts, stack, list(range(blocks)), None) if blocks <= stack.blocks else None
+        kept = list(range(stack.before + blocks))
+        return _keep(job, facts, stack, kept, None) if blocks <= stack.blocks else None
+    if stack.before:  # stages would not be alike
+        return None
     stages = cut_stages(facts, count_stages(strategy), job.stages)
     by_stage = _blocks_of_stages(facts, stack, stages)
     if min(map(len, by_stage)) < blocks:
@@ -148,7 +117,7 @@ def with_fewer_blocks(
 
 
 def count_blocks(job: Job, facts: ModelFacts, strategy: Strategy, stack: BlockStack, ranks: int, rank: int) -> float:
-    """Blocks of the model; under a pipeline, the average over the rank's stages."""
+    """Alike blocks of the model; under a pipeline, the average over the rank's stages."""
     if not is_pipelined(strategy):
         return stack.blocks
     by_stage = _blocks_of_stages(facts, stack, cut_stages(facts, count_stages(strategy), job.stages))
@@ -159,7 +128,7 @@ def count_blocks(job: Job, facts: ModelFacts, strategy: Strategy, stack: BlockSt
 
 def _blocks_of_stages(facts: ModelFacts, stack: BlockStack, stages: Stages) -> list[list[int]]:
     """For each stage, the indices in the list of the blocks that it calls."""
-    places = {f"{stack.name}.{index}": index for index in range(stack.blocks)}
+    places = {f"{stack.name}.{index}": index for index in range(stack.before + stack.blocks)}
     names = [[facts.calls[call].name for call in stages.calls_of(stage)] for stage in range(len(stages))]
     return [[places[name] for name in own if name in places] for own in names]
 

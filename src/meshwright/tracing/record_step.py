@@ -43,6 +43,7 @@ from meshwright.torch_private.fake_tensors import (
 )
 from meshwright.torch_private.foreach import clipping_by_lists
 from meshwright.torch_private.trees import tree_leaves
+from meshwright.tracing.block_stack import find_repeated_blocks
 from meshwright.tracing.compiled import Compiler
 from meshwright.tracing.ddp_buckets import Buckets
 from meshwright.tracing.recorder import StepRecorder
@@ -204,11 +205,16 @@ def _watched(job: Job, recorder: StepRecorder) -> Job:
 
 
 def _name_moments(model: nn.Module, facts: ModelFacts, recorder: StepRecorder) -> None:
-    """Name the moments at which each block runs, in forward and in backward, counted from the nearer end."""
+    """Name the moments at which each block runs, in forward and in backward, counted from the nearer end.
+
+    Blocks before a stack of alike ones, and the first two of the stack, are counted from the beginning.
+    """
     blocks = [model.get_submodule(name) for name in facts.blocks]
+    stack = find_repeated_blocks(facts)
+    first = 2 + (stack.before if stack else 0)
     own = [block for block in blocks if any(True for _ in block.parameters())]
     for index, block in enumerate(own):
-        name = f"block {index}" if index < 2 else f"block {index - len(own)}"
+        name = f"block {index}" if index < first else f"block {index - len(own)}"
         block.register_forward_pre_hook(lambda *_, name=name: recorder.at(f"{recorder.step_phase} of {name}"))
         block.register_forward_hook(partial(_leave, recorder, name))
 

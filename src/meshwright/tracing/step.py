@@ -13,7 +13,8 @@ from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
 from meshwright.strategies import Place, data_strategy
 from meshwright.strategies.pipeline.sizes import is_pipelined
-from meshwright.tracing.extrapolate import count_blocks, extrapolate, find_repeated_blocks, with_fewer_blocks
+from meshwright.tracing.block_stack import find_repeated_blocks
+from meshwright.tracing.extrapolate import count_blocks, extrapolate, with_fewer_blocks
 from meshwright.tracing.record_step import Recorded, record_step
 
 SIZES, SIZES_OF_A_STAGE, SIZES_DIVIDED, SIZES_COMPILED = (4, 8), (3, 6), (3, 5), (2, 4)
@@ -85,6 +86,8 @@ def refuse_trace(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, de
 def _from_shorter(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int, rank: int) -> Recorded | None:
     """The record of the whole model, extrapolated if tracing the two shorter models takes less time; else None."""
     stack = find_repeated_blocks(facts)
+    if stack is not None and stack.before and strategy.compile:  # its moments are not named by blocks
+        return None
     small, large = _sizes(strategy)
     if stack is None or (blocks := count_blocks(job, facts, strategy, stack, ranks, rank)) <= small + large + 1:
         return None

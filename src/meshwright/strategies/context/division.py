@@ -9,8 +9,8 @@ from meshwright.facts.costs import Kernel, UnitCosts
 from meshwright.facts.precision import FORMATS
 from meshwright.strategies.model_axis import Division, Sent, UnitShare
 
-COUNT_BYTES = 8.0
-"""Bytes of a loss that is summed over ranks. A message of this size takes its latency."""
+COUNT_BYTES = 4.0
+"""Bytes of a loss in fp32 that is summed over ranks. A message of this size takes its latency."""
 
 
 class ContextDivision(Division):

@@ -41,6 +41,7 @@ class OperatorParallel(InnerAxis):
             "torchtitan": "torchtitan does not divide single operators",
             "accelerate": "Accelerate does not divide single operators",
             "deepspeed": "DeepSpeed does not divide single operators",
+            "megatron": "Megatron-LM does not divide single operators",
         },
     )
 

@@ -28,7 +28,7 @@ class PipelineParallel(StageAxis):
         pieces_loss=True,
         engines=("torch", "deepspeed"),
         complexity=12,
-        config_fields={"torchtitan": "pipeline_parallel_degree"},
+        config_fields={"torchtitan": "pipeline_parallel_degree", "megatron": "pipeline-model-parallel-size"},
         missing={
             "accelerate": "Accelerate's config has no pipeline for training",
             "deepspeed": "DeepSpeed's pipeline is written in code, as a PipelineModule, and not in its config",

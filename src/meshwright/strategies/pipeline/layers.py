@@ -24,6 +24,7 @@ class LayerPlacement(StageAxis):
             "torchtitan": "torchtitan has no layer-wise placement",
             "accelerate": "Accelerate has no layer-wise placement for training",
             "deepspeed": "DeepSpeed has no layer-wise placement",
+            "megatron": "Megatron-LM has no layer-wise placement",
         },
     )
 

@@ -41,6 +41,7 @@ class TensorParallel(InnerAxis):
             "torchtitan": "tensor_parallel_degree",
             "accelerate": "parallelism_config_tp_size",
             "deepspeed": "autotp_size",
+            "megatron": "tensor-model-parallel-size",
         },
         missing={"deepspeed": "DeepSpeed's AutoTP (tensor_parallel.autotp_size) knows models of transformers only"},
     )

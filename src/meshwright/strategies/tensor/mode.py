@@ -25,7 +25,16 @@ from meshwright.strategies import intercepted
 from meshwright.strategies.recorder import refuse_recording
 from meshwright.strategies.tensor import rules
 from meshwright.strategies.tensor.attention import attention, dropout
-from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, keep_gradients, part, pieces_of, whole
+from meshwright.strategies.tensor.layout import (
+    dim_of,
+    divided,
+    is_divided,
+    keep_gradients,
+    local,
+    part,
+    pieces_of,
+    whole,
+)
 from meshwright.strategies.tensor.loss import cross_entropy
 from meshwright.strategies.tensor.matrix import add_product, embedding, forget_input, linear, matmul
 from meshwright.strategies.tensor.memory import change, check_current, note_views, refuse_other_shape
@@ -186,11 +195,19 @@ class DividedFunctions(TorchFunctionMode):
         if not is_divided(target, self.mesh):
             return self._on_whole(func, args, kwargs)
         refuse_recording("it changes a divided tensor in place")
-        dim = dim_of(target)
         found = self._new_value(func, target, args, kwargs)
         refuse_other_shape(target, found)
-        change(target, divided(part(found, dim, self.mesh), dim, self.mesh))
+        change(target, self._laid_out_like(target, found))
         return target
+
+    def _laid_out_like(self, target: DTensor, value: Tensor) -> DTensor:
+        dim, pieces = dim_of(target), pieces_of(target)
+        if pieces == 1:
+            return divided(part(value, dim, self.mesh), dim, self.mesh)
+        if is_divided(value, self.mesh) and (dim_of(value), pieces_of(value)) == (dim, pieces):
+            return divided(local(value), dim, self.mesh, pieces)
+        by_piece = whole(value, self.mesh).unflatten(dim, (pieces, -1))
+        return divided(part(by_piece, dim + 1, self.mesh).flatten(dim, dim + 1), dim, self.mesh, pieces)
 
     def _new_value(self, func: Any, target: DTensor, args: Any, kwargs: Any) -> Any:
         if "out" in kwargs:

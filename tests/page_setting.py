@@ -195,6 +195,13 @@ def foreign_config(folder: Path) -> tuple[Names, Check]:
     return {}, check
 
 
+def whole_job(folder: Path) -> tuple[Names, Check]:
+    def check(names: Names) -> None:
+        mw.layout(names["job"], "fsdp=2")
+
+    return {"__name__": "job"}, check
+
+
 def plain_build(folder: Path) -> tuple[Names, Check]:
     samples = {"tokens": torch.arange(5), "lengths": torch.tensor([2, 3])}
 
@@ -233,6 +240,7 @@ NAMES: dict[str, Callable[[Path], tuple[Names, Check]]] = {
     "docs/checkpoints.md": saved_gpt,
     "docs/data.md": data_kinds,
     "docs/exchange.md": foreign_config,
+    "docs/first-try.md": whole_job,
     "docs/jobs.md": metrics,
     "docs/policies.md": contrastive,
     "docs/same-training.md": plain_build,

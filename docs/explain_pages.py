@@ -2,6 +2,7 @@
 
 python docs/explain_pages.py             # all pages
 python docs/explain_pages.py hf_llama    # those of one example
+python docs/explain_pages.py gpt-tensor hf_llama-tensor
 """
 
 from __future__ import annotations
@@ -27,23 +28,31 @@ STRATEGIES = {
     "hsdp": "hsdp=2x2",
     "tensor": "tp=2",
     "operator": "op=2",
+    "context": "cp=2",
     "pipeline": "pp=2:1f1b",
     "layers": "layers=2",
 }
-"""By the page of docs/strategies. `dp` is one process with several GPUs, which cannot be traced."""
+"""By the page of docs/strategies. `dp` is one process with several GPUs, which cannot be traced; neither example has
+experts that `ep` could divide."""
 
 
-def main(examples: tuple[str, ...]) -> None:
+def main(wanted: tuple[str, ...]) -> None:
     FOLDER.mkdir(exist_ok=True)
-    for example in examples:
-        file = f"examples/{example}.py"
-        known = describe_job(str(ROOT / file))
-        for page, text in STRATEGIES.items():
-            strategy = Strategy.parse(text)
-            cluster = usual_cluster(ranks_of(strategy, None))
-            document = explain_strategy(known.job, known.facts, strategy, cluster, name=file)
-            write_explanation(document, FOLDER / f"{example}-{page}.html")
-            print(f"{example}-{page}.html", flush=True)
+    for example in EXAMPLES:
+        pages = {name: text for name, text in STRATEGIES.items() if f"{example}-{name}".startswith(wanted)}
+        if pages:
+            write_pages(example, pages)
+
+
+def write_pages(example: str, pages: dict[str, str]) -> None:
+    file = f"examples/{example}.py"
+    known = describe_job(str(ROOT / file))
+    for page, text in pages.items():
+        strategy = Strategy.parse(text)
+        cluster = usual_cluster(ranks_of(strategy, None))
+        document = explain_strategy(known.job, known.facts, strategy, cluster, name=file)
+        write_explanation(document, FOLDER / f"{example}-{page}.html")
+        print(f"{example}-{page}.html", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from sitegen.grammar_page import grammar_page
 from sitegen.json_page import json_page
 from sitegen.links import dead_links, links_of, rewrite
 from sitegen.navigation import missing, navigation, title_of
+from sitegen.pictures import with_dark_pictures
 from sitegen.source_pages import source_page, source_place
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +43,7 @@ def write_sources(out: Path) -> list[str]:
     _copy_assets(out)
     linked: set[str] = set()
     for path, place in _repository_pages().items():
-        text = (ROOT / path).read_text(encoding="utf-8")
+        text = with_dark_pictures((ROOT / path).read_text(encoding="utf-8"), (ROOT / path).parent)
         linked |= {target for _, link in links_of(text) if (target := _target(path, link)) and _is_source(target)}
         _write(out, place, rewrite(text, place, lambda link, path=path: _moved(path, link)))
     for target in sorted(linked):

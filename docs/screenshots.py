@@ -1,4 +1,8 @@
-"""Pictures of the pages, taken anew: `make docs && python docs/screenshots.py` (needs Chromium, playwright, pillow)."""
+"""Take the pictures of pages anew (needs Chromium, playwright and pillow).
+
+make docs && python docs/screenshots.py site   # the documentation's main pages
+python docs/screenshots.py plan timeline serve
+"""
 
 from __future__ import annotations
 
@@ -38,9 +42,9 @@ def served(folder: str) -> Iterator[str]:
 
 def keep(picture: bytes, name: str) -> None:
     """Few colours are enough for a page, and make a small file."""
-    IMAGES.mkdir(exist_ok=True)
+    (IMAGES / name).parent.mkdir(exist_ok=True)
     image = Image.open(io.BytesIO(picture)).convert("RGB")
-    image.quantize(method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+    image.quantize(method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
         IMAGES / f"{name}.png", optimize=True
     )
 
@@ -86,13 +90,19 @@ def shoot_plan(browser: Any, folder: str) -> None:
             keep(page.screenshot(), name)
 
 
+SITE = Path(__file__).parents[1] / "build" / "site"
 SITE_PAGES = {
     "home": "index.html",
+    "get-started": "get-started.html",
+    "learn": "learn/1-why.html",
     "strategy": "strategies/fsdp.html",
     "planner": "planner.html",
-    "api": "reference/api.html",
+    "cli": "reference/cli.html",
+    "comparison": "comparisons/strategies.html",
 }
-SITE_WIDTHS = {"": 1280, "-phone": 360}
+PICTURED = ("learn",)
+"""Pages that are shown from their first picture on."""
+SITE_WIDTHS = {"": (1280, 800), "-phone": (360, 740)}
 
 
 @contextmanager
@@ -105,29 +115,34 @@ def served_files(folder: Path) -> Iterator[str]:
 
 
 def shoot_site(browser: Any, home: str) -> None:
-    """The main pages of the documentation, wide and on a phone, light and dark."""
+    """The first screen of the main pages, wide and on a phone, light and dark."""
     for scheme in ("light", "dark"):
-        for suffix, width in SITE_WIDTHS.items():
+        for suffix, (width, height) in SITE_WIDTHS.items():
             for name, file in SITE_PAGES.items():
-                with visit(
-                    browser, f"{home}/{file}", color_scheme=scheme, viewport={"width": width, "height": 760}
-                ) as page:
+                window = {"width": width, "height": height}
+                with visit(browser, f"{home}/{file}", color_scheme=scheme, viewport=window) as page:
                     page.wait_for_load_state()
                     assert overflow(page) <= 0, f"{file} is wider than {width} pixels"
-                    keep(page.screenshot(), f"site-{name}{suffix}{'-dark' if scheme == 'dark' else ''}")
+                    if name in PICTURED:
+                        page.evaluate(
+                            "scrollBy(0, document.querySelector('article img').getBoundingClientRect().y - 160)"
+                        )
+                    keep(page.screenshot(), f"site/{name}{suffix}{'-dark' if scheme == 'dark' else ''}")
 
 
-def main() -> None:
-    site = Path(__file__).parents[1] / "build" / "site"
+def main(wanted: list[str]) -> None:
     with TemporaryDirectory() as folder, open_browser() as browser:
-        if site.is_dir():  # after `make docs`
-            with served_files(site) as home:
+        if "site" in wanted:
+            with served_files(SITE) as home:
                 shoot_site(browser, home)
-        shoot_plan(browser, folder)
-        shoot_timeline(browser, folder)
-        with served(folder) as url:
-            shoot_serve(browser, url)
+        if "plan" in wanted:
+            shoot_plan(browser, folder)
+        if "timeline" in wanted:
+            shoot_timeline(browser, folder)
+        if "serve" in wanted:
+            with served(folder) as url:
+                shoot_serve(browser, url)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or ["site", "plan", "timeline", "serve"])

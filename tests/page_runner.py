@@ -63,14 +63,14 @@ def run_command(command: str, folder: Path, pool: RankPool) -> str:
 
 def _runner(words: list[str], pool: RankPool, may_fail: bool) -> Callable[[Path], str]:
     if words[:3] == ["torchrun", "--nproc-per-node", "1"]:
-        return lambda folder: _alone(words[3:], folder, ONE_RANK)
+        return lambda folder: run_script_alone(words[3:], folder, ONE_RANK)
     if words[:2] == ["torchrun", "--nproc-per-node"]:
         assert int(words[2]) == pool.ranks
         return lambda folder: pool(run_script, words[3:], str(folder))[0]
     if words[0] == "python":
-        return lambda folder: _alone(words[1:], folder, {})
+        return lambda folder: run_script_alone(words[1:], folder, {})
     assert words[0] == "meshwright", words
-    return lambda folder: _command_line(words, folder, may_fail)
+    return lambda folder: run_verb(words, folder, may_fail)
 
 
 def run_script(world: World, words: list[str], folder: str) -> str:
@@ -86,7 +86,7 @@ def _ignore(*args: Any, **options: Any) -> None:
     """The group is there, and stays."""
 
 
-def _alone(words: list[str], folder: Path, environment: dict[str, str]) -> str:
+def run_script_alone(words: list[str], folder: Path, environment: dict[str, str]) -> str:
     """A script in this process, as the only rank."""
     try:
         return _execute(words, folder, environment)
@@ -102,7 +102,8 @@ def _execute(words: list[str], folder: Path, environment: dict[str, str]) -> str
     return printed.getvalue()
 
 
-def _command_line(words: list[str], folder: Path, may_fail: bool) -> str:
+def run_verb(words: list[str], folder: Path, may_fail: bool = False) -> str:
+    """What the command line prints to stdout; unless it may fail, it exits with 0."""
     from meshwright.cli.main import app
     from meshwright.cli.outcome import main_with_exit_codes
 

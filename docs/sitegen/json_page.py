@@ -9,9 +9,9 @@ from typing import Any
 
 LEAD = """# JSON documents
 
-Every verb prints one document with `--json`. These are [JSON Schemas](https://json-schema.org) (draft 2020-12) of those
-that other programs read most, taken from real documents; tests hold the verbs to them. The pages of the other verbs
-describe theirs. Fields may be added; a field that is required here keeps its name and type within a minor version."""
+Every verb prints one document with `--json`. These are their [JSON Schemas](https://json-schema.org) (draft 2020-12),
+taken from real documents; tests hold the verbs to them. Fields may be added; a field that is required here keeps its
+name and type within a minor version."""
 
 
 def json_page(folder: Path) -> str:

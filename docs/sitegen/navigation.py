@@ -44,7 +44,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Reference": ("reference/api.md", "reference/cli.md", "reference/grammar.md", "reference/json.md"),
     "Explanation": ("design.md", "tracing.md", "same-training.md"),
     "Benchmarks": ("benchmarks.md", "zoo.md", "architectures.md", "registry-models.md", "real_scripts.md"),
-    "Project": ("changelog.md", "contributing.md", "security.md"),
+    "Project": ("changelog.md", "contributing.md", "security.md", "site.md"),
 }
 FOLDERS = {"learn": "Learn", "moving": "Moving in", "strategies": "Strategies", "comparisons": "Comparisons"}
 REST = "How-to"

@@ -16,6 +16,7 @@ sys.path.append(str(ROOT / "docs"))
 
 import generate
 from sitegen import links, navigation
+from sitegen.pictures import with_dark_pictures
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,13 @@ def test_links_move_with_their_page() -> None:
     text = "[a](../examples/gpt.py) `[b](c.md)` [d](#e) [f](jobs.md#g)\n"
     moved = links.rewrite(text, "strategies/x.md", lambda link: {"../examples/gpt.py": "source/gpt.md"}.get(link, link))
     assert moved == "[a](../source/gpt.md) `[b](c.md)` [d](#e) [f](../jobs.md#g)\n"
+
+
+def test_a_dark_page_shows_the_dark_picture(tmp_path: Path) -> None:
+    for name in ("a.png", "a-dark.png", "b.png"):
+        (tmp_path / name).touch()
+    shown = with_dark_pictures("![x](a.png)\n\n![y](b.png)\n\nin a line ![z](a.png)\n", tmp_path)
+    assert shown == "![x](a.png#only-light)\n![x](a-dark.png#only-dark)\n\n![y](b.png)\n\nin a line ![z](a.png)\n"
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def dropout(subject: Subject, strategy: Strategy) -> Iterator[Issue]:
             what=f"{strategy} draws other random numbers (dropout) than one process would: {why}. They are equal in "
             "distribution, not in bits.",
             level=lambda case: "note",
-            do="Nothing; see docs/same-training.md.",
+            do="Nothing has to be done; docs/same-training.md explains it.",
             module=found.module or "",
             place=CodePlace(found.file, found.line),
         )

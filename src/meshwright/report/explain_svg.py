@@ -20,6 +20,8 @@ COLUMN, MEMORY_HEIGHT, LANE = 18, 170, 40
 """Pixels of a visit's column, of the memory panel, and of a lane below it."""
 NAMES = 130
 """Pixels for the names of modules below a walk."""
+PHASE_WIDTH = 70
+"""Pixels that the name of a phase takes."""
 DRAWN = 120
 """The most visits that a picture shows."""
 WIDE = 1080
@@ -147,10 +149,10 @@ def _labels(visits: list[dict[str, Any]]) -> Iterator[str]:
     index = 0
     for phase, group in groupby(visits, key=lambda visit: visit["phase"]):
         count = len(list(group))
-        if count * COLUMN >= 50:
-            x = LABEL + index * COLUMN
+        x = LABEL + index * COLUMN
+        yield rect(x, MEMORY_HEIGHT + 2 * LANE + NAMES + 4, count * COLUMN - 3, 2, "quiet")
+        if count * COLUMN >= PHASE_WIDTH:
             yield text(x + 2, MEMORY_HEIGHT + 2 * LANE + NAMES + 18, phase, size=11)
-            yield rect(x, MEMORY_HEIGHT + 2 * LANE + NAMES + 4, count * COLUMN - 3, 2, "quiet")
         index += count
 
 

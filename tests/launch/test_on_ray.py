@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.checkpoint.folder import CHECKPOINTS, find_checkpoint, list_checkpoints
-from meshwright.checkpoint.manifest import MODEL, read_manifest
-from meshwright.checkpoint.storage import MappedFiles, narrowed
+from checkpoint_contents import weights_after
+from meshwright.checkpoint.folder import CHECKPOINTS, list_checkpoints
 from meshwright.commands.train import train_command
 from meshwright.errors import BadInput, JobError
 from meshwright.facts.strategy import Strategy
@@ -49,7 +48,7 @@ def cluster() -> Iterator[Any]:
     made.shutdown()
 
 
-def train(job: str, strategy: str, out: Path, **options: Any) -> dict[str, Any] | None:
+def train(job: str, strategy: str, out: Path) -> dict[str, Any] | None:
     request = TrainRequest(
         job=job,
         strategy=Strategy.parse(strategy),
@@ -63,24 +62,11 @@ def train(job: str, strategy: str, out: Path, **options: Any) -> dict[str, Any] 
     return train_command(request)
 
 
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    """The whole tensors of a run's last checkpoint."""
-    folder = find_checkpoint(out)
-    manifest, files, found = read_manifest(folder), MappedFiles(folder), {}
-    assert manifest.run_state.step == STEPS
-    for name, entry in manifest.tensors.items():
-        if name.startswith(MODEL):
-            found[name] = torch.empty(entry.shape, dtype=entry.torch_dtype)
-            for chunk in entry.chunks:
-                narrowed(found[name], chunk.offsets, chunk.sizes).copy_(files.tensor(entry, chunk))
-    return found
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     out = tmp_path_factory.mktemp("alone") / "run"
     train_command(TrainRequest(job=JOB, strategy=Strategy.parse("single"), ranks=1, steps=STEPS, out=out, device="cpu"))
-    return weights(out)
+    return weights_after(STEPS, out)
 
 
 @pytest.mark.thorough
@@ -88,7 +74,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
 def test_equal(cluster: Any, alone: dict[str, torch.Tensor], tmp_path: Path, strategy: str) -> None:
     summary = train(JOB, strategy, tmp_path / "run")
     assert summary is not None and summary["ranks"] == 2 and summary["steps"] == STEPS
-    torch.testing.assert_close(weights(tmp_path / "run"), alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weights_after(STEPS, tmp_path / "run"), alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.thorough
@@ -124,4 +110,4 @@ def test_a_lost_node(
     told = capfd.readouterr().err
     assert "restart 1 of 3" in told
     assert summary is not None and (summary["resumed_at"] or 0) >= 5 and summary["steps"] == STEPS
-    torch.testing.assert_close(weights(out), alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weights_after(STEPS, out), alone, rtol=1e-4, atol=1e-5)

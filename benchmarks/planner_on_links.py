@@ -2,7 +2,7 @@
 
     python benchmarks/planner_on_links.py --json FILE                     # as root, about 20 minutes
     python benchmarks/planner_on_links.py --json FILE --only wide@0.1     # one cell
-    python benchmarks/planner_on_links.py --json FILE --forecast          # nothing measured: a changed planner's forecast
+    python benchmarks/planner_on_links.py --json FILE --forecast          # forecast again, measure nothing
 
 Hosts are namespaces (tests/hosts.py), each with half of this machine's cores; their link is limited with `tc`. At each
 rate, `probe` writes a cluster file on them, and the planner forecasts from that file alone. Of each combination of axes
@@ -118,13 +118,13 @@ def forecast_cell(cell: dict[str, Any], models: Models, cluster: Cluster) -> dic
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float:
-    """Rank correlation; no two measured times are equal."""
+    """Rank correlation; equal values share the mean of their ranks."""
     return correlation(_ranks(left), _ranks(right))
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
     ordered = sorted(values)
-    return [float(ordered.index(value)) for value in values]
+    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
 
 
 def table(cells: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from meshwright.facts.hardware import Hardware
+from meshwright.planner.cpu_pipeline import idle_seconds
 from meshwright.planner.gradient_sums import exposed_sums, gradient_sum
 from meshwright.planner.kernels import moving
 from meshwright.planner.site import Site
@@ -160,12 +161,11 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
     timing.busy = [layout.micro_batches * each + update for each, update in zip(work, updates, strict=True)]
     for i in ranks[slowest]:
         timing.add_passes(layout.micro_batches, *passes[i])
-    timing.add("bubble", _bubble(layout, work))
     lost = _stalls(site)
     timing.stalled = lost > 0
-    timing.add("stages", lost)
-    hops = 2 * (layout.stage_ranks - 1)
-    timing.add("stages", hops * site.time("send", max(stage.output for stage in stages[:-1]), site.neighbour))
+    idle, sent = idle_seconds(site, stages, passes) if site.is_cpu else _idle_and_sent(site, stages, work)
+    timing.add("bubble", idle)
+    timing.add("stages", lost + sent)
     busiest = max(stages, key=lambda stage: stage.trainable)
     if layout.reduced > 1:
         # After a micro-batch's backward the stage waits for the sum; what zero2 has sent by then is left out.
@@ -174,6 +174,13 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
         timing.add("data", times * summed)
     if layout.gathers:
         timing.add("data", _gather(site, busiest.elements * layout.virtual, busiest.inside * layout.virtual))
+
+
+def _idle_and_sent(site: Site, stages: tuple[StageWork, ...], work: list[float]) -> tuple[float, float]:
+    """Seconds that the slowest rank waits for the others, and for messages: once through all stages and back."""
+    hops = 2 * (site.step_layout.stage_ranks - 1)
+    sent = hops * site.time("send", max(stage.output for stage in stages[:-1]), site.neighbour)
+    return _bubble(site.step_layout, work), sent
 
 
 def _stalls(site: Site) -> float:

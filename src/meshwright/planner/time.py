@@ -68,8 +68,7 @@ def forecast_time(step_layout: StepLayout, stage_costs: StageCosts, hardware: Ha
     _update(timing, site, stages)
     if site.data.nodes > 1:
         timing.add("data", site.stall)
-    once = step_layout.host.step_of_graphs if step_layout.graphs else step_layout.host.step
-    timing.waits = 0.0 if site.is_cpu else once
+    timing.waits = site.host.step_of_graphs if step_layout.graphs else site.host.step
     timing.add("host", timing.waits)
     return timing
 
@@ -89,7 +88,19 @@ def _plain(timing: Timing, site: Site, stage: StageWork) -> None:
 
 
 def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
-    """Add the time of an FSDP step: gathers overlap with the previous block, gradient sums with the next."""
+    """Add the time of an FSDP step."""
+    forward, backward = stage_passes(site, stage)
+    timing.add_passes(site.step_layout.micro_batches, forward, backward)
+    if site.is_cpu:
+        timing.add("data", _gathering_alone(site, stage))
+        return
+    # Links catch up while the device waits for the host.
+    caught_up = site.step_layout.micro_batches * (forward.host + backward.host)
+    timing.add("data", max(0.0, _gathering_beside(site, stage) - caught_up))
+
+
+def _gathering_beside(site: Site, stage: StageWork) -> float:
+    """Exposed seconds on GPUs: gathers overlap with the previous block, gradient sums with the next."""
     layout = site.step_layout
     moves = {
         unit.name: (
@@ -102,8 +113,6 @@ def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
         )
         for unit, _ in stage.counted
     }
-    forward, backward = stage_passes(site, stage)
-    timing.add_passes(layout.micro_batches, forward, backward)
     ahead = [(unit.forward + moves[unit.name][2][0], moves[unit.name][0], 0.0) for unit in stage.units]
     regathers = 1.0 if layout.reshards else 0.0
     last = [
@@ -111,10 +120,22 @@ def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
         for unit, (gather, reduce, sends) in ((unit, moves[unit.name]) for unit in reversed(stage.units))
     ]
     back = [(compute, gather, reduce if layout.reduces_each else 0.0) for compute, gather, reduce in last]
-    wait = _waiting if site.is_cpu else _exposed
-    exposed = layout.micro_batches * wait(ahead) + (layout.micro_batches - 1) * wait(back) + wait(last)
-    # Links catch up while the device waits for the host.
-    timing.add("data", max(0.0, exposed - layout.micro_batches * (forward.host + backward.host)))
+    return layout.micro_batches * _exposed(ahead) + (layout.micro_batches - 1) * _exposed(back) + _exposed(last)
+
+
+def _gathering_alone(site: Site, stage: StageWork) -> float:
+    """Seconds of all messages: on a CPU, which has no streams, FSDP2 computes nothing while it sends.
+
+    What is in no shard unit is gathered together and stays gathered until the end of backward.
+    """
+    layout = site.step_layout
+    gathered, reduced = _gather(site, stage.around, 0), gradient_sum(site, stage.around)
+    for unit, times in stage.counted:
+        if unit.in_units:
+            inside = min(unit.inside, unit.in_units)
+            gathered += (2 if layout.reshards else 1) * times * _gather(site, unit.in_units, inside)
+            reduced += times * gradient_sum(site, min(unit.trainable, unit.in_units), inside)
+    return layout.micro_batches * gathered + (layout.micro_batches if layout.reduces_each else 1) * reduced
 
 
 def _gather(site: Site, elements: int, inside: int) -> float:
@@ -122,11 +143,6 @@ def _gather(site: Site, elements: int, inside: int) -> float:
     low = site.step_layout.compute_bytes
     rest = site.time("all_gather", (elements - inside) * low, site.shard)
     return rest + site.time("all_gather", inside * low, site.inside) if inside else rest
-
-
-def _waiting(row: list[tuple[float, float, float]]) -> float:
-    """Seconds of all messages: on a CPU, which has no streams, FSDP2 computes nothing while it sends."""
-    return sum(gather + reduce for _, gather, reduce in row)
 
 
 def _exposed(row: list[tuple[float, float, float]]) -> float:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.manifest import RNG, RunState
+from meshwright.checkpoint.folder import find_checkpoint
+from meshwright.checkpoint.manifest import MODEL, RNG, RunState
 from meshwright.checkpoint.parts import State
 from meshwright.checkpoint.state import snapshot
 from meshwright.checkpoint.storage import narrowed
@@ -68,6 +69,13 @@ def first_change(folder: Path, original: Path, *, lossy: bool = False) -> str | 
             name = right.name_at(kind, int(unlike[0]) // vector.itemsize)
             return f"{len(unlike)} bytes of {kind} are not the same, first in {name}"
     return _first_unlike_value(_values(found.manifest.run_state), _values(wanted.manifest.run_state))
+
+
+def weights_after(steps: int, out: Path) -> dict[str, torch.Tensor]:
+    """The model's whole tensors in the last checkpoint of a run, which must have taken this many steps."""
+    whole = WholeTensors(find_checkpoint(out))
+    assert whole.manifest.run_state.step == steps
+    return {name: whole.read(name) for name in whole.manifest.tensors if name.startswith(MODEL)}
 
 
 @dataclass(frozen=True, order=True)

@@ -24,7 +24,7 @@ from typing import Any
 DEVICE = "eth0"
 """The name of a host's only interface beside loopback."""
 LIMIT_SECONDS = 20
-_TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
+_TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "taskset")
 _OWN = ("--net", "--pid", "--uts", "--ipc", "--mount")
 
 
@@ -67,9 +67,9 @@ class Namespace:
 class Host(Namespace):
     """One host of a network: start processes in it, limit or cut its link, or kill it with everything in it."""
 
-    def __init__(self, index: int, switch: Namespace, names: Path) -> None:
+    def __init__(self, index: int, switch: Namespace, names: Path, cores: Sequence[int]) -> None:
         self.name, self.address = f"host{index}", f"10.77.0.{index + 1}"
-        self._index, self._switch, self._names = index, switch, names
+        self._index, self._switch, self._names, self._cores = index, switch, names, cores
         self._processes: list[subprocess.Popen[Any]] = []
         self._gigabits = 0.0
         self._boot()
@@ -95,7 +95,8 @@ class Host(Namespace):
     def start(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **popen: Any) -> Any:
         """Start a process on this host; it ends with the host at the latest."""
         environment = {**os.environ, **(env or {})}
-        process = subprocess.Popen(self.command(command), env=environment, stdin=subprocess.DEVNULL, **popen)
+        pinned = ["taskset", "--cpu-list", ",".join(map(str, self._cores)), *command]
+        process = subprocess.Popen(self.command(pinned), env=environment, stdin=subprocess.DEVNULL, **popen)
         self._processes.append(process)
         return process
 
@@ -135,9 +136,10 @@ class Host(Namespace):
 
 
 @contextmanager
-def make_hosts(count: int, *, gigabits: float = 0.0) -> Iterator[list[Host]]:
+def make_hosts(count: int, *, gigabits: float = 0.0, own_cores: bool = False) -> Iterator[list[Host]]:
     """`count` hosts on one switch, each with a full-duplex link of this rate; 0: no limit.
 
+    With `own_cores`, the cores of this machine are divided among them; otherwise all hosts share all of them.
     Raises `HostsUnavailable` with the reason if this machine or this user cannot make namespaces.
     """
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
@@ -149,9 +151,13 @@ def make_hosts(count: int, *, gigabits: float = 0.0) -> Iterator[list[Host]]:
         switch = Namespace("ip link add name switch type bridge\nip link set switch up")
         stack.callback(switch.end)
         hosts: list[Host] = []
+        everyone = sorted(os.sched_getaffinity(0))
+        if own_cores and len(everyone) < count:
+            raise HostsUnavailable(f"{count} hosts need a core each, and there are {len(everyone)}")
         for index in range(count):
             try:
-                hosts.append(Host(index, switch, names))
+                cores = everyone[index::count] if own_cores else everyone
+                hosts.append(Host(index, switch, names, cores))
             except subprocess.CalledProcessError as error:
                 raise HostsUnavailable(f"{' '.join(error.cmd)}: {error.stderr.strip()}") from error
             stack.callback(hosts[-1].end)

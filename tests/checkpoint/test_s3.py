@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.folder import find_checkpoint
-from meshwright.checkpoint.manifest import DIGESTS, MODEL, read_manifest
+from checkpoint_contents import weights_after
+from meshwright.checkpoint.manifest import DIGESTS
 from meshwright.checkpoint.object_store import ObjectStore
-from meshwright.checkpoint.storage import MappedFiles, narrowed
 
 JOB = Path(__file__).parents[1] / "ray_job.py"
 STEPS, LIMIT_SECONDS = 20, 240
@@ -54,18 +53,6 @@ def finish(run: subprocess.Popen[str]) -> str:
     return told
 
 
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    folder = find_checkpoint(out)
-    manifest, files, found = read_manifest(folder), MappedFiles(folder), {}
-    assert manifest.run_state.step == STEPS
-    for name, entry in manifest.tensors.items():
-        if name.startswith(MODEL):
-            found[name] = torch.empty(entry.shape, dtype=entry.torch_dtype)
-            for chunk in entry.chunks:
-                narrowed(found[name], chunk.offsets, chunk.sizes).copy_(files.tensor(entry, chunk))
-    return found
-
-
 @pytest.mark.slow
 def test_killed_and_resumed(store: ObjectStore, tmp_path: Path) -> None:
     ranks = ("--strategy", "fsdp", "--ranks", 2, "--store", store.url)
@@ -81,7 +68,8 @@ def test_killed_and_resumed(store: ObjectStore, tmp_path: Path) -> None:
     told = finish(start(tmp_path / "second", *ranks, "--resume"))  # on a node that has nothing
     assert "resumed at step" in told
     finish(start(tmp_path / "alone", "--strategy", "single"))
-    torch.testing.assert_close(weights(tmp_path / "second"), weights(tmp_path / "alone"), rtol=1e-4, atol=1e-5)
+    resumed, alone = (weights_after(STEPS, tmp_path / name) for name in ("second", "alone"))
+    torch.testing.assert_close(resumed, alone, rtol=1e-4, atol=1e-5)
 
     newest = store.complete()[-1]
     spoilt = bytearray(store._files.cat_file(f"{store._root}/{newest}/{FILE}"))

@@ -62,11 +62,12 @@ class PipelinePasses:
         counts: bool,
         fake: bool = False,
         compiled: bool = False,
+        steady: bool = True,
     ) -> None:
         self.engine, self._own, self._stages = engine, own, stages
         self._losses, self._dropout, self._trace = losses, dropout, trace
         self._family = FAMILIES[schedule]
-        self._counts, self._fake, self._compiled = 1.0 if counts else 0.0, fake, compiled
+        self._counts, self._fake, self._compiled, self._steady = 1.0 if counts else 0.0, fake, compiled, steady
         self.events: list[StageEvent] = []
         """The actions of this rank in the last step, with their times."""
         self._routes: dict[Any, Route] = {}
@@ -162,6 +163,7 @@ class PipelinePasses:
             events=self.events,
             recomputing=self._losses.recomputing,
             compiled=self._compiled,
+            steady=self._steady,
             done=stage.engine.micro_batch_done,
             fsdp_reduces=isinstance(stage.engine, FsdpEngine) and stage.engine.reduces_each,
         )

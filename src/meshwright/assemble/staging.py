@@ -75,6 +75,7 @@ def build_pipeline(setup: RankSetup, losses: Losses, dropout: Dropout) -> Pipeli
         counts=axes.first_inside,
         fake=world.fake,
         compiled=strategy.compile,
+        steady=not strategy.inner_axes,
     )
 
 

@@ -35,6 +35,8 @@ class SafeSplitStage(Stage):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.splits: bool | None = None
+        self.steady = True
+        """Whether all micro-batches have the first one's graph; under `tp` recorded programs replace it later."""
         self._whole: set[int] = set()
 
     def backward_one_chunk(
@@ -52,8 +54,8 @@ class SafeSplitStage(Stage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _can_split(self, chunk: int, loss: Any) -> bool:
-        """Whether each weight meets the inputs' graph in one place. Checked on the first micro-batch."""
-        if self.splits is None:
+        """Whether each weight meets the inputs' graph in one place. Checked on the first micro-batch if steady."""
+        if self.splits is None or (self.splits and not self.steady):
             outputs, inputs = self.kept_of(chunk)
             edges = construct_reverse_graph(_nodes([loss] if self.is_last else outputs))
             weights = [node for node in _nodes(self.submod.parameters()) if node in edges]
@@ -112,9 +114,11 @@ def make_stage(
     done: Callable[[], None],
     fsdp_reduces: bool,
     compiled: bool,
+    steady: bool,
     **kwargs: Any,
 ) -> PipelineStage:
     stage = (FakeWorldStage if fake else TimedStage)(*args, **kwargs)
+    stage.steady = steady
     if compiled:
         stage.splits = False
     stage.events, stage.recomputing, stage.done, stage.fsdp_reduces = events, recomputing, done, fsdp_reduces

@@ -134,6 +134,8 @@ class _Path:
     half_ring: float = 1.0
     """Share of `within` that an all-gather or reduce-scatter reaches."""
     sums_in_switch: bool = False
+    has_trees: bool = True
+    """Whether all-reduces over nodes may run as trees, as NCCL's do; gloo has rings only."""
 
 
 @lru_cache(maxsize=4096)
@@ -159,6 +161,7 @@ def _path(group: RankGroup, links: _Links, protocol: _Protocol) -> _Path:
         far_hop=links.between.latency * protocol.between * (1 + kind.crowding * group.doublings),
         half_ring=HALF_RING if has_switch and group.nodes == 1 and not links.measured[0] else 1.0,
         sums_in_switch=has_switch and group.per_node >= SWITCH_RANKS and protocol is _LARGE,
+        has_trees=links.within.kind != "shared-memory",
     )
 
 
@@ -191,7 +194,7 @@ def _tree(size: float, group: RankGroup, path: _Path) -> float:
 def _all_reduce(kind: str, size: float, group: RankGroup, path: _Path) -> float:
     ring = _ring(kind, size, group, path)
     if group.nodes > 1:
-        return min(ring, _tree(size, group, path))
+        return min(ring, _tree(size, group, path)) if path.has_trees else ring
     return min(ring, SWITCH_LATENCY + size / (path.within * SWITCH)) if path.sums_in_switch else ring
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from meshwright.planner.site import Site
 from meshwright.planner.stage_work import StageWork
-from meshwright.planner.step_layout import BUCKET
+from meshwright.planner.step_layout import BUCKET, FIRST_BUCKET
 
 
 def gradient_sum(site: Site, elements: int, inside: int = 0) -> float:
@@ -27,7 +27,8 @@ def exposed_sums(site: Site, stage: StageWork, backward: float) -> float:
     layout = site.step_layout
     if layout.optimizer_over == 1:
         # DDP: the first gradients are ready after the last unit's backward, the last bucket after all of it.
-        last = min(round(BUCKET / layout.gradient_bytes), stage.trainable)
+        first, most = (round(size / layout.gradient_bytes) for size in (FIRST_BUCKET, BUCKET))
+        last = min(most, max(stage.trainable - first, min(first, stage.trainable)))
         exposed = max(_on_the_wire(site, last), _on_the_wire(site, stage.trainable) - backward)
     else:
         exposed = _one_at_a_time(site, stage, backward)

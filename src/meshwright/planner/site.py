@@ -12,6 +12,7 @@ from meshwright.facts.hardware import Hardware
 from meshwright.facts.links import KINDS
 from meshwright.facts.strategy import AxisTerm
 from meshwright.planner.collectives import RankGroup, group_on
+from meshwright.planner.host_costs import ON_CPU, HostCosts
 from meshwright.planner.step_layout import StepLayout, inner_causes
 
 MESSAGE = 256e6
@@ -34,6 +35,11 @@ class Site:
     @property
     def is_cpu(self) -> bool:
         return self.hardware.device == "cpu"
+
+    @cached_property
+    def host(self) -> HostCosts:
+        """What the engine costs its host. A CPU rank's time for an operator tells how fast its host is."""
+        return ON_CPU.at(self.hardware.launch) if self.is_cpu else self.step_layout.host
 
     @cached_property
     def causes(self) -> tuple[str, ...]:

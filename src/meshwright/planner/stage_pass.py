@@ -49,30 +49,29 @@ def _pass(site: Site, stage: StageWork, *, backward: bool) -> Pass:
         host_total += times * host
     if backward:
         compute += _accumulating(site, stage.trainable)
-    if not site.is_cpu:
-        host_total += site.step_layout.host.neighbour * (site.step_layout.stage_ranks > 1)
-        host_total += _sharded_host(site, stage, backward=backward)
-    return Pass(compute=compute, sent=sent, host=max(0.0, host_total - compute - sum(sent.values())))
+    host_total += site.host.neighbour * (site.step_layout.stage_ranks > 1)
+    host_total += _sharded_host(site, stage, backward=backward)
+    # A CPU rank is its own host: nothing that it does runs beside its computing.
+    hidden = 0.0 if site.is_cpu else compute + sum(sent.values())
+    return Pass(compute=compute, sent=sent, host=max(0.0, host_total - hidden))
 
 
 def _launching(site: Site, unit: UnitWork, *, backward: bool) -> float:
     """Host seconds of launching a unit's kernels."""
     layout = site.step_layout
     launches = unit.backward_launches if backward else unit.forward_launches
-    if site.is_cpu:
-        return launches * site.hardware.launch
     if layout.graphs:
-        return launches * layout.host.node
-    plain = each = site.hardware.launch + layout.host.operator
+        return launches * site.host.node
+    plain = each = site.hardware.launch + site.host.operator
     if unit.intercepted:
-        each += layout.host.divided[backward]
+        each += site.host.divided[backward]
     # Casts of all parameters at once launch less, but the host's costs were fitted to steps that cast each alone.
     casts = unit.tensors if layout.cast_bytes else 0
     if layout.recompute == "none" or layout.compile or not unit.is_block:  # compiled code recomputes by itself
         return launches * each + casts * plain
     if layout.recompute == "selective":
-        return launches * each + casts * plain + (unit.forward_launches + casts) * layout.host.selected
-    again = casts * plain + layout.host.repeated if backward else 0.0
+        return launches * each + casts * plain + (unit.forward_launches + casts) * site.host.selected
+    again = casts * plain + site.host.repeated if backward else 0.0
     return launches * each + casts * plain + again
 
 
@@ -83,7 +82,7 @@ def _preparing(site: Site, unit: UnitWork, *, backward: bool) -> float:
     if layout.cast_bytes and (not backward or repeats):
         passes = 1 if layout.casts_each or layout.graphs else layout.micro_batches
         return moving(unit.elements * (layout.parameter_bytes + layout.compute_bytes), site.hardware) / passes
-    if layout.gathers and layout.host.gathers_by_copy and (layout.reshards or not backward):
+    if layout.gathers and site.host.gathers_by_copy and (layout.reshards or not backward):
         return moving(unit.elements * 2 * layout.compute_bytes, site.hardware)
     return 0.0
 
@@ -95,8 +94,11 @@ def _sharded_host(site: Site, stage: StageWork, *, backward: bool) -> float:
         return 0.0
     gathers = layout.gathers and (layout.reshards or not backward)
     reduces = backward / (1 if layout.reduces_each else layout.micro_batches)  # or in the last micro-batch only
-    units = sum(times for unit, times in stage.counted if unit.elements)
-    return units * layout.host.shard * (gathers + reduces)
+    if site.is_cpu:
+        units = sum(times for unit, times in stage.counted if unit.in_units) + bool(stage.around)
+    else:  # the constants of GPUs were fitted to this count
+        units = sum(times for unit, times in stage.counted if unit.elements)
+    return units * site.host.shard * (gathers + reduces)
 
 
 def _accumulating(site: Site, elements: int) -> float:
@@ -122,10 +124,8 @@ def _accumulating(site: Site, elements: int) -> float:
 
 def _meeting(site: Site, ranks: int) -> float:
     """Host seconds of one collective of an inner axis."""
-    if site.is_cpu:
-        return 0.0
     crosses = site.step_layout.stage_ranks > 1 and site.neighbour.nodes > 1
-    host = site.step_layout.host
+    host = site.host
     stall = host.stall * ranks * max(1.0, ranks / WIDE) if crosses and not site.step_layout.compile else 0.0
     return host.collective + stall
 

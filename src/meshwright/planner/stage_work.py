@@ -66,6 +66,11 @@ class StageWork:
         return tuple((unit, times) for unit, times in counts.values())
 
     @cached_property
+    def around(self) -> int:
+        """Elements that are in no shard unit: FSDP gathers them together, before everything else."""
+        return max(0, self.elements - sum(unit.in_units for unit in self.units))
+
+    @cached_property
     def kept(self) -> float:
         return sum(unit.kept for unit in self.units)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from meshwright.facts.hardware import Hardware
+from meshwright.planner.cpu_pipeline import idle_seconds
 from meshwright.planner.gradient_sums import exposed_sums, gradient_sum
 from meshwright.planner.kernels import moving
 from meshwright.planner.site import Site
@@ -67,8 +68,7 @@ def forecast_time(step_layout: StepLayout, stage_costs: StageCosts, hardware: Ha
     _update(timing, site, stages)
     if site.data.nodes > 1:
         timing.add("data", site.stall)
-    once = step_layout.host.step_of_graphs if step_layout.graphs else step_layout.host.step
-    timing.waits = 0.0 if site.is_cpu else once
+    timing.waits = site.host.step_of_graphs if step_layout.graphs else site.host.step
     timing.add("host", timing.waits)
     return timing
 
@@ -88,7 +88,19 @@ def _plain(timing: Timing, site: Site, stage: StageWork) -> None:
 
 
 def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
-    """Add the time of an FSDP step: gathers overlap with the previous block, gradient sums with the next."""
+    """Add the time of an FSDP step."""
+    forward, backward = stage_passes(site, stage)
+    timing.add_passes(site.step_layout.micro_batches, forward, backward)
+    if site.is_cpu:
+        timing.add("data", _gathering_alone(site, stage))
+        return
+    # Links catch up while the device waits for the host.
+    caught_up = site.step_layout.micro_batches * (forward.host + backward.host)
+    timing.add("data", max(0.0, _gathering_beside(site, stage) - caught_up))
+
+
+def _gathering_beside(site: Site, stage: StageWork) -> float:
+    """Exposed seconds on GPUs: gathers overlap with the previous block, gradient sums with the next."""
     layout = site.step_layout
     moves = {
         unit.name: (
@@ -101,8 +113,6 @@ def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
         )
         for unit, _ in stage.counted
     }
-    forward, backward = stage_passes(site, stage)
-    timing.add_passes(layout.micro_batches, forward, backward)
     ahead = [(unit.forward + moves[unit.name][2][0], moves[unit.name][0], 0.0) for unit in stage.units]
     regathers = 1.0 if layout.reshards else 0.0
     last = [
@@ -110,10 +120,22 @@ def _gathering(timing: Timing, site: Site, stage: StageWork) -> None:
         for unit, (gather, reduce, sends) in ((unit, moves[unit.name]) for unit in reversed(stage.units))
     ]
     back = [(compute, gather, reduce if layout.reduces_each else 0.0) for compute, gather, reduce in last]
-    wait = _waiting if site.is_cpu else _exposed
-    exposed = layout.micro_batches * wait(ahead) + (layout.micro_batches - 1) * wait(back) + wait(last)
-    # Links catch up while the device waits for the host.
-    timing.add("data", max(0.0, exposed - layout.micro_batches * (forward.host + backward.host)))
+    return layout.micro_batches * _exposed(ahead) + (layout.micro_batches - 1) * _exposed(back) + _exposed(last)
+
+
+def _gathering_alone(site: Site, stage: StageWork) -> float:
+    """Seconds of all messages: on a CPU, which has no streams, FSDP2 computes nothing while it sends.
+
+    What is in no shard unit is gathered together and stays gathered until the end of backward.
+    """
+    layout = site.step_layout
+    gathered, reduced = _gather(site, stage.around, 0), gradient_sum(site, stage.around)
+    for unit, times in stage.counted:
+        if unit.in_units:
+            inside = min(unit.inside, unit.in_units)
+            gathered += (2 if layout.reshards else 1) * times * _gather(site, unit.in_units, inside)
+            reduced += times * gradient_sum(site, min(unit.trainable, unit.in_units), inside)
+    return layout.micro_batches * gathered + (layout.micro_batches if layout.reduces_each else 1) * reduced
 
 
 def _gather(site: Site, elements: int, inside: int) -> float:
@@ -121,11 +143,6 @@ def _gather(site: Site, elements: int, inside: int) -> float:
     low = site.step_layout.compute_bytes
     rest = site.time("all_gather", (elements - inside) * low, site.shard)
     return rest + site.time("all_gather", inside * low, site.inside) if inside else rest
-
-
-def _waiting(row: list[tuple[float, float, float]]) -> float:
-    """Seconds of all messages: on a CPU, which has no streams, FSDP2 computes nothing while it sends."""
-    return sum(gather + reduce for _, gather, reduce in row)
 
 
 def _exposed(row: list[tuple[float, float, float]]) -> float:
@@ -160,12 +177,11 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
     timing.busy = [layout.micro_batches * each + update for each, update in zip(work, updates, strict=True)]
     for i in ranks[slowest]:
         timing.add_passes(layout.micro_batches, *passes[i])
-    timing.add("bubble", _bubble(layout, work))
     lost = _stalls(site)
     timing.stalled = lost > 0
-    timing.add("stages", lost)
-    hops = 2 * (layout.stage_ranks - 1)
-    timing.add("stages", hops * site.time("send", max(stage.output for stage in stages[:-1]), site.neighbour))
+    idle, sent = idle_seconds(site, stages, passes) if site.is_cpu else _idle_and_sent(site, stages, work)
+    timing.add("bubble", idle)
+    timing.add("stages", lost + sent)
     busiest = max(stages, key=lambda stage: stage.trainable)
     if layout.reduced > 1:
         # After a micro-batch's backward the stage waits for the sum; what zero2 has sent by then is left out.
@@ -174,6 +190,13 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
         timing.add("data", times * summed)
     if layout.gathers:
         timing.add("data", _gather(site, busiest.elements * layout.virtual, busiest.inside * layout.virtual))
+
+
+def _idle_and_sent(site: Site, stages: tuple[StageWork, ...], work: list[float]) -> tuple[float, float]:
+    """Seconds that the slowest rank waits for the others, and for messages: once through all stages and back."""
+    hops = 2 * (site.step_layout.stage_ranks - 1)
+    sent = hops * site.time("send", max(stage.output for stage in stages[:-1]), site.neighbour)
+    return _bubble(site.step_layout, work), sent
 
 
 def _stalls(site: Site) -> float:

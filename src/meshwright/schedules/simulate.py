@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -12,6 +12,8 @@ from meshwright.schedules.schedule import Schedule, check_complete
 
 Cost = float | Sequence[float]
 """Seconds: one number for all stages, or one for each stage."""
+Travel = Callable[[int, int], float]
+"""Seconds from one stage to another."""
 _Costs = dict[Kind, tuple[float, ...]]
 """Seconds by kind and stage."""
 
@@ -63,15 +65,17 @@ def simulate(
     forward: Cost = 1.0,
     backward_input: Cost = 1.0,
     backward_weight: Cost = 1.0,
-    send: float = 0.0,
+    send: float | Travel = 0.0,
 ) -> Simulation:
     """Simulate a schedule; a whole backward pass costs the sum of its two parts, and a pair the sum of its two actions.
 
-    `send` is the time a result travels between ranks, which compute meanwhile. Idle steps in the rows are ignored: a
+    `send` is the time a result travels between ranks, which compute meanwhile: one number, or a function of the stages
+    that send and receive it. Idle steps in the rows are ignored: a
     rank starts each action as soon as it can.
     """
     check_complete(schedule)
-    _check_seconds("send", send)
+    if not callable(send):
+        _check_seconds("send", send)
     costs = {
         Kind.FORWARD: _by_stage("forward", forward, schedule.stages),
         Kind.BACKWARD_INPUT: _by_stage("backward_input", backward_input, schedule.stages),
@@ -91,12 +95,14 @@ def _seconds(action: Action, costs: _Costs) -> float:
     return sum(costs[part.kind][part.stage] for part in action.parts)
 
 
-def _play(schedule: Schedule, costs: _Costs, send: float) -> tuple[tuple[TimedAction, ...], ...]:
+def _play(schedule: Schedule, costs: _Costs, send: float | Travel) -> tuple[tuple[TimedAction, ...], ...]:
     def duration(slot: Slot) -> float:
         return sum(_seconds(action, costs) for action in slot)
 
     def travel(source: int, target: int) -> float:
-        return 0.0 if schedule.rank_of(source) == schedule.rank_of(target) else send
+        if schedule.rank_of(source) == schedule.rank_of(target):
+            return 0.0
+        return send(source, target) if callable(send) else send
 
     orders = [[slot for slot in row if slot] for row in schedule.rows]
     starts = start_times(orders, SlotTimes(stages=schedule.stages, duration=duration, travel=travel))

@@ -1,0 +1,89 @@
+"""Host seconds of an engine, by what causes them. Devices wait if their host is late; a CPU rank is its own host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCosts:
+    """Host seconds of one engine.
+
+    Python, autograd and the engine launch each kernel, and a device waits if they are late. Engines differ in this more
+    than in anything else, so each `StepLayout` names its engine's costs.
+    """
+
+    operator: float = 24e-6
+    """Added to each launch in eager mode. A step of a GPT of 24 layers under ddp,bf16 takes 54.6 ms on an H200, which
+    would compute it in 30 (docs/data/gpu_check.json): some 1,400 operators at 30 us, and 9 ms."""
+    step: float = 6e-3
+    """Once per step, while the device waits: reading the loss and the norm, starting the optimizer (same rows)."""
+    step_of_graphs: float = 2e-3
+    """The same if a CUDA graph runs the passes: the host is done before the device. A GPT of 10M parameters takes
+    6.8 ms on an H200 (docs/data/host_gaps.json), and its kernels 4.7 by this forecast. Fitted to this one row."""
+    shard: float = 1.1e-3
+    """For gathering or reducing one block's parameters, in FSDP2 and our ZeRO: the same step takes 99 ms under zero1,
+    112 under fsdp:grad-op and 143 under fsdp, with 50, 50 and 75 of them."""
+    collective: float = 300e-6
+    """For a collective that compute waits for. On H100 nodes under nanotron (ultra-scale playbook), a decoder block
+    with a tensor axis takes 4.4 to 4.8 ms however narrow it is: its eight collectives, apart from the launches."""
+    stall: float = 260e-6
+    """Added to each collective of a tensor axis for each of its ranks if a pipeline's neighbours are on other nodes:
+    hosts that wait for the network arrive late, and a collective waits for the last one (same sweep)."""
+    neighbour: float = 300e-6
+    """For receiving a micro-batch's activations or gradients and sending the results on, in PyTorch's pipeline runtime:
+    two batched sends and receives."""
+    divided: tuple[float, float] = (0.0, 0.0)
+    """Added to each launch, in forward and in backward, of a unit that a tensor axis divides and that has no program:
+    what is outside of blocks."""
+    repeated: float = 0.0
+    """For one block that recomputes, besides its launches."""
+    selected: float = 0.0
+    """Added to each launch of a forward pass, once in forward and once in backward, under selective checkpointing: it
+    notes functions, and exchanges what autograd saved."""
+    node: float = 1e-6
+    """For one kernel of a CUDA graph, in the launch of the whole."""
+    launch: float = 6e-6
+    """For one operator on almost no data, where these numbers were found."""
+    gathers_by_copy: bool = False
+    """Whether gathered parameters are copied to the place that forward reads, as in FSDP2."""
+
+    def at(self, launch: float) -> HostCosts:
+        """The same on a host that needs `launch` seconds for an operator on almost no data."""
+        times = launch / self.launch
+        changed = {item.name: getattr(self, item.name) * times for item in fields(self) if item.type == "float"}
+        divided = (self.divided[0] * times, self.divided[1] * times)
+        return replace(self, **{**changed, "launch": launch, "divided": divided})
+
+
+OTHER_ENGINES = HostCosts()
+"""Engines in eager PyTorch with published measurements."""
+
+OURS = HostCosts(
+    operator=18e-6,
+    shard=0.85e-3,
+    collective=100e-6,
+    divided=(290e-6, 75e-6),
+    repeated=0.4e-3,
+    selected=20e-6,
+    gathers_by_copy=True,
+)
+"""Our engine, on an H200's host (docs/data/plan_gpu.json): a Llama of 28 blocks took 381 ms under tp=8, without
+programs, whose kernels run 121, and 457 under tp=2; a GPT of 48 blocks 183 ms under fsdp, whose kernels run 119,
+and 168 under ac=selective instead of 136 (benchmarks/recompute_cost.py); a ViT of 24 blocks 82 ms under ac=full and 55
+without."""
+
+ON_CPU = HostCosts(
+    operator=26e-6,
+    step=18e-3,
+    shard=3.4e-3,
+    collective=0.4e-3,
+    neighbour=2.3e-3,
+    divided=(310e-6, 80e-6),
+    repeated=0.4e-3,
+    selected=20e-6,
+    launch=10.4e-6,
+    gathers_by_copy=True,
+)
+"""Our engine on CPU ranks under gloo, two on a core, fitted to 29 strategies (docs/data/planner_on_links.json, wide@1)
+of a GPT whose kernels run 15 to 30 ms and whose steps take 80 to 230. `repeated` and `selected` are the GPU host's."""

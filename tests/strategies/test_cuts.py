@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.assemble.world import fake_world
-from meshwright.strategies import collectives
+from meshwright.strategies import parts as rank_parts
 from meshwright.strategies.cuts import Cut, narrow
 
 RANKS = 3
@@ -40,7 +40,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     """What all ranks would send; the gather of `join` brings it."""
     parts: list[torch.Tensor] = []
 
-    monkeypatch.setattr(collectives, "gathered_rows", lambda own, ranks, group: torch.stack(parts))
+    monkeypatch.setattr(rank_parts, "gather_rows", lambda own, ranks, group: torch.stack(parts))
     yield parts
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.strategies.collectives import joined
+from meshwright.strategies.parts import joined
 
 
 @dataclass(frozen=True, kw_only=True)

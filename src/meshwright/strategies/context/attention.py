@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.strategies.collectives import chunks_of
 from meshwright.strategies.context.causal import attend_to_earlier
+from meshwright.strategies.mesh_axis import chunks_of
 from meshwright.strategies.tensor import matrix
 from meshwright.strategies.tensor.attention import own_randomness
 from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, local, part, pieces_of, shared

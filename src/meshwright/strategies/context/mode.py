@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.strategies import intercepted
-from meshwright.strategies.collectives import divides
 from meshwright.strategies.context import attention, pieces
+from meshwright.strategies.mesh_axis import divides
 from meshwright.strategies.shares import has_shares, mark_shares, once
 from meshwright.strategies.tensor import rules
 from meshwright.strategies.tensor.attention import dropout

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.pieced_loss.arguments import LossArguments
-from meshwright.strategies.collectives import divides, own_part
+from meshwright.strategies.mesh_axis import divides
+from meshwright.strategies.parts import own_part
 from meshwright.strategies.tensor import rules
 from meshwright.strategies.tensor.layout import add_up, dim_of, divided, is_divided, local, pieces_of, whole
 from meshwright.strategies.tensor.rules import Rule, whole_meta

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.recording.wrap_forward import wrap_forward
-from meshwright.strategies.collectives import balance
 from meshwright.strategies.context.mode import enter_block, token_mode, token_region
+from meshwright.strategies.mesh_axis import balance
 from meshwright.strategies.shares import sum_later
 from meshwright.strategies.tensor.layout import whole
 from meshwright.torch_private.trees import tree_map

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.strategies.collectives import place_in
+from meshwright.strategies.mesh_axis import place_in
 from meshwright.torch_private.collectives import exchange_rows
 from meshwright.torch_private.modes import without_torch_function
 

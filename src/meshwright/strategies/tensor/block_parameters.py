@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.strategies.collectives import summed_together
+from meshwright.strategies.parts import summed_together
 from meshwright.strategies.tensor.product import joined
 from meshwright.torch_private.autograd import direct_apply
 from meshwright.torch_private.modes import without_torch_function

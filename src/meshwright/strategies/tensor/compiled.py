@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.strategies.collectives import (
+from meshwright.strategies.float8_linear import float8_linear
+from meshwright.strategies.program_collectives import (
     AddUpAll,
     AddUpRows,
     GatherParts,
@@ -28,7 +29,6 @@ from meshwright.strategies.collectives import (
     gather_rows,
     take_part,
 )
-from meshwright.strategies.float8_linear import float8_linear
 from meshwright.strategies.tensor.block_parameters import block_parameters
 from meshwright.strategies.tensor.product import product
 from meshwright.strategies.tensor.program import Instruction, Local, Program, locals_in

@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.errors import Refused
 from meshwright.strategies import collectives
-from meshwright.strategies.collectives import copy_in, divides, join, own_part, slice_in
+from meshwright.strategies.collectives import copy_in, join, slice_in
+from meshwright.strategies.mesh_axis import divides
+from meshwright.strategies.parts import own_part
 from meshwright.strategies.recorder import aliased
 from meshwright.strategies.shares import has_shares
 from meshwright.strategies.tensor.memory import MADE_FROM, check_unchanged

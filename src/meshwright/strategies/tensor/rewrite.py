@@ -23,22 +23,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.strategies.collectives import (
-    ADD_UP,
-    ADD_UP_PART,
-    COPY_IN,
-    JOIN,
-    TAKE,
+from meshwright.strategies.collectives import ADD_UP, ADD_UP_PART, COPY_IN, JOIN, TAKE
+from meshwright.strategies.float8_linear import float8_linear
+from meshwright.strategies.mesh_axis import group_of, place_in
+from meshwright.strategies.program_collectives import (
     add_up_all,
     add_up_rows,
     copy_all_in,
     gather_parts,
     gather_rows,
-    group_of,
-    place_in,
     take_part,
 )
-from meshwright.strategies.float8_linear import float8_linear
 from meshwright.strategies.tensor.block_parameters import block_parameters
 from meshwright.strategies.tensor.product import are_adjacent, product
 from meshwright.strategies.tensor.program import Instruction, Local, Program, locals_in

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.strategies.collectives import divides
+from meshwright.strategies.mesh_axis import divides
 from meshwright.strategies.tensor.layout import (
     add_up,
     dim_of,

@@ -3,11 +3,13 @@
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
 from meshwright.describe.model import describe
 from meshwright.facts.costs import UnitCosts
+from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
@@ -15,7 +17,7 @@ from meshwright.jobs.decoder import Shape
 from meshwright.jobs.mixture import Experts, mixture_job
 from meshwright.strategies.expert.division import ExpertDivision
 from meshwright.strategies.model_axis import Sent
-from meshwright.tracing import trace_step
+from meshwright.tracing import step, trace_step
 from meshwright.tracing.block_stack import BlockStack, find_repeated_blocks
 from meshwright.tracing.costs import measure_costs
 
@@ -62,16 +64,25 @@ def test_experts_are_gathered_and_reduced_by_fewer_ranks() -> None:
         assert own and {(m.bytes, m.ranks) for m in own} == {(4 * elements, 2)}
 
 
-def test_dense_layers_before_the_mixtures_do_not_need_a_trace_of_all() -> None:
+@pytest.mark.thorough
+def test_dense_layers_before_the_mixtures_do_not_need_a_trace_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in DeepSeek-V3: the first layers differ from all others."""
-    shape = replace(SHAPE, layers=15, length=64)
-    job = mixture_job(shape, experts=Experts(count=4, chosen=2, width=256, dense_layers=2), global_batch=8)
-    found = describe(job)
-    assert find_repeated_blocks(found) == BlockStack("blocks", 13, 2)
-    short, whole = (
-        trace_step(job, found, Strategy.parse("ep=2,fsdp=2,bf16,ac=full"), ranks=4, whole=whole)
-        for whole in (False, True)
+    job = mixture_job(
+        replace(SHAPE, layers=15), experts=Experts(count=4, chosen=2, width=64, dense_layers=1), global_batch=4
     )
+    found = describe(job)
+    assert find_repeated_blocks(found) == BlockStack("blocks", 14, 1)
+    recorded: list[int] = []
+    run = step.record_step
+
+    def record(job: Job, facts: ModelFacts, *given: Any, **rest: Any) -> Any:
+        recorded.append(len(facts.blocks))
+        return run(job, facts, *given, **rest)
+
+    monkeypatch.setattr(step, "record_step", record)
+    strategy = Strategy.parse("ddp=1,ep=2,bf16,ac=full")
+    short, whole = (trace_step(job, found, strategy, ranks=2, whole=whole) for whole in (False, True))
+    assert recorded == [5, 9, 15]
     assert short.peak == pytest.approx(whole.peak, rel=0.01)
     sent = [sum(m.bytes * m.count for m in one.messages) for one in (short, whole)]
     assert sent[0] == pytest.approx(sent[1], rel=0.001)

@@ -170,7 +170,9 @@ class Planner:
             self.notes.append(f"{plan.strategy} could not be traced; its closed-form forecast is kept: {error}")
             return replace(plan, is_open=False)
         found = with_traces(context, plan, traces)
-        return replace(found, is_open=not whole and _leave_open(traces, usable(context.hardware)))
+        if whole or not _leave_open(traces, usable(context.hardware)):
+            return replace(found, is_open=False)
+        return replace(found, is_open=True, error_bar={**found.error_bar, "memory": UNSEEN - 1})
 
     def short_job(self, strategy: Strategy) -> Job:
         """The job with the smallest batch that fills the strategy: a larger one needs no more memory."""

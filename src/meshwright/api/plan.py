@@ -66,7 +66,14 @@ def rank(
     return Ranking(
         job=name,
         cluster=str(cluster),
-        plans=tuple(explain(listed, safe=safe_room(context), room=usable(context.hardware))),
+        plans=tuple(
+            explain(
+                listed,
+                safe=safe_room(context),
+                room=usable(context.hardware),
+                all_found=() if options.strategies else plans,
+            )
+        ),
         refused=(*found.refused, *(Refusal(strategy=str(plan.strategy), reason=plan.why[0]) for plan in unfit)),
         candidates=found.candidates,
         seconds=time.perf_counter() - started,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -22,15 +22,16 @@ CAUSES = {
 """Descriptions of the causes of time, except the communication of an axis."""
 
 
-def explain(plans: list[Plan], *, safe: float = inf, room: float = inf) -> list[Plan]:
+def explain(plans: list[Plan], *, safe: float = inf, room: float = inf, all_found: Sequence[Plan] = ()) -> list[Plan]:
     """Add reasons to plans: the first is compared with the next slower one, the others with the first.
 
     Plans with a peak above `safe` bytes may not fit, considering the error of forecasts, and above `room` they do not.
+    `all_found` are all plans of a search, listed or not, among which the best without an axis is found.
     """
     if not plans:
         return []
     first, *others = plans
-    why = (*_why_first(first, others, safe), *_routing(first, room))
+    why = (*_why_first(first, others, safe), *_without_axes(first, all_found), *_routing(first, room))
     return [replace(first, why=why), *(replace(p, why=_why_not(p, first)) for p in others)]
 
 
@@ -49,6 +50,22 @@ def _why_first(first: Plan, others: list[Plan], safe: float) -> tuple[str, ...]:
         longer = slower[0].forecast.step / first.forecast.step - 1
         sentences.append(f"{slower[0].strategy} would take {longer:.0%} longer: {_difference(slower[0], first)}.")
     return tuple(sentences)
+
+
+def _without_axes(first: Plan, plans: Sequence[Plan]) -> Iterator[str]:
+    """What the axes gain that divide samples or experts over ranks which could have had whole ones."""
+    for term in first.strategy.axes if plans else ():
+        if not (term.traits.shares_gradients or term.traits.splits_batch):
+            continue
+        rest = [plan for plan in plans if all(other.word != term.word for other in plan.strategy.axes)]
+        if not rest:
+            yield f"Without {term.word}, nothing fits."
+            continue
+        best = min(rest, key=lambda plan: plan.forecast.step)
+        longer = best.forecast.step / first.forecast.step - 1
+        if longer > TIE:
+            why = _difference(best, first)
+            yield f"Without {term.word}, the fastest is {best.strategy}, {longer:.0%} slower: {why}."
 
 
 def _routing(plan: Plan, room: float) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The blocks that a model repeats: alike ones in a list, perhaps after others, as the dense layers of a mixture."""
+"""The blocks that a model repeats: alike ones in a list, perhaps after others, such as a mixture's dense layers."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ import meshwright as mw
 from meshwright import Evaluation, Job, Metric, Strategy
 from meshwright.assemble.world import World
 from page_blocks import ROOT, blocks, side
+from page_programs import Page
 
 (DIFF,) = blocks("README.md", "diff")
 OF_AN_EXAMPLE = """import sys
@@ -37,12 +38,13 @@ from mixture_jobs import find_job
 job = find_job("stacked by hand")
 """
 JOBS = {
+    "docs/adopt.md": None,
     "docs/checkpoints.md": OF_AN_EXAMPLE.format(example="hf_gpt2", fields=", ema=0.9"),
     "docs/explain.md": OF_AN_EXAMPLE.format(example="gpt", fields=""),
     "docs/rehearse.md": OF_AN_EXAMPLE.format(example="gpt", fields=""),
     "docs/strategies/expert.md": MIXTURE,
 }
-"""Pages whose `job.py` is not the README's."""
+"""Pages whose `job.py` is not the README's; None where a command writes it."""
 LLAMA = {
     **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "num_hidden_layers": 4},
     **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "max_position_embeddings": 128},
@@ -57,8 +59,11 @@ ROW = "llama-1b,16,2048,32,8,8192,128256,4096,true,H100-80GB,8,8,1,8,3,1,1,1,4,n
 
 def write_setting(page: str, folder: Path) -> None:
     """The files that commands of this page name."""
-    (folder / "job.py").write_text(JOBS.get(page, side(DIFF, "+")))
-    (folder / "train.py").write_text(side(DIFF, "-"))
+    job = JOBS.get(page, side(DIFF, "+"))
+    if job is not None:
+        (folder / "job.py").write_text(job)
+    (folder / "train.py").write_text(of_moving("pytorch")["before.py"])
+    (folder / "net.py").write_text(of_moving("README")["net.py"])
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "my-model").mkdir()
     (folder / "my-model" / "config.json").write_text(json.dumps(LLAMA))
@@ -68,6 +73,11 @@ def write_setting(page: str, folder: Path) -> None:
         (folder / name).write_text(f"{COLUMNS}\n{ROW}\n")
     if page == "docs/checkpoints.md":
         torch.save(_example("hf_gpt2").model().state_dict(), folder / "ckpt.pt")
+
+
+def of_moving(page: str) -> dict[str, str]:
+    """The files that a page of docs/moving shows."""
+    return Page(ROOT / "docs" / "moving" / f"{page}.md").files
 
 
 def _example(name: str) -> Job:

@@ -2,8 +2,10 @@
 
 A fast rank waits for a slow one. So each rank measures how long it waits: a thread looks at its main thread twenty
 times a second, and counts the looks at which it sleeps inside a collective or a backward pass. The rest of a step is
-the rank's own time. A GPU works on while its host waits for it, so this says nothing about ranks on GPUs; there the
-thread is not started.
+the rank's own time. Waiting for data-loading processes does not count either: they read ahead, so if those of two ranks
+are almost equally fast, one rank waits for its loader in every step and the other one never does.
+
+A GPU works on while its host waits for it, so this says nothing about ranks on GPUs; there the thread is not started.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from meshwright.launch.heartbeat import Beat, Heartbeat
-from meshwright.launch.stacks import waits_for_peers
+from meshwright.launch.stacks import waits_for_loaders, waits_for_peers
 
 LOOK_EVERY_S = 0.05
 WINDOW_S = 10.0
@@ -28,7 +30,7 @@ _INNERMOST = 6
 
 
 def measure_waiting(heartbeat: Heartbeat) -> None:
-    """Start the thread that adds up how long the calling thread, which trains, waits for its peers."""
+    """Start the thread that adds up how long the calling thread, which trains, waits for its peers and its loaders."""
     heartbeat.measures_waiting = True
     arguments = (heartbeat, threading.current_thread())
     threading.Thread(target=_measure, args=arguments, name="waiting", daemon=True).start()
@@ -50,7 +52,7 @@ def _waits(thread: threading.Thread) -> bool:
     while frame is not None and len(files) < _INNERMOST:
         files.append(frame.f_code.co_filename)
         frame = frame.f_back
-    return waits_for_peers(files) and _sleeps(thread)
+    return (waits_for_peers(files) or waits_for_loaders(files)) and _sleeps(thread)
 
 
 def _sleeps(thread: threading.Thread) -> bool:

@@ -29,6 +29,12 @@ def test_ranks_that_are_equally_fast() -> None:
     assert sentence([3.0, 0.0, 4.0]) == ""
 
 
+def test_a_small_part_of_a_step_is_not_told() -> None:
+    """Steps of 500 ms in which ranks work 40 and 80 ms: they wait for something else."""
+    assert sentence([18.4, 16.8]) == ""
+    assert sentence([18.4, 12.0]).startswith("Rank 1 is slow")
+
+
 def test_steps_too_short_to_measure() -> None:
     assert sentence([19.99, 19.9], steps=2000) == ""
 

@@ -25,7 +25,9 @@ WINDOW_S = 10.0
 """Seconds over which ranks are compared."""
 FEWEST_STEPS = 5
 SLOWER = 1.5
-"""A rank whose own time is this many times that of the others is slow."""
+"""A rank whose own time is this many times that of the others is slow,"""
+LOST = 0.2
+"""if the others lose this share of a step by it. In steps that mostly wait, small differences look large."""
 _INNERMOST = 6
 
 
@@ -69,6 +71,8 @@ class StragglerWatch:
 
     def __init__(self) -> None:
         self._since: dict[int, Beat] = {}
+        self._step = 0.0
+        """Seconds of a step in the last window."""
         self._told: set[int] = set()
 
     def own_times(self, beats: Mapping[int, Beat]) -> dict[int, float]:
@@ -77,6 +81,7 @@ class StragglerWatch:
         if len(first) < len(beats) or not all(_is_window(first[rank], beat) for rank, beat in beats.items()):
             return {}
         self._since = dict(beats)
+        self._step = max((beat.at - first[rank].at) / (beat.step - first[rank].step) for rank, beat in beats.items())
         return {rank: _own_time(first[rank], beat) for rank, beat in beats.items()}
 
     def tell(self, times: Mapping[int, float], hosts: Mapping[int, str]) -> str:
@@ -86,6 +91,7 @@ class StragglerWatch:
         slowest = max(times, key=times.__getitem__)
         usual = median(seconds for rank, seconds in times.items() if rank != slowest)
         slow = times[slowest] > SLOWER * max(usual, LOOK_EVERY_S / FEWEST_STEPS)
+        slow = slow and times[slowest] - usual > LOST * self._step
         if not slow or slowest in self._told:
             return ""
         self._told.add(slowest)

@@ -41,7 +41,7 @@ class Beat:
     thread: int
     """Id of the main thread, as in stack dumps."""
     waited: float = 0.0
-    """Seconds that the main thread has waited for peers so far, if that is measured."""
+    """Seconds that the main thread has waited for peers and loaders so far, if that is measured."""
 
     def limit(self, patience: float) -> float:
         """Seconds of silence after which the rank counts as hanging."""

@@ -13,6 +13,7 @@ _FRAME = re.compile(r'\s*File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)
 _WAITING = ("torch/distributed/", "torch/autograd/graph.py", "meshwright/assemble/world.py", "torch/_C/_distributed")
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _LOADING = "torch/utils/data/dataloader.py"
+_QUEUES = "multiprocessing/queues.py"
 _LIBRARIES = tuple(
     {str(Path(sysconfig.get_path(name))) for name in ("stdlib", "purelib", "platlib")}
     | {str(Path(__file__).parents[1])}
@@ -64,6 +65,11 @@ class CallStack:
 def waits_for_peers(files: list[str]) -> bool:
     """Whether the files of the innermost frames are those of a rank that waits for its peers."""
     return any(part in file for file in files for part in _WAITING)
+
+
+def waits_for_loaders(files: list[str]) -> bool:
+    """The same of a rank that waits for its data-loading processes."""
+    return any(_QUEUES in file for file in files)
 
 
 def read_stack(text: str, thread: int | None = None) -> CallStack:

@@ -2,8 +2,10 @@
 
 A fast rank waits for a slow one. So each rank measures how long it waits: a thread looks at its main thread twenty
 times a second, and counts the looks at which it sleeps inside a collective or a backward pass. The rest of a step is
-the rank's own time. A GPU works on while its host waits for it, so this says nothing about ranks on GPUs; there the
-thread is not started.
+the rank's own time. Waiting for data-loading processes does not count either: they read ahead, so if those of two ranks
+are almost equally fast, one rank waits for its loader in every step and the other one never does.
+
+A GPU works on while its host waits for it, so this says nothing about ranks on GPUs; there the thread is not started.
 """
 
 from __future__ import annotations
@@ -16,19 +18,21 @@ from pathlib import Path
 from statistics import median
 
 from meshwright.launch.heartbeat import Beat, Heartbeat
-from meshwright.launch.stacks import waits_for_peers
+from meshwright.launch.stacks import waits_for_loaders, waits_for_peers
 
 LOOK_EVERY_S = 0.05
 WINDOW_S = 10.0
 """Seconds over which ranks are compared."""
 FEWEST_STEPS = 5
 SLOWER = 1.5
-"""A rank whose own time is this many times that of the others is slow."""
+"""A rank whose own time is this many times that of the others is slow,"""
+LOST = 0.2
+"""if the others lose this share of a step by it. In steps that mostly wait, small differences look large."""
 _INNERMOST = 6
 
 
 def measure_waiting(heartbeat: Heartbeat) -> None:
-    """Start the thread that adds up how long the calling thread, which trains, waits for its peers."""
+    """Start the thread that adds up how long the calling thread, which trains, waits for its peers and its loaders."""
     heartbeat.measures_waiting = True
     arguments = (heartbeat, threading.current_thread())
     threading.Thread(target=_measure, args=arguments, name="waiting", daemon=True).start()
@@ -50,7 +54,7 @@ def _waits(thread: threading.Thread) -> bool:
     while frame is not None and len(files) < _INNERMOST:
         files.append(frame.f_code.co_filename)
         frame = frame.f_back
-    return waits_for_peers(files) and _sleeps(thread)
+    return (waits_for_peers(files) or waits_for_loaders(files)) and _sleeps(thread)
 
 
 def _sleeps(thread: threading.Thread) -> bool:
@@ -67,6 +71,8 @@ class StragglerWatch:
 
     def __init__(self) -> None:
         self._since: dict[int, Beat] = {}
+        self._step = 0.0
+        """Seconds of a step in the last window."""
         self._told: set[int] = set()
 
     def own_times(self, beats: Mapping[int, Beat]) -> dict[int, float]:
@@ -75,6 +81,7 @@ class StragglerWatch:
         if len(first) < len(beats) or not all(_is_window(first[rank], beat) for rank, beat in beats.items()):
             return {}
         self._since = dict(beats)
+        self._step = max((beat.at - first[rank].at) / (beat.step - first[rank].step) for rank, beat in beats.items())
         return {rank: _own_time(first[rank], beat) for rank, beat in beats.items()}
 
     def tell(self, times: Mapping[int, float], hosts: Mapping[int, str]) -> str:
@@ -84,6 +91,7 @@ class StragglerWatch:
         slowest = max(times, key=times.__getitem__)
         usual = median(seconds for rank, seconds in times.items() if rank != slowest)
         slow = times[slowest] > SLOWER * max(usual, LOOK_EVERY_S / FEWEST_STEPS)
+        slow = slow and times[slowest] - usual > LOST * self._step
         if not slow or slowest in self._told:
             return ""
         self._told.add(slowest)

@@ -7,7 +7,7 @@ are joined by gloo and often by a slow network: each round trip of a micro-batch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from meshwright.planner.collectives import RankGroup
 from meshwright.planner.site import Site
@@ -23,9 +23,14 @@ def idle_seconds(site: Site, stages: Sequence[StageWork], passes: Sequence[tuple
     schedule = _schedule(layout.schedule, layout.stage_ranks, layout.micro_batches, layout.virtual)
     sends = [_send(site, schedule, stage, work.output) for stage, work in enumerate(stages[:-1])]
     halves = [backward.total / 2 for _, backward in passes]
-    costs = {"forward": [forward.total for forward, _ in passes], "backward_input": halves, "backward_weight": halves}
-    idle = simulate(schedule, **costs)
-    late = simulate(schedule, **costs, send=lambda source, target: sends[min(source, target)])
+    play = partial(
+        simulate,
+        schedule,
+        forward=[forward.total for forward, _ in passes],
+        backward_input=halves,
+        backward_weight=halves,
+    )
+    idle, late = play(), play(send=lambda source, target: sends[min(source, target)])
     # A link carries one message after the other.
     total = max(late.total, layout.micro_batches * max(sends, default=0.0))
     return idle.total - max(idle.busy), total - idle.total

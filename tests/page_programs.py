@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from page_blocks import side
+
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', flags=re.DOTALL | re.MULTILINE)
 OUTPUT = re.compile(r"\n+```text\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
@@ -76,11 +78,6 @@ class Page:
 
 def pages(folder: str) -> list[Page]:
     return [Page(path) for path in sorted((DOCS / folder).glob("*.md"))]
-
-
-def side(diff: str, sign: str) -> str:
-    """The text before (`-`) or after (`+`) a diff."""
-    return "".join(f"{line[1:]}\n" for line in diff.splitlines() if not line or line[0] in (sign, " "))
 
 
 def difference(shown: str, printed: str, *, measured: bool = False) -> str | None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from page_programs import difference, side
+from page_blocks import side
+from page_programs import difference
 
 PRINTED = "a table\n│ loss │ 0.5827 │\n│ step │ 12.3 ms │\nthe end\n"
 

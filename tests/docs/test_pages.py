@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from page_programs import Block, Page, difference, pages, side
+from page_blocks import side
+from page_programs import Block, Page, difference, pages
 from page_runner import run_block, run_in_shell, starts_ranks, write_files
 from rank_pool import RankPool
 

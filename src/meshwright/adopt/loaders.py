@@ -13,8 +13,8 @@ LOADERS = ("DataLoader", "StatefulDataLoader")
 
 
 def loader_name(node: ast.expr) -> str:
-    """The loader of `for batch in loader`, through enumerate, islice, zip and the like."""
-    while isinstance(node, ast.Call) and node.args:
+    """The loader of `for batch in loader`, through enumerate, islice, zip and the like; empty if it is made there."""
+    while isinstance(node, ast.Call) and node.args and last_name(node.func) not in LOADERS:
         node = node.args[0]
     return ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
 

@@ -22,12 +22,8 @@ from meshwright.errors import MeshwrightError
 
 ROUNDING = 2e-6
 SMALL_DTYPES = 0.03
-
-
-PROGRAMS: dict[str, Callable[[Side], Any]] = LOOPS | {
-    program.__name__: program
-    for program in (*misuse_of_gradients.PROGRAMS, *misuse_of_models.PROGRAMS, *misuse_by_rank.PROGRAMS)
-}
+NEW = [*misuse_of_gradients.PROGRAMS, *misuse_of_models.PROGRAMS, *misuse_by_rank.PROGRAMS]
+PROGRAMS: dict[str, Callable[[Side], Any]] = LOOPS | {program.__name__: program for program in NEW}
 
 Outcome = tuple[str, Any, Any]
 """How it went ("done", "refused", "failed"), the state after it or the message, and what it told."""

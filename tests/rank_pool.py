@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 LIMIT_SECONDS = 300  # for one call; a hang ends here instead of in CI's own limit
+TO_END = 10
+"""Seconds until a rank that was asked to end is killed."""
 IMPORTED_ONCE = ["meshwright.verify.verify", "meshwright.runtime.run", "transformers.models.gpt2.modeling_gpt2"]
 """What is not installed is passed over."""
 MOST_THREADS = 90
@@ -60,7 +62,11 @@ class RankPool:
     def close(self) -> None:
         for process in self._processes:
             process.terminate()
-            process.join()
+        for process in self._processes:
+            process.join(TO_END)
+            if process.is_alive():  # it hears no signal while it waits for another rank
+                process.kill()
+                process.join()
         self._processes, self._pipes = [], []
 
     def _receive(self, rank: int) -> Any:

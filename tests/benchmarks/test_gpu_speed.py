@@ -99,9 +99,8 @@ def test_the_table_names_the_fastest_peer() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("row", "ours"), [("3B", "tp=8,bf16"), pytest.param("1x8192", "fsdp,bf16", marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("row", "ours"), [("3B", "tp=8,bf16"), ("1x8192", "fsdp,bf16")])
 def test_ours_and_the_model_written_by_hand_train_alike_as_rank_0(row: str, ours: str) -> None:
     command = [sys.executable, str(FOLDER / "gpu_speed.py"), "--tiny", "--only", row, "--ways", ours, "hand-written"]
     paths = [str(FOLDER.parent / "src"), os.environ.get("PYTHONPATH", "")]

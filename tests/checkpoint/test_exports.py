@@ -133,6 +133,7 @@ def test_a_value_that_the_dtype_cannot_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_memory_is_that_of_a_shard(tmp_path: Path) -> None:
     """16 tensors of 10 MB in boxes: 160 MB, of which one tensor or one shard may be held."""
     save_in_boxes(tmp_path / "c", {f"model/{at}": torch.full((2_500_000,), float(at)) for at in range(16)})
@@ -250,6 +251,7 @@ def test_several_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_peft_opens_an_adapter(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)

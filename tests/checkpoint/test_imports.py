@@ -283,6 +283,7 @@ def test_a_full_disk_leaves_nothing(weights: dict[str, torch.Tensor], tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_memory_is_not_that_of_the_weights(tmp_path: Path) -> None:
     tensors = {str(at): torch.full((2_500_000,), float(at)) for at in range(16)}
     write(tmp_path / "w.pt", tensors)

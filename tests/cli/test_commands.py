@@ -128,6 +128,7 @@ job.data.__class__ = Killing
     assert "resumed at step" in done.stderr
 
 
+@pytest.mark.thorough  # README and tests/docs run verify, too
 def test_verify_prints_one_document(call: Call) -> None:
     done = call("verify", "job.py", "--ranks", "2", "--strategies", "ddp", "fsdp,ac=full", "--json")
     assert done.returncode == 0, done.stderr
@@ -140,6 +141,7 @@ def test_verify_prints_one_document(call: Call) -> None:
     assert {"grad_norm_max_rel", "param_max_abs", "first_difference", "cause"} <= document["results"][0].keys()
 
 
+@pytest.mark.thorough
 def test_verify_exits_1_where_a_strategy_differs(call: Call, folder: Path) -> None:
     """A loss that looks at its rank is not the same training."""
     spoiled = (

@@ -13,6 +13,7 @@ JOB = Path(__file__).parents[1] / "oom_job.py"
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_named_strategy_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,7 +91,7 @@ def test_a_loss_that_is_no_number(call: Call, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "strategy", "undisturbed", "signals"),
     [
-        pytest.param(2, "ddp", "whole_on_two", {"SIGTERM": 7}, id="two ranks"),
+        pytest.param(2, "ddp", "whole_on_two", {"SIGTERM": 7}, id="two ranks", marks=pytest.mark.thorough),
         pytest.param(
             *(1, "single", "whole_alone", {"SIGTERM": 4, "SIGUSR1": 7}), id="alone", marks=pytest.mark.thorough
         ),

@@ -102,6 +102,7 @@ def test_what_does_not_fit(call: Call, run: Path, words: tuple[object, ...], job
 
 
 @slow
+@pytest.mark.thorough
 def test_two_ranks_refuse_another_job_together(call: Call, run: Path) -> None:
     (run.parent / "job.py").write_text(JOB + "\nWIDTH = 24\n")
     before = contents(run)

@@ -23,6 +23,7 @@ def meshwright(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_compare_writes_all_that_was_asked_for(tmp_path: Path) -> None:
     files = {name: str(tmp_path / f"compare.{name}") for name in ("csv", "html", "trace")}
     options = [word for name, file in files.items() for word in (f"--{name}", file)]

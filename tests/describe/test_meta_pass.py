@@ -45,7 +45,11 @@ def no_fake_tensors(*args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in ("T5", "Mamba 2") else name for name in JOBS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough) if name in ("T5", "Mamba 2", "gpt", "vit") else name
+        for name in JOBS
+    ],
 )
 def test_meta_tensors_show_what_fake_tensors_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = JOBS[name]()
@@ -58,7 +62,7 @@ def test_meta_tensors_show_what_fake_tensors_show(name: str, monkeypatch: pytest
     assert measure_costs(job, on_meta, "bf16") == counted
 
 
-@pytest.mark.parametrize("name", ["BERT", "SegFormer"])
+@pytest.mark.parametrize("name", ["BERT", pytest.param("SegFormer", marks=pytest.mark.thorough)])
 def test_where_meta_tensors_fail_fake_tensors_are_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first looks at a mask, the second has convolutions with channels last."""
     facts = describe(ARCHITECTURES[name])

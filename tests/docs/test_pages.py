@@ -58,7 +58,11 @@ def run_quick_blocks(page: Page, folder: Path, pool: RankPool) -> dict[str, str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", LEARN, ids=str)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.thorough if "deepspeed" in str(page) else ()) for page in LEARN],
+    ids=str,
+)
 def test_programs_of_the_course(page: Page, two_ranks: RankPool, tmp_path: Path) -> None:
     run_quick_blocks(page, tmp_path, two_ranks)
 

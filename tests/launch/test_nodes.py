@@ -47,6 +47,7 @@ def outcomes(launchers: list[Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_rank_killed_on_one_host_restarts_the_ranks_of_both(hosts: list[Host]) -> None:
     launchers = [start(host, rank, "rank_three_is_killed_once", restarts=1) for rank, host in enumerate(hosts)]
     near, far = outcomes(launchers)

@@ -41,7 +41,13 @@ OFTEN = ("llama", "falcon", "t5", "vit")
 """Examples hold more of GPT-2 and ViT; the other decoders differ little from these."""
 
 
-@pytest.mark.parametrize("name", ["gpt", "cnn", "resnet", "resnet_groupnorm", "hf_gpt2", "hf_llama", "hf_vit"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpt", "cnn", "resnet", "hf_llama"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("resnet_groupnorm", "hf_gpt2", "hf_vit")),
+    ],
+)
 def test_every_example(name: str) -> None:
     found = plan(load_job(str(EXAMPLES / f"{name}.py")), EIGHT, PlanOptions(fast=True))
     assert found.plans

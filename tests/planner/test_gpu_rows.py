@@ -44,7 +44,7 @@ def test_the_sweep_is_whole() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [ROWS[::4], pytest.param(ROWS, marks=pytest.mark.thorough)], ids=["some", "all"])
+@pytest.mark.parametrize("rows", [ROWS[::8], pytest.param(ROWS, marks=pytest.mark.thorough)], ids=["some", "all"])
 def test_account_and_time(bench: ModuleType, rows: list[dict[str, Any]]) -> None:
     found = [bench.errors_of(row, bench.account_for(row)) for row in rows]
     assert mean(abs(errors["account"]) for errors in found) < 0.04

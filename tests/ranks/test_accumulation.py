@@ -8,13 +8,15 @@ from rank_pool import RankPool
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2,sync=last", "fsdp,sync=last"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", pytest.param("zero2,sync=last", marks=pytest.mark.thorough), "fsdp,sync=last"]
+)
 def test_sums_do_not_grow_with_micro_batches(two_ranks: RankPool, strategy: str) -> None:
     whole, cut = (two_ranks(rank_programs.sums_over_ranks, strategy + mb)[0] for mb in ("", ",mb=1"))
     assert whole == cut >= 2
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=pytest.mark.thorough), "fsdp"])
 def test_sharded_gradients_are_summed_in_each(two_ranks: RankPool, strategy: str) -> None:
     found = [two_ranks(rank_programs.sums_over_ranks, strategy + mb)[0] - 2 for mb in ("", ",mb=2", ",mb=1")]
     assert found == [found[0], 2 * found[0], 4 * found[0]] and found[0]  # besides the loss and the norm

@@ -59,7 +59,9 @@ def test_a_script_and_its_job(four_ranks: RankPool, tmp_path: Path, strategy: st
     compare(tmp_path / "run", ranks[0].weights, plain(job == "averaged"))
 
 
-@pytest.mark.parametrize(("first", "then"), [("fsdp", "zero1"), ("tp=2,ddp", "pp=2:1f1b")])
+@pytest.mark.parametrize(
+    ("first", "then"), [pytest.param("fsdp", "zero1", marks=pytest.mark.thorough), ("tp=2,ddp", "pp=2:1f1b")]
+)
 def test_killed_and_resumed_elsewhere(
     two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, first: str, then: str
 ) -> None:

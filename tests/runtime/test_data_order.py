@@ -159,7 +159,7 @@ def test_loader_gives_the_samples_of_the_order(workers: int) -> None:
         assert (batch.samples, batch.spans) == (part.samples, part.spans)
         assert source.position == part.end, "the position is that of what was handed out, not of what was read ahead"
         assert sum(piece.span.length for piece in batch.pieces) == len(part.indices)
-    batches.close()  # type: ignore[attr-defined]
+    source.close()
 
 
 def test_loader_starts_and_goes_on_at_its_position() -> None:
@@ -199,6 +199,7 @@ def augmented(ranks: int, *, workers: int = 0, position: int = 0, count: int = 6
         random.seed(rank)
         for step, batch in enumerate(islice(loader, count)):
             found[step] += [piece.data["x"] for piece in batch.pieces if piece.span.length]
+        loader.close()
     return [torch.cat(rows)[torch.cat(rows)[:, 0].argsort()] for rows in found]
 
 

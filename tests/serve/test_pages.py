@@ -133,6 +133,7 @@ def turned(page: Any, act: Any) -> None:
     page.wait_for_selector("#answer[aria-busy=false]", timeout=60_000)
 
 
+@pytest.mark.thorough
 def test_knobs_change_the_ranking_and_the_command_gives_it(browser: Any, address: Address) -> None:
     with visit(browser, address.url, permissions=["clipboard-read", "clipboard-write"]) as page:
         first_strategy(page)

@@ -44,6 +44,14 @@ def test_too_few_steps_say_nothing() -> None:
     assert sentence([1.0, 0.0], seconds=2.0) == ""
 
 
+def test_ranks_that_have_not_begun_or_have_all_finished() -> None:
+    watch = StragglerWatch()
+    assert watch.own_times({}) == {}
+    assert watch.own_times({rank: beat(0.0, 2, 0.0) for rank in range(2)}) == {}
+    assert watch.own_times({}) == {}
+    assert watch.own_times({rank: beat(20.0, 42, 10.0) for rank in range(2)}) == {0: 0.25, 1: 0.25}
+
+
 def test_a_rank_is_named_once_and_with_its_host() -> None:
     watch = StragglerWatch()
     assert "Rank 1 on host1 is slow" in watch.tell({0: 0.2, 1: 0.4}, {0: "host0", 1: "host1"})

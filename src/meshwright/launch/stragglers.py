@@ -77,6 +77,8 @@ class StragglerWatch:
 
     def own_times(self, beats: Mapping[int, Beat]) -> dict[int, float]:
         """Seconds of a step in which each rank does not wait, once there is a window of them; then a new one begins."""
+        if not beats:  # ranks have just started, or have all finished
+            return {}
         first = {rank: self._since.setdefault(rank, beat) for rank, beat in beats.items() if beat.step > 1}
         if len(first) < len(beats) or not all(_is_window(first[rank], beat) for rank, beat in beats.items()):
             return {}

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache, partial
 
-from meshwright.planner.collectives import RankGroup
 from meshwright.planner.site import Site
 from meshwright.planner.stage_pass import Pass
 from meshwright.planner.stage_work import StageWork
-from meshwright.planner.step_layout import StepLayout
 from meshwright.schedules import Schedule, make, simulate
 
 
@@ -46,12 +44,4 @@ def _send(site: Site, schedule: Schedule, stage: int, size: float) -> float:
     ranks = schedule.rank_of(stage), schedule.rank_of(stage + 1)
     if ranks[0] == ranks[1]:
         return 0.0
-    return site.time("send", size, _pair(site.step_layout, site.per_node, *ranks))
-
-
-def _pair(layout: StepLayout, per_node: int, source: int, target: int) -> RankGroup:
-    """Two neighbours. All ranks of a stage send at once, and those of one node share its link."""
-    width = layout.ranks // layout.stage_ranks
-    if source * width // per_node == target * width // per_node:
-        return RankGroup(2, 2, 1, per_node)
-    return RankGroup(2, 1, 2, min(width, per_node))
+    return site.time("send", size, site.stage_group(*ranks))

@@ -27,6 +27,9 @@ class HostCosts:
     collective: float = 300e-6
     """For a collective that compute waits for. On H100 nodes under nanotron (ultra-scale playbook), a decoder block
     with a tensor axis takes 4.4 to 4.8 ms however narrow it is: its eight collectives, apart from the launches."""
+    copied: float = 0.0
+    """For each byte of a collective that compute waits for, where ranks copy it themselves, as on CPUs: into a tensor
+    that was just made, out of caches that other work has filled."""
     stall: float = 260e-6
     """Added to each collective of a tensor axis for each of its ranks if a pipeline's neighbours are on other nodes:
     hosts that wait for the network arrive late, and a collective waits for the last one (same sweep)."""
@@ -74,16 +77,17 @@ and 168 under ac=selective instead of 136 (benchmarks/recompute_cost.py); a ViT 
 without."""
 
 ON_CPU = HostCosts(
-    operator=26e-6,
-    step=18e-3,
+    operator=5.1e-6,
+    step=8e-3,
     shard=3.4e-3,
-    collective=0.4e-3,
-    neighbour=2.3e-3,
+    collective=1.1e-3,
+    copied=4.5e-9,
+    neighbour=1.5e-3,
     divided=(310e-6, 80e-6),
     repeated=0.4e-3,
     selected=20e-6,
     launch=10.4e-6,
     gathers_by_copy=True,
 )
-"""Our engine on CPU ranks under gloo, two on a core, fitted to 29 strategies (docs/data/planner_on_links.json, wide@1)
-of a GPT whose kernels run 15 to 30 ms and whose steps take 80 to 230. `repeated` and `selected` are the GPU host's."""
+"""Our engine on CPU ranks under gloo, two on a core, fitted to the 60 steps of docs/data/planner_on_links.json whose
+link has no limit, not to those on slow links. `repeated` and `selected` are the GPU host's."""

@@ -92,6 +92,14 @@ class Site:
         """The group of a stage and the next one."""
         return self._group(2, self.step_layout.inner_ranks * self.step_layout.data)
 
+    def stage_group(self, *places: int) -> RankGroup:
+        """Ranks at these places of the pipeline. All ranks of a stage send at once and share their node's link."""
+        width = self.step_layout.ranks // self.step_layout.stage_ranks
+        nodes = len({place * width // self.per_node for place in places})
+        return RankGroup(
+            len(places), ceil(len(places) / nodes), nodes, self.per_node if nodes == 1 else min(width, self.per_node)
+        )
+
     @cached_property
     def stall(self) -> float:
         """Seconds that each message between nodes loses in the median run of this size."""

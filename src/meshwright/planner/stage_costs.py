@@ -92,6 +92,7 @@ class StageCosts:
         self.collective = lru_cache(maxsize=1 << 16)(partial(seconds, hardware=hardware))
         self._divisions = lru_cache(maxsize=64)(self._divide)
         self._holdings = lru_cache(maxsize=512)(self._hold)
+        self._ties = lru_cache(maxsize=512)(self._tie)
         self._unit_sizes = lru_cache(maxsize=64)(self._size_units)
         cut = cut_by_compute if by_compute else cut_stages
         self._borders = lru_cache(maxsize=64)(lambda count: cut(facts, count) if count > 1 else None)
@@ -192,9 +193,30 @@ class StageCosts:
 
     def _hold(self, inner: Inner, stages: int) -> list[tuple[int, int, int]]:
         """For each stage, its elements, how many of them are trainable, and how many are inside the data axis."""
+        return [self._held(names, inner) for names in self._names_of(stages)]
+
+    def tied(self, step_layout: StepLayout) -> list[tuple[tuple[int, ...], int, int]]:
+        """What several stages hold: these stages, its elements on a rank, and how many are inside the data axis."""
+        inner = (step_layout.inner, step_layout.sequence)
+        return self._ties(inner, step_layout.stages) if step_layout.stages > 1 else []
+
+    def _tie(self, inner: Inner, stages: int) -> list[tuple[tuple[int, ...], int, int]]:
+        holders: dict[str, tuple[int, ...]] = {}
+        for stage, names in enumerate(self._names_of(stages)):
+            for name in names:
+                holders[name] = (*holders.get(name, ()), stage)
+        found = []
+        for members in sorted({stages for stages in holders.values() if len(stages) > 1}):
+            held = {name for name, stages in holders.items() if stages == members}
+            _, trainable, inside = self._held(held, inner)
+            found.append((members, trainable, inside))
+        return found
+
+    def _names_of(self, stages: int) -> list[set[str]]:
+        """The parameters that each stage reads."""
         calls, cut = self._facts.calls, self._borders(stages)
         groups = [cut.calls_of(stage) for stage in range(stages)] if cut else [range(len(calls))]
-        return [self._held({self._first[name] for i in group for name in calls[i].reads}, inner) for group in groups]
+        return [{self._first[name] for i in group for name in calls[i].reads} for group in groups]
 
     def _held(self, names: set[str], inner: Inner) -> tuple[int, int, int]:
         """Elements on one rank of the inner axes, how many of them are trainable, and how many of these are divided by

@@ -45,7 +45,7 @@ def _pass(site: Site, stage: StageWork, *, backward: bool) -> Pass:
         host = _launching(site, unit, backward=backward)
         for (cause, group, meeting), own in zip(axes, unit.sent, strict=True):
             sent[cause] += times * sending(site, group, own[backward])
-            host += sum(message.times for message in own[backward]) * meeting
+            host += sum(message.times * (meeting + message.bytes * site.host.copied) for message in own[backward])
         host_total += times * host
     if backward:
         compute += _accumulating(site, stage.trainable)

@@ -61,6 +61,7 @@ def forecast_time(step_layout: StepLayout, stage_costs: StageCosts, hardware: Ha
     timing = Timing()
     if step_layout.stage_ranks > 1:
         _pipeline(timing, site, stages)
+        timing.add("stages", _tied_sums(site, stage_costs.tied(step_layout)))
     elif step_layout.gathers:
         _gathering(timing, site, stages[0])
     else:
@@ -190,6 +191,17 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
         timing.add("data", times * summed)
     if layout.gathers:
         timing.add("data", _gather(site, busiest.elements * layout.virtual, busiest.inside * layout.virtual))
+
+
+def _tied_sums(site: Site, tied: list[tuple[tuple[int, ...], int, int]]) -> float:
+    """Seconds of summing gradients of parameters that several stages hold, such as an embedding tied to the output."""
+    layout, own = site.step_layout, stages_of(site.step_layout)
+    total = 0.0
+    for members, elements, inside in tied:
+        places = [place for place, stages in enumerate(own) if not set(stages).isdisjoint(members)]
+        size = layout.per_rank(elements, inside, layout.optimizer_over) * layout.gradient_bytes
+        total += site.time("all_reduce", size, site.stage_group(*places))
+    return total
 
 
 def _idle_and_sent(site: Site, stages: tuple[StageWork, ...], work: list[float]) -> tuple[float, float]:

@@ -1,0 +1,155 @@
+"""Forecasts for models that nobody tuned them on: told first, measured afterwards on one GPU, then held together.
+
+    PYTHONPATH=src python benchmarks/unseen_gpu.py forecast --json docs/data/unseen_forecasts.json   # without a GPU
+    PYTHONPATH=src python benchmarks/unseen_gpu.py measure --json docs/data/unseen_gpu.json          # on the GPU
+    PYTHONPATH=src python benchmarks/unseen_gpu.py score --json docs/data/unseen_gpu.json \\
+        --forecasts docs/data/unseen_forecasts.json
+
+Forecasts are committed before anything is measured, so nothing can be fitted to the measurement. Each case is forecast
+in a process of its own with a time limit; a case without a forecast is a row that says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+from plan_gpu import Case, account_for, errors_of, measure_all, trace
+
+LIMIT_S = 600
+CASES = (
+    Case("pythia:batch=8", "single,bf16"),
+    Case("pythia:batch=8", "single,bf16,compile"),
+    Case("pythia:batch=64", "fsdp,bf16", 8),
+    Case("falcon:batch=8", "single,bf16"),
+    Case("falcon:batch=32", "zero1,bf16", 8),
+    Case("opt:batch=8", "single,bf16,ac=full"),
+    Case("opt:batch=64", "ddp,bf16", 8),
+    Case("phi3:batch=32", "fsdp,bf16,ac=selective", 16),
+    Case("phi3:batch=8", "tp=4,bf16", 4),
+    Case("olmo2:batch=4", "single,bf16,compile"),
+    Case("olmo2:batch=16", "pp=4:1f1b,bf16,mb=2", 4, 0),
+    Case("olmo2:batch=16", "pp=4:1f1b,bf16,mb=2", 4, 3),
+    Case("granite-moe:batch=4", "single,bf16"),
+    Case("granite-moe:batch=32", "fsdp,bf16", 8),
+    Case("mamba2:batch=8", "single,bf16"),
+    Case("deberta:batch=16", "single,bf16"),
+    Case("deberta:batch=128", "zero2,bf16", 8),
+    Case("bart:batch=16", "single,bf16"),
+    Case("bart:batch=16", "tp=2,bf16", 2),
+    Case("convnext:batch=64", "single,bf16"),
+    Case("convnext:batch=64", "single,fp32"),
+    Case("efficientnet:batch=32", "single,bf16"),
+    Case("dinov2:batch=64", "single,bf16,compile"),
+    Case("dinov2:batch=512", "ddp,bf16", 8),
+    Case("audio-spectrogram:batch=16", "single,bf16"),
+    Case("lstm:batch=64", "single,bf16"),
+    Case("dit:batch=64", "single,bf16"),
+    Case("dit:batch=512", "fsdp,bf16", 8),
+    Case("mixer:batch=128", "single,bf16"),
+    Case("mixer:batch=128", "pp=2:1f1b,bf16,mb=32", 2, 1),
+    Case("codec:batch=32", "single,fp32"),
+    Case("video:batch=16", "single,bf16"),
+    Case("recommender:batch=16384", "single,fp32"),
+)
+
+
+def forecast(case: Case) -> dict[str, Any]:
+    """What both grades say, in the units of the measurement."""
+    row: dict[str, Any] = vars(case).copy()
+    for grade, of in (("account", account_for), ("trace", trace)):
+        try:
+            row |= of(row)
+        except Exception as error:
+            row[f"{grade}_error"] = f"{type(error).__name__}: {error}"
+    return row
+
+
+def forecast_all(path: Path, only: str) -> None:
+    """Finished cases are kept: the same command goes on."""
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    done = {_name(row) for row in rows}
+    for place, case in enumerate(CASES):
+        if only not in _name(vars(case)) or _name(vars(case)) in done:
+            continue
+        begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, __file__, "one", "--case", str(place)]
+        try:
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+            row = json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else _failed(case, ran.stderr[-300:])
+        except subprocess.TimeoutExpired:
+            row = _failed(case, f"took longer than {LIMIT_S} s")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        print(
+            _line(row), f"{time.monotonic() - begun:.0f} s, {after.ru_utime - before.ru_utime:.0f} s of CPU", flush=True
+        )
+        rows.append(row)
+        path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+
+
+def _failed(case: Case, reason: str) -> dict[str, Any]:
+    return {**vars(case), "account_error": reason, "trace_error": reason}
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['job']} {row['strategy']} {row['rank']}/{row['ranks']}"
+
+
+def _line(row: dict[str, Any]) -> str:
+    told = {
+        name: round(row[name], 2) for name in ("traced_gib", "reserved_gib", "account_gib", "compute_ms") if name in row
+    }
+    reasons = {name: row[name][:160] for name in ("account_error", "trace_error") if name in row}
+    return f"{_name(row)}: {told | reasons}"
+
+
+def score(measured: Path, forecasts: Path) -> None:
+    told = {_name(row): row for row in json.loads(forecasts.read_text())["rows"]}
+    errors: dict[str, list[float]] = {}
+    for row in json.loads(measured.read_text())["rows"]:
+        if "error" in row:
+            print(f"| {_name(row)} | {row['error'][:80]} |")
+            continue
+        found = errors_of(
+            row, {name: value for name, value in told[_name(row)].items() if name not in ("rank", "ranks")}
+        )
+        for name, error in found.items():
+            errors.setdefault(name, []).append(error)
+        shown = " | ".join(f"{100 * error:+.1f}" for error in found.values())
+        print(f"| {_name(row)} | {row['peak_gib']:.2f} | {row['reserved_gib']:.2f} | {row['step_ms']:.1f} | {shown} |")
+    for name, found_errors in errors.items():
+        off = [abs(error) for error in found_errors]
+        print(
+            f"{name}: {len(off)} rows, mean {mean(off):.2%}, median {median(off):.2%}, "
+            f"from {min(found_errors):+.1%} to {max(found_errors):+.1%}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["forecast", "measure", "score", "one"])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--forecasts", type=Path)
+    parser.add_argument("--only", default="", help="cases whose text holds this")
+    parser.add_argument("--case", type=int, help="number of the case, for `one`")
+    options = parser.parse_args()
+    if options.what == "one":
+        print(json.dumps(forecast(CASES[options.case])))
+    elif options.what == "forecast":
+        forecast_all(options.json, options.only)
+    elif options.what == "measure":
+        measure_all([case for case in CASES if options.only in _name(vars(case))], options.json)
+    else:
+        score(options.json, options.forecasts)
+
+
+if __name__ == "__main__":
+    main()

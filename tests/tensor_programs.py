@@ -151,6 +151,20 @@ class FusedVision(nn.Module):
         return self.head(x + self.down(F.silu(gate) * up))
 
 
+class NarrowedVision(FusedVision):
+    """The same pieces, taken one by one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.token(x)
+        fused, shape = self.qkv(x), (x.shape[0], LENGTH, HEADS, -1)
+        q, k = fused[:, :, :WIDTH].view(shape), fused.narrow(-1, WIDTH, WIDTH).view(shape)
+        v = fused[..., -WIDTH:].view(shape)
+        heads = (each.transpose(1, 2) for each in (q, k, v))
+        x = x + self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).reshape(x.shape))
+        wide = self.gate_up(x)
+        return self.head(x + self.down(F.silu(wide[..., :48]) * wide[..., 48:]))
+
+
 class Sums(torch.autograd.Function):
     """Over all of the width, of which a rank has a part."""
 
@@ -204,6 +218,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "example": example_gpt,
     "awkward": Awkward,
     "fused": FusedVision,
+    "narrowed": NarrowedVision,
     "own backward": OwnBackward,
     "llama": language_model("Llama", **LLAMA),
     "llama-cache": language_model("Llama", **LLAMA, use_cache=True),
@@ -216,6 +231,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gemma2": language_model("Gemma2", **LLAMA, head_dim=8),
     "olmo2": language_model("Olmo2", **{**LLAMA, "num_key_value_heads": 4}),
     "phi3": language_model("Phi3", **LLAMA),
+    "phi3-even": language_model("Phi3", **{**LLAMA, "num_key_value_heads": 4}),
     "gpt2": language_model(
         "GPT2", n_embd=WIDTH, n_head=HEADS, n_layer=2, n_positions=LENGTH, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0
     ),
@@ -248,7 +264,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-FAMILIES = [name for name in MODELS if name not in ("example", "awkward", "fused", "own backward")]
+PLAIN = ("example", "awkward", "fused", "narrowed", "own backward")
+"""Models that are written here."""
+FAMILIES = [name for name in MODELS if name not in PLAIN]
 
 
 def sample(n: int, *, seed: int = 0) -> dict[str, Tensor]:
@@ -261,7 +279,7 @@ def sample(n: int, *, seed: int = 0) -> dict[str, Tensor]:
 def inputs(name: str) -> Callable[[Any], dict[str, Any]]:
     if name == "vit":
         return lambda batch: {"pixel_values": batch["images"]}
-    if name in ("example", "awkward", "fused", "own backward"):
+    if name in PLAIN:
         return lambda batch: {"x": batch["x"]}
     if name == "t5":
         return lambda batch: {"input_ids": batch["x"], "decoder_input_ids": batch["y"]}

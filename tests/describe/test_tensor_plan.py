@@ -82,10 +82,13 @@ def test_one_key_value_head() -> None:
 
 
 def test_fused_query_key_and_value() -> None:
-    for name, layer in [("gpt2", "transformer.h.0.attn.c_attn"), ("fused", "qkv")]:
+    phi3 = "model.layers.0.self_attn.qkv_proj"
+    layers = [("gpt2", "transformer.h.0.attn.c_attn"), ("fused", "qkv"), ("narrowed", "qkv"), ("phi3-even", phi3)]
+    for name, layer in layers:
         row = rows_of(name)[layer]
         assert (row.role, row.parts, row.what, row.pieces) == ("column", 4, "heads", 3)
-    assert rows_of("fused")["gate_up"].pieces == 2
+    assert rows_of("fused")["gate_up"].pieces == rows_of("narrowed")["gate_up"].pieces == 2
+    assert rows_of("phi3")["model.layers.0.self_attn.qkv_proj"].pieces == 1  # keys are narrower than queries
     # Each head has its own query, key and value: those are not pieces of the whole.
     assert rows_of("gpt-neox")["gpt_neox.layers.0.attention.query_key_value"].pieces == 1
     assert rows_of("bloom")["transformer.h.0.self_attention.query_key_value"].pieces == 1

@@ -38,8 +38,9 @@ def test_every_name_of_a_shared_module_is_cut(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.slow
-def test_fused_layers_come_apart_without_gathering(two_ranks: RankPool) -> None:
-    result = two_ranks(tensor_programs.compare, "fused")[0]
+@pytest.mark.parametrize("name", ["fused", "narrowed", "phi3-even"])
+def test_fused_layers_come_apart_without_gathering(two_ranks: RankPool, name: str) -> None:
+    result = two_ranks(tensor_programs.compare, name)[0]
     assert result.equal, result
     assert result.gathered == {}
 

@@ -43,6 +43,7 @@ NEVER_CALLED = "never called by itself"
 aten = torch.ops.aten
 _VIEWS = {aten.view.default, UNSAFE_VIEW.default, aten.reshape.default, RESHAPE_ALIAS.default}
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
+_SLICE = aten.slice.Tensor
 
 
 def find_tensor_plan(
@@ -141,6 +142,8 @@ class _Outputs(PassObserver):
         self._watcher, self._layers = watcher, layers
         self.heads: dict[str, int] = {}
         self.pieces: dict[str, int] = {}
+        self._slices: dict[str, set[tuple[int, int]]] = {}
+        """Start and end of the slices of each layer's output that were taken so far."""
         self._learned: dict[str, list[tuple[dict[str, int], str, int]]] = {}
         """For each block that ran first: the table, the name in the block, and the number that was noted."""
 
@@ -161,10 +164,27 @@ class _Outputs(PassObserver):
             noted.setdefault(block + name, number)
 
     def look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        if (func in _VIEWS or func in _SPLITS) and args[0].dim() > 0:
+        if (func in _VIEWS or func in _SPLITS or func is _SLICE) and args[0].dim() > 0:
             name = self._origin(args[0])
-            if name is not None and is_linear(self._layers[name]):
+            if name is None or not is_linear(self._layers[name]):
+                return
+            if func is _SLICE:
+                self._note_slice(name, *args)
+            else:
                 self._note(name, args[0], result)
+
+    def _note_slice(self, name: str, x: torch.Tensor, dim: int = 0, start: Any = 0, end: Any = None, *step: int) -> None:
+        """Slices that tile the output evenly are its pieces."""
+        width = _width(self._layers[name])
+        if dim % x.dim() != x.dim() - 1 or x.shape[-1] != width:
+            return
+        first, last, each = slice(start, end, *step).indices(width)
+        if each == 1 and last - first < width:
+            taken = self._slices.setdefault(name, set())
+            taken.add((first, last))
+            size = last - first
+            if sorted(taken) == [(place, place + size) for place in range(0, width, size)]:
+                self.pieces[name] = len(taken)
 
     def _note(self, name: str, x: torch.Tensor, result: Any) -> None:
         width = _width(self._layers[name])

@@ -87,6 +87,8 @@ _RULES |= {getattr(Tensor, name).__get__: rule for name, rule in _PROPERTIES}
 # A fused tensor is in its pieces' order: all functions but these get it whole.
 _RULES_OF_PIECES: dict[Any, Rule] = {
     **dict.fromkeys(functions("split chunk split_with_sizes"), rules.split_pieces),
+    **dict.fromkeys(functions("__getitem__"), rules.get_piece),
+    **dict.fromkeys(functions("narrow"), rules.narrow_piece),
     **dict.fromkeys(functions("view reshape unflatten"), rules.reshape_pieces),
     **dict.fromkeys(functions("to float half bfloat16 double type_as contiguous"), rules.convert),
     F.linear: linear,

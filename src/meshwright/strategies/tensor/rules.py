@@ -151,6 +151,26 @@ def split_pieces(func: Rule, mesh: DeviceMesh, x: DTensor, *args: Any, **kwargs:
     return tuple(divided(own, dim, mesh) for own in local(x).chunk(pieces, dim))
 
 
+def get_piece(func: Rule, mesh: DeviceMesh, x: DTensor, index: Any) -> Any:
+    """A slice of a fused tensor that is one of its pieces, which sends nothing."""
+    items = _without_ellipsis(list(index) if isinstance(index, tuple) else [index], x.dim())
+    if len(items) != x.dim() or any(type(item) is not slice for item in items):
+        return NotImplemented
+    spans = [item.indices(size) for item, size in zip(items, x.shape, strict=True)]
+    first, last, step = spans.pop(dim_of(x))
+    others = [size for dim, size in enumerate(x.shape) if dim != dim_of(x)]
+    size = x.shape[dim_of(x)] // pieces_of(x)
+    if spans != [(0, other, 1) for other in others] or first % size or (last - first, step) != (size, 1):
+        return NotImplemented
+    return divided(local(x).chunk(pieces_of(x), dim_of(x))[first // size], dim_of(x), mesh)
+
+
+def narrow_piece(func: Rule, mesh: DeviceMesh, x: DTensor, dim: int, start: int, length: int) -> Any:
+    index = [slice(None)] * x.dim()
+    index[dim] = slice(start, start + length)
+    return get_piece(func, mesh, x, tuple(index))
+
+
 def _split_dim(x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     dim: int = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     return dim % x.dim()

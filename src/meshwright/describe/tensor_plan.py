@@ -173,13 +173,13 @@ class _Outputs(PassObserver):
             else:
                 self._note(name, args[0], result)
 
-    def _note_slice(self, name: str, x: torch.Tensor, dim: int = 0, start: Any = 0, end: Any = None, *step: int) -> None:
+    def _note_slice(self, name: str, x: torch.Tensor, dim: int = 0, *span: Any) -> None:
         """Slices that tile the output evenly are its pieces."""
         width = _width(self._layers[name])
         if dim % x.dim() != x.dim() - 1 or x.shape[-1] != width:
             return
-        first, last, each = slice(start, end, *step).indices(width)
-        if each == 1 and last - first < width:
+        first, last, each = slice(*(span or (None,))).indices(width)
+        if each == 1 and 0 < last - first < width:
             taken = self._slices.setdefault(name, set())
             taken.add((first, last))
             size = last - first

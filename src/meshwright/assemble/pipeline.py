@@ -121,7 +121,7 @@ class PipelinePasses:
         self._route = self._find_route(pieces[0].data)
 
     def _find_route(self, data: Any) -> Route:
-        key = _shapes(data)
+        key = shapes_of(data)
         if key not in self._routes:
             flow = self._trace(data)
             if len(flow.calls) != self._stages.calls:
@@ -134,7 +134,7 @@ class PipelinePasses:
 
     def _prepared(self) -> Any:
         """PyTorch's schedule for the current shapes, with receive buffers of these shapes."""
-        key = (_shapes(self._pieces[0].data), len(self._pieces))
+        key = (shapes_of(self._pieces[0].data), len(self._pieces))
         if key not in self._schedules:
             kind = getattr(pipelining, self._family.torch_class)
             stages = [self._torch_stage(stage) for stage in self._own]
@@ -260,7 +260,7 @@ class _Leaving(torch.autograd.Function):
         return gradients[0]
 
 
-def _shapes(data: Any) -> tuple[Any, ...]:
+def shapes_of(data: Any) -> tuple[Any, ...]:
     """What determines a batch's way through the model: shapes, and values that are not tensors."""
     found: list[Any] = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(data)]
     others = [repr(leaf) for leaf in leaves_of(data) if leaf is None or isinstance(leaf, int | float | str)]

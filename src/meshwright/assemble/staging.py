@@ -13,7 +13,7 @@ from meshwright.assemble.apply import RankSetup, lay_out, plan_inner_axes
 from meshwright.assemble.autocast import autocast_region
 from meshwright.assemble.float8 import layers_in_float8, multiply_in_float8
 from meshwright.assemble.passes import Dropout, Losses
-from meshwright.assemble.pipeline import OwnStage, PipelinePasses
+from meshwright.assemble.pipeline import OwnStage, PipelinePasses, shapes_of
 from meshwright.assemble.precision import apply_precision, loss_under, separate_casts
 from meshwright.assemble.rank_engine import Holders, RankEngine
 from meshwright.assemble.stage_model import StageModel
@@ -95,12 +95,17 @@ def tracer(
     apply_precision(pristine.model, blocks, dtype, pure=strategy.pure, autocast=autocast)
     traced = replace(job, loss=loss_under(strategy.precision, job, autocast=autocast))
     names = [call.name for call in facts.calls]
+    flows: dict[tuple[Any, ...], Flow] = {}
 
     def follow(batch: Any) -> Flow:
+        key = shapes_of(batch)
+        if key in flows:
+            return flows[key]
         with outside_of_modes(), separate_casts():
             flow, reason = trace(traced, pristine, Watcher(names), _without_values(batch))
         if flow is None:
             raise Refused(f"The model could not be traced on fake tensors, so it cannot be cut into stages: {reason}.")
+        flows[key] = flow
         return flow
 
     return pristine, follow

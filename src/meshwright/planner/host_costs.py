@@ -56,6 +56,9 @@ class HostCosts:
         return replace(self, **{**changed, "launch": launch, "divided": divided})
 
 
+HOST_REFERENCE = 1.0e-3
+"""Seconds of the reference pass (`tracing/host_passes.py`) on an H200's host."""
+
 OTHER_ENGINES = HostCosts()
 """Engines in eager PyTorch with published measurements."""
 

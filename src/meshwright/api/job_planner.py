@@ -17,7 +17,7 @@ from meshwright.facts.cluster import LOCAL, Cluster
 from meshwright.facts.costs import ModelCosts
 from meshwright.facts.host_passes import HostPasses
 from meshwright.facts.job import Job
-from meshwright.facts.kernel_table import KernelTable, find_table
+from meshwright.facts.kernel_table import KernelTable, find_table, shipped_table
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.plan import Plan
 from meshwright.facts.precision import FORMATS
@@ -135,7 +135,7 @@ class Planner:
         if cluster not in self._contexts:
             hardware = hardware_of(cluster)
             measured = self._measured(hardware.device)
-            if measured is not None:
+            if measured is not None and self._kernels:  # a shipped table is of another host
                 hardware = replace(hardware, launch=measured.launch)
             self._contexts[cluster] = PlanContext(
                 facts=self.facts,
@@ -154,7 +154,9 @@ class Planner:
         return self._contexts[cluster]
 
     def _measured(self, device: str) -> KernelTable | None:
-        """The measured kernels of a device; None if there are none."""
+        """The measured kernels of a device: the given ones, or those that ship with the package; None without either."""
+        if not self._kernels:
+            return shipped_table(device)
         found = find_table(self._kernels, device, torch_release())
         if found is not None and found.torch != torch_release():
             note = f"Kernels were measured with torch {found.torch}; this is torch {torch_release()}."

@@ -16,6 +16,7 @@ from meshwright.reading import Limits, read_json
 from meshwright.units import MIB
 
 FORMAT = "meshwright kernels 1"
+SHIPPED = Path(__file__).parent / "kernel_tables"
 LIMITS = Limits(bytes=64 * MIB, values=4_000_000)
 
 
@@ -116,6 +117,17 @@ def find_table(tables: Sequence[KernelTable], device: str, torch: str) -> Kernel
     """The table of a device; of several, that of the PyTorch in use, or else the last one."""
     fitting = [table for table in tables if table.device == device]
     return next((table for table in reversed(fitting) if table.torch == torch), fitting[-1] if fitting else None)
+
+
+def shipped_table(device: str, folder: Path = SHIPPED) -> KernelTable | None:
+    """The table of a grid of sizes that ships for a device, from which a plan without measured kernels interpolates.
+
+    `benchmarks/kernel_table.py` writes it. It says nothing about a host.
+    """
+    path = folder / f"{device}.json"
+    if not path.is_file():
+        return None
+    return next((replace(table, host=0.0, step=0.0) for table in read_tables(path) if table.device == device), None)
 
 
 def require_device(tables: Sequence[KernelTable], device: str, source: str) -> None:

@@ -18,9 +18,10 @@ from meshwright.recording.report_as_cpu import change_leaves
 from meshwright.strategies import Place
 from meshwright.strategies.norm import local
 from meshwright.strategies.pipeline.sizes import is_pipelined
+from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.tracing.block_stack import find_repeated_blocks
 from meshwright.tracing.extrapolate import with_fewer_blocks
-from meshwright.tracing.meter import OperatorRun, operator_run, strided_in
+from meshwright.tracing.meter import OperatorRun, is_view, operator_run, strided_in
 from meshwright.tracing.record_step import StepObserver, record_step
 from meshwright.tracing.recorder import StepRecorder
 
@@ -80,14 +81,14 @@ def step_calls(
         raise Refused(f"The model does not run on fake tensors, so its operators cannot be listed: {facts.unseen}.")
     resolved = check(job, facts, strategy, Place(device="cpu", devices=ranks, ranks=ranks, local_ranks=1))
     job, facts = _shorter(job, facts, resolved)
-    collector = _Collector()
+    observer = _StepCollector()
     try:
-        record_step(job, facts, resolved, ranks, rank, observer=collector, workspaces=False, device=device)
+        record_step(job, facts, resolved, ranks, rank, observer=observer, workspaces=False, device=device)
     except MeshwrightError:
         raise
     except Exception as error:
         raise Refused(f"A step under {resolved} cannot be traced on fake tensors: {one_line(error)}") from error
-    return StepCalls(list(collector.calls.values()), collector.elements)
+    return StepCalls(list(observer.collector.calls.values()), observer.elements)
 
 
 def _shorter(job: Job, facts: ModelFacts, strategy: Strategy) -> tuple[Job, ModelFacts]:
@@ -98,12 +99,35 @@ def _shorter(job: Job, facts: ModelFacts, strategy: Strategy) -> tuple[Job, Mode
     return (found.job, found.facts) if found is not None else (job, facts)
 
 
-class _Collector(StepObserver):
-    """Notes every operator of the recorded step once, and counts it."""
+@dataclass
+class CallCollector:
+    """Notes every distinct operator once, and counts it."""
+
+    calls: dict[str, OperatorCall] = field(default_factory=dict)
+
+    def note(self, func: Any, args: Any, kwargs: Any, found: Any, phase: str) -> None:
+        numbers: dict[int, int] = {}
+
+        def layout(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
+                return leaf
+            number = numbers.setdefault(id(leaf), len(numbers))
+            return TensorLayout(number, tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
+
+        given, named = change_leaves(layout, (args, kwargs))
+        signature = _signature(func, given, named)
+        if signature not in self.calls:
+            run = operator_run(func, args, kwargs, found, strided_in((args, kwargs)), strided_in(found))
+            self.calls[signature] = OperatorCall(func, given, named, run, signature)
+        counts = self.calls[signature].counts
+        counts[phase] = counts.get(phase, 0) + 1
+
+
+class _StepCollector(StepObserver):
+    """Collects the operators of the recorded step."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, OperatorCall] = {}
-        self.elements = 0
+        self.collector, self.elements = CallCollector(), 0
         self._models: list[nn.Module] = []
         self._is_on = False
 
@@ -120,23 +144,23 @@ class _Collector(StepObserver):
         self.elements = sum(local(parameter).numel() for parameter in own)
 
     def _seen(self, func: Any, args: Any, kwargs: Any, found: Any, phase: str) -> None:
-        if not self._is_on:
-            return
-        numbers: dict[int, int] = {}
+        if self._is_on:
+            self.collector.note(func, args, kwargs, found, phase)
 
-        def layout(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
-                return leaf
-            number = numbers.setdefault(id(leaf), len(numbers))
-            return TensorLayout(number, tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
 
-        given, named = change_leaves(layout, (args, kwargs))
-        signature = _signature(func, given, named)
-        if signature not in self.calls:
-            run = operator_run(func, args, kwargs, found, strided_in((args, kwargs)), strided_in(found))
-            self.calls[signature] = OperatorCall(func, given, named, run, signature)
-        counts = self.calls[signature].counts
-        counts[phase] = counts.get(phase, 0) + 1
+class FunctionCalls(TorchDispatchMode):
+    """While active on fake tensors, collects the operators of functions that are no step, such as one attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collector = CallCollector()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if not is_view(func, strided_in((args, kwargs)), strided_in(found)):
+            self.collector.note(func, args, kwargs, found, "forward")
+        return found
 
 
 def _signature(func: Any, args: Any, kwargs: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -41,7 +41,8 @@ def measure_kernels(
     clock: KernelClock | None = None,
 ) -> MeasuredCalls:
     """Time each operator once, the largest first. An operator that cannot be run by itself is named."""
-    ordered = sorted(calls, key=lambda call: -(call.run.flops + call.run.bytes))
+    by_signature = {call.signature: call for call in calls}
+    ordered = sorted(by_signature.values(), key=lambda call: -(call.run.flops + call.run.bytes))
     clock, found, room = clock or clock_of(device), MeasuredCalls(), _room(device)
     started = time.perf_counter()
     for place, call in enumerate(ordered, start=1):
@@ -52,7 +53,7 @@ def measure_kernels(
             found.failed[call.signature] = f"it needs {show_bytes(needed)} of {show_bytes(room)}"
             continue
         try:
-            taken = _measure(call, device, clock)
+            taken = _measure(call, device, clock, by_signature)
         except (CannotRun, RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
             found.failed[call.signature] = one_line(error)
             if "CUDA error" in str(error):  # after a fault the process can use the device no more
@@ -63,9 +64,11 @@ def measure_kernels(
     return found
 
 
-def _measure(call: OperatorCall, device: torch.device, clock: KernelClock) -> float:
-    with torch.no_grad():
-        return max(kernel_seconds(make_runnable(call, device), clock), 1e-9)
+def _measure(
+    call: OperatorCall, device: torch.device, clock: KernelClock, calls: Mapping[str, OperatorCall]
+) -> float:
+    with torch.enable_grad():  # some layers make the workspace of their backward only then; no input needs a gradient
+        return max(kernel_seconds(make_runnable(call, device, calls), clock), 1e-9)
 
 
 def _as_measured(call: OperatorCall, seconds: float) -> MeasuredKernel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +18,11 @@ class CannotRun(Exception):
     """An operator cannot be run by itself."""
 
 
-def make_runnable(call: OperatorCall, device: torch.device) -> Callable[[], Any]:
-    """A function that runs the operator once, on tensors that are made now."""
+def make_runnable(call: OperatorCall, device: torch.device, calls: Mapping[str, OperatorCall]) -> Callable[[], Any]:
+    """A function that runs the operator once, on tensors that are made now.
+
+    Bytes that another of the `calls` makes have a meaning, and wrong ones may end the process; so that one is run first.
+    """
     if leaves_in(torch.Tensor, (call.args, call.kwargs)):
         raise CannotRun("it takes a tensor without strides")
     bound, made = _bound(call), dict[int, torch.Tensor]()
@@ -29,6 +32,8 @@ def make_runnable(call: OperatorCall, device: torch.device) -> Callable[[], Any]
             return device
         if not isinstance(leaf, TensorLayout):
             return leaf
+        if leaf.number not in made and leaf.origin is not None:
+            made[leaf.number] = _from_origin(leaf.origin, device, calls)
         if leaf.number not in made:
             made[leaf.number] = _tensor(leaf, device, bound, spread=call.run.kind in _PRODUCTS)
         return made[leaf.number]
@@ -36,6 +41,14 @@ def make_runnable(call: OperatorCall, device: torch.device) -> Callable[[], Any]
     args, kwargs = change_leaves(real, (call.args, call.kwargs))
     operator = call.operator
     return lambda: operator(*args, **kwargs)
+
+
+def _from_origin(origin: tuple[str, int], device: torch.device, calls: Mapping[str, OperatorCall]) -> torch.Tensor:
+    signature, place = origin
+    if signature not in calls:
+        raise CannotRun(f"it needs what {signature.split('(')[0]} makes")
+    found = make_runnable(calls[signature], device, calls)()
+    return found[place] if isinstance(found, tuple | list) else found  # type: ignore[no-any-return]
 
 
 def input_bytes(call: OperatorCall) -> int:

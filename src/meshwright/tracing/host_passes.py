@@ -1,7 +1,8 @@
-"""Time the host's part of a model's pass, unit by unit: its Python and autograd, on meta tensors and without modes.
+"""Time the host's part of a model's pass, unit by unit: its Python and autograd, without any kernel.
 
-Meta tensors have shapes only, so a pass over them takes what the host needs, and what PyTorch computes shapes with. The
-latter is timed operator by operator in another pass, and subtracted: on a device, kernels are launched instead.
+The pass runs on meta tensors, which have shapes only. PyTorch computes most shapes in Python, which takes longer than all
+else, so a first pass notes the results of every operator, and in timed passes a mode makes them from these notes. What
+the mode takes for one operator is timed apart, and subtracted: on a device, a kernel is launched instead.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,22 +28,28 @@ from meshwright.recording.blueprint import record, set_attributes
 from meshwright.recording.operation import Slot
 from meshwright.recording.report_as_cpu import META, meta_of
 from meshwright.recording.wrap_forward import replaced_forwards
-from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.trees import tree_leaves
 from meshwright.tracing.costs import LOSS
-from meshwright.tracing.meter import is_view, strided_in
+from meshwright.tracing.noted_results import NoteResults, RepeatResults
 
-ROUNDS = 5
+ROUNDS = 15
 """Timed passes; the shortest of each unit counts, because disturbances only add time."""
+SAMPLE = 200
+"""Operators in one timing of what the mode takes."""
 Clock = Callable[[], float]
 Times = list[list[float]]
 """Seconds of forward and backward of each unit."""
 
 
-def time_host_passes(job: Job, facts: ModelFacts, clock: Clock = time.perf_counter) -> HostPasses:
-    """Host seconds of each unit's forward and backward; `JobError` if the model does not run on meta tensors."""
+def time_host_passes(job: Job, facts: ModelFacts, clock: Clock = time.thread_time) -> HostPasses:
+    """Host seconds of each unit's forward and backward; `JobError` if the model does not run on meta tensors.
+
+    The clock is that of this thread, which other processes do not advance.
+    """
     blueprint = record(job.model, seed=0, values=False)
     model = blueprint.model.to(META)
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        raise JobError("The model's pass cannot be timed on meta tensors: recurrent layers run step by step there.")
     set_attributes(model, blueprint.attributes, _empty)
     batch = map_tensors(meta_of, make_batch(job, SAMPLES))
     names = [*(call.name for call in facts.calls), LOSS]
@@ -65,24 +73,26 @@ def time_host_passes(job: Job, facts: ModelFacts, clock: Clock = time.perf_count
         raise JobError(f"The model's pass cannot be timed on meta tensors: {one_line(errors[-1])}") from errors[-1]
     units: dict[str, tuple[float, float]] = {}
     for name, (forward, backward) in zip(names, times, strict=True):
-        before = units.get(name)  # a module may be called several times
-        units[name] = (forward, backward) if before is None else (max(before[0], forward), max(before[1], backward))
+        before = units.get(name, (0.0, 0.0))  # a module may be called several times
+        units[name] = max(before[0], forward), max(before[1], backward)
     return HostPasses(units=units, reference=time_reference(clock))
 
 
-def time_reference(clock: Clock = time.perf_counter) -> float:
+def time_reference(clock: Clock = time.thread_time) -> float:
     """Host seconds of forward and backward of a small fixed model: how fast this machine's host is."""
     with torch.device(META):
-        blocks = [
-            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(8)
-        ]
+        blocks = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(16)]
         model, x = nn.Sequential(*blocks), torch.empty(2, 16, 64)
 
     def step(watch: Stopwatch) -> None:
         watch.enter(0)
         _differentiate(model, model(x).sum(), watch)
 
-    return sum(_own_times(step, 1, clock, rounds=4 * ROUNDS)[0])
+    notes = NoteResults()
+    _timed(step, 1, clock, notes)
+    with _without_collector():
+        rounds = [_timed(step, 1, clock, RepeatResults(notes.results)) for _ in range(2 * ROUNDS)]
+    return sum(_shortest(rounds)[0])
 
 
 class Stopwatch:
@@ -115,49 +125,68 @@ class Stopwatch:
         self._since = now
 
 
-class _Operators(TorchDispatchMode):
-    """Times each operator that would run a kernel, apart from what calls it."""
+@dataclass(frozen=True)
+class _Overhead:
+    """Seconds that the mode takes for one operator that would run a kernel, and adds to one that would not."""
 
-    def __init__(self, clock: Clock) -> None:
-        super().__init__()
-        self._clock, self._total = clock, 0.0
-
-    def seconds(self) -> float:
-        """Seconds in operators so far: a clock for a `Stopwatch`."""
-        return self._total
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        start = self._clock()
-        found = func(*args, **(kwargs or {}))
-        taken = self._clock() - start
-        if not is_view(func, strided_in((args, kwargs)), strided_in(found)):
-            self._total += taken
-        return found
+    made: float
+    passed: float
 
 
-def _own_times(step: Callable[[Stopwatch], None], units: int, clock: Clock, rounds: int = ROUNDS) -> Times:
-    """The shortest times of the units, less what their operators take."""
-    _timed(step, units, clock, nullcontext())  # it fills caches
+def _own_times(step: Callable[[Stopwatch], None], units: int, clock: Clock) -> Times:
+    """The shortest times of the units, less what the mode takes for their operators."""
+    notes = NoteResults()
+    _timed(step, units, clock, notes)
+    overhead = _time_overhead(clock)
+
+    def timed(clock_of: Callable[[RepeatResults], Clock]) -> Times:
+        mode = RepeatResults(notes.results)
+        return _timed(step, units, clock_of(mode), mode)
+
     with _without_collector():
-        whole = _shortest(_timed(step, units, clock, nullcontext()) for _ in range(rounds))
-        inside = []
-        for _ in range(rounds):
-            mode = _Operators(clock)
-            inside.append(_timed(step, units, mode.seconds, mode))
-    shapes = _shortest(iter(inside))
-    return [[max(0.0, a - b) for a, b in zip(own, other, strict=True)] for own, other in zip(whole, shapes, strict=True)]
+        whole = _shortest([timed(lambda mode: clock) for _ in range(ROUNDS)])
+    made, passed = timed(lambda mode: lambda: float(mode.made)), timed(lambda mode: lambda: float(mode.passed))
+    return [
+        [max(0.0, t - m * overhead.made - p * overhead.passed) for t, m, p in zip(*unit, strict=True)]
+        for unit in zip(whole, made, passed, strict=True)
+    ]
 
 
-def _timed(
-    step: Callable[[Stopwatch], None], units: int, clock: Clock, active: AbstractContextManager[Any]
-) -> Times:
+def _time_overhead(clock: Clock) -> _Overhead:
+    x = torch.empty(4, 4, device=META)
+    notes = NoteResults()
+    with notes, torch.no_grad():
+        _ = x + x
+        x.view(16)
+    added, viewed = notes.results
+    with torch.no_grad(), _without_collector():
+        made = _time_loop(lambda: x + x, clock, RepeatResults([added] * SAMPLE))
+        passed = _time_loop(lambda: x.view(16), clock, RepeatResults([viewed] * SAMPLE))
+        plain = _time_loop(lambda: x.view(16), clock, None)
+    return _Overhead(made=made, passed=max(0.0, passed - plain))
+
+
+def _time_loop(run: Callable[[], Any], clock: Clock, mode: RepeatResults | None) -> float:
+    best = float("inf")
+    for _ in range(ROUNDS):
+        if mode is not None:
+            mode.restart()
+        with mode or nullcontext():
+            start = clock()
+            for _ in range(SAMPLE):
+                run()
+            best = min(best, clock() - start)
+    return best / SAMPLE
+
+
+def _timed(step: Callable[[Stopwatch], None], units: int, clock: Clock, active: AbstractContextManager[Any]) -> Times:
     with active:
         watch = Stopwatch(units, clock)
         step(watch)
     return watch.times
 
 
-def _shortest(rounds: Iterator[Times]) -> Times:
+def _shortest(rounds: list[Times]) -> Times:
     return [[min(times) for times in zip(*unit, strict=True)] for unit in zip(*rounds, strict=True)]
 
 
@@ -196,10 +225,12 @@ def _watched(model: nn.Module, names: list[str], watch: Stopwatch) -> Iterator[N
 @contextmanager
 def _without_collector() -> Iterator[None]:
     was_on = gc.isenabled()
-    with ExitStack() as stack:
-        stack.callback(gc.enable if was_on else gc.disable)
-        gc.disable()
+    gc.disable()
+    try:
         yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _empty(slot: Slot) -> torch.Tensor:

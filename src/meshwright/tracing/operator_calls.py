@@ -19,6 +19,7 @@ from meshwright.strategies import Place
 from meshwright.strategies.norm import local
 from meshwright.strategies.pipeline.sizes import is_pipelined
 from meshwright.torch_private.modes import TorchDispatchMode
+from meshwright.torch_private.tensors import storage_id
 from meshwright.tracing.block_stack import find_repeated_blocks
 from meshwright.tracing.extrapolate import with_fewer_blocks
 from meshwright.tracing.meter import OperatorRun, is_view, operator_run, strided_in
@@ -37,6 +38,8 @@ class TensorLayout:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    origin: tuple[str, int] | None = None
+    """Of bytes that another operator made, such as a recurrent layer's workspace: its signature, and which result."""
 
     def __str__(self) -> str:
         shape, stride = (",".join(map(str, sizes)) for sizes in (self.shape, self.stride))
@@ -104,6 +107,10 @@ class CallCollector:
     """Notes every distinct operator once, and counts it."""
 
     calls: dict[str, OperatorCall] = field(default_factory=dict)
+    _origins: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """Who made the bytes in a storage."""
+    _bytes: list[torch.Tensor] = field(default_factory=list)
+    """Kept, so that their storages' numbers are not used again."""
 
     def note(self, func: Any, args: Any, kwargs: Any, found: Any, phase: str) -> None:
         numbers: dict[int, int] = {}
@@ -112,7 +119,8 @@ class CallCollector:
             if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
                 return leaf
             number = numbers.setdefault(id(leaf), len(numbers))
-            return TensorLayout(number, tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
+            origin = self._origins.get(storage_id(leaf.untyped_storage())) if leaf.dtype == torch.uint8 else None
+            return TensorLayout(number, tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, origin)
 
         given, named = change_leaves(layout, (args, kwargs))
         signature = _signature(func, given, named)
@@ -121,6 +129,10 @@ class CallCollector:
             self.calls[signature] = OperatorCall(func, given, named, run, signature)
         counts = self.calls[signature].counts
         counts[phase] = counts.get(phase, 0) + 1
+        for place, result in enumerate(found if isinstance(found, tuple | list) else (found,)):
+            if isinstance(result, torch.Tensor) and result.dtype == torch.uint8:
+                self._origins[storage_id(result.untyped_storage())] = signature, place
+                self._bytes.append(result)
 
 
 class _StepCollector(StepObserver):

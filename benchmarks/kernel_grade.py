@@ -3,9 +3,9 @@
     python benchmarks/kernel_grade.py --json docs/data/kernel_grade.json     # on a CPU: one thread; on a GPU: bf16
     python benchmarks/kernel_grade.py --only GPT ViT --rounds 1
 
-For each model: operators of a traced step are timed one by one, a plan takes its kernels from there, and the same step is
-run by the engine. Nothing is fitted to steps. Steps and kernels are measured alternately, and a CPU's by the time that
-the process has used, so that other processes of the machine disturb both alike.
+For each model: operators of a traced step are timed one by one, a plan takes its kernels from there, and the same step
+is run by the engine. Nothing is fitted to steps. Steps and kernels are measured alternately, and a CPU's by the time
+that the process has used, so that other processes of the machine disturb both alike.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def grade(name: str, job: Job, place: Place) -> dict[str, Any]:
     steps = Steps(job, facts, place)
     times, forecasts = steps.times(), []
     for _ in range(TURNS):
-        table = describe_device(place.device)
+        table = describe_device(place.device, place.clock)
         table, _, found = measured_table(planner, [Strategy.parse(place.strategy)], place.device, table, clock=clock)
         forecasts.append(forecast(job, facts, place, (table,)))
         times += steps.times()

@@ -92,12 +92,13 @@ def spoil_table(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (lambda document: document.pop("tables"), FORMAT),
         (lambda document: document.update(tables=[3]), r"tables\[0\] is not an object"),
         (spoil_row("seconds", 0), r"tables\[0\].kernels\[0\].seconds is 0; it must be a number above 0"),
-        (spoil_row("seconds", "fast"), "seconds is not float"),
-        (spoil_row("flops", None), "flops is not float"),
+        (spoil_row("seconds", "fast"), "seconds is not a number"),
+        (spoil_row("flops", None), "flops is not a number"),
+        (spoil_row("shape", ["a"]), "shape is not a list of whole numbers"),
         (spoil_row("colour", "red"), "unknown key 'colour'"),
         (lambda document: document["tables"][0]["kernels"][0].pop("name"), "has no 'name'"),
         (spoil_table("launch", -1.0), "launch is -1.0"),
-        (spoil_table("kernels", 3), "kernels is not tuple"),
+        (spoil_table("kernels", 3), "kernels is not a list"),
     ],
 )
 def test_a_wrong_file_is_named(tmp_path: Path, spoil: Callable[[dict[str, Any]], None], words: str) -> None:

@@ -27,7 +27,7 @@ class Runs:
     def __init__(self, *seconds: float) -> None:
         self._seconds, self.runs = list(seconds), 0
 
-    def once(self, run: Callable[[], Any]) -> float:
+    def once(self, run: Callable[[], Any], size: int) -> float:
         run()
         self.runs += 1
         return self._seconds.pop(0) if len(self._seconds) > 1 else self._seconds[0]
@@ -57,7 +57,9 @@ def calls_of(job: Job, text: str = "single", ranks: int = 1) -> list[OperatorCal
     return step_calls(job, describe(job), Strategy.parse(text).resolve(ranks), ranks=ranks, device="cpu").calls
 
 
-@pytest.mark.parametrize("job", [tiny_jobs.transformer, tiny_jobs.convolutions, recurrent], ids=lambda job: str(job.model))
+@pytest.mark.parametrize(
+    "job", [tiny_jobs.transformer, tiny_jobs.convolutions, recurrent], ids=lambda job: str(job.model)
+)
 def test_every_operator_of_a_step_runs_by_itself(job: Job) -> None:
     calls = calls_of(job)
     found = measure_kernels(calls, CPU, clock=Runs(1e-3))
@@ -122,12 +124,12 @@ def test_an_operator_that_fails_is_named_and_the_others_go_on() -> None:
 
 def test_the_median_of_runs_counts_but_the_first() -> None:
     clock = Runs(9.0, 1.0, 5.0, 2.0)
-    assert kernel_seconds(lambda: None, clock, budget=100.0) == 2.0
+    assert kernel_seconds(lambda: None, 1, clock, budget=100.0) == 2.0
     slow = Runs(3.0, 2.0)
-    assert kernel_seconds(lambda: None, slow, budget=1.0) == 2.0 and slow.runs == 2
+    assert kernel_seconds(lambda: None, 1, slow, budget=1.0) == 2.0 and slow.runs == 2
 
 
 def test_a_cpu_clock_reads_its_clock_around_the_run() -> None:
     ticks = iter([10.0, 12.5])
-    assert CpuClock(lambda: next(ticks)).once(lambda: None) == 2.5
+    assert CpuClock(lambda: next(ticks)).once(lambda: None, 8) == 2.5
     assert isinstance(clock_of(CPU), CpuClock)

@@ -55,7 +55,7 @@ def plain_signatures(job: Job) -> dict[str, int]:
 @pytest.mark.parametrize("name", JOBS)
 def test_a_step_on_a_cpu_runs_what_plain_pytorch_runs(name: str) -> None:
     traced = {call.signature: call for call in calls_of(JOBS[name]).calls}
-    # A loss is divided by its weight here, and gradients of leaves may be copied: what else plain PyTorch runs is there.
+    # A loss is divided by its weight here, so its first gradient is another one.
     missing = {
         signature: count
         for signature, count in plain_signatures(JOBS[name]).items()

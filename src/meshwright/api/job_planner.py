@@ -70,9 +70,7 @@ def open_planner(job: str, options: PlanOptions) -> Planner:
     """Make a planner for a job as written on the command line."""
     known = describe_job(job)
     batch = options.global_batch or known.job.global_batch
-    return Planner(
-        known.job, known.facts, batch, options.calibration, known.costs, options.kernels, options.time_host
-    )
+    return Planner(known.job, known.facts, batch, options.calibration, known.costs, options.kernels, options.time_host)
 
 
 def read_cluster(text: str) -> Cluster:
@@ -154,7 +152,7 @@ class Planner:
         return self._contexts[cluster]
 
     def _measured(self, device: str) -> KernelTable | None:
-        """The measured kernels of a device: the given ones, or those that ship with the package; None without either."""
+        """The measured kernels of a device: the given ones, or those that ship with the package, or None."""
         if not self._kernels:
             return shipped_table(device)
         found = find_table(self._kernels, device, torch_release())
@@ -202,9 +200,7 @@ class Planner:
     def measure(self, precision: str, recompute: str) -> None:
         """Make sure that costs are known under a policy; each precision is traced once."""
         if (precision, "none") not in self._costs:
-            self._costs[precision, "none"] = measure_costs(
-                self.job, self.facts, precision, device=self._device
-            )
+            self._costs[precision, "none"] = measure_costs(self.job, self.facts, precision, device=self._device)
         self._costs.setdefault((precision, recompute), self._costs[precision, "none"].recomputed(recompute))
 
     def traced(self, cluster: Cluster, plan: Plan) -> Plan:

@@ -88,7 +88,7 @@ def probe_kernels(request: KernelRequest) -> dict[str, Any]:
     }
 
 
-def describe_device(device: torch.device) -> KernelTable:
+def describe_device(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> KernelTable:
     """A table without kernels: the device, and how fast its host is."""
     return KernelTable(
         device=hardware_of(local_cluster(device.type, devices=1)).device,
@@ -97,7 +97,7 @@ def describe_device(device: torch.device) -> KernelTable:
         threads=torch.get_num_threads() if device.type == "cpu" else 1,
         launch=measure_launch(device),
         host=time_reference(),
-        step=engine_step_seconds(device),
+        step=engine_step_seconds(device, clock),
     )
 
 
@@ -137,9 +137,7 @@ def measured_table(
     return replace(table, updates=tuple(updates)), calls, found
 
 
-def _update(
-    planner: Planner, strategy: Strategy, step: StepCalls, seconds: dict[str, float]
-) -> MeasuredUpdate | None:
+def _update(planner: Planner, strategy: Strategy, step: StepCalls, seconds: dict[str, float]) -> MeasuredUpdate | None:
     """The sum of the update's kernels; None if one of them was not measured."""
     own = [(call.signature, call.counts["update"]) for call in step.calls if "update" in call.counts]
     if not own or any(signature not in seconds for signature, _ in own):

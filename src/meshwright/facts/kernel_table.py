@@ -1,4 +1,4 @@
-"""Kernels measured on one device: seconds by operator, sizes and dtype. `probe --kernels` keeps tables in a JSON file."""
+"""Kernels measured on one device: seconds by operator, sizes and dtype. `probe --kernels` keeps them in a JSON file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MeasuredKernel:
     signature: str
     """The overload with shapes, strides, dtypes and other arguments."""
     count: int = 1
-    """How often the traced step ran it. Kernels that a model's costs cannot tell apart are averaged with this weight."""
+    """How often the traced step ran it: the weight among kernels that a model's costs cannot tell apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,8 @@ class KernelTable:
 def read_tables(path: Path) -> tuple[KernelTable, ...]:
     """The tables of a file; an error names the first wrong value."""
     document = read_json(path, LIMITS)
-    if not isinstance(document, dict) or document.get("format") != FORMAT or not isinstance(document["tables"], list):
+    named = isinstance(document, dict) and document.get("format") == FORMAT
+    if not named or not isinstance(document.get("tables"), list):
         raise Unreadable(path, f'it is not a file of measured kernels: it needs "format": "{FORMAT}" and "tables"')
     return tuple(_table(path, f"tables[{place}]", value) for place, value in enumerate(document["tables"]))
 
@@ -154,6 +155,8 @@ def _row(path: Path, place: str, value: Any, kind: type) -> Any:
     found = _fields(path, place, value, kind)
     _amounts(path, place, found, ("seconds",))
     if "shape" in found:
+        if not all(isinstance(size, int) for size in found["shape"]):
+            raise Unreadable(path, f"{place}.shape is not a list of whole numbers")
         found["shape"] = tuple(found["shape"])
     return kind(**found)
 
@@ -166,9 +169,10 @@ def _fields(path: Path, place: str, value: Any, kind: type) -> dict[str, Any]:
     unknown = next((key for key in value if key not in known), None)
     if unknown is not None:
         raise Unreadable(path, f"{place} has an unknown key {unknown!r}")
-    for name, words in known.items():
-        if name in value and not isinstance(value[name], _JSON_TYPES[words.split("[")[0]]):
-            raise Unreadable(path, f"{place}.{name} is not {words.split('[')[0]}")
+    for name, annotation in known.items():
+        kind_of_value, words = _JSON_TYPES[annotation.split("[")[0]]
+        if name in value and not isinstance(value[name], kind_of_value):
+            raise Unreadable(path, f"{place}.{name} is not {words}")
     needed = [name for name in _NEEDED[kind.__name__] if name not in value]
     if needed:
         raise Unreadable(path, f"{place} has no {needed[0]!r}")
@@ -181,7 +185,12 @@ def _amounts(path: Path, place: str, value: Mapping[str, Any], names: tuple[str,
         raise Unreadable(path, f"{place}.{wrong} is {value[wrong]!r}; it must be a number above 0")
 
 
-_JSON_TYPES: dict[str, Any] = {"str": str, "float": int | float, "int": int, "tuple": list}
+_JSON_TYPES: dict[str, tuple[Any, str]] = {
+    "str": (str, "a text"),
+    "float": (int | float, "a number"),
+    "int": (int, "a whole number"),
+    "tuple": (list, "a list"),
+}
 _NEEDED = {
     "KernelTable": ("device", "machine", "torch", "launch"),
     "MeasuredKernel": ("name", "kind", "dtype", "flops", "bytes", "seconds", "signature"),

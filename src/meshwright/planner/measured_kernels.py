@@ -56,6 +56,9 @@ class KernelSeconds:
         return {source: getattr(self, source) / self.total if self.total else 0.0 for source in SOURCES}
 
 
+NOTHING = KernelSeconds()
+
+
 class _Point(NamedTuple):
     flops: float
     """Logarithms; the ratio is of measured to catalogue seconds."""

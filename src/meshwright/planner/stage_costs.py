@@ -81,9 +81,10 @@ class StageCosts:
         prices: KernelPrices | None = None,
         host: HostPasses | None = None,
     ) -> None:
-        """`prices` are of measured kernels, and `host` is the model's own pass on the cluster's host. `by_compute` cuts the stages as nanotron does: each takes calls until it has its share of the FLOPs.
+        """`by_compute` cuts the stages as nanotron does: each takes calls until it has its share of the FLOPs.
 
-        With `worst`, costs are those of the busiest rank if samples divide the work as unevenly as they can.
+        With `worst`, costs are those of the busiest rank if samples divide the work as unevenly as they can. `prices`
+        are those of measured kernels, and `host` is the model's own pass on the cluster's host.
         """
         self._worst, self.prices, self.host = worst, prices, host
         self._facts, self._costs, self._hardware = facts, costs, hardware
@@ -102,9 +103,7 @@ class StageCosts:
 
     def at_worst(self) -> StageCosts:
         """The same model's costs if samples divide the work as unevenly as they can."""
-        return StageCosts(
-            self._facts, self._costs, self._hardware, worst=True, prices=self.prices, host=self.host
-        )
+        return StageCosts(self._facts, self._costs, self._hardware, worst=True, prices=self.prices, host=self.host)
 
     def of(self, step_layout: StepLayout, *, gathered: float = 1.0) -> tuple[StageWork, ...]:
         """The stages of a step layout; `Refused` if the model cannot be cut into them.

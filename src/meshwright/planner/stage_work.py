@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from meshwright.planner.measured_kernels import KernelSeconds
+from meshwright.planner.measured_kernels import NOTHING, KernelSeconds
 from meshwright.strategies.model_axis import Sent
 
 
@@ -45,8 +45,8 @@ class UnitWork:
     """For each inner axis: its messages in forward, and in backward."""
     host: tuple[float, float] | None = None
     """Host seconds of its own pass in forward and in backward, besides launches; None if they were not timed."""
-    kernels: KernelSeconds = KernelSeconds()
-    """Seconds of forward and backward by where they come from; zero without measured kernels."""
+    kernels: KernelSeconds = NOTHING
+    """Seconds of forward and backward by where they come from."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Time one kernel alone: on CUDA by events on the device, on a CPU by the clock. Other data pass through the caches before."""
+"""Time one kernel alone, by events on a GPU and by the clock on a CPU; other data pass through the caches before."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ REPEATS, BUDGET = 15, 0.15
 LEAST = 3
 """Timed runs at least, unless one takes longer than the budget."""
 CACHES = {"cuda": 2**27, "cpu": 2**22}
-"""Bytes that are written between two runs, as other operators do in a step: on a GPU more than its cache holds, on a CPU
-more than a core's own caches."""
+"""Bytes that are written between two runs at most, as other operators do in a step: on a GPU more than its cache holds,
+on a CPU more than a core's own caches."""
+BETWEEN = 4
+"""How many times an operator's bytes other operators write on a CPU before it runs: its neighbours are about as large.
+What small operators need stays in the caches."""
 
 
 class KernelClock(Protocol):
     """Times one run of a kernel."""
 
-    def once(self, run: Callable[[], Any]) -> float:
-        """Seconds of one run."""
+    def once(self, run: Callable[[], Any], size: int) -> float:
+        """Seconds of one run of an operator that touches `size` bytes."""
 
 
-def kernel_seconds(run: Callable[[], Any], clock: KernelClock, budget: float = BUDGET) -> float:
+def kernel_seconds(run: Callable[[], Any], size: int, clock: KernelClock, budget: float = BUDGET) -> float:
     """The median of several runs, after a first one that is not counted."""
-    once = clock.once(run)  # it plans, compiles and allocates
+    once = clock.once(run, size)  # it plans, compiles and allocates
     if once > budget:
-        return min(once, clock.once(run))
+        return min(once, clock.once(run, size))
     found: list[float] = []
     spent = 0.0
     while len(found) < REPEATS and (spent < budget or len(found) < LEAST):
-        found.append(clock.once(run))
+        found.append(clock.once(run, size))
         spent += found[-1]
     return median(found)
 
@@ -48,8 +51,8 @@ class CpuClock:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._other = clock, torch.zeros(CACHES["cpu"], dtype=torch.uint8)
 
-    def once(self, run: Callable[[], Any]) -> float:
-        self._other.add_(1)
+    def once(self, run: Callable[[], Any], size: int) -> float:
+        self._other[: BETWEEN * size].add_(1)
         start = self._clock()
         found = run()
         seconds = self._clock() - start
@@ -64,7 +67,7 @@ class CudaClock:
         self._other = torch.zeros(CACHES["cuda"], dtype=torch.uint8, device=device)
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-    def once(self, run: Callable[[], Any]) -> float:
+    def once(self, run: Callable[[], Any], size: int) -> float:
         # Writing takes longer than launching what follows, so the device does not wait for the host between events.
         self._other.add_(1)
         self._start.record()

@@ -64,11 +64,9 @@ def measure_kernels(
     return found
 
 
-def _measure(
-    call: OperatorCall, device: torch.device, clock: KernelClock, calls: Mapping[str, OperatorCall]
-) -> float:
+def _measure(call: OperatorCall, device: torch.device, clock: KernelClock, calls: Mapping[str, OperatorCall]) -> float:
     with torch.enable_grad():  # some layers make the workspace of their backward only then; no input needs a gradient
-        return max(kernel_seconds(make_runnable(call, device, calls), clock), 1e-9)
+        return max(kernel_seconds(make_runnable(call, device, calls), int(call.run.bytes), clock), 1e-9)
 
 
 def _as_measured(call: OperatorCall, seconds: float) -> MeasuredKernel:

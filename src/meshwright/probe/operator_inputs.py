@@ -21,7 +21,7 @@ class CannotRun(Exception):
 def make_runnable(call: OperatorCall, device: torch.device, calls: Mapping[str, OperatorCall]) -> Callable[[], Any]:
     """A function that runs the operator once, on tensors that are made now.
 
-    Bytes that another of the `calls` makes have a meaning, and wrong ones may end the process; so that one is run first.
+    Bytes that another of the `calls` makes have a meaning, and wrong ones may crash; so that one is run first.
     """
     if leaves_in(torch.Tensor, (call.args, call.kwargs)):
         raise CannotRun("it takes a tensor without strides")

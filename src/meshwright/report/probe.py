@@ -11,7 +11,6 @@ from rich.text import Text
 from meshwright.report.tables import make_list, make_table
 from meshwright.units import show_bytes, show_seconds
 
-
 UNMEASURED, LONGEST = 5, 90
 """Operators without a measurement that are listed, and characters of one that are shown."""
 

@@ -1,8 +1,8 @@
 """Time the host's part of a model's pass, unit by unit: its Python and autograd, without any kernel.
 
-The pass runs on meta tensors, which have shapes only. PyTorch computes most shapes in Python, which takes longer than all
-else, so a first pass notes the results of every operator, and in timed passes a mode makes them from these notes. What
-the mode takes for one operator is timed apart, and subtracted: on a device, a kernel is launched instead.
+The pass runs on meta tensors, which have shapes only. PyTorch computes most shapes in Python, which takes longer than
+all else. So a first pass notes the results of every operator, and in timed passes a mode makes them from these notes.
+What the mode takes for one operator is timed apart, and subtracted: on a device, a kernel is launched instead.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def test_the_result_has_the_layout_of_the_traced_one() -> None:
 def test_what_does_not_fit_or_comes_too_late_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = list(collected(lambda: torch.empty(64, 64) @ torch.empty(64, 64)).values())
     monkeypatch.setattr(measuring, "_room", lambda device: 100)
-    assert "it needs 48 KiB of 100 bytes" in next(iter(measure_kernels(calls, CPU, clock=Runs(1.0)).failed.values()))
+    assert "it needs 48 KiB of 100 B" in next(iter(measure_kernels(calls, CPU, clock=Runs(1.0)).failed.values()))
     monkeypatch.undo()
     late = measure_kernels(calls, CPU, seconds=-1.0, clock=Runs(1.0))
     assert not late.kernels and "were over" in next(iter(late.failed.values()))

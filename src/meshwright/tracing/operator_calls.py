@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.assemble.check import check
+from meshwright.describe.flops import ALLOCATIONS
 from meshwright.errors import MeshwrightError, Refused, one_line
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
@@ -123,6 +124,7 @@ class CallCollector:
             return TensorLayout(number, tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, origin)
 
         given, named = change_leaves(layout, (args, kwargs))
+        named.pop("pin_memory", None)
         signature = _signature(func, given, named)
         if signature not in self.calls:
             run = operator_run(func, args, kwargs, found, strided_in((args, kwargs)), strided_in(found))
@@ -170,7 +172,8 @@ class FunctionCalls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        if not is_view(func, strided_in((args, kwargs)), strided_in(found)):
+        runs = func.overloadpacket.__name__ not in ALLOCATIONS
+        if runs and not is_view(func, strided_in((args, kwargs)), strided_in(found)):
             self.collector.note(func, args, kwargs, found, "forward")
         return found
 

@@ -1,7 +1,7 @@
 """Measure a grid of kernels on this device, from which plans interpolate shapes that nobody measured.
 
-    python benchmarks/kernel_table.py --out src/meshwright/facts/kernel_tables/H200.json    # ships for that device
-    python benchmarks/kernel_table.py --tiny --out table.json                               # a CPU, in half a minute
+    python benchmarks/kernel_table.py                            # on a GPU: writes the table that ships for this device
+    python benchmarks/kernel_table.py --tiny --out table.json    # on a CPU, in a minute
 
 Products, attention forward and backward, convolutions of one to three dims and their backward, and kernels that stream
 through memory. The largest come first; after --seconds the rest is left out and counted.
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from meshwright.api.probe_kernels import describe_device
 from meshwright.describe.as_on_cuda import as_on_cuda
-from meshwright.facts.kernel_table import add_table, read_tables, write_tables
+from meshwright.facts.kernel_table import SHIPPED, add_table, read_tables, write_tables
 from meshwright.probe.measure_kernels import measure_kernels
 from meshwright.torch_private.fake_tensors import FakeTensorMode
 from meshwright.tracing.operator_calls import FunctionCalls, OperatorCall
@@ -125,7 +125,7 @@ def grid(device: torch.device, *, tiny: bool) -> list[OperatorCall]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="merged with what the file has")
+    parser.add_argument("--out", type=Path, help="default: the file that ships; merged with what it has")
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
@@ -137,11 +137,12 @@ def main() -> None:
     print(f"{len(calls)} operators after {time.perf_counter() - started:.0f} s", file=sys.stderr)
     found = measure_kernels(calls, device, seconds=given.seconds)
     table = replace(describe_device(device), kernels=tuple(found.kernels))
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    write_tables(given.out, add_table(read_tables(given.out) if given.out.exists() else (), table))
+    out = given.out or SHIPPED / f"{table.device}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_tables(out, add_table(read_tables(out) if out.exists() else (), table))
     for signature, reason in found.failed.items():
         print(f"not measured: {signature[:120]}: {reason}", file=sys.stderr)
-    print(f"{len(found.kernels)} of {len(calls)} operators in {time.perf_counter() - started:.0f} s -> {given.out}")
+    print(f"{len(found.kernels)} of {len(calls)} operators in {time.perf_counter() - started:.0f} s -> {out}")
 
 
 if __name__ == "__main__":

@@ -102,11 +102,6 @@ class KernelPrices:
         nearest = min(known, key=lambda one: abs(log(one.elements / elements)))
         return nearest.seconds * elements / nearest.elements
 
-    def is_same_update(self, elements: float) -> bool:
-        """Whether an update of just as many elements was measured."""
-        same = (one for one in self.table.updates if one.optimizer == self._optimizer)
-        return any(round(one.elements) == round(elements) for one in same)
-
     def _price(self, kernel: Kernel, samples: float, parts: int) -> KernelSeconds:
         flops, moved = kernel.flops.at(samples) / parts, kernel.bytes.at(samples) / parts
         if parts == 1:

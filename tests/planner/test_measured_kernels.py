@@ -19,6 +19,8 @@ from meshwright.planner.measured_kernels import KernelPrices, KernelSeconds
 from meshwright.planner.search import consider
 from meshwright.planner.stage_costs import StageCosts
 from meshwright.planner.step_layout import lay_out_step
+from meshwright.tracing.costs import measure_costs
+from meshwright.tracing.operator_calls import step_calls
 
 CLUSTER = Cluster.parse("1xA100-80GB")
 HARDWARE = hardware_of(CLUSTER)
@@ -175,3 +177,29 @@ def test_a_timed_host_replaces_the_constant_a_launch(planner: Planner) -> None:
     launches = sum(unit.forward_launches + unit.backward_launches + 2 * unit.tensors for unit in stage.units)
     at_least = 1.5 * len(stage.units) - time["compute"]
     assert at_least < time["host"] < 1.5 * len(stage.units) + launches * 1e-4
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_kernels_of_costs_are_those_of_a_traced_step(planner: Planner, device: str) -> None:
+    """What `probe --kernels` would measure is what a plan looks up."""
+    precision = "bf16" if device == "cuda" else "fp32"
+    strategy = Strategy.parse(f"single,{precision}").resolve(1)
+    calls = step_calls(planner.job, planner.facts, strategy, ranks=1, device=device).calls
+    rows = [
+        MeasuredKernel(
+            name=call.run.name,
+            kind=call.run.kind,
+            dtype=call.run.dtype,
+            flops=call.run.flops,
+            bytes=call.run.bytes,
+            shape=call.run.shape,
+            seconds=1e-4,
+            signature=call.signature,
+        )
+        for call in calls
+    ]
+    costs = measure_costs(planner.job, planner.facts, precision, device=device)
+    prices = KernelPrices(table(*rows), HARDWARE)
+    own = {kernel for unit in costs.units for kernel in (*unit.forward, *unit.backward) if kernel.bytes.at(8)}
+    missing = {kernel.name for kernel in own if not prices.seconds(kernel, 8, 1).exact}
+    assert missing <= {"ones_like"}  # the gradient of the loss, which the engine makes by its weight

@@ -19,7 +19,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from kernel_models import JOBS
+from kernel_models import HELD_OUT, JOBS
 
 from meshwright.api.job_planner import Planner
 from meshwright.api.probe_kernels import describe_device, measured_table
@@ -37,6 +37,7 @@ from meshwright.probe.kernel_clock import CpuClock, clock_of
 from meshwright.probe.machine import local_cluster
 from meshwright.runtime.profile_step import synchronize
 
+ALL = {**JOBS, **HELD_OUT}
 SECONDS = 1.5
 """Of steps, before and after each time that the kernels are measured."""
 
@@ -127,7 +128,8 @@ def grade(name: str, job: Job, place: Place) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--only", nargs="+", choices=ALL, default=list(JOBS))
+    parser.add_argument("--held-out", action="store_true", help="the models that nothing was chosen by")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--strategy", help="default: single in fp32 on a CPU, single,bf16 on a GPU")
     parser.add_argument("--times", type=int, default=1, help="factor on every job's batch")
@@ -138,9 +140,9 @@ def main() -> None:
         torch.set_num_threads(1)
     place = Place(torch.device(given.device), given.strategy or ("single" if given.device == "cpu" else "single,bf16"))
     rows = [
-        grade(name, replace(JOBS[name], global_batch=JOBS[name].global_batch * given.times), place)
+        grade(name, replace(ALL[name], global_batch=ALL[name].global_batch * given.times), place)
         for _ in range(given.rounds)
-        for name in given.only
+        for name in (HELD_OUT if given.held_out else given.only)
     ]
     errors = [abs(row["ratio"] - 1) for row in rows]
     usual = [abs(row["catalogue_ratio"] - 1) for row in rows]

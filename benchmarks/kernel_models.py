@@ -1,5 +1,7 @@
 """Jobs of different kinds for `kernel_grade.py`: a GPT, a convnet, an LSTM, a ViT, a U-Net, and a mixer of 1-d layers.
 
+`HELD_OUT` are others, which were first run when nothing of the measurement was changed any more.
+
 Each is also a job file's variable: `meshwright probe --kernels benchmarks/kernel_models.py:unet`.
 """
 
@@ -208,4 +210,88 @@ mixer = Job(
     sample=series,
     global_batch=4,
 )
+
+
+class Video(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [nn.Conv3d(3, 16, 3, padding=1), nn.Conv3d(16, 32, 3, 2, 1), nn.Conv3d(32, 64, 3, 2, 1)]
+        )
+        self.norms = nn.ModuleList(nn.GroupNorm(4, width) for width in (16, 32, 64))
+        self.head = nn.Linear(64, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = F.relu(norm(layer(x)))
+        return self.head(x.mean((2, 3, 4)))
+
+
+class Translator(nn.Module):
+    """PyTorch's own encoder and decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(1000, 128)
+        self.model = nn.Transformer(128, 4, 3, 3, 512, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(128, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
+        return self.head(self.model(self.token(x), self.token(x), tgt_mask=mask, tgt_is_causal=True))
+
+
+class Ranker(nn.Module):
+    """Tables of embeddings, their products in pairs, and wide layers, as in recommendation models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(2000, 64) for _ in range(12))
+        self.tower = nn.Sequential(nn.Linear(12 * 64 + 144, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU())
+        self.head = nn.Linear(512, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.stack([table(x[:, place]) for place, table in enumerate(self.tables)], 1)
+        pairs = rows @ rows.transpose(1, 2)
+        return self.head(self.tower(torch.cat([rows.flatten(1), pairs.flatten(1)], 1)))
+
+
+def clips(count: int) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 3, 8, 32, 32, generator=generator)
+    return {"x": x, "y": torch.randint(0, CLASSES, (count,), generator=generator)}
+
+
+def visits(count: int) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 2000, (count, 12), generator=generator)
+    return {"x": x, "y": torch.randint(0, CLASSES, (count,), generator=generator)}
+
+
+video = Job(
+    model=Video,
+    inputs=first,
+    loss=classify,
+    optimizer=lambda parameters: AdamW(parameters, lr=1e-4),
+    sample=clips,
+    global_batch=8,
+)
+translator = Job(
+    model=Translator,
+    inputs=first,
+    loss=next_word,
+    optimizer=lambda parameters: AdamW(parameters, lr=1e-4),
+    sample=words,
+    global_batch=16,
+    max_norm=1.0,
+)
+ranker = Job(
+    model=Ranker,
+    inputs=first,
+    loss=classify,
+    optimizer=lambda parameters: SGD(parameters, lr=1e-2),
+    sample=visits,
+    global_batch=512,
+)
+HELD_OUT = {"3-d convnet": video, "translator": translator, "ranker": ranker}
 JOBS = {"GPT": gpt, "convnet": convnet, "LSTM": lstm, "ViT": vit, "U-Net": unet, "1-d mixer": mixer}

@@ -40,8 +40,9 @@ ERROR_BARS = {"account": {"memory": 0.10, "time": 0.20}, "trace": {"memory": 0.0
 """Three in four published runs are within this share of our forecasts (docs/planner.md)."""
 
 
-MEASURED_BAR = 0.10
-"""The same for time by measured kernels, on the CPU on which they were measured (benchmarks/kernel_grade.py)."""
+MEASURED_BAR = 0.12
+"""The same for time by measured kernels: eight of nine models on the CPU on which they were measured
+(docs/data/kernel_grade.json, kernel_grade_held_out.json). No GPU has been measured yet."""
 
 
 @dataclass

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from meshwright.tracing.costs import LOSS
 from meshwright.tracing.noted_results import NoteResults, RepeatResults
 
 ROUNDS = 15
-"""Timed passes; the shortest of each unit counts, because disturbances only add time."""
+"""Timed passes."""
 SAMPLE = 200
 """Operators in one timing of what the mode takes."""
 Clock = Callable[[], float]
@@ -90,9 +91,13 @@ def time_reference(clock: Clock = time.thread_time) -> float:
 
     notes = NoteResults()
     _timed(step, 1, clock, notes)
+    rounds: list[Times] = []
+    speeds: list[_Overhead] = []
     with _without_collector():
-        rounds = [_timed(step, 1, clock, RepeatResults(notes.results)) for _ in range(2 * ROUNDS)]
-    return sum(_shortest(rounds)[0])
+        for _ in range(ROUNDS):
+            speeds.append(_time_overhead(clock))
+            rounds.append(_timed(step, 1, clock, RepeatResults(notes.results)))
+    return sum(_undisturbed(rounds, speeds)[0])
 
 
 class Stopwatch:
@@ -134,22 +139,39 @@ class _Overhead:
 
 
 def _own_times(step: Callable[[Stopwatch], None], units: int, clock: Clock) -> Times:
-    """The shortest times of the units, less what the mode takes for their operators."""
+    """The times of the units, less what the mode takes for their operators."""
     notes = NoteResults()
     _timed(step, units, clock, notes)
-    overhead = _time_overhead(clock)
 
     def timed(clock_of: Callable[[RepeatResults], Clock]) -> Times:
         mode = RepeatResults(notes.results)
         return _timed(step, units, clock_of(mode), mode)
 
-    with _without_collector():
-        whole = _shortest([timed(lambda mode: clock) for _ in range(ROUNDS)])
     made, passed = timed(lambda mode: lambda: float(mode.made)), timed(lambda mode: lambda: float(mode.passed))
-    return [
-        [max(0.0, t - m * overhead.made - p * overhead.passed) for t, m, p in zip(*unit, strict=True)]
-        for unit in zip(whole, made, passed, strict=True)
-    ]
+    rounds: list[Times] = []
+    speeds: list[_Overhead] = []
+    with _without_collector():
+        for _ in range(ROUNDS):
+            speeds.append(_time_overhead(clock))
+            whole = timed(lambda mode: clock)
+            rounds.append(
+                [
+                    [t - m * speeds[-1].made - p * speeds[-1].passed for t, m, p in zip(*unit, strict=True)]
+                    for unit in zip(whole, made, passed, strict=True)
+                ]
+            )
+    return [[max(0.0, seconds) for seconds in unit] for unit in _undisturbed(rounds, speeds)]
+
+
+def _undisturbed(rounds: list[Times], speeds: list[_Overhead]) -> Times:
+    """The median of the rounds, each by what the mode took at the same time, at the speed of the fastest.
+
+    Other processes slow down all Python alike, and for longer than a round.
+    """
+    best = min(speed.made for speed in speeds)
+    scales = [best / speed.made if speed.made else 1.0 for speed in speeds]
+    scaled = [[[t * scale for t in unit] for unit in times] for times, scale in zip(rounds, scales, strict=True)]
+    return [[median(times) for times in zip(*unit, strict=True)] for unit in zip(*scaled, strict=True)]
 
 
 def _time_overhead(clock: Clock) -> _Overhead:
@@ -159,7 +181,7 @@ def _time_overhead(clock: Clock) -> _Overhead:
         _ = x + x
         x.view(16)
     added, viewed = notes.results
-    with torch.no_grad(), _without_collector():
+    with torch.no_grad():
         made = _time_loop(lambda: x + x, clock, RepeatResults([added] * SAMPLE))
         passed = _time_loop(lambda: x.view(16), clock, RepeatResults([viewed] * SAMPLE))
         plain = _time_loop(lambda: x.view(16), clock, None)
@@ -167,16 +189,11 @@ def _time_overhead(clock: Clock) -> _Overhead:
 
 
 def _time_loop(run: Callable[[], Any], clock: Clock, mode: RepeatResults | None) -> float:
-    best = float("inf")
-    for _ in range(ROUNDS):
-        if mode is not None:
-            mode.restart()
-        with mode or nullcontext():
-            start = clock()
-            for _ in range(SAMPLE):
-                run()
-            best = min(best, clock() - start)
-    return best / SAMPLE
+    with mode or nullcontext():
+        start = clock()
+        for _ in range(SAMPLE):
+            run()
+        return (clock() - start) / SAMPLE
 
 
 def _timed(step: Callable[[Stopwatch], None], units: int, clock: Clock, active: AbstractContextManager[Any]) -> Times:
@@ -184,10 +201,6 @@ def _timed(step: Callable[[Stopwatch], None], units: int, clock: Clock, active: 
         watch = Stopwatch(units, clock)
         step(watch)
     return watch.times
-
-
-def _shortest(rounds: list[Times]) -> Times:
-    return [[min(times) for times in zip(*unit, strict=True)] for unit in zip(*rounds, strict=True)]
 
 
 def _differentiate(model: nn.Module, total: torch.Tensor, watch: Stopwatch) -> None:

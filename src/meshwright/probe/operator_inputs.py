@@ -54,9 +54,8 @@ def _from_origin(origin: tuple[str, int], device: torch.device, calls: Mapping[s
 def input_bytes(call: OperatorCall) -> int:
     """Bytes of the operator's inputs and, at most, of its results."""
     layouts = leaves_in(TensorLayout, (call.args, call.kwargs))
-    return sum({layout.number: _span(layout) * layout.dtype.itemsize for layout in layouts}.values()) + int(
-        call.run.made
-    )
+    sizes: dict[int, int] = {layout.number: _span(layout) * layout.dtype.itemsize for layout in layouts}
+    return sum(sizes.values()) + int(call.run.made)
 
 
 def _tensor(layout: TensorLayout, device: torch.device, bound: int, *, spread: bool) -> torch.Tensor:

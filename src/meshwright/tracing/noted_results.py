@@ -9,16 +9,13 @@ import torch
 
 from meshwright.recording.report_as_cpu import META
 from meshwright.torch_private.modes import TorchDispatchMode
-from meshwright.torch_private.operators import schema_of
+from meshwright.torch_private.operators import READ_NUMBER, schema_of
 from meshwright.tracing.meter import is_view, strided_in
 
 Make = Callable[[Any], Any]
 """From an operator's arguments to a result."""
 Results = list[tuple[Any, Make | None]]
 """Each operator of a pass, and what makes its results; None if the operator itself must run, as a view does."""
-
-
-_READ = torch.ops.aten._local_scalar_dense.default
 
 
 class NoteResults(TorchDispatchMode):
@@ -30,7 +27,7 @@ class NoteResults(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _READ:  # a number that the model reads: it has none, and branches take the same time on the whole
+        if func is READ_NUMBER:  # a made-up one: meta tensors have no values
             self.results.append((func, _one))
             return _one(args)
         found = func(*args, **kwargs)

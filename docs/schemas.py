@@ -25,7 +25,20 @@ from page_blocks import ROOT, blocks, environment, side
 from page_runner import run_script_alone, run_verb
 
 SCHEMAS = ROOT / "docs" / "schemas"
-MAPS = ("memory", "time", "mesh", "tensor_plan", "peaks", "held", "peak_held", "flops", "parts", "sources", "groups")
+MAPS = (
+    "memory",
+    "time",
+    "mesh",
+    "tensor_plan",
+    "peaks",
+    "held",
+    "peak_held",
+    "flops",
+    "parts",
+    "sources",
+    "groups",
+    "kernels",
+)
 MAPS_OF_MAPS = ("groups",)
 PLAN = ("plan", "job.py", "--on", "4xA100-40GB", "--fast")
 PIPELINE = ("--strategies", "zero1=2,pp=2:1f1b,bf16,mb=8", "fsdp,bf16")

@@ -18,6 +18,7 @@ from meshwright.torch_private.operators import (
     MATH_ATTENTION,
     PACK_PADDED_SEQUENCE,
     PAD_PACKED_SEQUENCE,
+    READ_NUMBER,
     RESHAPE_ALIAS,
     UNSAFE_VIEW,
     OpOverload,
@@ -154,3 +155,9 @@ def test_operators_that_depend_on_values_are_known() -> None:
     assert reads_values(aten._local_scalar_dense.default, (x,)) and reads_values(aten.nonzero.default, (x,))
     assert reads_values(aten.index.Tensor, (x, [x > 0])) and not reads_values(aten.index.Tensor, (x, [None, x.long()]))
     assert not reads_values(aten.mul.Tensor, (x, x))
+
+
+def test_reading_a_number_is_one_operator() -> None:
+    with Operators() as operators:
+        assert torch.full((1,), 3.0).item() == 3.0
+    assert READ_NUMBER in operators.seen

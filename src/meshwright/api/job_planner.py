@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
 from meshwright.api.described_presets import describe_job
+from meshwright.describe.optimizer import optimizer_name
 from meshwright.errors import BadInput, MeshwrightError
 from meshwright.exchange import Imported
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import LOCAL, Cluster
 from meshwright.facts.costs import ModelCosts
+from meshwright.facts.host_passes import HostPasses
 from meshwright.facts.job import Job
+from meshwright.facts.kernel_table import KernelTable, find_table, shipped_table
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.plan import Plan
 from meshwright.facts.precision import FORMATS
@@ -24,10 +27,12 @@ from meshwright.planner.account import usable
 from meshwright.planner.calibrate import Calibration
 from meshwright.planner.candidates import Allowed, candidates
 from meshwright.planner.explain import advise
+from meshwright.planner.host_costs import HOST_REFERENCE
+from meshwright.planner.measured_kernels import KernelPrices
 from meshwright.planner.search import PlanContext, SearchResult, search, with_traces
 from meshwright.planner.stage_costs import StageCosts
 from meshwright.planner.step_layout import cut_batch
-from meshwright.probe.machine import local_cluster
+from meshwright.probe.machine import local_cluster, torch_release
 from meshwright.tracing.costs import measure_costs
 
 UNSEEN = 1.15
@@ -49,6 +54,10 @@ class PlanOptions:
     """Overrides the job's global batch."""
     calibration: Calibration | None = None
     """Factors fitted to the user's own runs."""
+    kernels: tuple[KernelTable, ...] = ()
+    """Tables of measured kernels; that of the cluster's device is used."""
+    time_host: bool = False
+    """Whether the model's own Python is timed here, instead of counting a constant for each launch."""
     against: Imported | None = None
     """The user's config of another framework, to be ranked with the plans."""
 
@@ -61,7 +70,7 @@ def open_planner(job: str, options: PlanOptions) -> Planner:
     """Make a planner for a job as written on the command line."""
     known = describe_job(job)
     batch = options.global_batch or known.job.global_batch
-    return Planner(known.job, known.facts, batch, options.calibration, known.costs)
+    return Planner(known.job, known.facts, batch, options.calibration, known.costs, options.kernels, options.time_host)
 
 
 def read_cluster(text: str) -> Cluster:
@@ -104,27 +113,74 @@ class Planner:
         global_batch: int,
         calibration: Calibration | None = None,
         costs: dict[tuple[str, str], ModelCosts] | None = None,
+        kernels: tuple[KernelTable, ...] = (),
+        time_host: bool = False,
     ) -> None:
-        """`costs` are traced costs by precision and activation checkpointing; new ones are added to it."""
+        """`costs` are traced costs by precision and activation checkpointing; new ones are added to it.
+
+        With `kernels`, a plan takes the kernels of its device from there, and those of a CPU are traced as a CPU's.
+        """
         self.job, self.facts, self.global_batch = job, facts, global_batch
         self._calibration = calibration or Calibration()
         self.notes: list[str] = []
         """What a user should know about how the plans were made."""
-        self._costs = {} if costs is None else costs
+        self._kernels, self._times_host = kernels, time_host
+        self._device = "cpu" if kernels and all(table.device == "cpu" for table in kernels) else "cuda"
+        self._costs = {} if costs is None or self._device == "cpu" else costs
         self._contexts: dict[Cluster, PlanContext] = {}
 
     def context(self, cluster: Cluster) -> PlanContext:
         if cluster not in self._contexts:
             hardware = hardware_of(cluster)
+            measured = self._measured(hardware.device)
+            if measured is not None and self._kernels:  # a shipped table is of another host
+                hardware = replace(hardware, launch=measured.launch)
             self._contexts[cluster] = PlanContext(
                 facts=self.facts,
-                stage_costs=StageCosts(self.facts, self._costs, hardware),
+                stage_costs=StageCosts(
+                    self.facts,
+                    self._costs,
+                    hardware,
+                    prices=KernelPrices(measured, hardware, self._optimizer) if measured else None,
+                    host=self._host(measured),
+                ),
                 cluster=cluster,
                 hardware=hardware,
                 global_batch=self.global_batch,
                 calibration=self._calibration,
             )
         return self._contexts[cluster]
+
+    def _measured(self, device: str) -> KernelTable | None:
+        """The measured kernels of a device: the given ones, or those that ship with the package, or None."""
+        if not self._kernels:
+            return shipped_table(device)
+        found = find_table(self._kernels, device, torch_release())
+        if found is not None and found.torch != torch_release():
+            note = f"Kernels were measured with torch {found.torch}; this is torch {torch_release()}."
+            self.notes += [] if note in self.notes else [note]
+        return found
+
+    def _host(self, measured: KernelTable | None) -> HostPasses | None:
+        """The model's own pass on the cluster's host; None if launches are counted instead."""
+        if not self._times_host and (measured is None or not measured.host):
+            return None
+        try:
+            return self._passes.at(measured.host if measured is not None and measured.host else HOST_REFERENCE)
+        except MeshwrightError as error:
+            if str(error) not in self.notes:
+                self.notes.append(f"{error} A constant for each launch is used instead.")
+            return None
+
+    @cached_property
+    def _passes(self) -> HostPasses:
+        from meshwright.tracing.host_passes import time_host_passes  # needed only here
+
+        return time_host_passes(self.job, self.facts)
+
+    @cached_property
+    def _optimizer(self) -> str:
+        return optimizer_name(self.job)
 
     def search(self, cluster: Cluster, options: PlanOptions) -> SearchResult:
         """Evaluate every allowed strategy, or only the named ones."""
@@ -144,7 +200,7 @@ class Planner:
     def measure(self, precision: str, recompute: str) -> None:
         """Make sure that costs are known under a policy; each precision is traced once."""
         if (precision, "none") not in self._costs:
-            self._costs[precision, "none"] = measure_costs(self.job, self.facts, precision)
+            self._costs[precision, "none"] = measure_costs(self.job, self.facts, precision, device=self._device)
         self._costs.setdefault((precision, recompute), self._costs[precision, "none"].recomputed(recompute))
 
     def traced(self, cluster: Cluster, plan: Plan) -> Plan:

@@ -31,7 +31,14 @@ WORTH = 1.3
 def plan(job: Job, cluster: Cluster, options: PlanOptions | None = None, *, name: str = "job") -> Ranking:
     """Rank all strategies for a job on a cluster; the finalists are traced unless `options.fast`."""
     options, started = options or PlanOptions(), time.perf_counter()
-    planner = Planner(job, describe(job), options.global_batch or job.global_batch, options.calibration)
+    planner = Planner(
+        job,
+        describe(job),
+        options.global_batch or job.global_batch,
+        options.calibration,
+        kernels=options.kernels,
+        time_host=options.time_host,
+    )
     return rank(planner, cluster, options, name=name, started=started)
 
 

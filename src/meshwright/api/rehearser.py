@@ -14,6 +14,7 @@ from meshwright.api.rehearsal_site import RehearsalSite
 from meshwright.api.roles import distinct_roles
 from meshwright.assemble.check import check
 from meshwright.errors import BadInput
+from meshwright.facts.kernel_table import KernelTable
 from meshwright.facts.rank_forecast import RankForecast
 from meshwright.facts.rehearsal import Rehearsal
 from meshwright.facts.strategy import Strategy
@@ -103,9 +104,16 @@ def in_words(compared: Compared) -> str:
 
 
 def open_rehearser(
-    job: str, site: RehearsalSite, *, batch: int | None, timeout: float, tell: Tell, steps: int = STEPS
+    job: str,
+    site: RehearsalSite,
+    *,
+    batch: int | None,
+    timeout: float,
+    tell: Tell,
+    steps: int = STEPS,
+    kernels: tuple[KernelTable, ...] = (),
 ) -> Rehearser:
-    """A rehearser of a job as written on the command line."""
+    """A rehearser of a job as written on the command line; forecasts take measured `kernels` where given."""
     with redirect_stdout(sys.stderr):
-        planner = open_planner(job, PlanOptions(global_batch=batch))
+        planner = open_planner(job, PlanOptions(global_batch=batch, kernels=kernels))
     return Rehearser(job=job, planner=planner, site=site, timeout=timeout, tell=tell, steps=steps)

@@ -53,7 +53,9 @@ def sweep(
             described[place.job] = describe_job(place.job)
         known = described[place.job]
         batch = place.batch or known.job.global_batch
-        planner = Planner(known.job, known.facts, batch, options.calibration, known.costs)
+        planner = Planner(
+            known.job, known.facts, batch, options.calibration, known.costs, options.kernels, options.time_host
+        )
         points.append(_point(planner, place, options))
     stops = [Stop(point.value, point.plans, point.best) for point in points]
     return Sweep(

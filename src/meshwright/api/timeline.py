@@ -110,7 +110,11 @@ def _seconds(context: PlanContext, step_layout: StepLayout) -> tuple[list[_Stage
     hardware, per_node = context.hardware, context.cluster.devices_per_node
     stages = context.stage_costs.of(step_layout)
     site = Site(
-        hardware=hardware, per_node=per_node, step_layout=step_layout, collective=context.stage_costs.collective
+        hardware=hardware,
+        per_node=per_node,
+        step_layout=step_layout,
+        collective=context.stage_costs.collective,
+        prices=context.stage_costs.prices,
     )
     timing = forecast_time(step_layout, context.stage_costs, hardware, per_node)
     step = {**timing.parts, "host": timing.waits}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.describe.model import describe
@@ -12,13 +12,16 @@ from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.costs import ModelCosts
 from meshwright.facts.hardware import Hardware
 from meshwright.facts.job import Job
+from meshwright.facts.kernel_table import KernelTable, find_table, shipped_table
 from meshwright.facts.model import ModelFacts
 from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.jobs.decoder_losses import fused_loss_job, shifted_loss_job
 from meshwright.planner.account import account, usable
+from meshwright.planner.measured_kernels import KernelPrices
 from meshwright.planner.measured_runs import MeasuredRun, SkippedRow, read_rows, read_table
 from meshwright.planner.scores import ScoredRun
 from meshwright.planner.stage_costs import StageCosts
+from meshwright.probe.machine import torch_release
 from meshwright.tracing.costs import measure_costs
 from meshwright.units import GIB
 
@@ -39,14 +42,24 @@ def validate_rows(path: Path, progress: Progress = lambda done, total: None) -> 
     return _forecast(read_rows(path), progress, skipped=None)
 
 
-def validate_table(path: Path, progress: Progress = lambda done, total: None) -> Validated:
-    """Forecast the measured runs in a CSV file that can be, and name the others."""
+def validate_table(
+    path: Path, progress: Progress = lambda done, total: None, kernels: tuple[KernelTable, ...] = ()
+) -> Validated:
+    """Forecast the measured runs in a CSV file that can be, and name the others.
+
+    Rows of a device in `kernels` are forecast with its measured kernels.
+    """
     rows, skipped = read_table(path)
-    return Validated(_forecast(rows, progress, skipped), skipped)
+    return Validated(_forecast(rows, progress, skipped, kernels), skipped)
 
 
-def _forecast(rows: list[MeasuredRun], progress: Progress, skipped: list[SkippedRow] | None) -> list[ScoredRun]:
-    shapes, outcomes = _Shapes(), []
+def _forecast(
+    rows: list[MeasuredRun],
+    progress: Progress,
+    skipped: list[SkippedRow] | None,
+    kernels: tuple[KernelTable, ...] = (),
+) -> list[ScoredRun]:
+    shapes, outcomes = _Shapes(kernels), []
     for done, row in enumerate(rows, start=1):
         try:
             outcomes.append(_outcome(row, shapes))
@@ -72,7 +85,8 @@ def _outcome(row: MeasuredRun, shapes: _Shapes) -> ScoredRun:
 class _Shapes:
     """Describes and traces each decoder shape once."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: tuple[KernelTable, ...] = ()) -> None:
+        self._kernels = kernels
         self._facts: dict[tuple[Shape, str], tuple[Job, ModelFacts, dict[tuple[str, str], ModelCosts]]] = {}
         self._stage_costs: dict[object, StageCosts] = {}
 
@@ -89,7 +103,10 @@ class _Shapes:
             costs[precision, recompute] = costs[precision, "none"].recomputed(recompute)
         place = (key, row.cluster)
         if place not in self._stage_costs:
-            self._stage_costs[place] = StageCosts(facts, costs, hardware, by_compute=True)
+            measured = find_table(self._kernels, hardware.device, torch_release()) or shipped_table(hardware.device)
+            # What a host or an update takes there is not known: the rows are of other engines.
+            prices = KernelPrices(replace(measured, step=0.0, updates=()), hardware) if measured else None
+            self._stage_costs[place] = StageCosts(facts, costs, hardware, by_compute=True, prices=prices)
         return self._stage_costs[place]
 
 

@@ -15,6 +15,7 @@ from meshwright.importing import importing
 
 if TYPE_CHECKING:
     from meshwright.exchange import Imported
+    from meshwright.facts.kernel_table import KernelTable
     from meshwright.facts.plan import Ranking
     from meshwright.planner.calibrate import Calibration
     from meshwright.planner.search import PlanContext
@@ -41,6 +42,12 @@ def plan(
     top: Annotated[int | None, typer.Option(min=1, help="Plans to list; default: 10, and 4 with --largest.")] = None,
     fast: Annotated[bool, typer.Option("--fast", help="Do not trace the finalists.")] = False,
     calibrate: Annotated[Path | None, typer.Option(help="Fit efficiencies to measured runs, as for validate.")] = None,
+    kernels: Annotated[
+        Path | None, typer.Option(help="Take kernels' times from a file that probe --kernels wrote on the device.")
+    ] = None,
+    time_host: Annotated[
+        bool, typer.Option("--time-host", help="Time the model's own Python here, not a constant for each launch.")
+    ] = False,
     against: Annotated[
         Path | None, typer.Option(help="A DeepSpeed, Accelerate or torchtitan config to rank against the plans.")
     ] = None,
@@ -112,6 +119,8 @@ def plan(
         listed=top or (LARGEST_OF if largest else LISTED),
         global_batch=batch,
         calibration=fitted,
+        kernels=_read_kernels(kernels, on) if kernels else (),
+        time_host=time_host,
         against=_read(against, on) if against else None,
     )
     if largest:
@@ -155,6 +164,17 @@ def _read(file: Path, on: str) -> Imported:
 
     cluster = Cluster.parse(on)
     return read_foreign(file, ranks=None if cluster.device == LOCAL else cluster.devices)
+
+
+def _read_kernels(file: Path, on: str) -> tuple[KernelTable, ...]:
+    """The tables of a file, which must have one of the cluster's device."""
+    from meshwright.api.job_planner import read_cluster
+    from meshwright.facts.catalogue import hardware_of
+    from meshwright.facts.kernel_table import read_tables, require_device
+
+    tables = read_tables(file)
+    require_device(tables, hardware_of(read_cluster(on)).device, str(file))
+    return tables
 
 
 def _fit(rows: Path) -> Calibration:

@@ -42,6 +42,9 @@ def rehearse(
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a rehearsal; the median counts.")] = 3,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one rehearsal may take.")] = 600.0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if there is a GPU.")] = None,
+    kernels: Annotated[
+        Path | None, typer.Option(help="Forecast with kernels that probe --kernels measured on this device.")
+    ] = None,
     page: Annotated[Path | None, typer.Option(help="Write a page with the comparison: FILE.html.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
@@ -59,6 +62,7 @@ def rehearse(
     with importing():
         from meshwright.api.rehearsal_site import find_site
         from meshwright.api.rehearser import open_rehearser
+        from meshwright.facts.kernel_table import read_tables
         from meshwright.facts.strategy import Strategy
 
     if page is not None and page.suffix != ".html":
@@ -74,7 +78,8 @@ def rehearse(
     elif trials is not None or precision is not None:
         raise BadInput("--trials and --precision belong to --tune; leave them out.")
     site = find_site(world=world, on=on, device=device, memory=memory)
-    rehearser = open_rehearser(job, site, batch=batch, timeout=timeout, tell=_tell, steps=steps)
+    tables = read_tables(kernels) if kernels else ()
+    rehearser = open_rehearser(job, site, batch=batch, timeout=timeout, tell=_tell, steps=steps, kernels=tables)
     if tune:
         document = _tune(rehearser, strategy, precision, trials)
     else:

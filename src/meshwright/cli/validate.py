@@ -22,6 +22,9 @@ def validate(
     worst: Annotated[int, typer.Option(min=0, help="Number of worst forecasts to list.")] = 5,
     by: Annotated[str, typer.Option(help="Also score the rows with each value of this column.")] = "arch",
     csv: Annotated[Path | None, typer.Option(help="Write the forecast of every row to this file.")] = None,
+    kernels: Annotated[
+        Path | None, typer.Option(help="Forecast rows of the devices in this file with their measured kernels.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:
@@ -40,13 +43,15 @@ def validate(
 
     from meshwright.api.validate import validate_table
     from meshwright.errors import BadInput, OutputError
+    from meshwright.facts.kernel_table import read_tables
     from meshwright.planner.scores import score, score_groups
     from meshwright.report.validate import validate_page
     from meshwright.report.validate_csv import forecasts_csv
 
     with Progress(console=Console(file=sys.stderr), transient=True) as progress:
         task = progress.add_task("rows", total=None)
-        found = validate_table(rows, lambda done, total: progress.update(task, completed=done, total=total))
+        tables = read_tables(kernels) if kernels else ()
+        found = validate_table(rows, lambda done, total: progress.update(task, completed=done, total=total), tables)
     outcomes, skipped = found.outcomes, found.skipped
     if not outcomes:
         raise BadInput(

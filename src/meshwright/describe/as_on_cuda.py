@@ -47,6 +47,13 @@ _compiled = False
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
     """While active, operators on CPU and meta tensors are decomposed as on CUDA tensors. May be nested."""
+    with composites_as_on_cuda(), _Statistics():
+        yield
+
+
+@contextmanager
+def composites_as_on_cuda() -> Iterator[None]:
+    """The same without fp32 statistics of norms, which need a mode that every operator passes through."""
     global _active
     _active += 1
     library = torch.library.Library("aten", "IMPL") if _active == 1 else None
@@ -54,8 +61,7 @@ def as_on_cuda() -> Iterator[None]:
         for name, kernel in _COMPOSITES.items() if library else ():
             for key in ("AutogradCPU", "AutogradMeta"):
                 library.impl(name, kernel, key)  # type: ignore[union-attr]
-        with _Statistics():
-            yield
+        yield
     finally:
         _active -= 1
         if library:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job, NamedParameters
 from meshwright.facts.lr_schedule import refuse_schedule, required
+from meshwright.recording.blueprint import model_to_read
 
 SMALL, LARGE = 8, 128
 """The longest dim of tensors that are not stepped, and of those that are: some optimizers factor only long dims."""
@@ -41,6 +42,11 @@ def check_optimizer(job: Job, model: nn.Module) -> None:
         )
     if schedule is not None:
         refuse_schedule(schedule, job.schedule_by)
+
+
+def optimizer_name(job: Job) -> str:
+    """The class of the job's optimizer, which is made for small parameters."""
+    return type(job.optimizer(_small_parameters(model_to_read(job.model)))).__name__
 
 
 def optimizer_slots(job: Job, model: nn.Module) -> float:

@@ -24,6 +24,8 @@ class Speed:
     """Model FLOPs utilization: FLOPs of forward and backward, without recomputation, as a share of the peak."""
 
 
+MEASURED_KERNELS = "measured kernels"
+"""The grade of a time whose kernels were measured on the device."""
 HEADS = ("strategy", "step", "time by cause", "memory", "memory by cause")
 """Columns of plans in notebooks."""
 
@@ -44,6 +46,9 @@ class Plan:
     """Expected errors of memory and time, as shares."""
     grade: str = "account"
     """How memory was forecast: "account" in closed form, or "trace" by a step on fake tensors."""
+    kernels: Mapping[str, float] = field(default_factory=dict)
+    """Shares of the kernels' time that are measured ("exact"), "interpolated" from measured ones, and from the
+    "catalogue"; empty if no measured kernels were given, so that all are the catalogue's."""
     is_open: bool = False
     """Whether traces of fewer blocks leave open if it fits, so that only one of the whole model can tell."""
     stages: tuple[Forecast, ...] = ()
@@ -84,6 +89,7 @@ class Plan:
             "speed": asdict(self.speed),
             "error_bar": dict(self.error_bar),
             "grade": self.grade,
+            "kernels": dict(self.kernels),
             "is_open": self.is_open,
             "stages": [stage.to_json() for stage in self.stages],
             "worst": self.worst and self.worst.to_json(),
@@ -101,6 +107,7 @@ class Plan:
             speed=Speed(**value.get("speed", {})),
             error_bar=value.get("error_bar", {}),
             grade=value.get("grade", "account"),
+            kernels=value.get("kernels", {}),
             is_open=value.get("is_open", False),
             stages=tuple(Forecast.from_json(stage) for stage in value.get("stages", ())),
             worst=Forecast.from_json(value["worst"]) if value.get("worst") else None,
@@ -211,6 +218,8 @@ def show_plan(plan: Plan) -> dict[str, Any]:
         "error_bar": dict(plan.error_bar),
         "why": list(plan.why),
         "grade": plan.grade,
+        "time_grade": MEASURED_KERNELS if plan.kernels else "catalogue",
+        "kernels": dict(plan.kernels),
         "stages": [{"peak_gib": stage.peak / GIB} for stage in plan.stages],
         "host_gib": plan.host_gib,
         "saving_gib": plan.saving_gib,

@@ -59,6 +59,10 @@ class HostCosts:
         return replace(self, **{**changed, "launch": launch, "divided": divided})
 
 
+HOST_REFERENCE = 5.4e-3
+"""Seconds of the reference pass (`tracing/host_passes.py`) on an H200's host: with this, the step of a GPT of 10M
+parameters is as measured (docs/data/host_gaps.json, benchmarks/host_forecast.py). Fitted to this one row."""
+
 OTHER_ENGINES = HostCosts()
 """Engines in eager PyTorch with published measurements."""
 

@@ -19,6 +19,7 @@ from meshwright.planner.account import Account, account, usable
 from meshwright.planner.calibrate import Calibration
 from meshwright.planner.candidates import complexity
 from meshwright.planner.kernels import peak_flops
+from meshwright.planner.measured_kernels import KernelSeconds
 from meshwright.planner.pieced import PiecedCopies
 from meshwright.planner.stage_costs import StageCosts
 from meshwright.planner.step_layout import StepLayout, lay_out_step
@@ -37,6 +38,11 @@ ROOM = 0.93
 """Share of a device's memory up to which a plan fits safely, considering the error of forecasts."""
 ERROR_BARS = {"account": {"memory": 0.10, "time": 0.20}, "trace": {"memory": 0.03, "time": 0.20}}
 """Three in four published runs are within this share of our forecasts (docs/planner.md)."""
+
+
+MEASURED_BAR = 0.12
+"""The same for time by measured kernels: eight of nine models on the CPU on which they were measured
+(docs/data/kernel_grade.json, kernel_grade_held_out.json). No GPU has been measured yet."""
 
 
 @dataclass
@@ -194,6 +200,7 @@ def _plan(context: PlanContext, strategy: Strategy, step_layout: StepLayout, fou
     why = _too_large(forecast, room)
     if not why and host > context.hardware.host_memory / GIB:
         why = (f"needs {host:.0f} of {context.hardware.host_memory / GIB:.0f} GiB of a node's host memory",)
+    shares = _kernel_shares(context, step_layout) if forecast.time else {}
     written = (forecast.memory.get("parameters", 0) + forecast.memory.get("optimizer", 0)) / GIB
     return Plan(
         strategy=strategy,
@@ -201,11 +208,21 @@ def _plan(context: PlanContext, strategy: Strategy, step_layout: StepLayout, fou
         fits=not why,
         why=why,
         speed=_speed(context, step_layout, forecast.step) if forecast.time else Speed(),
-        error_bar=ERROR_BARS["account"],
+        error_bar={**ERROR_BARS["account"], **({"time": MEASURED_BAR} if shares else {})},
+        kernels=shares,
         stages=found.places,
         host_gib=host,
         saving_gib=written / max(1, step_layout.reduced // max(step_layout.shards, 1)),
     )
+
+
+def _kernel_shares(context: PlanContext, step_layout: StepLayout) -> dict[str, float]:
+    """Shares of the kernels' time, forward and backward, by where it comes from; empty without measured kernels."""
+    if context.stage_costs.prices is None:
+        return {}
+    stages = context.stage_costs.of(step_layout)
+    found = sum((unit.kernels * times for stage in stages for unit, times in stage.counted), KernelSeconds())
+    return found.shares()
 
 
 def _too_large(forecast: Forecast, room: float) -> tuple[str, ...]:
@@ -287,6 +304,6 @@ def with_traces(context: PlanContext, plan: Plan, traces: list[Trace], room: flo
         fits=fits,
         why=plan.why if fits else _too_large(forecast, room),
         grade="trace",
-        error_bar=ERROR_BARS["trace"],
+        error_bar={**plan.error_bar, "memory": ERROR_BARS["trace"]["memory"]},
         stages=tuple(Forecast(memory=trace.memory) for trace in traces) if len(traces) > 1 else (),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
 
@@ -13,6 +13,7 @@ from meshwright.facts.links import KINDS
 from meshwright.facts.strategy import AxisTerm
 from meshwright.planner.collectives import RankGroup, group_on
 from meshwright.planner.host_costs import ON_CPU, HostCosts
+from meshwright.planner.measured_kernels import KernelPrices
 from meshwright.planner.step_layout import StepLayout, inner_causes
 
 MESSAGE = 256e6
@@ -31,6 +32,8 @@ class Site:
     step_layout: StepLayout
     collective: Callable[[str, float, RankGroup], float]
     """Seconds of one collective, from its kind, bytes and group."""
+    prices: KernelPrices | None = None
+    """Measured kernels, if there are any."""
 
     @property
     def is_cpu(self) -> bool:
@@ -39,7 +42,8 @@ class Site:
     @cached_property
     def host(self) -> HostCosts:
         """What the engine costs its host. A CPU rank's time for an operator tells how fast its host is."""
-        return ON_CPU.at(self.hardware.launch) if self.is_cpu else self.step_layout.host
+        found = ON_CPU.at(self.hardware.launch) if self.is_cpu else self.step_layout.host
+        return replace(found, step=self.prices.table.step) if self.prices and self.prices.table.step else found
 
     @cached_property
     def causes(self) -> tuple[str, ...]:

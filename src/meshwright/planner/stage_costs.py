@@ -15,12 +15,14 @@ from typing import NamedTuple
 from meshwright.errors import Refused
 from meshwright.facts.costs import Kernel, ModelCosts, UnitCosts
 from meshwright.facts.hardware import Hardware
+from meshwright.facts.host_passes import HostPasses
 from meshwright.facts.model import HeadFacts, ModelFacts, unit_of
 from meshwright.facts.pieces import piece_rows
 from meshwright.facts.precision import FORMATS
 from meshwright.facts.strategy import AxisTerm
 from meshwright.planner import kernels
 from meshwright.planner.collectives import seconds
+from meshwright.planner.measured_kernels import KernelPrices, KernelSeconds
 from meshwright.planner.stage_work import StageWork, UnitWork
 from meshwright.planner.step_layout import StepLayout
 from meshwright.strategies import inner_axis
@@ -76,12 +78,15 @@ class StageCosts:
         *,
         by_compute: bool = False,
         worst: bool = False,
+        prices: KernelPrices | None = None,
+        host: HostPasses | None = None,
     ) -> None:
         """`by_compute` cuts the stages as nanotron does: each takes calls until it has its share of the FLOPs.
 
-        With `worst`, costs are those of the busiest rank if samples divide the work as unevenly as they can.
+        With `worst`, costs are those of the busiest rank if samples divide the work as unevenly as they can. `prices`
+        are those of measured kernels, and `host` is the model's own pass on the cluster's host.
         """
-        self._worst = worst
+        self._worst, self.prices, self.host = worst, prices, host
         self._facts, self._costs, self._hardware = facts, costs, hardware
         self._counts = {name: (p.count, p.trainable and p.used) for p in facts.parameters for name in p.names}
         self._first = {name: p.name for p in facts.parameters for name in p.names}
@@ -99,7 +104,7 @@ class StageCosts:
 
     def at_worst(self) -> StageCosts:
         """The same model's costs if samples divide the work as unevenly as they can."""
-        return StageCosts(self._facts, self._costs, self._hardware, worst=True)
+        return StageCosts(self._facts, self._costs, self._hardware, worst=True, prices=self.prices, host=self.host)
 
     def of(self, step_layout: StepLayout, *, gathered: float = 1.0) -> tuple[StageWork, ...]:
         """The stages of a step layout; `Refused` if the model cannot be cut into them.
@@ -254,13 +259,8 @@ class StageCosts:
         read = {self._first[name] for name in unit.parameters}
         elements, trainable, inside = self._held(read, case.inner)
         shard_units = self._by_shard_unit(read)
-        forward, backward = (
-            sum(
-                kernels.seconds(kernel, micro_batch, _kernel_parts(kernel, shares), self._hardware, compiled)
-                for kernel in part
-            )
-            for part in (unit.forward, unit.backward)
-        )
+        passes = [self._seconds(part, micro_batch, shares, compiled) for part in (unit.forward, unit.backward)]
+        forward, backward = (one.total for one in passes)
         again = 1 if case.policy[1] == "full" and unit.is_block else 0
         surplus = [share.surplus for share in shares if share.surplus]
         more = sum(kernels.seconds(one.product, micro_batch, 1, self._hardware) for one in surplus)
@@ -298,7 +298,22 @@ class StageCosts:
                 (_part_of(share.forward, parts // share.parts), _part_of(share.backward, parts // share.parts))
                 for share in shares
             ),
+            host=None if self.host is None or compiled else self.host.units.get(unit.like),
+            kernels=passes[0] + passes[1],
         )
+
+    def _seconds(
+        self, part: tuple[Kernel, ...], samples: float, shares: list[UnitShare], compiled: bool
+    ) -> KernelSeconds:
+        """Device time of a unit's forward or backward."""
+        if self.prices is None:
+            divided = ((kernel, _kernel_parts(kernel, shares)) for kernel in part)
+            usual = (kernels.seconds(kernel, samples, parts, self._hardware, compiled) for kernel, parts in divided)
+            return KernelSeconds(catalogue=sum(usual))
+        found = KernelSeconds()
+        for kernel in part:
+            found += self.prices.seconds(kernel, samples, _kernel_parts(kernel, shares), compiled=compiled)
+        return found
 
     def _flow(self, policy: tuple[str, str], micro_batch: int) -> float:
         """Bytes of the activations between blocks."""

@@ -62,6 +62,8 @@ def _launching(site: Site, unit: UnitWork, *, backward: bool) -> float:
     launches = unit.backward_launches if backward else unit.forward_launches
     if layout.graphs:
         return launches * site.host.node
+    if unit.host is not None:
+        return _timed_host(site, unit, unit.host, backward=backward)
     plain = each = site.hardware.launch + site.host.operator
     if unit.intercepted:
         each += site.host.divided[backward]
@@ -73,6 +75,20 @@ def _launching(site: Site, unit: UnitWork, *, backward: bool) -> float:
         return launches * each + casts * plain + (unit.forward_launches + casts) * site.host.selected
     again = casts * plain + site.host.repeated if backward else 0.0
     return launches * each + casts * plain + again
+
+
+def _timed_host(site: Site, unit: UnitWork, own: tuple[float, float], *, backward: bool) -> float:
+    """Host seconds of a unit whose own pass was timed. A CPU's kernels were measured with their launches."""
+    layout = site.step_layout
+    launch = 0.0 if site.is_cpu and site.prices is not None else site.hardware.launch
+    launches = unit.backward_launches if backward else unit.forward_launches
+    casts = unit.tensors * (site.hardware.launch + site.host.operator) if layout.cast_bytes else 0.0
+    found = own[backward] + launches * (launch + site.host.divided[backward] * unit.intercepted) + casts
+    if layout.recompute == "none" or not unit.is_block:
+        return found
+    if layout.recompute == "selective":
+        return found + unit.forward_launches * site.host.selected
+    return found + (own[0] + site.host.repeated if backward else 0.0)
 
 
 def _preparing(site: Site, unit: UnitWork, *, backward: bool) -> float:

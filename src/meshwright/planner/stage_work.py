@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from meshwright.planner.measured_kernels import NOTHING, KernelSeconds
 from meshwright.strategies.model_axis import Sent
 
 
@@ -42,6 +43,10 @@ class UnitWork:
     """Whether an inner axis intercepts each of its operators on the host, where no recorded program runs."""
     sent: tuple[tuple[tuple[Sent, ...], tuple[Sent, ...]], ...] = field(hash=False)
     """For each inner axis: its messages in forward, and in backward."""
+    host: tuple[float, float] | None = None
+    """Host seconds of its own pass in forward and in backward, besides launches; None if they were not timed."""
+    kernels: KernelSeconds = NOTHING
+    """Seconds of forward and backward by where they come from."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,13 @@ class Timing:
 
 def forecast_time(step_layout: StepLayout, stage_costs: StageCosts, hardware: Hardware, per_node: int) -> Timing:
     """Forecast the seconds of a step; `Refused` if the model cannot be cut into the stages."""
-    site = Site(hardware=hardware, per_node=per_node, step_layout=step_layout, collective=stage_costs.collective)
+    site = Site(
+        hardware=hardware,
+        per_node=per_node,
+        step_layout=step_layout,
+        collective=stage_costs.collective,
+        prices=stage_costs.prices,
+    )
     stages = stage_costs.of(step_layout)
     timing = Timing()
     if step_layout.stage_ranks > 1:
@@ -174,7 +180,7 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
     work = [sum(passes[i][0].total + passes[i][1].total for i in own) for own in ranks]
     slowest = max(range(layout.stage_ranks), key=work.__getitem__)
     held = [(sum(stages[i].trainable for i in own), sum(stages[i].inside for i in own)) for own in ranks]
-    updates = [moving(_updated(layout, *own), site.hardware) for own in held]
+    updates = [_updating(site, *own) for own in held]
     timing.busy = [layout.micro_batches * each + update for each, update in zip(work, updates, strict=True)]
     for i in ranks[slowest]:
         timing.add_passes(layout.micro_batches, *passes[i])
@@ -231,7 +237,7 @@ def _update(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None:
     fullest = max(stages, key=lambda stage: stage.trainable)
     busiest, inside = fullest.trainable * layout.virtual, fullest.inside * layout.virtual
     own = layout.per_rank(busiest, inside, layout.optimizer_over)
-    timing.add("update", moving(_updated(layout, busiest, inside), hardware))
+    timing.add("update", _updating(site, busiest, inside))
     if layout.offload:
         moved = own * (layout.gradient_bytes + layout.parameter_bytes)
         timing.add(
@@ -241,6 +247,8 @@ def _update(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None:
         timing.add("data", site.time("all_gather", busiest * layout.compute_bytes, site.shard))
 
 
-def _updated(layout: StepLayout, elements: int, inside: int) -> float:
-    """Bytes that the optimizer reads and writes."""
-    return layout.per_rank(elements, inside, layout.optimizer_over) * UPDATE_BYTES
+def _updating(site: Site, elements: int, inside: int) -> float:
+    """Seconds of updating a rank's share of the elements, as measured or by the optimizer's memory traffic."""
+    own = site.step_layout.per_rank(elements, inside, site.step_layout.optimizer_over)
+    measured = site.prices.update(own) if site.prices is not None else None
+    return moving(own * UPDATE_BYTES, site.hardware) if measured is None else measured

@@ -35,6 +35,11 @@ def machine_words(device: torch.device) -> str:
     return f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}"
 
 
+def torch_release() -> str:
+    """PyTorch's version without the build, such as 2.13.0."""
+    return str(torch.__version__).split("+")[0]
+
+
 def _gpus(count: int) -> Cluster:
     properties = torch.cuda.get_device_properties(0)
     known = name_of_gpu(properties.name, properties.total_memory)

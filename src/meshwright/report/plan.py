@@ -96,7 +96,17 @@ def _caption(plans: list[dict[str, Any]]) -> str:
     traced = any(plan["grade"] == "trace" for plan in plans)
     bars = plans[0]["error_bar"]
     notes = [f"memory within {bars['memory']:.0%}, time within {bars['time']:.0%}, in 3 of 4 cases"] if bars else []
-    return "; ".join([*(["* traced on fake tensors"] if traced else []), *notes])
+    return "; ".join([*(["* traced on fake tensors"] if traced else []), *notes, *kernel_words(plans[0])])
+
+
+def kernel_words(plan: dict[str, Any]) -> list[str]:
+    """Where the first plan's kernel times come from, if measured ones were given."""
+    shares = plan.get("kernels")
+    if not shares:
+        return []
+    words = {"exact": "measured", "interpolated": "interpolated", "catalogue": "by the catalogue"}
+    listed = ", ".join(f"{shares[source]:.0%} {word}" for source, word in words.items() if shares[source] >= 0.005)
+    return [f"{plan['time_grade']}: {listed}"]
 
 
 def _milliseconds(value: float) -> str:

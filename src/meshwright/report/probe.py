@@ -11,6 +11,9 @@ from rich.text import Text
 from meshwright.report.tables import make_list, make_table
 from meshwright.units import show_bytes, show_seconds
 
+UNMEASURED, LONGEST = 5, 90
+"""Operators without a measurement that are listed, and characters of one that are shown."""
+
 
 def probe_page(document: dict[str, Any]) -> Group:
     ranks = f"{document['ranks']} rank{'s' * (document['ranks'] > 1)}"
@@ -19,6 +22,25 @@ def probe_page(document: dict[str, Any]) -> Group:
     if document["collectives"]:
         parts += [_collectives(document["collectives"]), _links(document["links"])]
     return Group(*parts)
+
+
+def kernels_page(document: dict[str, Any]) -> Group:
+    """The output of `probe --kernels`."""
+    counts = f"{document['operators']} operators: {document['measured']} measured, {document['known']} known before"
+    failed = document["failed"]
+    title = f"{document['machine']}, torch {document['torch']}: {document['seconds']:.0f} s"
+    table = make_table("kernels that take most of the step", ("operator",), ("ms", "times"))
+    for row in document["longest"]:
+        table.add_row(_short(row["operator"]), f"{row['ms']:.3g}", str(row["count"]))
+    parts: list[RenderableType] = [Text(title, style="bold"), Text(f"{counts}, {len(failed)} not measured"), table]
+    parts += [Text(f"not measured: {_short(row['operator'])}: {row['reason']}") for row in failed[:UNMEASURED]]
+    if len(failed) > UNMEASURED:
+        parts.append(Text(f"... and {len(failed) - UNMEASURED} more; --json has all"))
+    return Group(*parts, Text(f"Written to {document['out']}. Use it with plan --kernels {document['out']}."))
+
+
+def _short(signature: str) -> str:
+    return signature if len(signature) <= LONGEST else f"{signature[: LONGEST - 3]}..."
 
 
 def _device(document: dict[str, Any]) -> Table:

@@ -32,6 +32,8 @@ FLASH_ATTENTION_ON_CPU = _aten._scaled_dot_product_flash_attention_for_cpu
 FUSED_RMS_NORM = _aten._fused_rms_norm
 PACK_PADDED_SEQUENCE = _aten._pack_padded_sequence
 PAD_PACKED_SEQUENCE = _aten._pad_packed_sequence
+READ_NUMBER = _aten._local_scalar_dense.default
+"""The operator behind `Tensor.item()`."""
 RESHAPE_ALIAS = _aten._reshape_alias
 UNSAFE_VIEW = _aten._unsafe_view
 

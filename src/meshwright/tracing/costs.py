@@ -6,7 +6,7 @@ The affine cost model: bytes and operations of each unit are `constant + samples
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -52,8 +52,10 @@ SIZES = (2, 4)
 LOSS = "loss"
 
 
-def measure_costs(job: Job, facts: ModelFacts, precision: str, recompute: str = "none") -> ModelCosts:
-    """The costs of a job's micro-batch under a precision, as a CUDA device would run it.
+def measure_costs(
+    job: Job, facts: ModelFacts, precision: str, recompute: str = "none", device: str = "cuda"
+) -> ModelCosts:
+    """The costs of a job's micro-batch under a precision, as a CUDA device would run it, or a CPU.
 
     With `recompute`, blocks are traced with recomputation; `ModelCosts.recomputed` derives nearly the same from a plain
     trace.
@@ -68,7 +70,7 @@ def measure_costs(job: Job, facts: ModelFacts, precision: str, recompute: str = 
     apply_precision(blueprint.model, blocks, DTYPES[precision], pure=False, left_to_cast=())
     if recompute != "none":
         recompute_blocks(blocks or [blueprint.model], recompute)
-    small, large = (_trace(job, facts, blueprint, kinds, precision, samples) for samples in SIZES)
+    small, large = (_trace(job, facts, blueprint, kinds, precision, samples, device) for samples in SIZES)
     units = [_unit(low, high) for low, high in zip(small, large, strict=True)]
     by_name = {unit.name: unit for unit in units}
     twins = [replace(by_name[unit.like], name=unit.name, parameters=unit.parameters) for unit in units]
@@ -161,11 +163,20 @@ class _Recorder:
 
 
 def _trace(
-    job: Job, facts: ModelFacts, blueprint: Blueprint, kinds: Mapping[str, Any], precision: str, samples: int
+    job: Job,
+    facts: ModelFacts,
+    blueprint: Blueprint,
+    kinds: Mapping[str, Any],
+    precision: str,
+    samples: int,
+    device: str,
 ) -> list[_Segment]:
     """Trace one step without values, or with values if the model reads them."""
-    rungs: list[Rung] = [partial(on_meta, device=as_on_cuda), partial(on_fake, device=as_on_cuda)]
-    rungs.append(partial(on_fake_with_values, reads=ReadValues(), device=as_on_cuda))
+    kernels = as_on_cuda if device == "cuda" else nullcontext
+    # Meta tensors would take other kernels than a CPU; they can be told only to take a GPU's.
+    rungs: list[Rung] = [partial(on_meta, device=kernels)] if device == "cuda" else []
+    rungs.append(partial(on_fake, device=kernels))
+    rungs.append(partial(on_fake_with_values, reads=ReadValues(), device=kernels))
     if is_small(blueprint.model):
         # This computes as a CPU does, so attention may save its scores, which a GPU would not.
         rungs.append(partial(on_real, copies=False))

@@ -75,8 +75,8 @@ class Meter(TorchDispatchMode):
         given, made = strided_in((args, kwargs)), strided_in(result)
         for leaf in made:
             self._hold(leaf)
-        if not _is_view(func, given, made):
-            self._ran(_work(func, args, kwargs, result, given, made))
+        if not is_view(func, given, made):
+            self._ran(operator_run(func, args, kwargs, result, given, made))
         return result
 
     def known(self, tensors: list[torch.Tensor]) -> None:
@@ -107,7 +107,7 @@ def strided_in(tree: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_in(tree) if tensor.layout == torch.strided]
 
 
-def _is_view(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
+def is_view(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
     """Whether an operator does no work: it returns its input's memory and does not write to it."""
     if func is torch.ops.aten.lift_fresh.default:
         return True  # it wraps a tensor made of numbers; only for fake tensors the storage changes
@@ -117,9 +117,10 @@ def _is_view(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> 
     return bool(inputs) and all(storage_id(leaf.untyped_storage()) in inputs for leaf in made)
 
 
-def _work(
+def operator_run(
     func: Any, args: Any, kwargs: Any, result: Any, given: list[torch.Tensor], made: list[torch.Tensor]
 ) -> OperatorRun:
+    """The work of an operator with these arguments and results."""
     name = func.overloadpacket.__name__
     flops = count_flops(func, args, kwargs, result)
     if _is_causal(func, args, kwargs):

@@ -101,12 +101,14 @@ def record_step(
     capacity: float = inf,
     observer: StepObserver | None = None,
     workspaces: bool = True,
+    device: str = "cuda",
 ) -> Recorded:
     """Run two steps of a resolved strategy, and record the second: the first makes the optimizer's state.
 
-    `capacity` is how many bytes the device has. What is reserved is that of both steps.
+    `capacity` is how many bytes the device has. What is reserved is that of both steps. `device` "cpu" records the
+    operators that a CPU runs.
     """
-    run = partial(_record_step, job, facts, strategy, ranks, rank, capacity, observer, workspaces)
+    run = partial(_record_step, job, facts, strategy, ranks, rank, capacity, observer, workspaces, device)
     if facts.assumed:
         return run(known_values(ReadValues()))
     try:
@@ -132,10 +134,11 @@ def _record_step(
     capacity: float,
     observer: StepObserver | None,
     workspaces: bool,
+    device: str,
     values: AbstractContextManager[None],
 ) -> Recorded:
-    sample = make_batch(job, SAMPLES)
-    with _fake_world(ranks, rank) as world, seeded(0), _fake_tensors(values):
+    sample, fake_tensors = make_batch(job, SAMPLES), _DEVICES[device]
+    with _fake_world(ranks, rank) as world, seeded(0), fake_tensors(values):
         recorder = StepRecorder(Messages(), workspaces=workspaces)
         recorder.keeps_values = not isinstance(values, nullcontext)
         allocator = recorder.ledger.allocator
@@ -143,7 +146,8 @@ def _record_step(
         compiler = Compiler(recorder, partial(_moments_of, facts.blocks))
         with recorder.recording(), compiler.compiling():
             trainer = Trainer(_watched(job, recorder), facts, strategy, world, seed=0)
-            _take_foreach(trainer.optimizer)
+            if device == "cuda":
+                _take_foreach(trainer.optimizer)
             recorder.messages.axes = _axes_of_groups(trainer.axes)
             engines = trainer.engine.engines if isinstance(trainer.engine, RankEngine) else [trainer.engine]
             for engine in engines:
@@ -285,7 +289,18 @@ def _fake_world(ranks: int, rank: int) -> Iterator[World]:
 
 
 @contextmanager
-def _fake_tensors(values: AbstractContextManager[None]) -> Iterator[None]:
+def _as_cpu_tensors(values: AbstractContextManager[None]) -> Iterator[None]:
+    """Make fake tensors of a CPU. Reading a number from one gives 1.0, a finite loss."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(FakeTensor, "__float__", lambda self: 1.0, create=True))
+        stack.enter_context(patch.object(ddp_engine, "DistributedDataParallel", Buckets))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(values)
+        yield
+
+
+@contextmanager
+def _as_cuda_tensors(values: AbstractContextManager[None]) -> Iterator[None]:
     """Make fake tensors that report to be on CUDA. Reading a number from one gives 1.0, a finite loss.
 
     `values` is active above the fake tensors.
@@ -300,6 +315,9 @@ def _fake_tensors(values: AbstractContextManager[None]) -> Iterator[None]:
         stack.enter_context(values)
         stack.enter_context(as_on_cuda())
         yield
+
+
+_DEVICES = {"cuda": _as_cuda_tensors, "cpu": _as_cpu_tensors}
 
 
 def _take_foreach(optimizer: torch.optim.Optimizer) -> None:

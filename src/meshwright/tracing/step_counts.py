@@ -37,6 +37,8 @@ class Operations:
     counts: Counter[Operation] = field(default_factory=Counter)
     told: Callable[[Operation], None] = lambda operation: None
     """Called with every kernel, for users that want to know when it runs."""
+    seen: Callable[[Any, Any, Any, Any, str], None] = lambda func, args, kwargs, found, phase: None
+    """Called with the operator of every kernel, its arguments and result, and the phase."""
 
     def note(
         self, func: Any, args: Any, kwargs: Any, found: Any, given: list[Tensor], made: list[Tensor], phase: str
@@ -46,6 +48,7 @@ class Operations:
         runs = schema_of(func).is_mutable or (made and not func.is_view and name not in _NO_KERNEL)
         if phase not in _PHASES or not runs:
             return
+        self.seen(func, args, kwargs, found, phase)
         operation = Operation(
             kind=operator_kind(func),
             dtype=_dtype(given or made),

@@ -1,0 +1,141 @@
+"""Seconds of kernels from measured ones: the same kernel, or the nearest of the same operator, or else the catalogue's.
+
+Between measured sizes, the ratio of measured to catalogue seconds is interpolated, not the seconds: the catalogue knows
+how FLOPs and bytes add up, and the ratio changes slowly with the size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import exp, log
+from typing import NamedTuple
+
+from meshwright.facts.costs import Kernel, Size
+from meshwright.facts.hardware import Hardware
+from meshwright.facts.kernel_table import KernelTable, MeasuredKernel
+from meshwright.planner import kernels
+
+EXACT, INTERPOLATED, CATALOGUE = SOURCES = ("exact", "interpolated", "catalogue")
+"""Where the seconds of a kernel come from."""
+NEIGHBOURS = 4
+"""Measured kernels that an interpolation uses."""
+FAR = log(64)
+"""Beyond this distance from every measured size, a ratio is not carried over: 64 times the FLOPs or bytes."""
+_CLOSE = 0.01
+"""Added to squared distances, so that one nearest kernel does not outweigh equally near ones by rounding."""
+
+
+@dataclass(frozen=True)
+class KernelSeconds:
+    """Seconds of kernels, by where they come from."""
+
+    exact: float = 0.0
+    interpolated: float = 0.0
+    catalogue: float = 0.0
+
+    @classmethod
+    def of(cls, seconds: float, source: str) -> KernelSeconds:
+        return cls(**{source: seconds})
+
+    @property
+    def total(self) -> float:
+        return self.exact + self.interpolated + self.catalogue
+
+    def __add__(self, other: KernelSeconds) -> KernelSeconds:
+        return KernelSeconds(
+            self.exact + other.exact, self.interpolated + other.interpolated, self.catalogue + other.catalogue
+        )
+
+    def __mul__(self, times: float) -> KernelSeconds:
+        return KernelSeconds(self.exact * times, self.interpolated * times, self.catalogue * times)
+
+    def shares(self) -> dict[str, float]:
+        """Each source's share of the seconds."""
+        return {source: getattr(self, source) / self.total if self.total else 0.0 for source in SOURCES}
+
+
+NOTHING = KernelSeconds()
+
+
+class _Point(NamedTuple):
+    flops: float
+    """Logarithms; the ratio is of measured to catalogue seconds."""
+    bytes: float
+    ratio: float
+
+
+class KernelPrices:
+    """Prices the kernels of one device; `optimizer` is the class of the job's optimizer."""
+
+    def __init__(self, table: KernelTable, hardware: Hardware, optimizer: str = "") -> None:
+        self.table, self._hardware, self._optimizer = table, hardware, optimizer
+        self._exact: dict[tuple[object, ...], tuple[float, int]] = {}
+        self._near: dict[tuple[str, str], list[_Point]] = {}
+        for measured in table.kernels:
+            self._learn(measured)
+        self._seconds = lru_cache(maxsize=1 << 16)(self._price)
+
+    def _learn(self, measured: MeasuredKernel) -> None:
+        key = (measured.name, measured.dtype, measured.shape, round(measured.flops), round(measured.bytes))
+        total, count = self._exact.get(key, (0.0, 0))
+        self._exact[key] = total + measured.seconds * measured.count, count + measured.count
+        usual = kernels.seconds(_as_kernel(measured), 1, 1, self._hardware)
+        point = _Point(_log(measured.flops), _log(measured.bytes), log(measured.seconds / usual))
+        for group in (measured.name, measured.kind):
+            self._near.setdefault((group, measured.dtype), []).append(point)
+
+    def seconds(self, kernel: Kernel, samples: float, parts: int, *, compiled: bool = False) -> KernelSeconds:
+        """Device time of one kernel, as `kernels.seconds`.
+
+        A compiler fuses elementwise kernels, which were measured one by one, so theirs are scaled as the catalogue's.
+        """
+        fused = kernels.FUSED if compiled and not kernel.flops.at(samples) else 1.0
+        return self._seconds(kernel, samples, parts) * fused
+
+    def update(self, elements: float) -> float | None:
+        """Seconds of updating `elements` elements, from the nearest measured number; None for another optimizer."""
+        known = [one for one in self.table.updates if one.optimizer == self._optimizer]
+        if not known or not elements:
+            return None
+        nearest = min(known, key=lambda one: abs(log(one.elements / elements)))
+        return nearest.seconds * elements / nearest.elements
+
+    def _price(self, kernel: Kernel, samples: float, parts: int) -> KernelSeconds:
+        flops, moved = kernel.flops.at(samples) / parts, kernel.bytes.at(samples) / parts
+        if parts == 1:
+            shape = tuple(round(size.at(samples)) for size in kernel.shape)
+            if found := self._exact.get((kernel.name, kernel.dtype, shape, round(flops), round(moved))):
+                return KernelSeconds.of(found[0] / found[1], EXACT)
+        usual = kernels.seconds(kernel, samples, parts, self._hardware)
+        for group in (kernel.name, kernel.kind):
+            ratio = _interpolate(self._near.get((group, kernel.dtype), ()), _log(flops), _log(moved))
+            if ratio is not None:
+                return KernelSeconds.of(usual * exp(ratio), INTERPOLATED)
+        return KernelSeconds.of(usual, CATALOGUE)
+
+
+def _interpolate(points: Iterable[_Point], flops: float, moved: float) -> float | None:
+    """The logarithm of measured to catalogue seconds at a size: the mean of the nearest, weighted by their distance."""
+    far = [(max(abs(point.flops - flops), abs(point.bytes - moved)), point) for point in points]
+    nearest = sorted(far, key=lambda found: found[0])[:NEIGHBOURS]
+    if not nearest or nearest[0][0] > FAR:
+        return None
+    weights = [1 / (distance**2 + _CLOSE) for distance, _ in nearest]
+    return sum(w * point.ratio for w, (_, point) in zip(weights, nearest, strict=True)) / sum(weights)
+
+
+def _log(amount: float) -> float:
+    return log(max(amount, 1.0))
+
+
+def _as_kernel(measured: MeasuredKernel) -> Kernel:
+    return Kernel(
+        name=measured.name,
+        kind=measured.kind,
+        dtype=measured.dtype,
+        flops=Size(measured.flops),
+        bytes=Size(measured.bytes),
+        shape=tuple(Size(size) for size in measured.shape),
+    )

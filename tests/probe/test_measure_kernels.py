@@ -68,6 +68,7 @@ def test_every_operator_of_a_step_runs_by_itself(job: Job) -> None:
     assert all(kernel.seconds == 1e-3 for kernel in found.kernels)
 
 
+@pytest.mark.thorough
 def test_operators_of_divided_steps_run_too() -> None:
     found = measure_kernels(calls_of(tiny_jobs.transformer, "tp=2,fsdp", ranks=4), CPU, clock=Runs(1e-3))
     assert found.failed == {} and len(found.kernels) > 30

@@ -151,10 +151,18 @@ def test_pages_of_the_examples(example: str, page: str) -> None:
     check_page(explained(example, STRATEGIES[page]))
 
 
-@pytest.mark.parametrize("page", STRATEGIES)
+@pytest.mark.thorough
+def test_the_page_of_experts() -> None:
+    check_walks("mixture", "ep=2")
+    check_page(explained("mixture", "ep=2"))
+    kinds = {(one["kind"], one["axis"]) for one in explained("mixture", "ep=2")["walks"][0]["messages"]}
+    assert ("all_to_all", "expert") in kinds
+
+
+@pytest.mark.parametrize("page", [*STRATEGIES, "context", "expert"])
 def test_strategy_pages_link_to_their_pictures(page: str) -> None:
     text = (ROOT / "docs" / "strategies" / f"{page}.md").read_text()
-    for example in ("gpt", "hf_llama"):
+    for example in ("mixture",) if page == "expert" else ("gpt", "hf_llama"):
         assert f"(../explain/{example}-{page}.html)" in text
         elements = Elements()
         elements.feed((PAGES / f"{example}-{page}.html").read_text())

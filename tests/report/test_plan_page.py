@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console, RenderableType
 
 from meshwright.report.plan import plan_page
-from meshwright.report.tables import summary_table, verdict_table
 
 FIRST = "zero2=8,bf16,ac=selective,mb=1"
 LONG = "zero1=16,tp=4,pp=2:interleaved,bf16:autocast,ac=selective,offload=optimizer,mb=2,sync=last,loss=pieced"
@@ -71,13 +70,3 @@ def test_long_lists_are_folded() -> None:
     assert text.count("would cost 3%") == 3
     assert "... and 2 more in the table" in text
     assert "... and 3 more reasons" in text
-
-
-def test_a_verdict_and_a_summary_break_no_term() -> None:
-    row = {"strategy": LONG, "equal": True, "status": "ok", "precision": "float64", "loss_max_rel": 1e-16}
-    row |= {"grad_norm_max_rel": 1e-16, "grad_max_rel": 1e-15, "param_max_abs": 1e-16, "note": ""}
-    assert broken_terms(shown(verdict_table([row]), 80)) == set()
-    names = ("resumed_at", "stopped", "out", "step_ms", "first_loss", "evaluation", "early_stop", "start_up_s")
-    summary: dict[str, Any] = {**dict.fromkeys(names), "strategy": LONG, "ranks": 128, "device": "cpu", "steps": 1}
-    summary |= {"epochs": 0, "samples": 8, "seconds": 1.0, "peak_bytes": []}
-    assert broken_terms(shown(summary_table(summary), 80)) == set()

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.facts.finding import Finding
-from meshwright.report.tables import TITLE, make_list, make_table
-from meshwright.report.terms import Prose, Terms, break_strategies
+from meshwright.report.tables import make_list, make_table
+from meshwright.report.terms import Prose, Terms
 from meshwright.units import GIB, show_bytes
 
 REASONS = 6
@@ -48,7 +48,7 @@ def _recommended(document: dict[str, Any]) -> RenderableType:
     figures = f"{_milliseconds(plan['step_ms'])} per step, {speed}, {plan['reserved_gib']:.1f} GiB per device."
     return Group(
         Text(f"{document['job']} on {document['cluster']}", style="italic"),
-        Text.assemble(("Recommended: ", "bold"), (break_strategies(plan["strategy"], TITLE), "bold green")),
+        Prose(plan["strategy"], "bold green", lead="Recommended: "),
         Prose(f"{figures} {' '.join(plan['why'])}"),
     )
 
@@ -124,8 +124,8 @@ def _against(against: dict[str, Any]) -> Prose:
     return Prose(" ".join([verdict(against), *against["notes"]]), lead=f"{against['file']} ({against['origin']})  ")
 
 
-def _memory(plan: dict[str, Any]) -> Table:
-    table = make_list(break_strategies(f"memory of {plan['strategy']}", TITLE))
+def _memory(plan: dict[str, Any]) -> RenderableType:
+    table = make_list("")
     for cause, size in plan["memory"].items():
         if size > 0:
             table.add_row(cause, f"{size:.2f} GiB" if size >= SMALLEST else show_bytes(size * GIB))
@@ -134,7 +134,7 @@ def _memory(plan: dict[str, Any]) -> Table:
         table.add_row("pipeline ranks", f"{peaks} GiB")
     if plan["host_gib"]:
         table.add_row("host memory per node", f"{plan['host_gib']:.1f} GiB")
-    return table
+    return Group(Prose(f"memory of {plan['strategy']}", "italic"), table)
 
 
 def _refused(document: dict[str, Any]) -> Prose:

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.facts.finding import Finding
+from meshwright.report.terms import Prose
 
 STYLES = {"refused": "bold red", "warning": "bold yellow", "note": "bold"}
 
@@ -17,8 +18,8 @@ def findings_page(document: dict[str, Any]) -> Group:
     under = f"under {strategy} on {document['ranks']} ranks" if strategy else "under any strategy"
     found = [Finding.from_json(one) for one in document["findings"]]
     if not found:
-        return Group(Text(f"Nothing in {document['job']} needs attention {under}."))
-    parts: list[RenderableType] = [Text(f"{document['job']} {under}", style="bold")]
+        return Group(Prose(f"Nothing in {document['job']} needs attention {under}."))
+    parts: list[RenderableType] = [Prose("", lead=f"{document['job']} {under}")]
     for one in found:
         parts += [Text(), *_lines(one, names=not strategy)]
     return Group(*parts)

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.report.tables import make_table
+from meshwright.report.terms import Prose, Terms
 from meshwright.units import GIB, show_bytes, show_seconds
 
 ROWS = ("allocated", "reserved", "compute", "step")
@@ -17,10 +18,10 @@ ROWS = ("allocated", "reserved", "compute", "step")
 
 
 def rehearsal_page(document: dict[str, Any]) -> Group:
-    parts: list[RenderableType] = [Text(headline(document), style="bold"), Text(verdict(document)), _table(document)]
+    parts: list[RenderableType] = [Prose("", lead=headline(document)), Prose(verdict(document)), _table(document)]
     if document["roles"]:
         parts.append(_roles(document["roles"]))
-    parts += [Text(line) for line in remarks(document)]
+    parts += [Prose(line) for line in remarks(document)]
     return Group(*parts)
 
 
@@ -94,16 +95,18 @@ def tuning_page(document: dict[str, Any]) -> Group:
     chosen = document["strategy"] or "no strategy fits"
     parts: list[RenderableType] = [
         Text(title, style="bold"),
-        Text(f"use: {chosen}", style="bold"),
+        Prose(chosen, "bold green", lead="Use: "),
         trials_table(document),
     ]
-    return Group(*parts, *(Text(line) for line in document["why"]))
+    return Group(*parts, *(Prose(line) for line in document["why"]))
 
 
 def trials_table(document: dict[str, Any]) -> Table:
-    table = make_table("trials, in order", ("strategy", "fits"), ("step", "forecast", "memory", "forecast"))
+    numbers = ("step", "forecast", "memory", "forecast")
+    table = make_table("trials, in order", ("strategy", "fits"), numbers, strategy="strategy")
     for trial in document["trials"]:
-        table.add_row(*trial_cells(trial))
+        strategy, *cells = trial_cells(trial)
+        table.add_row(Terms(strategy), *cells)
     return table
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.report.terms import Prose, Terms, break_strategies
+from meshwright.report.terms import Prose, Terms
 from meshwright.units import GIB, show_bytes
 
 
@@ -31,7 +31,7 @@ TITLE = 76
 
 
 def make_list(title: str | Text, *, justify: Literal["left", "right"] = "right") -> Table:
-    """A table of names and values without a header, wide enough for a title with a strategy."""
+    """A table of names and values without a header, wide enough for its title."""
     table = Table(
         title=title,
         title_justify="left",
@@ -47,9 +47,9 @@ TOLD_START_UP = 1.0
 """Seconds of start-up from which a summary tells them."""
 
 
-def summary_table(summary: dict[str, Any]) -> Table:
+def summary_page(summary: dict[str, Any]) -> Group:
     ranks = f"{summary['ranks']} {summary['device']} rank{'s' * (summary['ranks'] > 1)}"
-    table = make_list(break_strategies(f"{summary['strategy']} on {ranks}", TITLE))
+    table = make_list("")
     resumed = f" (resumed at {summary['resumed_at']})" if summary["resumed_at"] else ""
     table.add_row("steps", f"{summary['steps']}{resumed}")
     table.add_row("epochs completed", str(summary["epochs"]))
@@ -81,7 +81,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         table.add_row("stopped early by", Text(f"{found['metric']}, {best}"))
     if summary.get("limit"):
         table.caption, table.caption_justify = Text(" ".join(_limits(summary))), "left"
-    return table
+    return Group(Prose(f"{summary['strategy']} on {ranks}", "italic"), table)
 
 
 def forecast_words(found: dict[str, Any]) -> str:
@@ -100,20 +100,40 @@ def _limits(summary: dict[str, Any]) -> list[str]:
     return [summary["limit"]["sentence"], *filter(None, [summary.get("advice")])]
 
 
-def verdict_table(results: Sequence[dict[str, Any]]) -> Group:
+DIFFERENCES = {
+    "loss": "loss_max_rel",
+    "grad norm": "grad_norm_max_rel",
+    "gradients": "grad_max_rel",
+    "parameters": "param_max_abs",
+}
+"""Columns of a verdict."""
+NARROW, MOST_TELLING = 78, ("loss", "gradients")
+"""The only differences that are shown below this width; --json has all."""
+
+
+def verdict_page(results: Sequence[dict[str, Any]]) -> Group:
     """Each strategy's largest differences from plain PyTorch, and below it the first differences."""
-    numbers = {"loss": "loss_max_rel", "grad norm": "grad_norm_max_rel", "gradients": "grad_max_rel"}
-    numbers["parameters"] = "param_max_abs"
-    title = "compared with plain PyTorch in one process"
-    table = make_table(title, ("strategy", "equal", "in"), tuple(numbers), strategy="strategy")
-    for result in results:
-        word = "NO" if result["status"] == "differs" else result["status"]
-        equal = "[green]yes[/]" if result["equal"] else f"[red]{word}[/]"
-        values = (_number(result[key]) for key in numbers.values())
-        table.add_row(Terms(result["strategy"]), equal, result["precision"] or "-", *values)
-    notes = dict.fromkeys(result["note"] for result in results if result.get("note"))
-    table.caption = "\n".join(("largest differences: relative, for parameters absolute", *notes))
-    return Group(table, *(Prose(line) for result in results for line in _reasons(result)))
+    return Group(VerdictTable(results), *(Prose(line) for result in results for line in _reasons(result)))
+
+
+class VerdictTable:
+    """A row for each strategy."""
+
+    def __init__(self, results: Sequence[dict[str, Any]]) -> None:
+        self._results = results
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = MOST_TELLING if options.max_width < NARROW else tuple(DIFFERENCES)
+        title = "compared with plain PyTorch in one process"
+        table = make_table(title, ("strategy", "equal", "in"), names, strategy="strategy")
+        for result in self._results:
+            word = "NO" if result["status"] == "differs" else result["status"]
+            equal = "[green]yes[/]" if result["equal"] else f"[red]{word}[/]"
+            values = (_number(result[DIFFERENCES[name]]) for name in names)
+            table.add_row(Terms(result["strategy"]), equal, result["precision"] or "-", *values)
+        notes = dict.fromkeys(result["note"] for result in self._results if result.get("note"))
+        table.caption = "\n".join(("largest differences: relative, for parameters absolute", *notes))
+        yield table
 
 
 def _reasons(result: dict[str, Any]) -> list[str]:

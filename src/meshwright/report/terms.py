@@ -58,6 +58,12 @@ class Prose:
         shown = Text(break_strategies(self._lead, width), style="bold")
         yield shown.append(break_strategies(self._text, width), style=f"not bold {self._style}")
 
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        whole = f"{self._lead}{self._text}"
+        longest = max((len(term) for word in whole.split() for term in lines_of(word, 0)), default=0)
+        widest = max(map(len, whole.split("\n")))
+        return Measurement(min(longest, options.max_width), min(widest, options.max_width))
+
 
 def break_strategies(text: str, width: int) -> str:
     """The text with line breaks between the terms of strategies that are longer than a line."""

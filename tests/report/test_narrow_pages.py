@@ -13,7 +13,7 @@ from meshwright.report.plan import plan_page
 from meshwright.report.preflight import findings_page
 from meshwright.report.rehearse import rehearsal_page, tuning_page
 from meshwright.report.tables import summary_page, verdict_page
-from test_plan_page import LONG, broken_terms, plan, ranking, shown
+from terminal_pages import LONG, broken_terms, plan, ranking, shown
 
 
 def first_is_long() -> RenderableType:

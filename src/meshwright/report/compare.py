@@ -15,6 +15,7 @@ from rich.text import Text
 
 from meshwright.errors import OutputError
 from meshwright.report.html import write_file
+from meshwright.report.strategy_table import ANY_WIDTH, StrategyTable
 from meshwright.report.terms import Prose, Terms
 
 Row = dict[str, Any]
@@ -28,7 +29,6 @@ NARROW = (
     ("strategy", "comm", "exposed", "bubble", "forecast ms", "forecast MiB"),
 )
 """The same in two tables, for narrow windows; only the rate, which follows from the step time, is left out."""
-ANY_WIDTH = 10_000
 LEFT = ("strategy", "status", "loss")
 FIELDS = (
     *("strategy", "resolved", "status", "reason", "rounds", "step_ms", "step_ms_low", "step_ms_high", "samples_per_s"),
@@ -79,10 +79,10 @@ class ComparisonTables:
 
 
 def comparison_table(document: Row, columns: Sequence[str] = COLUMNS) -> Table:
-    table = Table()
+    table = StrategyTable("", columns.index("strategy"))
     for column in columns:
         head = f"{speed_unit(document)}/s" if column == "/s" else column
-        table.add_column(head, justify="left" if column in LEFT else "right", no_wrap=column == "strategy")
+        table.add_column(head, justify="left" if column in LEFT else "right")
     for row in document["results"]:
         shown: dict[str, RenderableType] = dict(zip(COLUMNS, cells(row), strict=True))
         shown["strategy"] = Terms(row["strategy"])

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.facts.finding import Finding
-from meshwright.report.tables import make_list, make_table
+from meshwright.report.strategy_table import ANY_WIDTH, strategy_table
+from meshwright.report.tables import make_list
 from meshwright.report.terms import Prose, Terms
 from meshwright.units import GIB, show_bytes
 
@@ -22,7 +23,6 @@ TOLD = 3
 """How many alternatives are told in sentences; the table has the others' figures."""
 SMALLEST = 0.1
 """GiB below which memory is shown in smaller units."""
-ANY_WIDTH = 10_000
 SMALL = 78
 """Below this width the table leaves out what the recommendation's lines and --json have: peak and mfu."""
 
@@ -70,8 +70,7 @@ def _table(document: dict[str, Any], *, wide: bool, small: bool = False) -> Tabl
     by_tokens = all(plan["tokens_per_s_per_device"] for plan in document["plans"])
     speed = "tokens/s\n/device" if by_tokens else "samples/s"
     numbers = ("step", speed, "reserved\nGiB", *(() if small else ("peak\nGiB", "mfu")))
-    table = make_table("", ("strategy",), numbers, strategy="strategy")
-    table.title = None
+    table = strategy_table("", ("strategy",), numbers)
     if wide:
         table.add_column("time by cause")
     theirs = place_of(document)

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.report.strategy_table import FirstThatFits, StrategyTable, strategy_table
 from meshwright.report.tables import make_table
 from meshwright.report.terms import Prose, Terms
 from meshwright.units import GIB, show_bytes, show_seconds
@@ -101,12 +102,18 @@ def tuning_page(document: dict[str, Any]) -> Group:
     return Group(*parts, *(Prose(line) for line in document["why"]))
 
 
-def trials_table(document: dict[str, Any]) -> Table:
-    numbers = ("step", "forecast", "memory", "forecast")
-    table = make_table("trials, in order", ("strategy", "fits"), numbers, strategy="strategy")
+def trials_table(document: dict[str, Any]) -> FirstThatFits:
+    """All trials; a narrow window has no room for the forecasts."""
+    return FirstThatFits(_trials(document, forecasts=True), _trials(document, forecasts=False))
+
+
+def _trials(document: dict[str, Any], *, forecasts: bool) -> StrategyTable:
+    numbers = ("step", "forecast", "memory", "forecast") if forecasts else ("step", "memory")
+    table = strategy_table("trials, in order", ("strategy", "fits"), numbers)
     for trial in document["trials"]:
-        strategy, *cells = trial_cells(trial)
-        table.add_row(Terms(strategy), *cells)
+        strategy, fits, step, step_told, memory, memory_told = trial_cells(trial)
+        cells = (step, step_told, memory, memory_told) if forecasts else (step, memory)
+        table.add_row(Terms(strategy), fits, *cells)
     return table
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.report.tables import make_table
+from meshwright.report.strategy_table import strategy_table
 from meshwright.report.terms import Prose, Terms
 from meshwright.units import show_count
 
@@ -75,7 +75,7 @@ def _best(document: Document) -> RenderableType:
     unit = speed_unit(document)
     numbers = ("step", unit, f"{unit} per device", "reserved GiB", "mfu")
     title, left = f"{document['job']} on {document['cluster']}", (swept_title(document), "best strategy")
-    table = make_table(title, left, numbers, strategy="best strategy")
+    table = strategy_table(title, left, numbers, strategy="best strategy")
     for point in document["points"]:
         plan = plan_of(point, point["best_kind"])
         shown = f"{point['value']:,g}"
@@ -99,7 +99,7 @@ def _kinds(document: Document, drawn: int) -> RenderableType:
     """A row for each kind: its speed and memory at every point."""
     points = document["points"]
     title = f"{speed_unit(document)} per device (reserved GiB) of the best plan of each kind"
-    table = make_table(title, ("kind",), [f"{point['value']:,g}" for point in points], strategy="kind")
+    table = strategy_table(title, ("kind",), [f"{point['value']:,g}" for point in points], strategy="kind")
     for kind in drawn_kinds(document, drawn):
         table.add_row(
             Terms(kind), *(_cell(plan_of(point, kind), is_best=kind == point["best_kind"]) for point in points)

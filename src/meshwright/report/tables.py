@@ -5,25 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.report.strategy_table import FirstThatFits, StrategyTable, strategy_table, with_columns
 from meshwright.report.terms import Prose, Terms
 from meshwright.units import GIB, show_bytes
 
 
-def make_table(title: str | Text, left: Sequence[str], right: Sequence[str] = (), *, strategy: str = "") -> Table:
-    """A table with left-justified columns, followed by right-justified ones.
-
-    The column that `strategy` names holds `Terms`: the others shrink before it does.
-    """
-    table = Table(title=title, title_justify="left")
-    for column in left:
-        table.add_column(column, no_wrap=column == strategy)
-    for column in right:
-        table.add_column(column, justify="right")
-    return table
+def make_table(title: str | Text, left: Sequence[str], right: Sequence[str] = ()) -> Table:
+    """A table with left-justified columns, followed by right-justified ones."""
+    return with_columns(Table(title=title, title_justify="left"), left, right)
 
 
 TITLE = 76
@@ -107,33 +100,30 @@ DIFFERENCES = {
     "parameters": "param_max_abs",
 }
 """Columns of a verdict."""
-NARROW, MOST_TELLING = 78, ("loss", "gradients")
-"""The only differences that are shown below this width; --json has all."""
+MOST_TELLING = ("loss", "gradients")
+"""Those that a narrow window has room for; --json has all."""
 
 
 def verdict_page(results: Sequence[dict[str, Any]]) -> Group:
     """Each strategy's largest differences from plain PyTorch, and below it the first differences."""
-    return Group(VerdictTable(results), *(Prose(line) for result in results for line in _reasons(result)))
+    tables = FirstThatFits(_verdicts(results, tuple(DIFFERENCES)), _verdicts(results, MOST_TELLING, narrow=True))
+    return Group(tables, *(Prose(line) for result in results for line in _reasons(result)))
 
 
-class VerdictTable:
-    """A row for each strategy."""
-
-    def __init__(self, results: Sequence[dict[str, Any]]) -> None:
-        self._results = results
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        names = MOST_TELLING if options.max_width < NARROW else tuple(DIFFERENCES)
-        title = "compared with plain PyTorch in one process"
-        table = make_table(title, ("strategy", "equal", "in"), names, strategy="strategy")
-        for result in self._results:
-            word = "NO" if result["status"] == "differs" else result["status"]
-            equal = "[green]yes[/]" if result["equal"] else f"[red]{word}[/]"
-            values = (_number(result[DIFFERENCES[name]]) for name in names)
-            table.add_row(Terms(result["strategy"]), equal, result["precision"] or "-", *values)
-        notes = dict.fromkeys(result["note"] for result in self._results if result.get("note"))
-        table.caption = "\n".join(("largest differences: relative, for parameters absolute", *notes))
-        yield table
+def _verdicts(results: Sequence[dict[str, Any]], names: Sequence[str], *, narrow: bool = False) -> StrategyTable:
+    """A row for each strategy; in a narrow window the precision is a line below it."""
+    title = "compared with plain PyTorch in one process"
+    table = strategy_table(title, ("strategy", "equal", *(() if narrow else ("in",))), names)
+    for result in results:
+        word = "NO" if result["status"] == "differs" else result["status"]
+        equal = "[green]yes[/]" if result["equal"] else f"[red]{word}[/]"
+        precision = result["precision"] or "-"
+        values = (_number(result[DIFFERENCES[name]]) for name in names)
+        strategy = Terms(result["strategy"], f"in {precision}" if narrow else "")
+        table.add_row(strategy, equal, *([] if narrow else [precision]), *values)
+    notes = dict.fromkeys(result["note"] for result in results if result.get("note"))
+    table.caption = "\n".join(("largest differences: relative, for parameters absolute", *notes))
+    return table
 
 
 def _reasons(result: dict[str, Any]) -> list[str]:

@@ -24,10 +24,7 @@ def lines_of(strategy: str, width: int) -> list[str]:
 
 
 class Terms:
-    """A strategy as a table cell, optionally with a dim note below it.
-
-    Its column should be `no_wrap`, so that other columns shrink before a term would have to break.
-    """
+    """A strategy as a cell of a `StrategyTable`, optionally with a dim note below it."""
 
     def __init__(self, strategy: str, note: str = "") -> None:
         self._strategy = strategy

@@ -32,7 +32,7 @@ DENSE = {
     "layers": "layers=2",
 }
 """By the page of docs/strategies. `dp` is one process with several GPUs, which cannot be traced."""
-EXAMPLES = {"gpt": DENSE, "hf_llama": DENSE, "mixture": {"expert": "ep=2"}}
+EXAMPLES = {"gpt": DENSE, "hf_llama": DENSE, "mixture": {"expert": "fsdp=2,ep=2"}}
 """The strategies that each example is drawn under."""
 
 

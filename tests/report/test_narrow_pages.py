@@ -7,11 +7,13 @@ import pytest
 from rich.console import RenderableType
 
 from meshwright.report.checkpoint import show_page
+from meshwright.report.compare import comparison_page
 from meshwright.report.explain import explain_page
 from meshwright.report.layout import layout_page
 from meshwright.report.plan import plan_page
 from meshwright.report.preflight import findings_page
 from meshwright.report.rehearse import rehearsal_page, tuning_page
+from meshwright.report.sweep import sweep_page
 from meshwright.report.tables import summary_page, verdict_page
 from terminal_pages import LONG, broken_terms, plan, ranking, shown
 
@@ -69,7 +71,35 @@ def checkpoint() -> RenderableType:
     return show_page({**figures, **nothing, "tied": {}, "files": []})
 
 
-PAGES = (first_is_long, verdict, summary, layout, explanation, preflight, rehearsal, tuning, checkpoint)
+def sweep() -> RenderableType:
+    kinds = {"kind": "zero1+tp+pp", "tokens_per_s": 1e6, "samples_per_s": 1.0, "samples_per_s_per_device": 1.0}
+    point = {"value": 8, "best_kind": "zero1+tp+pp", "kinds": [plan(LONG) | kinds], "refused": [], "candidates": 1}
+    points = [point | {"value": 8 * 2**power} for power in range(8)]
+    figures = {"job": "job.py", "cluster": "8xH100-80GB", "quantity": "link", "unit": "GB/s", "seconds": 1.0}
+    return sweep_page({**figures, "points": points, "crossings": [], "advice": []})
+
+
+def comparison() -> RenderableType:
+    names = ("step_ms", "step_ms_low", "step_ms_high", "against_best", "tokens_per_s", "samples_per_s", "peak_mib")
+    row = {**dict.fromkeys(names, 12345.6), "comm_share": 0.1, "comm_exposed": 0.1, "bubble": 0.1, "loss_equal": True}
+    row |= {"strategy": LONG, "status": "ok", "reason": "", "forecast": {"step_ms": 1234.5, "peak_mib": 1234.5}}
+    figures = {"job": "job.py", "ranks": 4, "device": "cpu", "global_batch": 8, "left_out": [], "note": ""}
+    return comparison_page({**figures, "results": [row]})
+
+
+PAGES = (
+    first_is_long,
+    verdict,
+    summary,
+    layout,
+    explanation,
+    preflight,
+    rehearsal,
+    tuning,
+    checkpoint,
+    sweep,
+    comparison,
+)
 
 
 @pytest.mark.parametrize("width", [60, 80])

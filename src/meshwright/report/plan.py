@@ -45,7 +45,7 @@ def _recommended(document: dict[str, Any]) -> RenderableType:
     plan = document["plans"][0]
     tokens = plan["tokens_per_s_per_device"]
     speed = f"{tokens:,.0f} tokens/s per device" if tokens else f"{plan['samples_per_s']:,.1f} samples/s"
-    figures = f"{_milliseconds(plan['step_ms'])} per step, {speed}, {plan['reserved_gib']:.1f} GiB per device."
+    figures = f"{step_time(plan['step_ms'])} per step, {speed}, {plan['reserved_gib']:.1f} GiB per device."
     return Group(
         Text(f"{document['job']} on {document['cluster']}", style="italic"),
         Prose(plan["strategy"], "bold green", lead="Recommended: "),
@@ -81,7 +81,7 @@ def _table(document: dict[str, Any], *, wide: bool, small: bool = False) -> Tabl
         yours = f"<- yours, number {place}" if place == theirs else ""
         table.add_row(
             Terms(plan["strategy"], "; ".join(filter(None, [yours, "" if wide else shares]))),
-            _milliseconds(plan["step_ms"]),
+            step_time(plan["step_ms"]),
             f"{plan['tokens_per_s_per_device'] if by_tokens else plan['samples_per_s']:,.0f}",
             f"{plan['reserved_gib']:.1f}{'*' if plan['grade'] == 'trace' else ''}",
             *([] if small else [f"{plan['peak_gib']:.1f}", f"{plan['mfu']:.0%}"]),
@@ -98,7 +98,7 @@ def _caption(plans: list[dict[str, Any]]) -> str:
     return "; ".join([*(["* traced on fake tensors"] if traced else []), *notes])
 
 
-def _milliseconds(value: float) -> str:
+def step_time(value: float) -> str:
     return f"{value / 1e3:.2f} s" if value >= 1e3 else f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
 
 

@@ -21,15 +21,14 @@ class StrategyTable(Table):
         super().__init__(title=title, title_justify="left")
         self._place = place
 
-    def needs(self, console: Console, options: ConsoleOptions) -> int:
-        """The width in which all other columns are whole."""
-        free = options.update(max_width=ANY_WIDTH)
+    def spare(self, console: Console, options: ConsoleOptions) -> int:
+        """By how much strategies can give way."""
         self._terms.width = None
         narrow, wide = self._widths(console, options)
-        return Measurement.get(console, free, self).maximum - (wide - narrow)
+        return wide - narrow
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        needed = self.needs(console, options)
+        needed = needed_width(self, console, options)
         narrow, wide = self._widths(console, options)
         self._terms.width = max(narrow, min(wide, narrow + options.max_width - needed))
         yield from super().__rich_console__(console, options)
@@ -45,14 +44,20 @@ class StrategyTable(Table):
         return max(one.minimum for one in found), max(one.maximum for one in found)
 
 
+def needed_width(table: Table, console: Console, options: ConsoleOptions) -> int:
+    """The width in which all columns are whole, and strategies are broken between all terms."""
+    spare = table.spare(console, options) if isinstance(table, StrategyTable) else 0
+    return Measurement.get(console, options.update(max_width=ANY_WIDTH), table).maximum - spare
+
+
 class FirstThatFits:
     """The first of some tables whose columns are all whole in this window; the last if none is."""
 
-    def __init__(self, *tables: StrategyTable) -> None:
+    def __init__(self, *tables: Table) -> None:
         self._tables = tables
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        fitting = (table for table in self._tables if table.needs(console, options) <= options.max_width)
+        fitting = (table for table in self._tables if needed_width(table, console, options) <= options.max_width)
         yield next(fitting, self._tables[-1])
 
 

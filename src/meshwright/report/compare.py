@@ -89,7 +89,8 @@ def comparison_table(document: Row, columns: Sequence[str] = COLUMNS) -> Strateg
     table = StrategyTable("", columns.index("strategy"))
     for column in columns:
         head = f"{speed_unit(document)}/s" if column == "/s" else column
-        table.add_column(head, justify="left" if column in LEFT else "right")
+        is_text = column in LEFT
+        table.add_column(head, justify="left" if is_text else "right", no_wrap=not is_text)
     for row in document["results"]:
         shown: dict[str, RenderableType] = dict(zip(COLUMNS, cells(row), strict=True))
         shown["strategy"] = Terms(row["strategy"])

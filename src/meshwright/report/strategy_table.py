@@ -22,30 +22,27 @@ class StrategyTable(Table):
         self._place = place
 
     def spare(self, console: Console, options: ConsoleOptions) -> int:
-        """By how much strategies can give way."""
-        self._terms.width = None
-        narrow, wide = self._widths(console, options)
-        return wide - narrow
+        """By how much columns that wrap can give way."""
+        self.columns[self._place].width = None
+        widths = [_widths(column, console, options) for column in self.columns if not column.no_wrap]
+        return sum(wide - narrow for narrow, wide in widths)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        needed = needed_width(self, console, options)
-        narrow, wide = self._widths(console, options)
-        self._terms.width = max(narrow, min(wide, narrow + options.max_width - needed))
+        left = options.max_width - needed_width(self, console, options)
+        terms = self.columns[self._place]
+        narrow, wide = _widths(terms, console, options)
+        terms.width = max(narrow, min(wide, narrow + left))
         yield from super().__rich_console__(console, options)
 
-    @property
-    def _terms(self) -> Column:
-        return self.columns[self._place]
 
-    def _widths(self, console: Console, options: ConsoleOptions) -> tuple[int, int]:
-        """Of the longest term, and of all strategies as wide as they would like to be."""
-        cells = [self._terms.header, *self._terms.cells]
-        found = [Measurement.get(console, options, cell) for cell in cells]
-        return max(one.minimum for one in found), max(one.maximum for one in found)
+def _widths(column: Column, console: Console, options: ConsoleOptions) -> tuple[int, int]:
+    """Of the longest word or term, and of all cells as wide as they would like to be."""
+    found = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
+    return max(one.minimum for one in found), max(one.maximum for one in found)
 
 
 def needed_width(table: Table, console: Console, options: ConsoleOptions) -> int:
-    """The width in which all columns are whole, and strategies are broken between all terms."""
+    """The width in which no word, number or term is broken."""
     spare = table.spare(console, options) if isinstance(table, StrategyTable) else 0
     return Measurement.get(console, options.update(max_width=ANY_WIDTH), table).maximum - spare
 
@@ -65,7 +62,10 @@ def strategy_table(
     title: str | Text, left: Sequence[str], right: Sequence[str] = (), *, strategy: str = "strategy"
 ) -> StrategyTable:
     """Left-justified columns, of which `strategy` holds `Terms`, followed by right-justified ones."""
-    return with_columns(StrategyTable(title, left.index(strategy)), left, right)
+    table = with_columns(StrategyTable(title, left.index(strategy)), left, right)
+    for column in table.columns[len(left) :]:
+        column.no_wrap = True
+    return table
 
 
 def with_columns(table: AnyTable, left: Sequence[str], right: Sequence[str]) -> AnyTable:

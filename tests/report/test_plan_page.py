@@ -31,3 +31,9 @@ def test_long_lists_are_folded() -> None:
     assert text.count("would cost 3%") == 3
     assert "... and 2 more in the table" in text
     assert "... and 3 more reasons" in text
+
+
+def test_reasons_that_differ_in_the_strategy_only_are_one() -> None:
+    reasons = [{"strategy": f"tp={size}", "reason": f"head is whole under tp={size}."} for size in (2, 4, 8)]
+    text = "\n".join(shown(plan_page(ranking() | {"refused": reasons}), 100))
+    assert "  3  head is whole under the strategy." in text

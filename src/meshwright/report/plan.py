@@ -138,7 +138,7 @@ def _memory(plan: dict[str, Any]) -> RenderableType:
 
 def _refused(document: dict[str, Any]) -> Prose:
     """The number of candidates, and the most common reasons for refusing them."""
-    counts = Counter(_kind(refusal["reason"]) for refusal in document["refused"])
+    counts = Counter(map(_kind, document["refused"]))
     head = f"{document['candidates']:,} candidates in {document['seconds']:.1f} s"
     if not counts:
         return Prose(head)
@@ -148,7 +148,9 @@ def _refused(document: dict[str, Any]) -> Prose:
     return Prose("\n".join([f"{head}; {len(document['refused']):,} refused or too large:", *lines, *folded]))
 
 
-def _kind(reason: str) -> str:
+def _kind(refusal: dict[str, Any]) -> str:
+    """The reason in words that other strategies share."""
+    reason: str = refusal["reason"].replace(refusal["strategy"], "the strategy")
     if reason.startswith("needs "):
         return "do not fit"
     return "do not fit with a smaller micro-batch either" if reason.startswith("does not fit with") else reason

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from rich.console import RenderableType
 
+from meshwright.facts.finding import Finding
 from meshwright.report.checkpoint import show_page
 from meshwright.report.compare import comparison_page
 from meshwright.report.explain import explain_page
@@ -35,7 +36,9 @@ def summary() -> RenderableType:
 
 
 def layout() -> RenderableType:
-    return layout_page({"strategy": LONG, "ranks": 128, "mesh": {"pipeline": 2, "data": 16, "tensor": 4}})
+    layers = [{"module": "model.layers.*.self_attn.q_proj", "role": "column", "divides": "4 heads", "why": "asked"}]
+    mesh = {"pipeline": 2, "data": 16, "tensor": 4}
+    return layout_page({"strategy": LONG, "ranks": 128, "mesh": mesh, "tensor": layers})
 
 
 def explanation() -> RenderableType:
@@ -44,7 +47,8 @@ def explanation() -> RenderableType:
 
 
 def preflight() -> RenderableType:
-    return findings_page({"job": "job.py", "strategy": LONG, "ranks": 128, "findings": []})
+    found = Finding(kind="tied-parameter", level="note", what="one parameter " * 9, do="Nothing.", under=())
+    return findings_page({"job": "job.py", "strategy": LONG, "ranks": 128, "findings": [found.to_json()]})
 
 
 def rehearsal() -> RenderableType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.facts.finding import Finding
@@ -25,7 +26,8 @@ def findings_page(document: dict[str, Any]) -> Group:
     return Group(*parts)
 
 
-def _lines(finding: Finding, *, names: bool) -> list[Text]:
+def _lines(finding: Finding, *, names: bool) -> list[RenderableType]:
+    """The finding's kind, and below it a row for each thing to say, with the wrapped text indented."""
     heading = Text.assemble((finding.level, STYLES[finding.level]), f"  {finding.kind}")
     rows = {
         "what": finding.what,
@@ -33,4 +35,8 @@ def _lines(finding: Finding, *, names: bool) -> list[Text]:
         "under": ", ".join(finding.under) if names else "",
         "do": finding.do,
     }
-    return [heading, *(Text(f"  {label:<6} {text}") for label, text in rows.items() if text)]
+    table = Table.grid(Column(width=8), Column(overflow="fold"), padding=(0, 1, 0, 0))
+    for label, text in rows.items():
+        if text:
+            table.add_row(Text(f"  {label}"), Text(text))
+    return [heading, table]

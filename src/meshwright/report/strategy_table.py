@@ -64,14 +64,14 @@ def strategy_table(
     """Left-justified columns, of which `strategy` holds `Terms`, followed by right-justified ones."""
     table = with_columns(StrategyTable(title, left.index(strategy)), left, right)
     for column in table.columns[len(left) :]:
-        column.no_wrap = True
+        column.no_wrap, column.overflow = True, "ellipsis"
     return table
 
 
 def with_columns(table: AnyTable, left: Sequence[str], right: Sequence[str]) -> AnyTable:
-    """The table with left-justified columns, followed by right-justified ones."""
+    """The table with left-justified columns, followed by right-justified ones; nothing is cut off where it wraps."""
     for column in left:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for column in right:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     return table

@@ -1,4 +1,4 @@
-"""Write the pages of docs/explain: every strategy of docs/strategies on two examples, as `meshwright explain` does.
+"""Write the pages of docs/explain: every strategy of docs/strategies on examples, as `meshwright explain` does.
 
 python docs/explain_pages.py             # all pages
 python docs/explain_pages.py hf_llama    # those of one example
@@ -18,8 +18,7 @@ from meshwright.report.explain_html import write_explanation
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "explain"
-EXAMPLES = ("gpt", "hf_llama")
-STRATEGIES = {
+DENSE = {
     "single": "single",
     "ddp": "ddp",
     "zero1": "zero1",
@@ -32,14 +31,15 @@ STRATEGIES = {
     "pipeline": "pp=2:1f1b",
     "layers": "layers=2",
 }
-"""By the page of docs/strategies. `dp` is one process with several GPUs, which cannot be traced; neither example has
-experts that `ep` could divide."""
+"""By the page of docs/strategies. `dp` is one process with several GPUs, which cannot be traced."""
+EXAMPLES = {"gpt": DENSE, "hf_llama": DENSE, "mixture": {"expert": "fsdp=2,ep=2"}}
+"""The strategies that each example is drawn under."""
 
 
 def main(wanted: tuple[str, ...]) -> None:
     FOLDER.mkdir(exist_ok=True)
-    for example in EXAMPLES:
-        pages = {name: text for name, text in STRATEGIES.items() if f"{example}-{name}".startswith(wanted)}
+    for example, strategies in EXAMPLES.items():
+        pages = {name: text for name, text in strategies.items() if f"{example}-{name}".startswith(wanted)}
         if pages:
             write_pages(example, pages)
 
@@ -56,4 +56,4 @@ def write_pages(example: str, pages: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    main(tuple(sys.argv[1:]) or EXAMPLES)
+    main(tuple(sys.argv[1:]) or tuple(EXAMPLES))

@@ -144,6 +144,30 @@ def overlap() -> Drawing:
     return drawing
 
 
+DP_STEP = ("copy", "forward", "outputs", "loss", "backward", "sum", "update")
+"""What `nn.DataParallel` does in a step; messages between the GPUs stand between the passes."""
+DP_MESSAGES = {"copy": "model", "outputs": "outputs", "sum": "gradients"}
+DP_EVERYWHERE = {"forward": BLUE, "backward": ORANGE}
+
+
+def data_parallel() -> Drawing:
+    """Two lanes of one process: the second GPU works in the passes only."""
+    drawing = Drawing(760, 150, "nn.DataParallel: GPU 0 copies the model, gathers outputs, and alone does the rest")
+    for gpu in (0, 1):
+        drawing.text(8, 49 + 64 * gpu, f"GPU {gpu}", anchor="start")
+    for place, part in enumerate(DP_STEP):
+        x = 66 + 98 * place
+        if part in DP_MESSAGES:
+            drawing.text(x + 46, 20, DP_MESSAGES[part], size=12)
+            start, end = (46, 106) if part == "copy" else (106, 46)
+            drawing.line(x + 14, start, x + 78, end, arrow=True)
+            continue
+        for gpu in (0, 1) if part in DP_EVERYWHERE else (0,):
+            drawing.box(x, 28 + 64 * gpu, 92, 34, DP_EVERYWHERE.get(part, GREEN))
+            drawing.text(x + 46, 50 + 64 * gpu, part, size=12)
+    return drawing
+
+
 def zero() -> Drawing:
     """Bytes of states on each rank, for each parameter."""
     drawing = Drawing(700, 196, f"Bytes per parameter on each of {RANKS} ranks, bf16 with fp32 masters")
@@ -226,7 +250,7 @@ def pictures() -> dict[str, str]:
     """Every picture's text, by the name of its file."""
     names = {name: name.replace(", ", "-") for name in COLLECTIVES}
     drawn = {f"{file}.svg": str(collective(name)) for name, file in names.items()}
-    others = {"side-by-side": side_by_side, "overlap": overlap, "zero": zero, "pipeline": pipeline}
+    others = {"side-by-side": side_by_side, "overlap": overlap, "dp": data_parallel, "zero": zero, "pipeline": pipeline}
     others |= {"tensor": tensor, "mesh": mesh}
     return drawn | {f"{name}.svg": str(draw()) for name, draw in others.items()}
 

@@ -1,12 +1,10 @@
-"""Code blocks of Markdown pages, and running them as a reader would."""
+"""Code blocks of Markdown pages."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import meshwright
@@ -36,13 +34,3 @@ def commands(block: str) -> list[list[str]]:
 def environment() -> dict[str, str]:
     """For a process in another folder: it imports the same Meshwright as this one."""
     return {**os.environ, "PYTHONPATH": str(Path(meshwright.__file__).parents[1])}
-
-
-def run(arguments: list[str], folder: Path, *, timeout: float = 300) -> str:
-    """Run Meshwright in a folder; return what it printed, or fail with it."""
-    command = [sys.executable, "-m", "meshwright", *arguments]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False, env=environment()
-    )
-    assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}\n{done.stderr}"
-    return done.stdout

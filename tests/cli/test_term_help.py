@@ -11,7 +11,9 @@ from meshwright.facts.strategy import Strategy
 from meshwright.strategies.term_meanings import term_meanings, words_of
 
 
-@pytest.mark.parametrize("verb", ["plan", "train", "verify"])
+@pytest.mark.parametrize(
+    "verb", ["plan", "train", "verify", "compare", "rehearse", "explain", "layout", "preflight", "export"]
+)
 def test_every_term_is_named(verb: str) -> None:
     text = CliRunner().invoke(app, [verb, "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).stdout
     plain = re.sub(r"\s+", " ", re.sub(r"\x1b\[[\d;]*m", "", text))

@@ -45,6 +45,16 @@ def test_numbers_are_the_planners(place: int) -> None:
     assert strategy_numbers.filled(text) == text, "run docs/strategy_numbers.py"
 
 
+def test_measured_numbers_are_those_of_the_benchmarks() -> None:
+    """A benchmark that is measured again changes the comparison with others too."""
+    text = (DOCS / "comparisons" / "tools.md").read_text(encoding="utf-8")
+    table = text[text.index("## What was measured") : text.index("Times on the H200")]
+    measured = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    numbers = re.findall(r"\b\d+\.\d{1,3}\b", re.sub(r"\d+\.\d+ GB\b", "", table))
+    assert len(numbers) > 30
+    assert [number for number in numbers if number not in measured] == []
+
+
 @pytest.mark.parametrize("page", WRITTEN, ids=str)
 def test_links_lead_somewhere(page: Page) -> None:
     for target in LINK.findall(page.text):

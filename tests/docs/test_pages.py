@@ -92,6 +92,7 @@ def assert_close(found: list[tuple[int, float]], wanted: list[tuple[int, float]]
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(3600)  # a page may start ranks ten times
 @pytest.mark.parametrize("page", [*LEARN, *MOVING, *COMPARISONS], ids=str)
 def test_commands_as_a_reader_runs_them(page: Page, tmp_path: Path) -> None:
     prepare(page, tmp_path)

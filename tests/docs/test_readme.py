@@ -1,12 +1,11 @@
-"""What the README and the first page of the documentation show is run as it is written."""
+"""What the README and the first page of the documentation show is run as it is written, in this process."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from page_blocks import ROOT, blocks, commands, environment, run, side
+from page_blocks import ROOT, blocks, commands, side
+from page_runner import run_script_alone, run_verb
 
 (DIFF,) = blocks("README.md", "diff")
 VERBS = {words[0]: words for block in blocks("README.md", "sh") for words in commands(block)}
@@ -43,30 +42,28 @@ def test_every_block_is_run_here() -> None:
 @pytest.mark.slow
 def test_the_script_runs(folder: Path) -> None:
     (folder / "mine.py").write_text(blocks("README.md", "python")[0])
-    command = [sys.executable, "mine.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment())
-    assert done.returncode == 0, done.stderr
+    run_script_alone(["mine.py"], folder, {})
     assert (folder / "checkpoint").is_dir()
 
 
 @pytest.mark.slow
 def test_train(folder: Path) -> None:
-    assert "fsdp=2 on 2 cpu ranks" in run([*VERBS["train"], "--device", "cpu"], folder)
+    assert "fsdp=2 on 2 cpu ranks" in run_verb(["meshwright", *VERBS["train"], "--device", "cpu"], folder)
 
 
 @pytest.mark.slow
 def test_verify(folder: Path) -> None:
-    assert run([*VERBS["verify"], "--device", "cpu"], folder).count("yes") == 4
+    assert run_verb(["meshwright", *VERBS["verify"], "--device", "cpu"], folder).count("yes") == 4
 
 
 @pytest.mark.thorough
 def test_plan(folder: Path) -> None:
-    assert "Recommended: " in run(VERBS["plan"], folder)
+    assert "Recommended: " in run_verb(["meshwright", *VERBS["plan"]], folder)
 
 
 @pytest.mark.thorough
 def test_get_started(folder: Path) -> None:
     assert [words[0] for words in STARTED].count("train") == 2
     for words in STARTED:
-        run(words, folder)
+        run_verb(["meshwright", *words], folder)
     assert list((folder / "weights").glob("*.safetensors"))

@@ -49,11 +49,10 @@ def test_quick_verbs(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_other_verbs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("title", [title for title in schemas.COMMANDS if title not in QUICK])
+def test_other_verbs(title: str, tmp_path: Path) -> None:
     schemas.prepare(tmp_path)
-    for title in schemas.COMMANDS:
-        if title not in QUICK:
-            check(title, tmp_path)
+    check(title, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from job_text import JOB
 from meshwright.api.described_presets import describe_job
 from meshwright.api.explain import Pricing, explain_strategy, usual_cluster
 from meshwright.api.job_planner import Planner
+from meshwright.api.parameter_shares import strategy_shares
 from meshwright.cli.main import app
 from meshwright.commands.preflight import ranks_of
 from meshwright.describe.model import describe
@@ -151,10 +152,35 @@ def test_pages_of_the_examples(example: str, page: str) -> None:
     check_page(explained(example, STRATEGIES[page]))
 
 
-@pytest.mark.parametrize("page", STRATEGIES)
+EXPERTS = "fsdp=2,ep=2"
+
+
+@pytest.mark.thorough
+def test_the_page_of_experts() -> None:
+    check_walks("mixture", EXPERTS)
+    check_page(explained("mixture", EXPERTS))
+    kinds = {(one["kind"], one["axis"]) for one in explained("mixture", EXPERTS)["walks"][0]["messages"]}
+    assert ("all_to_all", "expert") in kinds
+
+
+@pytest.mark.parametrize("text", ["ddp=2,ep=2", EXPERTS])
+def test_ranks_hold_their_own_experts(text: str) -> None:
+    job, facts = facts_of("mixture")
+    shares = strategy_shares(job, facts, Strategy.parse(text).resolve(4))
+    block = [unit["name"] for unit in shares["units"]].index("blocks.0")
+    held = [(row[block]["start"], row[block]["end"]) for row in shares["held"]]
+    halves = [(0.0, 0.5), (0.5, 1.0)]
+    assert held == (halves * 2 if text.startswith("ddp") else [(0.0, 0.25), (0.5, 0.75), (0.25, 0.5), (0.75, 1.0)])
+    experts = sum(p.count * p.itemsize for p in facts.parameters if p.name.startswith("blocks.0.mixture.experts"))
+    rest = shares["units"][block]["bytes"] - experts
+    wanted = rest + experts / 2 if text.startswith("ddp") else (rest + experts) / 4
+    assert [row[block]["bytes"] for row in shares["held"]] == pytest.approx([wanted] * 4)
+
+
+@pytest.mark.parametrize("page", [*STRATEGIES, "context", "expert"])
 def test_strategy_pages_link_to_their_pictures(page: str) -> None:
     text = (ROOT / "docs" / "strategies" / f"{page}.md").read_text()
-    for example in ("gpt", "hf_llama"):
+    for example in ("mixture",) if page == "expert" else ("gpt", "hf_llama"):
         assert f"(../explain/{example}-{page}.html)" in text
         elements = Elements()
         elements.feed((PAGES / f"{example}-{page}.html").read_text())

@@ -1,49 +1,9 @@
 """A ranking in the terminal: the recommendation first, no strategy broken inside a term, long lists folded."""
 
-import io
-import re
-from typing import Any
-
 import pytest
-from rich.console import Console, RenderableType
 
 from meshwright.report.plan import plan_page
-from meshwright.report.tables import summary_table, verdict_table
-
-FIRST = "zero2=8,bf16,ac=selective,mb=1"
-LONG = "zero1=16,tp=4,pp=2:interleaved,bf16:autocast,ac=selective,offload=optimizer,mb=2,sync=last,loss=pieced"
-TERMS = set(f"{FIRST},{LONG}".split(","))
-
-
-def shown(page: RenderableType, width: int) -> list[str]:
-    console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(page)
-    return console.export_text().splitlines()
-
-
-def plan(strategy: str, *why: str) -> dict[str, Any]:
-    return {
-        **{"strategy": strategy, "fits": True, "peak_gib": 66.8, "reserved_gib": 70.0, "step_ms": 64330.0},
-        **{"memory": {"parameters": 14.96, "gradients": 3.74}, "time": {"compute": 60e3, "bubble": 4330.0}},
-        **{"samples_per_s": 1.0, "tokens_per_s_per_device": 8150.0, "mfu": 0.43, "grade": "trace", "why": list(why)},
-        **{"error_bar": {"memory": 0.1, "time": 0.2}, "stages": [], "host_gib": 0.0, "saving_gib": 0.0},
-    }
-
-
-def ranking() -> dict[str, Any]:
-    reasons = [{"strategy": LONG, "reason": f"refused by rule {number}"} for number in range(9)]
-    return {
-        **{"job": "job.py", "cluster": "8xH100-80GB", "candidates": 5013, "seconds": 1.0, "advice": [f"Try {LONG}."]},
-        "plans": [plan(FIRST, f"As fast, but more complex: {LONG}."), *[plan(LONG, "would cost 3%.")] * 5],
-        **{"refused": reasons, "against": None, "findings": []},
-    }
-
-
-def broken_terms(lines: list[str]) -> set[str]:
-    """Pieces of strategies that are not whole terms."""
-    words = re.findall(r"[\w=:]+(?:,[\w=:]*)*", " ".join(lines))
-    pieces = {piece.rstrip(":") for word in words for piece in word.split(",")}
-    return {piece for piece in pieces if re.search("[=:]", piece)} - TERMS
+from terminal_pages import FIRST, broken_terms, ranking, shown
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
@@ -73,11 +33,7 @@ def test_long_lists_are_folded() -> None:
     assert "... and 3 more reasons" in text
 
 
-def test_a_verdict_and_a_summary_break_no_term() -> None:
-    row = {"strategy": LONG, "equal": True, "status": "ok", "precision": "float64", "loss_max_rel": 1e-16}
-    row |= {"grad_norm_max_rel": 1e-16, "grad_max_rel": 1e-15, "param_max_abs": 1e-16, "note": ""}
-    assert broken_terms(shown(verdict_table([row]), 80)) == set()
-    names = ("resumed_at", "stopped", "out", "step_ms", "first_loss", "evaluation", "early_stop", "start_up_s")
-    summary: dict[str, Any] = {**dict.fromkeys(names), "strategy": LONG, "ranks": 128, "device": "cpu", "steps": 1}
-    summary |= {"epochs": 0, "samples": 8, "seconds": 1.0, "peak_bytes": []}
-    assert broken_terms(shown(summary_table(summary), 80)) == set()
+def test_reasons_that_differ_in_the_strategy_only_are_one() -> None:
+    reasons = [{"strategy": f"tp={size}", "reason": f"head is whole under tp={size}."} for size in (2, 4, 8)]
+    text = "\n".join(shown(plan_page(ranking() | {"refused": reasons}), 100))
+    assert "  3  head is whole under the strategy." in text

@@ -105,16 +105,26 @@ def _part(
     data = rank // inner_ranks % strategy.reduced_ranks
     shards = strategy.state_shards if "parameters" in strategy.traits.shards else 1
     whole = data_strategy(strategy).kept_whole(facts) if shards > 1 else frozenset()
-    divisions = [inner_axis(term).division(facts, term.size) for term in strategy.inner_axes]
-    size, divided = 0.0, 0
+    across = [term for term in strategy.inner_axes if not term.traits.splits_batch]
+    inside = [term for term in strategy.inner_axes if term.traits.splits_batch]  # of the data axis
+    size, divided, exchanged = 0.0, 0, 0
     for parameter in parameters:
-        parts = max((division.parts_of(parameter.names) for division in divisions), default=1)
         own = parameter.count * parameter.itemsize
+        parts, own_parts = (_parts_of(facts, terms, parameter) for terms in (across, inside))
         divided += own if parts > 1 else 0
-        size += own / parts / (1 if parameter.name in whole else shards)
+        exchanged += own if own_parts > 1 else 0
+        size += own / parts / (own_parts if parameter.name in whole else max(shards, own_parts))
     parts = inner_ranks if 2 * divided > _bytes(parameters) else 1
-    start = (inner % parts + data % shards / shards) / parts
-    return _Part(start=start, end=start + 1 / parts / shards, bytes=size)
+    groups = strategy.batch_splits if 2 * exchanged > _bytes(parameters) else 1
+    pieces = max(1, shards // groups)
+    start = (inner % parts + (data % groups + data // groups % pieces / pieces) / groups) / parts
+    return _Part(start=start, end=start + 1 / parts / groups / pieces, bytes=size)
+
+
+def _parts_of(facts: ModelFacts, terms: Sequence[AxisTerm], parameter: ParameterFacts) -> int:
+    """Over how many ranks of these axes a parameter is divided."""
+    divisions = (inner_axis(term).division(facts, term.size) for term in terms)
+    return max((division.parts_of(parameter.names) for division in divisions), default=1)
 
 
 def _reads_of_places(job: Job, facts: ModelFacts, strategy: Strategy) -> list[set[str] | None]:

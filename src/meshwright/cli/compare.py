@@ -9,9 +9,12 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.outcome import print_result
+from meshwright.cli.term_help import with_terms
 
-NOTES = """Each strategy runs in its own processes. One that fails, is killed, runs out of memory or times out gets a
+NOTES = with_terms(
+    """Each strategy runs in its own processes. One that fails, is killed, runs out of memory or times out gets a
 row that says so. Exit 1 if every strategy failed."""
+)
 
 
 def compare(

@@ -8,10 +8,13 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.outcome import print_result
+from meshwright.cli.term_help import with_terms
 from meshwright.importing import importing
 
-NOTES = """Starts no process and needs no GPU: the code that training runs is traced on fake tensors. Bytes are those of
+NOTES = with_terms(
+    """Starts no process and needs no GPU: the code that training runs is traced on fake tensors. Bytes are those of
 the trace; times are the planner's for the cluster."""
+)
 
 
 def explain(

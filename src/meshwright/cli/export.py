@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright.cli.outcome import print_result
+from meshwright.cli.term_help import with_terms
 from meshwright.errors import BadInput, Unreadable
 from meshwright.reading import Limits, read_json, shown
 from meshwright.units import MIB
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
     from meshwright.facts.cluster import Cluster
     from meshwright.facts.strategy import Strategy
 
-NOTES = """Settings that the target cannot express are listed on stderr, in the file's comments and in the JSON. To read
+NOTES = with_terms(
+    """Settings that the target cannot express are listed on stderr, in the file's comments and in the JSON. To read
 such a config, use plan --against FILE."""
+)
 LAUNCHERS = ("slurm", "kubernetes", "ray", "kuberay")
 """Targets that need only the job's name, not its content."""
 PLAN = Limits(bytes=64 * MIB, values=5_000_000)

@@ -7,9 +7,12 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.outcome import print_result
+from meshwright.cli.term_help import with_terms
 
-NOTES = """Starts no process and needs no device. The JSON's `tensor_plan` can be edited and passed to
+NOTES = with_terms(
+    """Starts no process and needs no device. The JSON's `tensor_plan` can be edited and passed to
 Job(tensor_plan=...), and the first modules of its stages to Job(stages=...)."""
+)
 
 
 def layout(

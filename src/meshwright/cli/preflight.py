@@ -7,10 +7,13 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.outcome import print_result
+from meshwright.cli.term_help import with_terms
 from meshwright.importing import importing
 
-NOTES = """Starts no process and needs no device. `plan`, `verify` and `train` say the same about the strategies that
+NOTES = with_terms(
+    """Starts no process and needs no device. `plan`, `verify` and `train` say the same about the strategies that
 they use. Exit 1 if something is refused under the named strategy, or if the job cannot be trained at all."""
+)
 
 
 def preflight(

@@ -10,11 +10,14 @@ import typer
 
 from meshwright.cli.outcome import print_result
 from meshwright.cli.plan_modes import refuse_together
+from meshwright.cli.term_help import with_terms
 from meshwright.errors import BadInput
 from meshwright.importing import importing
 
-NOTES = """Each rehearsal runs in a separate process, with the code that training runs. Exit 1 if it does not fit or
+NOTES = with_terms(
+    """Each rehearsal runs in a separate process, with the code that training runs. Exit 1 if it does not fit or
 fails. On a CPU, memory is that of all storages; --memory limits it, so that running out can be tried without a GPU."""
+)
 
 
 def rehearse(

@@ -127,7 +127,7 @@ def train(
         from meshwright.facts.strategy import Strategy
         from meshwright.launch.node_options import node_options
         from meshwright.launch.on_ray import RayOptions
-        from meshwright.report.tables import summary_table
+        from meshwright.report.tables import summary_page
         from meshwright.runtime.request import TrainRequest
         from meshwright.runtime.sinks import check_services
         from meshwright.strategies.deepspeed.user_config import read_config, strategy_of
@@ -175,7 +175,7 @@ def train(
         summary = train_command(replace(request, strategy=_chosen(request)), planning)
     if summary is not None:
         summary["forecast"] = _compare(summary, request)
-        print_result(summary, summary_table(summary), as_json=as_json)
+        print_result(summary, summary_page(summary), as_json=as_json)
         if summary["failed_saves"] and summary["saved"] != summary["steps"]:
             raise MeshwrightError(f"The run's last state, step {summary['steps']}, could not be saved; see above.")
 

@@ -38,7 +38,7 @@ def verify(
     """
     with importing():
         from meshwright.commands.verify import verify_command
-        from meshwright.report.tables import verdict_table
+        from meshwright.report.tables import verdict_page
         from meshwright.runtime.request import VerifyRequest
 
     named = (*(strategies or ()), *(more or ()))
@@ -47,7 +47,7 @@ def verify(
     )
     if document is None:
         return
-    print_result(document, verdict_table(document["results"]), as_json=as_json)
+    print_result(document, verdict_page(document["results"]), as_json=as_json)
     different = [f"{one['strategy']} ({one['status']})" for one in document["results"] if not one["equal"]]
     if different:
         print(f"error: not equal to plain PyTorch: {', '.join(different)}", file=sys.stderr)

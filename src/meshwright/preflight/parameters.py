@@ -39,7 +39,7 @@ def tied(subject: Subject) -> Iterator[Issue]:
                 what=f"{' and '.join(parameter.names)} are one parameter: every stage that reads it holds a copy, and "
                 "their gradients are summed after each step.",
                 level=lambda case: "note" if case.strategy.stage_axis else None,
-                do="Nothing, or untie them to save the copy and the sum.",
+                do="Nothing has to be done; untying them saves the copy and the sum.",
                 module=parameter.names[-1].rpartition(".")[0] or parameter.name,
                 place=partial(subject.made, parameter.names[-1]),
             )
@@ -67,8 +67,7 @@ def frozen(subject: Subject) -> Iterator[Issue]:
             "gradient and no optimizer state, but their shards are gathered in every pass, and their stage does less "
             "work in backward than its forward suggests.",
             level=_frozen_level,
-            do="Nothing, or keep them in modules of their own, so that Job(units=...) or Job(stages=...) separates "
-            "them.",
+            do="Nothing has to be done; in their own modules, Job(units=...) or Job(stages=...) can separate them.",
             module=names[0].rpartition(".")[0] or names[0],
             place=partial(subject.made, names[0]),
         )

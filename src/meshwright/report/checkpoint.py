@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.report.tables import make_list, make_table
+from meshwright.report.terms import Prose
 from meshwright.units import show_bytes, show_count
 
 
@@ -53,7 +54,7 @@ def _overview(document: dict[str, Any]) -> Table:
     ranks = f"{document['ranks']} rank{'s' * (document['ranks'] > 1)}"
     made = document["made"]
     table.add_row("step", f"{document['step']:,} ({document['samples']:,} samples), seed {document['seed']}")
-    table.add_row("written by", f"{document['strategy']} on {ranks}")
+    table.add_row("written by", Prose(f"{document['strategy']} on {ranks}"))
     table.add_row("", " ".join(f"{name} {made[name]}" for name in ("meshwright", "torch", "python") if name in made))
     table.add_row("at", made.get("at", "?"))
     table.add_row("model", _model(document))

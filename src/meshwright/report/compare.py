@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
-from rich.table import Table
 from rich.text import Text
 
 from meshwright.errors import OutputError
 from meshwright.report.html import write_file
+from meshwright.report.strategy_table import StrategyTable, needed_width
 from meshwright.report.terms import Prose, Terms
 
 Row = dict[str, Any]
@@ -23,12 +22,8 @@ COLUMNS = (
     *("strategy", "status", "step ms", "spread", "speed", "/s", "peak MiB", "comm", "exposed", "bubble", "loss"),
     *("forecast ms", "forecast MiB"),
 )
-NARROW = (
-    ("strategy", "status", "step ms", "spread", "speed", "peak MiB", "loss"),
-    ("strategy", "comm", "exposed", "bubble", "forecast ms", "forecast MiB"),
-)
-"""The same in two tables, for narrow windows; only the rate, which follows from the step time, is left out."""
-ANY_WIDTH = 10_000
+MOST_TELLING = ("status", "step ms", "spread", "speed", "peak MiB", "loss")
+"""Columns that come first where the others do not fit beside them."""
 LEFT = ("strategy", "status", "loss")
 FIELDS = (
     *("strategy", "resolved", "status", "reason", "rounds", "step_ms", "step_ms_low", "step_ms_high", "samples_per_s"),
@@ -57,7 +52,7 @@ def comparison_page(document: Row) -> Group:
 
 
 class ComparisonTables:
-    """One table, or two if it is wider than the window."""
+    """One table, or several if it is wider than the window, each with the strategies."""
 
     def __init__(self, document: Row) -> None:
         self._document = document
@@ -65,11 +60,7 @@ class ComparisonTables:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         title = "{job} on {ranks} {device} ranks, batch {global_batch}".format_map(self._document)
         yield Text(title, style="italic")
-        table = comparison_table(self._document)
-        if Measurement.get(console, options.update(max_width=ANY_WIDTH), table).maximum <= options.max_width:
-            yield table
-        else:
-            yield from (comparison_table(self._document, columns) for columns in NARROW)
+        yield from (comparison_table(self._document, columns) for columns in self._split(console, options))
         yield Text(
             "step: median and middle half over all rounds; speed: relative to the fastest; peak: fullest rank; comm: "
             "share of a profiled step with communication in flight, exposed: while nothing computes; bubble: idle "
@@ -77,12 +68,29 @@ class ComparisonTables:
             style="dim",
         )
 
+    def _split(self, console: Console, options: ConsoleOptions) -> list[list[str]]:
+        """The columns of each table: all in one, or as many as fit, without the rate, which follows from the step."""
 
-def comparison_table(document: Row, columns: Sequence[str] = COLUMNS) -> Table:
-    table = Table()
+        def fits(columns: Sequence[str]) -> bool:
+            return needed_width(comparison_table(self._document, columns), console, options) <= options.max_width
+
+        if fits(COLUMNS):
+            return [list(COLUMNS)]
+        first, *others = COLUMNS
+        tables = [[first]]
+        for column in (*MOST_TELLING, *(column for column in others if column not in (*MOST_TELLING, "/s"))):
+            if len(tables[-1]) > 1 and not fits([*tables[-1], column]):
+                tables.append([first])
+            tables[-1].append(column)
+        return tables
+
+
+def comparison_table(document: Row, columns: Sequence[str] = COLUMNS) -> StrategyTable:
+    table = StrategyTable("", columns.index("strategy"))
     for column in columns:
         head = f"{speed_unit(document)}/s" if column == "/s" else column
-        table.add_column(head, justify="left" if column in LEFT else "right", no_wrap=column == "strategy")
+        is_text = column in LEFT
+        table.add_column(head, justify="left" if is_text else "right", no_wrap=not is_text)
     for row in document["results"]:
         shown: dict[str, RenderableType] = dict(zip(COLUMNS, cells(row), strict=True))
         shown["strategy"] = Terms(row["strategy"])

@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.facts.walk import OPTIMIZER, PASSES
+from meshwright.report.terms import Prose
 from meshwright.units import show_bytes, show_count, show_seconds
 
 VERBS = ("gathers", "computes", "sends", "frees")
@@ -58,7 +59,7 @@ class WalkPass:
 
 
 def explain_page(document: dict[str, Any]) -> Group:
-    parts: list[RenderableType] = [Text(headline(document), style="bold")]
+    parts: list[RenderableType] = [Prose("", lead=headline(document))]
     parts += [Text(f"{one['term']}: {one['summary']}") for one in document["summaries"]]
     parts.append(Text(forecast_sentence(document)))
     for walk in document["walks"]:

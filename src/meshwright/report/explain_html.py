@@ -53,7 +53,7 @@ def explain_html(document: dict[str, Any]) -> str:
         "explain_page.html",
         has_charts=False,
         headline=headline(document),
-        strategy=document["strategy"],
+        **{name: document[name] for name in ("job", "strategy", "cluster", "global_batch")},
         summaries=document["summaries"],
         forecast=forecast_sentence(document),
         holds=holds_picture(document["holds"]),

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from meshwright.report.tables import make_table
+from meshwright.report.strategy_table import strategy_table
 from meshwright.report.terms import Prose, Terms
 
 ROWS = {"micro_batch": "micro-batch", "batch": "batch"}
@@ -16,7 +16,7 @@ def largest_page(document: dict[str, Any]) -> RenderableType:
     """A row for each size of each strategy, and below it why some have none."""
     numbers = ("samples", "reserved GiB", "next GiB")
     title = f"{document['job']} on {document['cluster']}"
-    table = make_table(title, ("strategy", "largest"), numbers, strategy="strategy")
+    table = strategy_table(title, ("strategy", "largest"), numbers)
     for result in document["results"]:
         sizes = [(row, result[what], result["limits"][what]) for what, row in ROWS.items() if result["limits"][what]]
         for place, (row, size, limit) in enumerate(sizes or [("nothing", None, None)]):

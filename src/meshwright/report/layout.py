@@ -11,12 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.report.tables import make_table
+from meshwright.report.terms import Prose
 from meshwright.units import show_bytes, show_count
 
 
 def layout_page(document: dict[str, Any]) -> Group:
     mesh = " x ".join(f"{name} {size}" for name, size in document["mesh"].items()) or "one process"
-    parts: list[RenderableType] = [Text(f"{document['strategy']} on {document['ranks']} ranks: {mesh}", style="bold")]
+    parts: list[RenderableType] = [Prose("", lead=f"{document['strategy']} on {document['ranks']} ranks: {mesh}")]
     if "units" in document:
         parts.append(_units(document["units"]))
     if "float8" in document:

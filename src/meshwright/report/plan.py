@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.facts.finding import Finding
-from meshwright.report.tables import TITLE, make_list, make_table
-from meshwright.report.terms import Prose, Terms, break_strategies
+from meshwright.report.strategy_table import ANY_WIDTH, strategy_table
+from meshwright.report.tables import make_list
+from meshwright.report.terms import Prose, Terms
 from meshwright.units import GIB, show_bytes
 
 REASONS = 6
@@ -22,7 +23,6 @@ TOLD = 3
 """How many alternatives are told in sentences; the table has the others' figures."""
 SMALLEST = 0.1
 """GiB below which memory is shown in smaller units."""
-ANY_WIDTH = 10_000
 SMALL = 78
 """Below this width the table leaves out what the recommendation's lines and --json have: peak and mfu."""
 
@@ -45,10 +45,10 @@ def _recommended(document: dict[str, Any]) -> RenderableType:
     plan = document["plans"][0]
     tokens = plan["tokens_per_s_per_device"]
     speed = f"{tokens:,.0f} tokens/s per device" if tokens else f"{plan['samples_per_s']:,.1f} samples/s"
-    figures = f"{_milliseconds(plan['step_ms'])} per step, {speed}, {plan['reserved_gib']:.1f} GiB per device."
+    figures = f"{step_time(plan['step_ms'])} per step, {speed}, {plan['reserved_gib']:.1f} GiB per device."
     return Group(
         Text(f"{document['job']} on {document['cluster']}", style="italic"),
-        Text.assemble(("Recommended: ", "bold"), (break_strategies(plan["strategy"], TITLE), "bold green")),
+        Prose(plan["strategy"], "bold green", lead="Recommended: "),
         Prose(f"{figures} {' '.join(plan['why'])}"),
     )
 
@@ -70,8 +70,7 @@ def _table(document: dict[str, Any], *, wide: bool, small: bool = False) -> Tabl
     by_tokens = all(plan["tokens_per_s_per_device"] for plan in document["plans"])
     speed = "tokens/s\n/device" if by_tokens else "samples/s"
     numbers = ("step", speed, "reserved\nGiB", *(() if small else ("peak\nGiB", "mfu")))
-    table = make_table("", ("strategy",), numbers, strategy="strategy")
-    table.title = None
+    table = strategy_table("", ("strategy",), numbers)
     if wide:
         table.add_column("time by cause")
     theirs = place_of(document)
@@ -82,7 +81,7 @@ def _table(document: dict[str, Any], *, wide: bool, small: bool = False) -> Tabl
         yours = f"<- yours, number {place}" if place == theirs else ""
         table.add_row(
             Terms(plan["strategy"], "; ".join(filter(None, [yours, "" if wide else shares]))),
-            _milliseconds(plan["step_ms"]),
+            step_time(plan["step_ms"]),
             f"{plan['tokens_per_s_per_device'] if by_tokens else plan['samples_per_s']:,.0f}",
             f"{plan['reserved_gib']:.1f}{'*' if plan['grade'] == 'trace' else ''}",
             *([] if small else [f"{plan['peak_gib']:.1f}", f"{plan['mfu']:.0%}"]),
@@ -109,7 +108,7 @@ def kernel_words(plan: dict[str, Any]) -> list[str]:
     return [f"{plan['time_grade']}: {listed}"]
 
 
-def _milliseconds(value: float) -> str:
+def step_time(value: float) -> str:
     return f"{value / 1e3:.2f} s" if value >= 1e3 else f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
 
 
@@ -134,8 +133,8 @@ def _against(against: dict[str, Any]) -> Prose:
     return Prose(" ".join([verdict(against), *against["notes"]]), lead=f"{against['file']} ({against['origin']})  ")
 
 
-def _memory(plan: dict[str, Any]) -> Table:
-    table = make_list(break_strategies(f"memory of {plan['strategy']}", TITLE))
+def _memory(plan: dict[str, Any]) -> RenderableType:
+    table = make_list("")
     for cause, size in plan["memory"].items():
         if size > 0:
             table.add_row(cause, f"{size:.2f} GiB" if size >= SMALLEST else show_bytes(size * GIB))
@@ -144,12 +143,12 @@ def _memory(plan: dict[str, Any]) -> Table:
         table.add_row("pipeline ranks", f"{peaks} GiB")
     if plan["host_gib"]:
         table.add_row("host memory per node", f"{plan['host_gib']:.1f} GiB")
-    return table
+    return Group(Prose(f"memory of {plan['strategy']}", "italic"), table)
 
 
 def _refused(document: dict[str, Any]) -> Prose:
     """The number of candidates, and the most common reasons for refusing them."""
-    counts = Counter(_kind(refusal["reason"]) for refusal in document["refused"])
+    counts = Counter(map(_kind, document["refused"]))
     head = f"{document['candidates']:,} candidates in {document['seconds']:.1f} s"
     if not counts:
         return Prose(head)
@@ -159,7 +158,9 @@ def _refused(document: dict[str, Any]) -> Prose:
     return Prose("\n".join([f"{head}; {len(document['refused']):,} refused or too large:", *lines, *folded]))
 
 
-def _kind(reason: str) -> str:
+def _kind(refusal: dict[str, Any]) -> str:
+    """The reason in words that other strategies share."""
+    reason: str = refusal["reason"].replace(refusal["strategy"], "the strategy")
     if reason.startswith("needs "):
         return "do not fit"
     return "do not fit with a smaller micro-batch either" if reason.startswith("does not fit with") else reason

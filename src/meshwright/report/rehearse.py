@@ -9,7 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.facts.forecast import MEMORY_CAUSES
+from meshwright.report.strategy_table import FirstThatFits, StrategyTable, strategy_table
 from meshwright.report.tables import make_table
+from meshwright.report.terms import Prose, Terms
 from meshwright.units import GIB, show_bytes, show_seconds
 
 ROWS = ("allocated", "reserved", "compute", "step")
@@ -17,10 +20,10 @@ ROWS = ("allocated", "reserved", "compute", "step")
 
 
 def rehearsal_page(document: dict[str, Any]) -> Group:
-    parts: list[RenderableType] = [Text(headline(document), style="bold"), Text(verdict(document)), _table(document)]
+    parts: list[RenderableType] = [Prose("", lead=headline(document)), Prose(verdict(document)), _table(document)]
     if document["roles"]:
         parts.append(_roles(document["roles"]))
-    parts += [Text(line) for line in remarks(document)]
+    parts += [Prose(line) for line in remarks(document)]
     return Group(*parts)
 
 
@@ -57,14 +60,20 @@ def out_of_memory(measured: dict[str, Any], limit: str) -> str:
 
 
 def figures(document: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    """Name, measured, forecast and error of each figure."""
+    """Name, measured, forecast and error of each figure that there is."""
     measured, forecast, errors = document["measured"], document["forecast"], document["error"]
     yield "allocated", _gib(measured["peak_gib"]), _gib(forecast["peak_gib"]), _share(errors["memory"])
-    yield "reserved", _gib(measured["reserved_gib"]), _gib(forecast["reserved_gib"]), _share(errors["reserved"])
+    if measured["reserved_gib"] is not None or forecast["reserved_gib"] is not None:  # not on a CPU
+        yield "reserved", _gib(measured["reserved_gib"]), _gib(forecast["reserved_gib"]), _share(errors["reserved"])
     yield "compute", _ms(measured["compute_ms"]), _ms(forecast["compute_ms"]), _share(errors["time"])
     yield "step, with communication", _ms(measured["step_ms"]), _ms(forecast["step_ms"]), ""
-    for cause in {**measured["memory"], **forecast["memory"]}:
+    for cause in sorted({**measured["memory"], **forecast["memory"]}, key=place_of_cause):
         yield f"  {cause}", _gib(measured["memory"].get(cause)), _gib(forecast["memory"].get(cause)), ""
+
+
+def place_of_cause(cause: str) -> int:
+    """Where a cause of memory stands, so that measured and forecast ones have one order."""
+    return MEMORY_CAUSES.index(cause) if cause in MEMORY_CAUSES else len(MEMORY_CAUSES)
 
 
 def remarks(document: dict[str, Any]) -> list[str]:
@@ -94,16 +103,24 @@ def tuning_page(document: dict[str, Any]) -> Group:
     chosen = document["strategy"] or "no strategy fits"
     parts: list[RenderableType] = [
         Text(title, style="bold"),
-        Text(f"use: {chosen}", style="bold"),
+        Prose(chosen, "bold green", lead="Use: "),
         trials_table(document),
     ]
-    return Group(*parts, *(Text(line) for line in document["why"]))
+    return Group(*parts, *(Prose(line) for line in document["why"]))
 
 
-def trials_table(document: dict[str, Any]) -> Table:
-    table = make_table("trials, in order", ("strategy", "fits"), ("step", "forecast", "memory", "forecast"))
+def trials_table(document: dict[str, Any]) -> FirstThatFits:
+    """All trials; a narrow window has no room for the forecasts."""
+    return FirstThatFits(_trials(document, forecasts=True), _trials(document, forecasts=False))
+
+
+def _trials(document: dict[str, Any], *, forecasts: bool) -> StrategyTable:
+    numbers = ("step", "forecast", "memory", "forecast") if forecasts else ("step", "memory")
+    table = strategy_table("trials, in order", ("strategy", "fits"), numbers)
     for trial in document["trials"]:
-        table.add_row(*trial_cells(trial))
+        strategy, fits, step, step_told, memory, memory_told = trial_cells(trial)
+        cells = (step, step_told, memory, memory_told) if forecasts else (step, memory)
+        table.add_row(Terms(strategy), fits, *cells)
     return table
 
 
@@ -127,12 +144,17 @@ def _table(document: dict[str, Any]) -> Table:
     return table
 
 
-def _roles(roles: list[dict[str, Any]]) -> Table:
-    columns = ("allocated", "forecast", "error", "reserved", "compute", "error")
-    table = make_table("roles", ("rank", "result"), columns)
-    for role in roles:
-        table.add_row(*role_cells(role))
-    return table
+def _roles(roles: list[dict[str, Any]]) -> FirstThatFits:
+    """A row for each role; a narrow window has no room for forecasts and reserved memory."""
+    heads = ("rank", "result", "allocated", "forecast", "error", "reserved", "compute", "error")
+    every, few = range(len(heads)), (0, 1, 2, 4, 6, 7)
+    tables = []
+    for places in (every, few):
+        names = [heads[place] for place in places]
+        tables.append(make_table("roles", names[:2], names[2:]))
+        for role in roles:
+            tables[-1].add_row(*(role_cells(role)[place] for place in places))
+    return FirstThatFits(*tables)
 
 
 def role_cells(role: dict[str, Any]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.report.colours import MEMORY, UNKNOWN
 from meshwright.report.html import render_page, write_file
-from meshwright.report.rehearse import figures, headline, remarks, role_cells, trial_cells, verdict
+from meshwright.report.rehearse import figures, headline, place_of_cause, remarks, role_cells, trial_cells, verdict
 from meshwright.units import GIB, show_bytes
 
 
@@ -21,7 +21,7 @@ def rehearsal_html(document: dict[str, Any]) -> str:
         document=document,
         verdict=verdict(document),
         bars=[_bar(name, document) for name in ("measured", "forecast")],
-        figures=[row for row in figures(document)],
+        figures=list(figures(document)),
         roles=[role_cells(role) for role in document["roles"]],
         remarks=remarks(document),
     )
@@ -44,7 +44,7 @@ def _bar(name: str, document: dict[str, Any]) -> dict[str, Any]:
             "share": 100 * size / width if width else 0.0,
             "words": f"{cause} {show_bytes(size * GIB)}",
         }
-        for cause, size in memory.items()
+        for cause, size in sorted(memory.items(), key=lambda item: place_of_cause(item[0]))
         if size > 0
     ]
     return {"name": name, "parts": parts}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import ceil
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from meshwright.report.tables import make_table
+from meshwright.report.plan import step_time
+from meshwright.report.strategy_table import FirstThatFits, StrategyTable, needed_width, strategy_table
 from meshwright.report.terms import Prose, Terms
 from meshwright.units import show_count
 
@@ -19,7 +22,7 @@ DRAWN = 8
 def sweep_page(document: Document, drawn: int = DRAWN) -> RenderableType:
     """The best strategy at each point, the kinds side by side, and the crossings."""
     lines = [Prose(sentence) for sentence in (*crossing_sentences(document), *document["advice"])]
-    return Group(_best(document), _kinds(document, drawn), *lines, _refused(document))
+    return Group(_best(document), KindTables(document, drawn), *lines, _refused(document))
 
 
 def value_of(document: Document, value: float) -> str:
@@ -71,40 +74,66 @@ def _sentence(document: Document, crossing: dict[str, Any]) -> str:
     return f"{start} is faster than {crossing['over_strategy']}: its step takes {crossing['gain']:.0%} less time."
 
 
+FIGURES = ("step", "all", "per device", "reserved\nGiB", "mfu")
+FEW_FIGURES = ("step", "per device", "GiB")
+"""Those that a narrow window has room for."""
+
+
 def _best(document: Document) -> RenderableType:
+    tables = FirstThatFits(_best_table(document, FIGURES), _best_table(document, FEW_FIGURES))
+    bars = "in closed form: memory within 10%, time within 20%, in 3 of 4 cases"
+    return Group(tables, Prose(bars, "dim"))
+
+
+def _best_table(document: Document, figures: Sequence[str]) -> StrategyTable:
     unit = speed_unit(document)
-    numbers = ("step", unit, f"{unit} per device", "reserved GiB", "mfu")
-    title, left = f"{document['job']} on {document['cluster']}", (swept_title(document), "best strategy")
-    table = make_table(title, left, numbers, strategy="best strategy")
+    heads = [{"all": unit, "per device": f"{unit}\n/device"}.get(figure, figure) for figure in figures]
+    title, left = (
+        f"{document['job']} on {document['cluster']}",
+        (swept_title(document).replace(" (", "\n("), "best strategy"),
+    )
+    table = strategy_table(title, left, heads, strategy="best strategy")
     for point in document["points"]:
         plan = plan_of(point, point["best_kind"])
         shown = f"{point['value']:,g}"
         if plan is None:
-            table.add_row(shown, "nothing fits", *("-" for _ in numbers))
+            table.add_row(shown, "nothing fits", *("-" for _ in figures))
             continue
-        table.add_row(
-            shown,
-            Terms(plan["strategy"]),
-            f"{plan['step_ms']:,.0f} ms",
-            f"{speed_of(plan, per_device=False):,.0f}",
-            f"{speed_of(plan, per_device=True):,.1f}",
-            f"{plan['reserved_gib']:.1f}",
-            f"{plan['mfu']:.0%}",
-        )
-    table.caption = "in closed form: memory within 10%, time within 20%, in 3 of 4 cases"
+        cells = {
+            "step": step_time(plan["step_ms"]),
+            "all": f"{speed_of(plan, per_device=False):,.0f}",
+            "per device": f"{speed_of(plan, per_device=True):,.1f}",
+            **dict.fromkeys(("reserved\nGiB", "GiB"), f"{plan['reserved_gib']:.1f}"),
+            "mfu": f"{plan['mfu']:.0%}",
+        }
+        table.add_row(shown, Terms(plan["strategy"]), *(cells[figure] for figure in figures))
     return table
 
 
-def _kinds(document: Document, drawn: int) -> RenderableType:
-    """A row for each kind: its speed and memory at every point."""
-    points = document["points"]
-    title = f"{speed_unit(document)} per device (reserved GiB) of the best plan of each kind"
-    table = make_table(title, ("kind",), [f"{point['value']:,g}" for point in points], strategy="kind")
-    for kind in drawn_kinds(document, drawn):
-        table.add_row(
-            Terms(kind), *(_cell(plan_of(point, kind), is_best=kind == point["best_kind"]) for point in points)
-        )
-    return table
+class KindTables:
+    """A row for each kind, with its speed and memory at every point; several tables if the points are too many."""
+
+    def __init__(self, document: Document, drawn: int) -> None:
+        self._document = document
+        self._kinds = drawn_kinds(document, drawn)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        points = self._document["points"]
+        for number in range(1, len(points) + 1):
+            size = ceil(len(points) / number)
+            tables = [self._table(points[start : start + size]) for start in range(0, len(points), size)]
+            if max(needed_width(table, console, options) for table in tables) <= options.max_width:
+                break
+        title = f"{speed_unit(self._document)} per device (reserved GiB) of the best plan of each kind"
+        yield Text(title, style="italic")
+        yield from tables
+
+    def _table(self, points: Sequence[Document]) -> StrategyTable:
+        table = strategy_table("", ("kind",), [f"{point['value']:,g}" for point in points], strategy="kind")
+        for kind in self._kinds:
+            cells = (_cell(plan_of(point, kind), is_best=kind == point["best_kind"]) for point in points)
+            table.add_row(Terms(kind), *cells)
+        return table
 
 
 def _cell(plan: dict[str, Any] | None, *, is_best: bool) -> Text:

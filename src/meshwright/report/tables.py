@@ -9,21 +9,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.report.terms import Prose, Terms, break_strategies
+from meshwright.report.strategy_table import FirstThatFits, StrategyTable, strategy_table, with_columns
+from meshwright.report.terms import Prose, Terms
 from meshwright.units import GIB, show_bytes
 
 
-def make_table(title: str | Text, left: Sequence[str], right: Sequence[str] = (), *, strategy: str = "") -> Table:
-    """A table with left-justified columns, followed by right-justified ones.
-
-    The column that `strategy` names holds `Terms`: the others shrink before it does.
-    """
-    table = Table(title=title, title_justify="left")
-    for column in left:
-        table.add_column(column, no_wrap=column == strategy)
-    for column in right:
-        table.add_column(column, justify="right")
-    return table
+def make_table(title: str | Text, left: Sequence[str], right: Sequence[str] = ()) -> Table:
+    """A table with left-justified columns, followed by right-justified ones."""
+    return with_columns(Table(title=title, title_justify="left"), left, right)
 
 
 TITLE = 76
@@ -31,7 +24,7 @@ TITLE = 76
 
 
 def make_list(title: str | Text, *, justify: Literal["left", "right"] = "right") -> Table:
-    """A table of names and values without a header, wide enough for a title with a strategy."""
+    """A table of names and values without a header, wide enough for its title."""
     table = Table(
         title=title,
         title_justify="left",
@@ -47,9 +40,9 @@ TOLD_START_UP = 1.0
 """Seconds of start-up from which a summary tells them."""
 
 
-def summary_table(summary: dict[str, Any]) -> Table:
+def summary_page(summary: dict[str, Any]) -> Group:
     ranks = f"{summary['ranks']} {summary['device']} rank{'s' * (summary['ranks'] > 1)}"
-    table = make_list(break_strategies(f"{summary['strategy']} on {ranks}", TITLE))
+    table = make_list("")
     resumed = f" (resumed at {summary['resumed_at']})" if summary["resumed_at"] else ""
     table.add_row("steps", f"{summary['steps']}{resumed}")
     table.add_row("epochs completed", str(summary["epochs"]))
@@ -81,7 +74,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         table.add_row("stopped early by", Text(f"{found['metric']}, {best}"))
     if summary.get("limit"):
         table.caption, table.caption_justify = Text(" ".join(_limits(summary))), "left"
-    return table
+    return Group(Prose(f"{summary['strategy']} on {ranks}", "italic"), table)
 
 
 def forecast_words(found: dict[str, Any]) -> str:
@@ -100,20 +93,37 @@ def _limits(summary: dict[str, Any]) -> list[str]:
     return [summary["limit"]["sentence"], *filter(None, [summary.get("advice")])]
 
 
-def verdict_table(results: Sequence[dict[str, Any]]) -> Group:
+DIFFERENCES = {
+    "loss": "loss_max_rel",
+    "grad norm": "grad_norm_max_rel",
+    "gradients": "grad_max_rel",
+    "parameters": "param_max_abs",
+}
+"""Columns of a verdict."""
+MOST_TELLING = ("loss", "gradients")
+"""Those that a narrow window has room for; --json has all."""
+
+
+def verdict_page(results: Sequence[dict[str, Any]]) -> Group:
     """Each strategy's largest differences from plain PyTorch, and below it the first differences."""
-    numbers = {"loss": "loss_max_rel", "grad norm": "grad_norm_max_rel", "gradients": "grad_max_rel"}
-    numbers["parameters"] = "param_max_abs"
+    tables = FirstThatFits(_verdicts(results, tuple(DIFFERENCES)), _verdicts(results, MOST_TELLING, narrow=True))
+    return Group(tables, *(Prose(line) for result in results for line in _reasons(result)))
+
+
+def _verdicts(results: Sequence[dict[str, Any]], names: Sequence[str], *, narrow: bool = False) -> StrategyTable:
+    """A row for each strategy; in a narrow window the precision is a line below it."""
     title = "compared with plain PyTorch in one process"
-    table = make_table(title, ("strategy", "equal", "in"), tuple(numbers), strategy="strategy")
+    table = strategy_table(title, ("strategy", "equal", *(() if narrow else ("in",))), names)
     for result in results:
         word = "NO" if result["status"] == "differs" else result["status"]
         equal = "[green]yes[/]" if result["equal"] else f"[red]{word}[/]"
-        values = (_number(result[key]) for key in numbers.values())
-        table.add_row(Terms(result["strategy"]), equal, result["precision"] or "-", *values)
+        precision = result["precision"] or "-"
+        values = (_number(result[DIFFERENCES[name]]) for name in names)
+        strategy = Terms(result["strategy"], f"in {precision}" if narrow else "")
+        table.add_row(strategy, equal, *([] if narrow else [precision]), *values)
     notes = dict.fromkeys(result["note"] for result in results if result.get("note"))
     table.caption = "\n".join(("largest differences: relative, for parameters absolute", *notes))
-    return Group(table, *(Prose(line) for result in results for line in _reasons(result)))
+    return table
 
 
 def _reasons(result: dict[str, Any]) -> list[str]:

@@ -24,10 +24,7 @@ def lines_of(strategy: str, width: int) -> list[str]:
 
 
 class Terms:
-    """A strategy as a table cell, optionally with a dim note below it.
-
-    Its column should be `no_wrap`, so that other columns shrink before a term would have to break.
-    """
+    """A strategy as a cell of a `StrategyTable`, optionally with a dim note below it."""
 
     def __init__(self, strategy: str, note: str = "") -> None:
         self._strategy = strategy
@@ -57,6 +54,12 @@ class Prose:
         width = options.max_width
         shown = Text(break_strategies(self._lead, width), style="bold")
         yield shown.append(break_strategies(self._text, width), style=f"not bold {self._style}")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        whole = f"{self._lead}{self._text}"
+        longest = max((len(term) for word in whole.split() for term in lines_of(word, 0)), default=0)
+        widest = max(map(len, whole.split("\n")))
+        return Measurement(min(longest, options.max_width), min(widest, options.max_width))
 
 
 def break_strategies(text: str, width: int) -> str:

@@ -17,6 +17,8 @@ class LinkKind:
     """Seconds of one hop in NCCL's protocol for large messages."""
     contention: float = 0.0
     """Slowdown of a node's link for each further node, as a share."""
+    ring_contention: float = 0.0
+    ring_crowding: float = 0.0
     crowding: float = 0.0
     """Growth of a hop's latency with each doubling of the groups that send over the same network, as a share."""
     stalled: float = 0.0
@@ -63,7 +65,15 @@ KINDS: Mapping[str, LinkKind] = MappingProxyType(
         "infiniband": LinkKind(efficiency=0.93, latency=14e-6, source=_INFINIBAND),
         "roce": LinkKind(efficiency=0.9, latency=17e-6, contention=0.005, source=_ROCE),
         "efa": LinkKind(
-            efficiency=0.9, latency=43e-6, contention=0.2, crowding=0.12, stalled=0.016, stall=0.31, source=_EFA
+            efficiency=0.9,
+            latency=40e-6,
+            contention=0.2,
+            ring_contention=0.1,
+            ring_crowding=0.15,
+            crowding=0.12,
+            stalled=0.016,
+            stall=0.31,
+            source=_EFA,
         ),
         "ethernet": LinkKind(efficiency=0.8, latency=50e-6, contention=0.005, source=_ETHERNET),
         "shared-memory": LinkKind(efficiency=1.0, latency=300e-6, source=_GLOO),

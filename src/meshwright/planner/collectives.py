@@ -155,7 +155,7 @@ def _path(group: RankGroup, links: _Links, protocol: _Protocol) -> _Path:
     has_switch = links.within.kind == "nvlink-sharp"
     return _Path(
         within=_within(group, links) * protocol.bandwidth,
-        between=between,
+        between=between / (1 + kind.ring_contention * (group.nodes - 1) + kind.ring_crowding * group.doublings),
         crowded=between / (1 + kind.contention * (group.nodes - 1)),
         hop=links.within.latency * protocol.within,
         far_hop=links.between.latency * protocol.between * (1 + kind.crowding * group.doublings),

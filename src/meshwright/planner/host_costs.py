@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +28,11 @@ class HostCosts:
     collective: float = 300e-6
     """For a collective that compute waits for. On H100 nodes under nanotron (ultra-scale playbook), a decoder block
     with a tensor axis takes 4.4 to 4.8 ms however narrow it is: its eight collectives, apart from the launches."""
-    stall: float = 260e-6
-    """Added to each collective of a tensor axis for each of its ranks if a pipeline's neighbours are on other nodes:
-    hosts that wait for the network arrive late, and a collective waits for the last one (same sweep)."""
+    stall: float = 180e-6
+    """Added to each collective of a tensor axis if a pipeline's neighbours are on other nodes, times its ranks to the
+    power of `growth`: hosts that wait for the network arrive late, and a collective waits for the last one (same sweep:
+    0.5 ms with 2 ranks, 1.1 with 4, 2.4 with 8 and 6 with 16, on 4 to 64 nodes)."""
+    growth: ClassVar[float] = 1.17
     neighbour: float = 300e-6
     """For receiving a micro-batch's activations or gradients and sending the results on, in PyTorch's pipeline runtime:
     two batched sends and receives."""

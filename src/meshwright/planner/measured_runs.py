@@ -220,8 +220,8 @@ def _step_layout(values: Mapping[str, Any]) -> StepLayout:
         cast_bytes=0 if FORMATS[compute].bytes == rest or stage == 3 else FORMATS[compute].bytes,
         reshards=stage == 3,
         reduce_bytes=gradient,
-        # Gradients with a separate accumulator are sent when the sum is complete.
-        overlaps=gradient == rest or stage >= 2,
+        # An accumulator of its own is reduced to shards when the sum is complete; DDP reduces it bucket by bucket.
+        overlaps=gradient == rest or stage != 1,
         sequence=_is_true(values.get("sequence_parallel")),
         elastic=_is_true(values.get("sequence_parallel")),
     )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from meshwright.planner.collectives import RankGroup
 from meshwright.planner.kernels import moving
 from meshwright.planner.site import Site
-from meshwright.planner.stage_costs import WIDE
 from meshwright.planner.stage_work import StageWork, UnitWork
 from meshwright.strategies.model_axis import Sent
 
@@ -126,7 +125,7 @@ def _meeting(site: Site, ranks: int) -> float:
     """Host seconds of one collective of an inner axis."""
     crosses = site.step_layout.stage_ranks > 1 and site.neighbour.nodes > 1
     host = site.host
-    stall = host.stall * ranks * max(1.0, ranks / WIDE) if crosses and not site.step_layout.compile else 0.0
+    stall = host.stall * ranks**host.growth if crosses and not site.step_layout.compile else 0.0
     return host.collective + stall
 
 

@@ -20,6 +20,9 @@ from meshwright.schedules import FAMILIES
 
 UPDATE_BYTES = 28
 """Bytes per element in a fused Adam step: parameter, gradient and two moments are read, all but gradients written."""
+LOSS_WAITS = 0.5
+"""Share of a loss on a stage by itself that the stage before it waits for (published sweep on H100 nodes, 1B decoders
+in 8 stages and 3B ones in 16: 0.3 to 1.0 on several nodes, none within one)."""
 HOST_BANDWIDTH = 2e11
 """Bytes per second of a two-socket server's memory, shared by its devices: eight channels of DDR4-3200 a socket."""
 
@@ -171,7 +174,9 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
     passes = [made[stage.counted] for stage in stages]
     ranks = stages_of(layout)
     work = [sum(passes[i][0].total + passes[i][1].total for i in own) for own in ranks]
-    slowest = max(range(layout.stage_ranks), key=work.__getitem__)
+    waits = _waits_for_loss(stages, work)
+    slowest = max(range(layout.stage_ranks), key=lambda rank: work[rank] + waits[rank])
+    timing.add("bubble", layout.micro_batches * waits[slowest])
     held = [(sum(stages[i].trainable for i in own), sum(stages[i].inside for i in own)) for own in ranks]
     updates = [moving(_updated(layout, *own), site.hardware) for own in held]
     timing.busy = [layout.micro_batches * each + update for each, update in zip(work, updates, strict=True)]
@@ -192,6 +197,16 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
         timing.add("data", _gather(site, busiest.elements * layout.virtual, busiest.inside * layout.virtual))
 
 
+def _waits_for_loss(stages: tuple[StageWork, ...], work: list[float]) -> list[float]:
+    """Seconds per micro-batch that each rank waits for a last stage which has nothing but the loss.
+
+    The two stages send logits back and forth, so that one computes while the other does for a part of the time only.
+    """
+    if len(stages) != len(work) or stages[-1].elements:
+        return [0.0] * len(work)
+    return [*(0.0 for _ in work[:-2]), LOSS_WAITS * work[-1], 0.0]
+
+
 def _idle_and_sent(site: Site, stages: tuple[StageWork, ...], work: list[float]) -> tuple[float, float]:
     """Seconds that the slowest rank waits for the others, and for messages: once through all stages and back."""
     hops = 2 * (site.step_layout.stage_ranks - 1)
@@ -201,11 +216,9 @@ def _idle_and_sent(site: Site, stages: tuple[StageWork, ...], work: list[float])
 
 def _stalls(site: Site) -> float:
     """Seconds that messages between stages lose on a stalled path: those of a rank with neighbours on both sides."""
-    if site.neighbour.nodes == 1:
-        return 0.0
     layout = site.step_layout
     neighbours = min(2, layout.stage_ranks - 1)
-    return 2 * neighbours * layout.virtual * layout.micro_batches * site.stall
+    return 2 * neighbours * layout.virtual * layout.micro_batches * site.stage_stall
 
 
 def _bubble(layout: StepLayout, work: list[float]) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from meshwright.facts.hardware import Hardware
 from meshwright.planner.cpu_pipeline import idle_seconds
-from meshwright.planner.gradient_sums import exposed_sums, gradient_sum
+from meshwright.planner.gradient_sums import exposed_sums, gradient_sum, summed_in_buckets
 from meshwright.planner.kernels import moving
 from meshwright.planner.site import Site
 from meshwright.planner.stage_costs import StageCosts
@@ -191,7 +191,8 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
     if layout.reduced > 1:
         # After a micro-batch's backward the stage waits for the sum; what zero2 has sent by then is left out.
         times = layout.micro_batches if layout.reduces_each else 1
-        summed = gradient_sum(site, busiest.trainable * layout.virtual, busiest.inside * layout.virtual)
+        held = busiest.trainable * layout.virtual, busiest.inside * layout.virtual
+        summed = summed_in_buckets(site, held[0]) if layout.overlaps else gradient_sum(site, *held)
         timing.add("data", times * summed)
     if layout.gathers:
         timing.add("data", _gather(site, busiest.elements * layout.virtual, busiest.inside * layout.virtual))

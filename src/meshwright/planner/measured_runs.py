@@ -208,8 +208,7 @@ def _step_layout(values: Mapping[str, Any]) -> StepLayout:
         recompute=values.get("activation_ckpt") or "none",
         compile=_is_true(values.get("compile")),
         parameters_over=over if stage == 3 else 1,
-        # A single micro-batch needs no sum: its gradients go straight to their shards.
-        gradients_over=over if stage >= 2 or (stage == 1 and has_masters and not accumulates) else 1,
+        gradients_over=over if stage >= 2 else 1,
         optimizer_over=over,
         parameter_bytes=rest,
         gradient_bytes=gradient,

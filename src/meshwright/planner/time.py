@@ -20,6 +20,8 @@ from meshwright.schedules import FAMILIES
 
 UPDATE_BYTES = 28
 """Bytes per element in a fused Adam step: parameter, gradient and two moments are read, all but gradients written."""
+STALLED_BUCKETS = 3
+"""DDP's buckets that stall one after the other where messages do (published sweep on 64 nodes: 1 to 8)."""
 LOSS_WAITS = 0.5
 """Share of a loss on a stage by itself that the stage before it waits for (published sweep on H100 nodes, 1B decoders
 in 8 stages and 3B ones in 16: 0.3 to 1.0 on several nodes, none within one)."""
@@ -70,10 +72,15 @@ def forecast_time(step_layout: StepLayout, stage_costs: StageCosts, hardware: Ha
         _plain(timing, site, stages[0])
     _update(timing, site, stages)
     if site.data.nodes > 1:
-        timing.add("data", site.stall)
+        timing.add("data", site.stall * (STALLED_BUCKETS if _in_buckets(step_layout) else 1))
     timing.waits = site.host.step_of_graphs if step_layout.graphs else site.host.step
     timing.add("host", timing.waits)
     return timing
+
+
+def _in_buckets(layout: StepLayout) -> bool:
+    """Whether gradients are summed in buckets while backward runs, as DDP does."""
+    return layout.overlaps and layout.optimizer_over == 1
 
 
 def _plain(timing: Timing, site: Site, stage: StageWork) -> None:
@@ -192,7 +199,7 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
         # After a micro-batch's backward the stage waits for the sum; what zero2 has sent by then is left out.
         times = layout.micro_batches if layout.reduces_each else 1
         held = busiest.trainable * layout.virtual, busiest.inside * layout.virtual
-        summed = summed_in_buckets(site, held[0]) if layout.overlaps else gradient_sum(site, *held)
+        summed = summed_in_buckets(site, held[0]) if _in_buckets(layout) else gradient_sum(site, *held)
         timing.add("data", times * summed)
     if layout.gathers:
         timing.add("data", _gather(site, busiest.elements * layout.virtual, busiest.inside * layout.virtual))

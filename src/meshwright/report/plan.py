@@ -96,7 +96,8 @@ def _caption(plans: list[dict[str, Any]]) -> str:
     traced = any(plan["grade"] == "trace" for plan in plans)
     bars = plans[0]["error_bar"]
     notes = [f"memory within {bars['memory']:.0%}, time within {bars['time']:.0%}, in 3 of 4 cases"] if bars else []
-    return "; ".join([*(["* traced on fake tensors"] if traced else []), *notes])
+    untested = plans[0].get("untested", ())
+    return " ".join(["; ".join([*(["* traced on fake tensors"] if traced else []), *notes]), *untested])
 
 
 def _milliseconds(value: float) -> str:

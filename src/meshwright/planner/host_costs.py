@@ -14,7 +14,7 @@ class HostCosts:
     than in anything else, so each `StepLayout` names its engine's costs.
     """
 
-    operator: float = 24e-6
+    operator: float = 26e-6
     """Added to each launch in eager mode. A step of a GPT of 24 layers under ddp,bf16 takes 54.6 ms on an H200, which
     would compute it in 30 (docs/data/gpu_check.json): some 1,400 operators at 30 us, and 9 ms."""
     step: float = 6e-3

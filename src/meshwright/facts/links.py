@@ -16,9 +16,11 @@ class LinkKind:
     latency: float
     """Seconds of one hop in NCCL's protocol for large messages."""
     contention: float = 0.0
-    """Slowdown of a node's link for each further node, as a share."""
+    """Slowdown of a node's link in trees for each further node, as a share: many pairs of nodes send at once."""
     ring_contention: float = 0.0
+    """The same in rings."""
     ring_crowding: float = 0.0
+    """Slowdown of rings with each doubling of the groups that send over the same network, as a share."""
     crowding: float = 0.0
     """Growth of a hop's latency with each doubling of the groups that send over the same network, as a share."""
     stalled: float = 0.0

@@ -25,6 +25,9 @@ HELD_WHILE_STALLED = 0.13
 HELD_IN_ONE, HELD_IN_ONE_OF_STAGES = 0.6, 0.8
 """The same in a step of one micro-batch, without and with a pipeline: no earlier one left anything to the streams, and
 no host waits for a message of another (published sweep: 0.4 to 1.0)."""
+RETURNING = 0.02
+"""Seconds per GiB that an allocator returns to the device and asks for again (published sweep, tensor axes that need
+more than there is: 0.02 to 0.11)."""
 MARGIN = 0.025
 """Share of a device's memory that a caching allocator loses to fragmentation."""
 
@@ -96,7 +99,9 @@ def account(
     # In a pipeline, gathered inputs belong to micro-batches in flight: streams do not return them in time.
     returns = step_layout.elastic and step_layout.stage_ranks == 1
     if returns and max(rank.peak for rank in ranks) > usable(hardware):
-        ranks = _squeezed(step_layout, stage_costs, ranks, usable(hardware))
+        full, ranks = ranks, _squeezed(step_layout, stage_costs, ranks, usable(hardware))
+        returned = max(rank.peak for rank in full) - max(rank.peak for rank in ranks)
+        timing.add("host", step_layout.micro_batches * RETURNING * returned / GIB)
     fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].peak)
     if not step_layout.elastic and worth_timing(ranks[fullest]):
         timing = forecast_time(step_layout, stage_costs, hardware, per_node)

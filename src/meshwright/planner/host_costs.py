@@ -16,7 +16,8 @@ class HostCosts:
 
     operator: float = 26e-6
     """Added to each launch in eager mode. A step of a GPT of 24 layers under ddp,bf16 takes 54.6 ms on an H200, which
-    would compute it in 30 (docs/data/gpu_check.json): some 1,400 operators at 30 us, and 9 ms."""
+    would compute it in 30 (docs/data/gpu_check.json): some 1,400 operators at 30 us, and 9 ms. Steps of published
+    sweeps with small micro-batches fit best with 32."""
     step: float = 6e-3
     """Once per step, while the device waits: reading the loss and the norm, starting the optimizer (same rows)."""
     step_of_graphs: float = 2e-3
@@ -28,11 +29,12 @@ class HostCosts:
     collective: float = 300e-6
     """For a collective that compute waits for. On H100 nodes under nanotron (ultra-scale playbook), a decoder block
     with a tensor axis takes 4.4 to 4.8 ms however narrow it is: its eight collectives, apart from the launches."""
-    stall: float = 180e-6
+    stall: float = 200e-6
     """Added to each collective of a tensor axis if a pipeline's neighbours are on other nodes, times its ranks to the
     power of `growth`: hosts that wait for the network arrive late, and a collective waits for the last one (same sweep:
     0.5 ms with 2 ranks, 1.1 with 4, 2.4 with 8 and 6 with 16, on 4 to 64 nodes)."""
-    growth: ClassVar[float] = 1.17
+    growth: ClassVar[float] = 1.15
+    """Fitted to the same runs."""
     neighbour: float = 300e-6
     """For receiving a micro-batch's activations or gradients and sending the results on, in PyTorch's pipeline runtime:
     two batched sends and receives."""

@@ -181,6 +181,11 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
     passes = [made[stage.counted] for stage in stages]
     ranks = stages_of(layout)
     work = [sum(passes[i][0].total + passes[i][1].total for i in own) for own in ranks]
+    # Hosts wait for each other's messages once the pipeline is full, not while it fills and drains.
+    calm = [
+        sum(passes[i][0].total + passes[i][1].total - passes[i][0].late - passes[i][1].late for i in own)
+        for own in ranks
+    ]
     waits = _waits_for_loss(stages, work)
     slowest = max(range(layout.stage_ranks), key=lambda rank: work[rank] + waits[rank])
     timing.add("bubble", layout.micro_batches * waits[slowest])
@@ -191,7 +196,7 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
         timing.add_passes(layout.micro_batches, *passes[i])
     lost = _stalls(site)
     timing.stalled = lost > 0
-    idle, sent = idle_seconds(site, stages, passes) if site.is_cpu else _idle_and_sent(site, stages, work)
+    idle, sent = idle_seconds(site, stages, passes) if site.is_cpu else _idle_and_sent(site, stages, calm)
     timing.add("bubble", idle)
     timing.add("stages", lost + sent)
     busiest = max(stages, key=lambda stage: stage.trainable)

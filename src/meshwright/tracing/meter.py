@@ -16,6 +16,7 @@ from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.operators import schema_of
 from meshwright.torch_private.tensors import storage_id
 from meshwright.tracing.allocator import ROUNDING, round_up
+
 LOOK_UPS = ("embedding", "gather", "index_select", "nll_loss_forward", "nll_loss2d_forward")
 """Operators that read a few elements of their first argument."""
 CHANGES_IN_PLACE = ("scatter_", "scatter_add_", "index_add_", "index_copy_")

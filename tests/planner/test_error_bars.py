@@ -45,7 +45,7 @@ def scope(words: str, nodes: int, device: str = "H100-80GB") -> Scope:
         ("", 64, "H100-80GB", 0.3, 0.4),  # none is larger: the widest of the smaller ones
         ("tp", 16, "H100-80GB", 0.5, 0.6),
         ("ep", 1, "H100-80GB", 0.5, 0.6),  # never measured: the widest of all
-        ("", 1, "cpu", 0.5, 0.7),  # bytes were measured on GPUs only
+        ("", 1, "cpu", 0.1, 0.7),  # bytes were measured on GPUs only
     ],
 )
 def test_the_cell_that_resembles_a_forecast_most(

@@ -33,7 +33,7 @@ from meshwright.units import GIB
 
 TIE = 0.05
 """Plans whose times differ by less than this share count as equally fast: of published pairs of runs that a forecast
-put this near to each other, it named the faster one in 56 % (docs/planner.md)."""
+put this near to each other, it named the faster one in 58 % (docs/planner.md)."""
 ROOM = 0.93
 """Share of a device's memory up to which a plan fits safely, considering the error of forecasts."""
 

@@ -53,7 +53,8 @@ _ROCE = "200 GB/s, all-gather of 2 GB over 32 nodes of 8 H100 (nccl-tests): 19 u
 _EFA = (
     "256 MB collectives on 2 to 64 nodes of 8 H100 (nanotron's playbook, means over runs). Stalls: its sweep of 1B and "
     "3B decoders, where 8 % of the pipelines on 4 nodes, 14 % on 16, 32 % on 32 and 87 % on 64 lose 0.3 s in each "
-    "message between stages. Crowding: tensor axes over 2 and 4 nodes, in jobs of 4 to 64"
+    "message between stages. Rings and crowding: sums of gradients and tensor axes on 2 to 64 nodes of that sweep, "
+    "fitted together with the collectives"
 )
 _ETHERNET = "assumed of TCP sockets; two nodes with TCP offload reached 0.9 of 200 GB/s (nccl-tests)"
 _GLOO = "gloo on the loopback device, as probe found it between 2 busy CPU ranks"

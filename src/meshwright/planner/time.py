@@ -203,8 +203,9 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
     if layout.reduced > 1:
         # After a micro-batch's backward the stage waits for the sum; what zero2 has sent by then is left out.
         times = layout.micro_batches if layout.reduces_each else 1
-        held = busiest.trainable * layout.virtual, busiest.inside * layout.virtual
-        summed = summed_in_buckets(site, held[0]) if _in_buckets(layout) else gradient_sum(site, *held)
+        elements, inside = busiest.trainable * layout.virtual, busiest.inside * layout.virtual
+        buckets = _in_buckets(layout)
+        summed = summed_in_buckets(site, elements) if buckets else gradient_sum(site, elements, inside)
         timing.add("data", times * summed)
     if layout.gathers:
         timing.add("data", _gather(site, busiest.elements * layout.virtual, busiest.inside * layout.virtual))

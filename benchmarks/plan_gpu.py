@@ -5,7 +5,8 @@
 
 `measure` runs each case in a process of its own: one rank of a fake world, real tensors, weights made up on the device,
 a first step to warm up and then the peak, what the allocator reserved, and the median time of a step without
-communication. `score` traces and accounts for the same cases on fake tensors and prints both beside the measurement.
+communication. `score` traces and accounts for the same cases on fake tensors and prints both beside the measurement;
+with `--out docs/data/plan_gpu_scores.json` it also writes all errors, which `error_bars.py` reads.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ PAIRS = {
     "traced": ("traced_gib", "peak_gib"),
     "reserved": ("reserved_gib", "reserved_gib"),
     "account": ("account_gib", "peak_gib"),
+    "accounted": ("accounted_gib", "reserved_gib"),
     "time": ("compute_ms", "step_ms"),
 }
 """What is told and what is measured."""
@@ -300,7 +302,12 @@ def account_for(row: dict[str, Any]) -> dict[str, float]:
     plan = consider(planner.context(cluster), strategy)
     place = row["rank"] * strategy.stage_ranks // row["ranks"]
     own = plan.stages[place] if plan.stages else plan.forecast
-    return {"account_gib": (own.peak - own.memory.get("allocator", 0)) / GIB, "compute_ms": own.step * 1e3}
+    slack = own.memory.get("allocator", 0)
+    return {
+        "account_gib": (own.peak - slack) / GIB,
+        "accounted_gib": own.peak / GIB,
+        "compute_ms": own.step * 1e3,
+    }
 
 
 def trace(row: dict[str, Any]) -> dict[str, float]:
@@ -315,18 +322,21 @@ def errors_of(row: dict[str, Any], told: dict[str, float]) -> dict[str, float]:
     return {name: told[key] / row[measured] - 1 for name, (key, measured) in PAIRS.items() if key in told}
 
 
-def score(path: Path, only: str) -> None:
+def score(path: Path, only: str, out: Path | None = None, *, traces: bool = True) -> None:
     rows = [row for row in json.loads(path.read_text())["rows"] if "error" not in row]
     errors: dict[str, list[float]] = {}
+    scored = []
     for row in rows:
         if only not in f"{row['job']} {row['strategy']}":
             continue
-        found = errors_of(row, account_for(row) | trace(row))
+        found = errors_of(row, account_for(row) | (trace(row) if traces else {}))
+        known = {name: round(error, 5) for name, error in found.items()}
+        scored.append({name: row[name] for name in ("job", "strategy", "ranks", "rank")} | {"errors": known})
         for name, error in found.items():
             errors.setdefault(name, []).append(error)
             if name == "traced" and "compile" in row["strategy"]:
                 errors.setdefault("traced, compile", []).append(error)
-        shown = " | ".join(f"{100 * error:+.1f}" for error in found.values())
+        shown = " | ".join(f"{100 * error:+.1f}" for name, error in found.items() if name != "accounted")
         rank = f"{row['rank']} of {row['ranks']}"
         measured = f"{row['peak_gib']:.2f} | {row['reserved_gib']:.2f} | {row['step_ms']:.0f}"
         case = f"{row['job'].removeprefix('preset:')} | `{row['strategy']}` | {rank}"
@@ -334,12 +344,27 @@ def score(path: Path, only: str) -> None:
     for name, found_errors in errors.items():
         off = mean(map(abs, found_errors))
         print(f"{name}: mean {off:.2%}, from {min(found_errors):+.1%} to {max(found_errors):+.1%}")
+    if out is not None:
+        _keep_traces(out, scored)
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in scored)
+        out.write_text(f'{{\n "rows": [\n{lines}\n ]\n}}\n')
+
+
+def _keep_traces(out: Path, scored: list[dict[str, Any]]) -> None:
+    """Take over the errors of traces that an earlier run wrote and this one did not find."""
+    names = ("job", "strategy", "ranks", "rank")
+    earlier = json.loads(out.read_text())["rows"] if out.exists() else []
+    known = {tuple(row[name] for name in names): row["errors"] for row in earlier}
+    for row in scored:
+        row["errors"] = known.get(tuple(row[name] for name in names), {}) | row["errors"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["measure", "score"])
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="where `score` writes the errors of every case")
+    parser.add_argument("--account", action="store_true", help="score the account alone, without traces")
     parser.add_argument("--only", default="", help="cases whose text holds this")
     parser.add_argument("--without", nargs="*", default=[], help="leave out jobs whose text holds one of these")
     parser.add_argument("--detail", action="store_true", help="also keep kernels and what is alive at the peak")
@@ -352,7 +377,7 @@ def main() -> None:
         ]
         measure_all(cases, options.json, options.detail)
     else:
-        score(options.json, options.only)
+        score(options.json, options.only, options.out, traces=not options.account)
 
 
 if __name__ == "__main__":

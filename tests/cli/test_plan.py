@@ -100,6 +100,39 @@ def test_validate_names_the_rows_that_it_leaves_out(tmp_path: Path) -> None:
     assert "rows that are not scored: 3" in RUNNER.invoke(app, ["validate", str(rows)]).stdout
 
 
+def test_validate_groups_rows_by_what_it_counts_and_names_a_missing_column(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text(HEADER + ROW + ROW.replace(",8,8,8,1,0,1,1,", ",8,16,8,1,0,2,1,"))
+    document = json.loads(RUNNER.invoke(app, ["validate", str(rows), "--json", "--by", "nodes"]).stdout)
+    assert {nodes: group["rows"] for nodes, group in document["groups"]["nodes"].items()} == {"1": 1, "2": 1}
+    document = json.loads(RUNNER.invoke(app, ["validate", str(rows), "--json", "--by", "axes"]).stdout)
+    assert set(document["groups"]["axes"]) == {"data", "tp"}
+    found = RUNNER.invoke(app, ["validate", str(rows), "--by", "colour"])
+    assert isinstance(found.exception, BadInput) and "'colour'" in str(found.exception)
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "word"),
+    [
+        ("pp_schedule", "2f2b", "pp_schedule"),
+        ("activation_ckpt", "some", "activation_ckpt"),
+        ("compute_dtype", "int4", "compute_dtype"),
+        ("compute_dtype", "fp8", "fp8"),
+        ("inter_node_link", "pigeons", "pigeons"),
+    ],
+)
+def test_validate_leaves_out_a_row_with_a_word_it_does_not_know(
+    tmp_path: Path, column: str, text: str, word: str
+) -> None:
+    rows = tmp_path / "rows.csv"
+    pipelined = ROW.replace(",8,8,8,1,0,1,1,", ",8,16,8,1,0,1,2,").strip()
+    rows.write_text(f"{HEADER.strip()},inter_node_gbps,{column}\n{ROW.strip()},,\n{pipelined},400,{text}\n")
+    document = json.loads(RUNNER.invoke(app, ["validate", str(rows), "--json"]).stdout)
+    assert document["rows"] == 1
+    (skipped,) = document["skipped"]
+    assert word in skipped["reason"]
+
+
 def test_validate_takes_a_device_from_columns(tmp_path: Path) -> None:
     rows = tmp_path / "rows.csv"
     header = HEADER.strip() + ",gpu_mem_gib,gpu_mem_gbs,gpu_bf16_tflops,gpu_fp32_tflops\n"

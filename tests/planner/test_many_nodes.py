@@ -11,6 +11,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.planner.collectives import group_on, seconds
 from meshwright.planner.search import consider
+from meshwright.planner.time import STALLED_BUCKETS
 
 SHAPE = Shape(layers=8, width=256, heads=32, kv_heads=32, feed_forward=1024, vocabulary=1024, length=128)
 EFA = KINDS["efa"]
@@ -43,9 +44,12 @@ def test_each_message_between_stages_stalls_on_a_rank_with_two_neighbours(planne
     assert two["stages"] == pytest.approx(2 * (2048 // 256) * EFA.stall, rel=0.01)
 
 
-def test_gradients_stall_once_a_step(planner: Planner) -> None:
-    stalled = step(planner, "ddp,bf16,mb=1", "64x8xH100-80GB@3200Gbps:efa")["data"]
-    assert EFA.stall < stalled < 1.5 * EFA.stall
+def test_gradients_stall_once_a_step_and_buckets_more_often(planner: Planner) -> None:
+    summed, buckets = (
+        step(planner, f"{data},bf16,mb=1", "64x8xH100-80GB@3200Gbps:efa")["data"] for data in ("zero1", "ddp")
+    )
+    assert EFA.stall < summed < 1.8 * EFA.stall
+    assert STALLED_BUCKETS * EFA.stall < buckets < (STALLED_BUCKETS + 0.5) * EFA.stall
     assert step(planner, "ddp,bf16,mb=1", "32x8xH100-80GB@3200Gbps:efa")["data"] < EFA.stall / 2
 
 
@@ -56,3 +60,29 @@ def test_a_network_that_others_use_is_slower() -> None:
     assert 1.4 < crowded / alone < 1 + 5 * EFA.crowding
     whole = group_on(512, 1, 8, 64)
     assert seconds("all_gather", 1e6, whole, hardware) == seconds("all_gather", 1e6, group_on(512, 1, 8), hardware)
+
+
+def test_rings_of_many_nodes_and_of_many_groups_get_less_bandwidth() -> None:
+    """The seconds of one more byte, beside the latency of hops."""
+    hardware = hardware_of(Cluster.parse("64x8xH100-80GB@3200Gbps:efa"))
+
+    def per_byte(nodes: int, job_nodes: int) -> float:
+        group = group_on(8 * nodes, 1, 8, job_nodes)
+        return (seconds("all_gather", 2e10, group, hardware) - seconds("all_gather", 1e10, group, hardware)) / 1e10
+
+    assert per_byte(16, 16) / per_byte(2, 2) == pytest.approx((1 + 15 * EFA.ring_contention) / 1.1, rel=0.1)
+    assert per_byte(2, 16) / per_byte(2, 2) == pytest.approx(1 + 3 * EFA.ring_crowding / 1.1, rel=0.05)
+
+
+def test_a_pipeline_with_two_stages_on_a_node_still_spans_nodes(planner: Planner) -> None:
+    """Hosts are late for collectives if any pair of neighbours is on two nodes."""
+    one, two = (step(planner, "tp=2,pp=4:1f1b,ddp=2,bf16,mb=1", on) for on in ("16xH100-80GB", "2x8xH100-80GB"))
+    assert two["host"] > 1.2 * one["host"]
+
+
+def test_messages_between_stages_always_stall_beside_an_axis_over_four_nodes(planner: Planner) -> None:
+    wide, narrow = (
+        step(planner, f"tp={size},pp=2:1f1b,ddp,bf16,mb=8", "16x8xH100-80GB@3200Gbps:efa") for size in (32, 16)
+    )
+    assert wide["stages"] > EFA.stall * 2 * (2048 // 8 // 2)
+    assert narrow["stages"] < EFA.stall

@@ -1,5 +1,7 @@
 """The planner against published runs, which lie beside the project and not in it."""
 
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,12 @@ def outcomes() -> list[ScoredRun]:
 
 
 MANY = 128
-"""Devices up to which forecasts are held to the bounds of the docs; those for more are held to others."""
+"""Devices from which forecasts are also held to bounds of their own."""
 
 
 @pytest.fixture(scope="module")
 def scores(outcomes: list[ScoredRun]) -> dict[str, Any]:
-    return score([outcome for outcome in outcomes if outcome.row.cluster.devices <= MANY])
+    return score(outcomes)
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +41,19 @@ def beyond(outcomes: list[ScoredRun]) -> dict[str, Any]:
 
 def test_memory(scores: dict[str, Any]) -> None:
     assert scores["memory"]["n"] > 400
-    assert scores["memory"]["mape"] < 0.08
-    assert scores["memory"]["median_abs"] < 0.05
+    assert scores["memory"]["mape"] < 0.082
+    assert scores["memory"]["median_abs"] < 0.056
 
 
 def test_time(scores: dict[str, Any]) -> None:
     assert scores["time"]["n"] > 500
-    assert scores["time"]["mape"] < 0.18
-    assert scores["time"]["median_abs"] < 0.10
+    assert scores["time"]["mape"] < 0.15
+    assert scores["time"]["median_abs"] < 0.06
 
 
 def test_who_fits(scores: dict[str, Any]) -> None:
-    assert scores["fit"]["recall"] > 0.75
-    assert scores["fit"]["false_alarm"] < 0.03
+    assert scores["fit"]["recall"] > 0.88
+    assert scores["fit"]["false_alarm"] < 0.02
 
 
 def test_the_first_choice_is_near_the_best(scores: dict[str, Any]) -> None:
@@ -63,7 +65,7 @@ def test_many_nodes(beyond: dict[str, Any]) -> None:
     if not beyond["rows"]:
         pytest.skip("the published runs beside this checkout end at 16 nodes")
     assert beyond["memory"]["mape"] < 0.10
-    assert beyond["time"]["mape"] < 0.25
+    assert beyond["time"]["mape"] < 0.165
     assert beyond["fit"]["recall"] > 0.9 and beyond["fit"]["false_alarm"] < 0.01
 
 
@@ -74,6 +76,21 @@ def test_no_bias_by_nodes(outcomes: list[ScoredRun]) -> None:
         by_nodes.setdefault(outcome.row.cluster.nodes, []).append(outcome)
     biases = {nodes: score(runs)["time"]["median_signed"] for nodes, runs in by_nodes.items()}
     assert {nodes: bias for nodes, bias in biases.items() if bias is not None and abs(bias) > 0.15} == {}
+
+
+def test_error_bars_cover_what_they_claim_on_sources_that_they_were_made_without(outcomes: list[ScoredRun]) -> None:
+    sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+    error_bars = import_module("error_bars")
+    observed = [*error_bars.published(outcomes), *error_bars.on_one_h200(), *error_bars.on_cpu_ranks()]
+    for of in error_bars.held_out(observed).values():
+        assert all(abs(found["covered"] - error_bars.COVERAGE) < 0.15 for found in of.values())
+    table = error_bars.table_of(observed)
+    inside = [
+        abs(error) <= error_bars.read_bars(table, row.grade, row.scope).bar[quantity]
+        for row in observed
+        for quantity, error in row.errors.items()
+    ]
+    assert sum(inside) / len(inside) == pytest.approx(error_bars.COVERAGE, abs=0.04)
 
 
 def test_refused_rows_say_why(outcomes: list[ScoredRun]) -> None:

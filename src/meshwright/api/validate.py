@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.describe.model import describe
-from meshwright.errors import MeshwrightError, Refused
+from meshwright.errors import BadInput, MeshwrightError, Refused
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.costs import ModelCosts
 from meshwright.facts.hardware import Hardware
@@ -72,7 +72,9 @@ def _forecast(
 
 
 def _outcome(row: MeasuredRun, shapes: _Shapes) -> ScoredRun:
-    hardware = hardware_of(row.cluster)
+    hardware, precision = hardware_of(row.cluster), row.step_layout.precision
+    if precision not in hardware.flops:
+        raise BadInput(f"{hardware.device} has no units for {precision}, or none that the row or the catalogue names")
     try:
         found = account(row.step_layout, shapes.stage_costs(row, hardware), hardware, row.cluster.devices_per_node)
     except Refused as error:

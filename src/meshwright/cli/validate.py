@@ -20,7 +20,9 @@ all of them."""
 def validate(
     rows: Annotated[Path, typer.Argument(help="A CSV file of measured runs of decoders.")],
     worst: Annotated[int, typer.Option(min=0, help="Number of worst forecasts to list.")] = 5,
-    by: Annotated[str, typer.Option(help="Also score the rows with each value of this column.")] = "arch",
+    by: Annotated[
+        str, typer.Option(help="Also score the rows with each value of this column, or by nodes or axes.")
+    ] = "arch",
     csv: Annotated[Path | None, typer.Option(help="Write the forecast of every row to this file.")] = None,
     kernels: Annotated[
         Path | None, typer.Option(help="Forecast rows of the devices in this file with their measured kernels.")
@@ -36,7 +38,7 @@ def validate(
 
     [bold]meshwright validate runs.csv --json[/]
 
-    [bold]meshwright validate runs.csv --by gpu --csv forecasts.csv[/]
+    [bold]meshwright validate runs.csv --by nodes --csv forecasts.csv[/]
     """
     from rich.console import Console
     from rich.progress import Progress

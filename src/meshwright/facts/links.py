@@ -16,7 +16,11 @@ class LinkKind:
     latency: float
     """Seconds of one hop in NCCL's protocol for large messages."""
     contention: float = 0.0
-    """Slowdown of a node's link for each further node, as a share."""
+    """Slowdown of a node's link in trees for each further node, as a share: many pairs of nodes send at once."""
+    ring_contention: float = 0.0
+    """The same in rings."""
+    ring_crowding: float = 0.0
+    """Slowdown of rings with each doubling of the groups that send over the same network, as a share."""
     crowding: float = 0.0
     """Growth of a hop's latency with each doubling of the groups that send over the same network, as a share."""
     stalled: float = 0.0
@@ -49,7 +53,8 @@ _ROCE = "200 GB/s, all-gather of 2 GB over 32 nodes of 8 H100 (nccl-tests): 19 u
 _EFA = (
     "256 MB collectives on 2 to 64 nodes of 8 H100 (nanotron's playbook, means over runs). Stalls: its sweep of 1B and "
     "3B decoders, where 8 % of the pipelines on 4 nodes, 14 % on 16, 32 % on 32 and 87 % on 64 lose 0.3 s in each "
-    "message between stages. Crowding: tensor axes over 2 and 4 nodes, in jobs of 4 to 64"
+    "message between stages. Rings and crowding: sums of gradients and tensor axes on 2 to 64 nodes of that sweep, "
+    "fitted together with the collectives"
 )
 _ETHERNET = "assumed of TCP sockets; two nodes with TCP offload reached 0.9 of 200 GB/s (nccl-tests)"
 _GLOO = "gloo on the loopback device, as probe found it between 2 busy CPU ranks"
@@ -63,7 +68,15 @@ KINDS: Mapping[str, LinkKind] = MappingProxyType(
         "infiniband": LinkKind(efficiency=0.93, latency=14e-6, source=_INFINIBAND),
         "roce": LinkKind(efficiency=0.9, latency=17e-6, contention=0.005, source=_ROCE),
         "efa": LinkKind(
-            efficiency=0.9, latency=43e-6, contention=0.2, crowding=0.12, stalled=0.016, stall=0.31, source=_EFA
+            efficiency=0.9,
+            latency=43e-6,
+            contention=0.2,
+            ring_contention=0.1,
+            ring_crowding=0.15,
+            crowding=0.09,
+            stalled=0.016,
+            stall=0.295,
+            source=_EFA,
         ),
         "ethernet": LinkKind(efficiency=0.8, latency=50e-6, contention=0.005, source=_ETHERNET),
         "shared-memory": LinkKind(efficiency=1.0, latency=300e-6, source=_GLOO),

@@ -43,7 +43,9 @@ class Plan:
     """Sentences that explain its rank, or why it does not fit."""
     speed: Speed = field(default_factory=Speed)
     error_bar: Mapping[str, float] = field(default_factory=dict)
-    """Expected errors of memory and time, as shares."""
+    """Expected errors of memory and time, as shares: three in four measured runs of its kind were within them."""
+    untested: tuple[str, ...] = ()
+    """Sentences that say in what the forecast is outside of all runs that forecasts were compared with."""
     grade: str = "account"
     """How memory was forecast: "account" in closed form, or "trace" by a step on fake tensors."""
     kernels: Mapping[str, float] = field(default_factory=dict)
@@ -88,6 +90,7 @@ class Plan:
             "why": list(self.why),
             "speed": asdict(self.speed),
             "error_bar": dict(self.error_bar),
+            "untested": list(self.untested),
             "grade": self.grade,
             "kernels": dict(self.kernels),
             "is_open": self.is_open,
@@ -106,6 +109,7 @@ class Plan:
             why=tuple(value["why"]),
             speed=Speed(**value.get("speed", {})),
             error_bar=value.get("error_bar", {}),
+            untested=tuple(value.get("untested", ())),
             grade=value.get("grade", "account"),
             kernels=value.get("kernels", {}),
             is_open=value.get("is_open", False),
@@ -216,6 +220,7 @@ def show_plan(plan: Plan) -> dict[str, Any]:
         "tokens_per_s_per_device": plan.speed.tokens_per_s_per_device,
         "mfu": plan.speed.mfu,
         "error_bar": dict(plan.error_bar),
+        "untested": list(plan.untested),
         "why": list(plan.why),
         "grade": plan.grade,
         "time_grade": MEASURED_KERNELS if plan.kernels else "catalogue",

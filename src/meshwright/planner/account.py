@@ -19,9 +19,15 @@ One process on an H200 could reserve all but this (docs/data/largest_gpu.json)."
 HOST_AHEAD = 1.2
 """Gathered inputs that streams hold in a pipeline whose host runs ahead, relative to those that backward needs. The
 tensors that wait to be scattered are included (published sweep: 1.0 to 1.9)."""
-HELD_WHILE_STALLED = 0.2
+HELD_WHILE_STALLED = 0.13
 """The same where each message between stages stalls: by the time a host goes on, streams have returned nearly all of it
-(published sweep on 64 nodes: 0.1 to 0.3)."""
+(published sweep on 16 to 64 nodes: 0.05 to 0.3)."""
+HELD_IN_ONE, HELD_IN_ONE_OF_STAGES = 0.6, 0.8
+"""The same in a step of one micro-batch, without and with a pipeline: no earlier one left anything to the streams, and
+no host waits for a message of another (published sweep: 0.4 to 1.0)."""
+RETURNING = 0.02
+"""Seconds per GiB that an allocator returns to the device and asks for again (published sweep, tensor axes that need
+more than there is: 0.02 to 0.11)."""
 MARGIN = 0.025
 """Share of a device's memory that a caching allocator loses to fragmentation."""
 
@@ -90,8 +96,12 @@ def account(
     timing = forecast_time(step_layout, stage_costs, hardware, per_node) if step_layout.elastic else Timing()
     held = _held_by_streams(step_layout, timing, per_node) if step_layout.elastic else 1.0
     ranks = forecast_memory(step_layout, stage_costs, gathered=held)
-    if step_layout.elastic and max(rank.peak for rank in ranks) > usable(hardware):
-        ranks = _squeezed(step_layout, stage_costs, ranks, usable(hardware))
+    # In a pipeline, gathered inputs belong to micro-batches in flight: streams do not return them in time.
+    returns = step_layout.elastic and step_layout.stage_ranks == 1
+    if returns and max(rank.peak for rank in ranks) > usable(hardware):
+        full, ranks = ranks, _squeezed(step_layout, stage_costs, ranks, usable(hardware))
+        returned = max(rank.peak for rank in full) - max(rank.peak for rank in ranks)
+        timing.add("host", step_layout.micro_batches * RETURNING * returned / GIB)
     fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].peak)
     if not step_layout.elastic and worth_timing(ranks[fullest]):
         timing = forecast_time(step_layout, stage_costs, hardware, per_node)
@@ -102,10 +112,12 @@ def _held_by_streams(step_layout: StepLayout, timing: Timing, per_node: int) -> 
     """Gathered inputs that streams hold, relative to those that backward needs; waiting hosts raise it."""
     if timing.stalled:
         return HELD_WHILE_STALLED
-    far = step_layout.stage_ranks > 1 and step_layout.ranks > per_node
+    alone, far = step_layout.micro_batches == 1, step_layout.ranks > per_node
+    if step_layout.stage_ranks == 1:
+        return HELD_IN_ONE if alone and far else 1.0
     if far and (timing.stalls or step_layout.inner_ranks > per_node):
-        return held_twice(step_layout)
-    return HOST_AHEAD if step_layout.stage_ranks > 1 else 1.0
+        return max(HELD_IN_ONE_OF_STAGES * alone, held_twice(step_layout))
+    return HOST_AHEAD
 
 
 def _squeezed(step_layout: StepLayout, stage_costs: StageCosts, ranks: list[Forecast], room: float) -> list[Forecast]:

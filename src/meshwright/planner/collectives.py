@@ -155,7 +155,7 @@ def _path(group: RankGroup, links: _Links, protocol: _Protocol) -> _Path:
     has_switch = links.within.kind == "nvlink-sharp"
     return _Path(
         within=_within(group, links) * protocol.bandwidth,
-        between=between,
+        between=between / (1 + kind.ring_contention * (group.nodes - 1) + kind.ring_crowding * group.doublings),
         crowded=between / (1 + kind.contention * (group.nodes - 1)),
         hop=links.within.latency * protocol.within,
         far_hop=links.between.latency * protocol.between * (1 + kind.crowding * group.doublings),
@@ -198,6 +198,11 @@ def _all_reduce(kind: str, size: float, group: RankGroup, path: _Path) -> float:
     return min(ring, SWITCH_LATENCY + size / (path.within * SWITCH)) if path.sums_in_switch else ring
 
 
+def _ring_all_reduce(kind: str, size: float, group: RankGroup, path: _Path) -> float:
+    """An all-reduce that has no other choice."""
+    return _ring("all_reduce", size, group, path)
+
+
 def _all_to_all(kind: str, size: float, group: RankGroup, path: _Path) -> float:
     """Each rank sends to all others at once; what leaves the node goes through the rank's share of its link."""
     far_ranks = group.ranks - group.per_node
@@ -217,6 +222,7 @@ def _send(kind: str, size: float, group: RankGroup, path: _Path) -> float:
 _Cost = Callable[[str, float, RankGroup, _Path], float]
 _COSTS: Mapping[str, _Cost] = {
     "all_reduce": _all_reduce,
+    "ring_all_reduce": _ring_all_reduce,
     "all_gather": _ring,
     "reduce_scatter": _ring,
     "all_to_all": _all_to_all,

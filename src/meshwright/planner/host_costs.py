@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,9 +14,10 @@ class HostCosts:
     than in anything else, so each `StepLayout` names its engine's costs.
     """
 
-    operator: float = 24e-6
+    operator: float = 26e-6
     """Added to each launch in eager mode. A step of a GPT of 24 layers under ddp,bf16 takes 54.6 ms on an H200, which
-    would compute it in 30 (docs/data/gpu_check.json): some 1,400 operators at 30 us, and 9 ms."""
+    would compute it in 30 (docs/data/gpu_check.json): some 1,400 operators at 30 us, and 9 ms. Steps of published
+    sweeps with small micro-batches fit best with 32."""
     step: float = 6e-3
     """Once per step, while the device waits: reading the loss and the norm, starting the optimizer (same rows)."""
     step_of_graphs: float = 2e-3
@@ -30,9 +32,12 @@ class HostCosts:
     copied: float = 0.0
     """For each byte of a collective that compute waits for, where ranks copy it themselves, as on CPUs: into a tensor
     that was just made, out of caches that other work has filled."""
-    stall: float = 260e-6
-    """Added to each collective of a tensor axis for each of its ranks if a pipeline's neighbours are on other nodes:
-    hosts that wait for the network arrive late, and a collective waits for the last one (same sweep)."""
+    stall: float = 200e-6
+    """Added to each collective of a tensor axis if a pipeline's neighbours are on other nodes, times its ranks to the
+    power of `growth`: hosts that wait for the network arrive late, and a collective waits for the last one (same sweep:
+    0.5 ms with 2 ranks, 1.1 with 4, 2.4 with 8 and 6 with 16, on 4 to 64 nodes)."""
+    growth: ClassVar[float] = 1.15
+    """Fitted to the same runs."""
     neighbour: float = 300e-6
     """For receiving a micro-batch's activations or gradients and sending the results on, in PyTorch's pipeline runtime:
     two batched sends and receives."""

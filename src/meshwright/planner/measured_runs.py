@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from meshwright.errors import BadInput, ClusterError
 from meshwright.facts.catalogue import catalogue_name, hardware_of_device
 from meshwright.facts.cluster import Cluster
+from meshwright.facts.grammar import Recompute
 from meshwright.facts.hardware import lay_over
 from meshwright.facts.model_axis import MODEL_AXES, normalised
 from meshwright.facts.precision import FORMATS
@@ -22,6 +23,7 @@ from meshwright.facts.strategy import AxisTerm, Strategy
 from meshwright.jobs.decoder import Shape
 from meshwright.planner.step_layout import StepLayout
 from meshwright.reading import read_text, shown
+from meshwright.schedules import FAMILIES
 from meshwright.units import GIB
 
 MOST = 10_000_000
@@ -55,6 +57,13 @@ class MeasuredRun:
     def cell(self) -> tuple[str, int]:
         """Key of the runs that are alternatives to each other."""
         return self.arch, self.cluster.devices
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Words of the axes that divide the model."""
+        layout = self.step_layout
+        words = [term.word for term in layout.inner if term.size > 1]
+        return tuple(sorted([*words, "pp"] if layout.stage_ranks > 1 else words))
 
     @property
     def step(self) -> float | None:
@@ -201,15 +210,14 @@ def _step_layout(values: Mapping[str, Any]) -> StepLayout:
         shards=over,
         inner=axes.inner_axes,
         stage_ranks=axes.stage_ranks,
-        schedule=values.get("pp_schedule") or axes.schedule,
+        schedule=_word(values, "pp_schedule", tuple(FAMILIES)) or axes.schedule,
         micro_batch=number("micro_batch"),
         micro_batches=number("grad_accum"),
         precision=compute,
-        recompute=values.get("activation_ckpt") or "none",
+        recompute=_word(values, "activation_ckpt", get_args(Recompute)) or "none",
         compile=_is_true(values.get("compile")),
         parameters_over=over if stage == 3 else 1,
-        # A single micro-batch needs no sum: its gradients go straight to their shards.
-        gradients_over=over if stage >= 2 or (stage == 1 and has_masters and not accumulates) else 1,
+        gradients_over=over if stage >= 2 else 1,
         optimizer_over=over,
         parameter_bytes=rest,
         gradient_bytes=gradient,
@@ -220,8 +228,8 @@ def _step_layout(values: Mapping[str, Any]) -> StepLayout:
         cast_bytes=0 if FORMATS[compute].bytes == rest or stage == 3 else FORMATS[compute].bytes,
         reshards=stage == 3,
         reduce_bytes=gradient,
-        # Gradients with a separate accumulator are sent when the sum is complete.
-        overlaps=gradient == rest or stage >= 2,
+        # An accumulator of its own is reduced to shards when the sum is complete; DDP reduces it bucket by bucket.
+        overlaps=gradient == rest or stage != 1,
         sequence=_is_true(values.get("sequence_parallel")),
         elastic=_is_true(values.get("sequence_parallel")),
     )
@@ -244,6 +252,14 @@ def _dtype(values: Mapping[str, Any], name: str, default: str) -> str:
     if dtype not in FORMATS:
         raise ValueError(f"{name} is {dtype!r}; it must be one of {', '.join(FORMATS)}")
     return str(dtype)
+
+
+def _word(values: Mapping[str, Any], name: str, known: tuple[str, ...]) -> str:
+    """One of the known words; empty if the column is empty or missing."""
+    word = str(values.get(name) or "").strip()
+    if word and word not in known:
+        raise ValueError(f"{name} is {shown(word)}; it must be one of {', '.join(known)}, or empty")
+    return word
 
 
 def _is_true(text: Any) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
+from meshwright.errors import BadInput
 from meshwright.planner.account import Account
 from meshwright.planner.measured_runs import MeasuredRun
 from meshwright.units import GIB
@@ -38,11 +39,25 @@ class ScoredRun:
         return self.account.timing.total / self.row.step - 1
 
 
+COUNTED: Mapping[str, Callable[[MeasuredRun], str]] = {
+    "nodes": lambda row: str(row.cluster.nodes),
+    "axes": lambda row: "+".join(row.axes) or "data",
+}
+"""Columns that every row has without naming them."""
+
+
 def score_groups(outcomes: Sequence[ScoredRun], column: str) -> dict[str, Any]:
-    """The scores of the rows with each value of a column, in the order in which the values appear."""
+    """The scores of the rows with each value of a column, in the order in which the values appear.
+
+    `BadInput` if no row has the column.
+    """
+    if column not in COUNTED and not any(column in outcome.row.columns for outcome in outcomes):
+        known = ", ".join([*COUNTED, *outcomes[0].row.columns])
+        raise BadInput(f"The rows have no column {column!r} to group by; they have {known}.")
+    value_of = COUNTED.get(column) or (lambda row: row.columns.get(column, ""))
     groups: dict[str, list[ScoredRun]] = {}
     for outcome in outcomes:
-        groups.setdefault(outcome.row.columns.get(column, ""), []).append(outcome)
+        groups.setdefault(value_of(outcome.row), []).append(outcome)
     return {value: score(members) for value, members in groups.items()}
 
 

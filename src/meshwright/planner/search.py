@@ -18,6 +18,7 @@ from meshwright.facts.trace import Trace
 from meshwright.planner.account import Account, account, usable
 from meshwright.planner.calibrate import Calibration
 from meshwright.planner.candidates import complexity
+from meshwright.planner.error_bars import expected_error, scope_of
 from meshwright.planner.kernels import peak_flops
 from meshwright.planner.measured_kernels import KernelSeconds
 from meshwright.planner.pieced import PiecedCopies
@@ -33,11 +34,9 @@ from meshwright.units import GIB
 
 TIE = 0.05
 """Plans whose times differ by less than this share count as equally fast: of published pairs of runs that a forecast
-put this near to each other, it named the faster one in 56 % (docs/planner.md)."""
+put this near to each other, it named the faster one in 58 % (docs/planner.md)."""
 ROOM = 0.93
 """Share of a device's memory up to which a plan fits safely, considering the error of forecasts."""
-ERROR_BARS = {"account": {"memory": 0.10, "time": 0.20}, "trace": {"memory": 0.03, "time": 0.20}}
-"""Three in four published runs are within this share of our forecasts (docs/planner.md)."""
 
 
 MEASURED_BAR = 0.12
@@ -201,6 +200,7 @@ def _plan(context: PlanContext, strategy: Strategy, step_layout: StepLayout, fou
     if not why and host > context.hardware.host_memory / GIB:
         why = (f"needs {host:.0f} of {context.hardware.host_memory / GIB:.0f} GiB of a node's host memory",)
     shares = _kernel_shares(context, step_layout) if forecast.time else {}
+    expected = expected_error("account", scope_of(strategy.axes, context.cluster))
     written = (forecast.memory.get("parameters", 0) + forecast.memory.get("optimizer", 0)) / GIB
     return Plan(
         strategy=strategy,
@@ -208,8 +208,9 @@ def _plan(context: PlanContext, strategy: Strategy, step_layout: StepLayout, fou
         fits=not why,
         why=why,
         speed=_speed(context, step_layout, forecast.step) if forecast.time else Speed(),
-        error_bar={**ERROR_BARS["account"], **({"time": MEASURED_BAR} if shares else {})},
+        error_bar={**expected.bar, **({"time": MEASURED_BAR} if shares else {})},
         kernels=shares,
+        untested=expected.untested,
         stages=found.places,
         host_gib=host,
         saving_gib=written / max(1, step_layout.reduced // max(step_layout.shards, 1)),
@@ -298,12 +299,13 @@ def with_traces(context: PlanContext, plan: Plan, traces: list[Trace], room: flo
     forecast = Forecast(memory=memory, time=plan.forecast.time)
     room = usable(context.hardware) if room is None else room
     fits = fullest.reserved <= room
+    bar = expected_error("trace", scope_of(plan.strategy.axes, context.cluster)).bar
     return replace(
         plan,
         forecast=forecast,
         fits=fits,
         why=plan.why if fits else _too_large(forecast, room),
         grade="trace",
-        error_bar={**plan.error_bar, "memory": ERROR_BARS["trace"]["memory"]},
+        error_bar={**bar, **({"time": plan.error_bar["time"]} if plan.kernels else {})},
         stages=tuple(Forecast(memory=trace.memory) for trace in traces) if len(traces) > 1 else (),
     )

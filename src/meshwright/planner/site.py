@@ -16,8 +16,12 @@ from meshwright.planner.host_costs import ON_CPU, HostCosts
 from meshwright.planner.measured_kernels import KernelPrices
 from meshwright.planner.step_layout import StepLayout, inner_causes
 
-MESSAGE = 256e6
-"""Bytes of the largest message that engines send at once; a larger one is split."""
+PAIR = 2
+"""Nodes of an inner axis up to which messages between stages stall no more often than others: with 16 tensor ranks on
+two nodes one in 40 pipelines of EFA's sweep lost time in them, with 32 on four all 50 did."""
+MESSAGE = 512e6
+"""Bytes of the largest message that engines send at once; a larger one is split (published sweep: sums of gradients
+take as long as in messages of 0.3 to 0.5 GB)."""
 DATA_PLACE = 0
 """Place of the data axis in the mesh; axes of a higher place are inside it."""
 
@@ -93,8 +97,11 @@ class Site:
 
     @cached_property
     def neighbour(self) -> RankGroup:
-        """The group of a stage and the next one."""
-        return self._group(2, self.step_layout.inner_ranks * self.step_layout.data)
+        """The group of a stage and the next one: of the pair that spans two nodes, if the pipeline spans any."""
+        stride = self.step_layout.inner_ranks * self.step_layout.data
+        if stride < self.per_node < stride * self.step_layout.stage_ranks:
+            stride = self.per_node
+        return self._group(2, stride)
 
     def stage_group(self, *places: int) -> RankGroup:
         """Ranks at these places of the pipeline. All ranks of a stage send at once and share their node's link."""
@@ -109,6 +116,14 @@ class Site:
         """Seconds that each message between nodes loses in the median run of this size."""
         known = self.nodes == 1 or is_measured(self.hardware, "between.latency")
         return 0.0 if known else KINDS[self.hardware.between.kind].usual_stall(self.nodes)
+
+    @cached_property
+    def stage_stall(self) -> float:
+        """Seconds that each message between stages loses; always, if an inner axis spans more than a pair of nodes."""
+        known = self.neighbour.nodes == 1 or is_measured(self.hardware, "between.latency")
+        if not known and any(group.nodes > PAIR for _, group in self.inner):
+            return KINDS[self.hardware.between.kind].stall
+        return 0.0 if known else self.stall
 
     def time(self, kind: str, size: float, group: RankGroup) -> float:
         """Seconds to communicate `size` bytes, in messages of about `MESSAGE` bytes."""

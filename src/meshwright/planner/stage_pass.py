@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from meshwright.planner.collectives import RankGroup
 from meshwright.planner.kernels import moving
 from meshwright.planner.site import Site
-from meshwright.planner.stage_costs import WIDE
 from meshwright.planner.stage_work import StageWork, UnitWork
 from meshwright.strategies.model_axis import Sent
 
@@ -21,6 +20,8 @@ class Pass:
     """Exposed communication of each inner axis, by the name of its mesh axis."""
     host: float
     """Host seconds beyond both."""
+    late: float = 0.0
+    """How many of these are lost in collectives to hosts that arrive late."""
 
     @property
     def total(self) -> float:
@@ -37,15 +38,18 @@ def stage_passes(site: Site, stage: StageWork) -> tuple[Pass, Pass]:
 
 
 def _pass(site: Site, stage: StageWork, *, backward: bool) -> Pass:
-    compute = host_total = 0.0
+    compute = host_total = late_total = 0.0
     sent = dict.fromkeys(site.causes, 0.0)
-    axes = [(term.traits.mesh_name, group, _meeting(site, group.ranks)) for term, group in site.inner]
+    axes = [(term.traits.mesh_name, group, _lateness(site, group.ranks)) for term, group in site.inner]
     for unit, times in stage.counted:
         compute += times * ((unit.backward if backward else unit.forward) + _preparing(site, unit, backward=backward))
         host = _launching(site, unit, backward=backward)
-        for (cause, group, meeting), own in zip(axes, unit.sent, strict=True):
+        for (cause, group, late), own in zip(axes, unit.sent, strict=True):
             sent[cause] += times * sending(site, group, own[backward])
-            host += sum(message.times * (meeting + message.bytes * site.host.copied) for message in own[backward])
+            meetings = sum(message.times for message in own[backward])
+            copied = sum(message.times * message.bytes for message in own[backward]) * site.host.copied
+            host += meetings * (site.host.collective + late) + copied
+            late_total += times * meetings * late
         host_total += times * host
     if backward:
         compute += _accumulating(site, stage.trainable)
@@ -53,7 +57,8 @@ def _pass(site: Site, stage: StageWork, *, backward: bool) -> Pass:
     host_total += _sharded_host(site, stage, backward=backward)
     # A CPU rank is its own host: nothing that it does runs beside its computing.
     hidden = 0.0 if site.is_cpu else compute + sum(sent.values())
-    return Pass(compute=compute, sent=sent, host=max(0.0, host_total - hidden))
+    host = max(0.0, host_total - hidden)
+    return Pass(compute=compute, sent=sent, host=host, late=min(host, late_total))
 
 
 def _launching(site: Site, unit: UnitWork, *, backward: bool) -> float:
@@ -138,12 +143,11 @@ def _accumulating(site: Site, elements: int) -> float:
     return moving(elements * (layout.compute_bytes + 2 * layout.gradient_bytes + back), site.hardware)
 
 
-def _meeting(site: Site, ranks: int) -> float:
-    """Host seconds of one collective of an inner axis."""
+def _lateness(site: Site, ranks: int) -> float:
+    """Seconds by which the last host is late for one collective of an inner axis."""
     crosses = site.step_layout.stage_ranks > 1 and site.neighbour.nodes > 1
     host = site.host
-    stall = host.stall * ranks * max(1.0, ranks / WIDE) if crosses and not site.step_layout.compile else 0.0
-    return host.collective + stall
+    return host.stall * ranks**host.growth if crosses and not site.step_layout.compile else 0.0
 
 
 def sending(site: Site, group: RankGroup, messages: tuple[Sent, ...]) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from meshwright.facts.hardware import Hardware
 from meshwright.planner.cpu_pipeline import idle_seconds
-from meshwright.planner.gradient_sums import exposed_sums, gradient_sum
+from meshwright.planner.gradient_sums import exposed_sums, gradient_sum, summed_in_buckets
 from meshwright.planner.kernels import moving
 from meshwright.planner.site import Site
 from meshwright.planner.stage_costs import StageCosts
@@ -20,6 +20,11 @@ from meshwright.schedules import FAMILIES
 
 UPDATE_BYTES = 28
 """Bytes per element in a fused Adam step: parameter, gradient and two moments are read, all but gradients written."""
+STALLED_BUCKETS = 3
+"""DDP's buckets that stall one after the other where messages do (published sweep on 64 nodes: 1 to 8)."""
+LOSS_WAITS = 0.5
+"""Share of a loss on a stage by itself that the stage before it waits for (published sweep on H100 nodes, 1B decoders
+in 8 stages and 3B ones in 16: 0.3 to 1.0 on several nodes, none within one)."""
 HOST_BANDWIDTH = 2e11
 """Bytes per second of a two-socket server's memory, shared by its devices: eight channels of DDR4-3200 a socket."""
 
@@ -74,10 +79,15 @@ def forecast_time(step_layout: StepLayout, stage_costs: StageCosts, hardware: Ha
         _plain(timing, site, stages[0])
     _update(timing, site, stages)
     if site.data.nodes > 1:
-        timing.add("data", site.stall)
+        timing.add("data", site.stall * (STALLED_BUCKETS if _in_buckets(step_layout) else 1))
     timing.waits = site.host.step_of_graphs if step_layout.graphs else site.host.step
     timing.add("host", timing.waits)
     return timing
+
+
+def _in_buckets(layout: StepLayout) -> bool:
+    """Whether gradients are summed in buckets while backward runs, as DDP does."""
+    return layout.overlaps and layout.optimizer_over == 1
 
 
 def _plain(timing: Timing, site: Site, stage: StageWork) -> None:
@@ -178,7 +188,14 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
     passes = [made[stage.counted] for stage in stages]
     ranks = stages_of(layout)
     work = [sum(passes[i][0].total + passes[i][1].total for i in own) for own in ranks]
-    slowest = max(range(layout.stage_ranks), key=work.__getitem__)
+    # Hosts wait for each other's messages once the pipeline is full, not while it fills and drains.
+    calm = [
+        sum(passes[i][0].total + passes[i][1].total - passes[i][0].late - passes[i][1].late for i in own)
+        for own in ranks
+    ]
+    waits = _waits_for_loss(stages, work)
+    slowest = max(range(layout.stage_ranks), key=lambda rank: work[rank] + waits[rank])
+    timing.add("bubble", layout.micro_batches * waits[slowest])
     held = [(sum(stages[i].trainable for i in own), sum(stages[i].inside for i in own)) for own in ranks]
     updates = [_updating(site, *own) for own in held]
     timing.busy = [layout.micro_batches * each + update for each, update in zip(work, updates, strict=True)]
@@ -186,14 +203,16 @@ def _pipeline(timing: Timing, site: Site, stages: tuple[StageWork, ...]) -> None
         timing.add_passes(layout.micro_batches, *passes[i])
     lost = _stalls(site)
     timing.stalled = lost > 0
-    idle, sent = idle_seconds(site, stages, passes) if site.is_cpu else _idle_and_sent(site, stages, work)
+    idle, sent = idle_seconds(site, stages, passes) if site.is_cpu else _idle_and_sent(site, stages, calm)
     timing.add("bubble", idle)
     timing.add("stages", lost + sent)
     busiest = max(stages, key=lambda stage: stage.trainable)
     if layout.reduced > 1:
         # After a micro-batch's backward the stage waits for the sum; what zero2 has sent by then is left out.
         times = layout.micro_batches if layout.reduces_each else 1
-        summed = gradient_sum(site, busiest.trainable * layout.virtual, busiest.inside * layout.virtual)
+        elements, inside = busiest.trainable * layout.virtual, busiest.inside * layout.virtual
+        buckets = _in_buckets(layout)
+        summed = summed_in_buckets(site, elements) if buckets else gradient_sum(site, elements, inside)
         timing.add("data", times * summed)
     if layout.gathers:
         timing.add("data", _gather(site, busiest.elements * layout.virtual, busiest.inside * layout.virtual))
@@ -210,6 +229,16 @@ def _tied_sums(site: Site, tied: list[tuple[tuple[int, ...], int, int]]) -> floa
     return total
 
 
+def _waits_for_loss(stages: tuple[StageWork, ...], work: list[float]) -> list[float]:
+    """Seconds per micro-batch that each rank waits for a last stage which has nothing but the loss.
+
+    The two stages send logits back and forth, so that one computes while the other does for a part of the time only.
+    """
+    if len(stages) != len(work) or stages[-1].elements:
+        return [0.0] * len(work)
+    return [*(0.0 for _ in work[:-2]), LOSS_WAITS * work[-1], 0.0]
+
+
 def _idle_and_sent(site: Site, stages: tuple[StageWork, ...], work: list[float]) -> tuple[float, float]:
     """Seconds that the slowest rank waits for the others, and for messages: once through all stages and back."""
     hops = 2 * (site.step_layout.stage_ranks - 1)
@@ -219,11 +248,9 @@ def _idle_and_sent(site: Site, stages: tuple[StageWork, ...], work: list[float])
 
 def _stalls(site: Site) -> float:
     """Seconds that messages between stages lose on a stalled path: those of a rank with neighbours on both sides."""
-    if site.neighbour.nodes == 1:
-        return 0.0
     layout = site.step_layout
     neighbours = min(2, layout.stage_ranks - 1)
-    return 2 * neighbours * layout.virtual * layout.micro_batches * site.stall
+    return 2 * neighbours * layout.virtual * layout.micro_batches * site.stage_stall
 
 
 def _bubble(layout: StepLayout, work: list[float]) -> float:

@@ -95,7 +95,9 @@ def _caption(plans: list[dict[str, Any]]) -> str:
     traced = any(plan["grade"] == "trace" for plan in plans)
     bars = plans[0]["error_bar"]
     notes = [f"memory within {bars['memory']:.0%}, time within {bars['time']:.0%}, in 3 of 4 cases"] if bars else []
-    return "; ".join([*(["* traced on fake tensors"] if traced else []), *notes, *kernel_words(plans[0])])
+    untested = plans[0].get("untested", ())
+    known = [*(["* traced on fake tensors"] if traced else []), *notes, *kernel_words(plans[0])]
+    return " ".join(["; ".join(known), *untested])
 
 
 def kernel_words(plan: dict[str, Any]) -> list[str]:

@@ -123,7 +123,10 @@ def _row(plan: dict[str, Any], first: dict[str, Any]) -> tuple[str, ...]:
 def _accuracy(plans: Sequence[Mapping[str, Any]]) -> str:
     """The error bar of the first plan's figures."""
     bars = plans[0]["error_bar"] if plans else {}
-    return f"Memory within {bars['memory']:.0%}, time within {bars['time']:.0%}, in 3 of 4 cases." if bars else ""
+    if not bars:
+        return ""
+    within = f"Memory within {bars['memory']:.0%}, time within {bars['time']:.0%}, in 3 of 4 cases."
+    return " ".join([within, *plans[0].get("untested", ())])
 
 
 @dataclass(frozen=True, kw_only=True)

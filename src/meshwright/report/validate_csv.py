@@ -11,7 +11,19 @@ from meshwright.planner.scores import ScoredRun
 from meshwright.units import GIB
 
 COLUMNS = (
-    *("row", "arch", "gpu", "n_gpus", "ran", "forecast_fits", "peak_mem_gib", "forecast_peak_gib", "memory_error"),
+    *(
+        "row",
+        "arch",
+        "gpu",
+        "n_gpus",
+        "nodes",
+        "axes",
+        "ran",
+        "forecast_fits",
+        "peak_mem_gib",
+        "forecast_peak_gib",
+        "memory_error",
+    ),
     *("step_s", "forecast_step_s", "time_error", "tok_s_gpu", "forecast_tok_s_gpu", "reason"),
 )
 
@@ -33,6 +45,8 @@ def _line(outcome: ScoredRun) -> dict[str, object]:
         "arch": row.arch,
         "gpu": row.cluster.device,
         "n_gpus": row.cluster.devices,
+        "nodes": row.cluster.nodes,
+        "axes": "+".join(row.axes),
         "ran": row.fits,
         "forecast_fits": outcome.fits,
         "peak_mem_gib": _number(row.peak_gib),

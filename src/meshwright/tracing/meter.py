@@ -17,6 +17,11 @@ from meshwright.torch_private.operators import schema_of
 from meshwright.torch_private.tensors import storage_id
 from meshwright.tracing.allocator import ROUNDING, round_up
 
+LOOK_UPS = ("embedding", "gather", "index_select", "nll_loss_forward", "nll_loss2d_forward")
+"""Operators that read a few elements of their first argument."""
+CHANGES_IN_PLACE = ("scatter_", "scatter_add_", "index_add_", "index_copy_")
+"""Operators that change a few elements of their first argument; the last argument has the values."""
+
 
 @dataclass(frozen=True, slots=True)
 class OperatorRun:
@@ -155,13 +160,17 @@ def _below_diagonal(given: list[torch.Tensor]) -> float:
 
 
 def _touched(name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> int:
-    """Bytes read and written. Of an embedding table, only the rows that are looked up are read."""
-    written = sum(_bytes(leaf) for leaf in made)
+    """Bytes read and written. Of a table, only the elements that are looked up or changed are."""
+    written, sizes = sum(_bytes(leaf) for leaf in made), [_bytes(leaf) for leaf in given]
     if name in ALLOCATIONS:
         return 0
-    if name == "embedding":
-        return 2 * written
-    return written + sum(_bytes(leaf) for leaf in given)
+    if name in LOOK_UPS:
+        return 2 * written + sum(sizes[1:])
+    if name in CHANGES_IN_PLACE:
+        return 2 * sizes[-1] + sum(sizes[1:])
+    if name == "nll_loss_backward":  # it reads the labels, and not what it is the gradient of
+        return written + sum(sizes) - max(sizes)
+    return written + sum(sizes)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

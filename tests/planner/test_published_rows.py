@@ -26,7 +26,7 @@ def outcomes() -> list[ScoredRun]:
 
 
 MANY = 128
-"""Devices from which forecasts are also held to bounds of their own."""
+"""Devices up to which, and beyond which, forecasts are also held to bounds of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,11 @@ def scores(outcomes: list[ScoredRun]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def beyond(outcomes: list[ScoredRun]) -> dict[str, Any]:
     return score([outcome for outcome in outcomes if outcome.row.cluster.devices > MANY])
+
+
+@pytest.fixture(scope="module")
+def within(outcomes: list[ScoredRun]) -> dict[str, Any]:
+    return score([outcome for outcome in outcomes if outcome.row.cluster.devices <= MANY])
 
 
 def test_memory(scores: dict[str, Any]) -> None:
@@ -59,6 +64,12 @@ def test_who_fits(scores: dict[str, Any]) -> None:
 def test_the_first_choice_is_near_the_best(scores: dict[str, Any]) -> None:
     assert scores["regret"]["cells"] >= 6
     assert scores["regret"]["median"] < 0.05
+
+
+def test_few_nodes(within: dict[str, Any]) -> None:
+    assert within["memory"]["mape"] < 0.08
+    assert within["memory"]["median_abs"] < 0.05
+    assert within["time"]["mape"] < 0.15
 
 
 def test_many_nodes(beyond: dict[str, Any]) -> None:

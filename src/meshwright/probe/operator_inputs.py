@@ -47,8 +47,9 @@ def _from_origin(origin: tuple[str, int], device: torch.device, calls: Mapping[s
     signature, place = origin
     if signature not in calls:
         raise CannotRun(f"it needs what {signature.split('(')[0]} makes")
-    found = make_runnable(calls[signature], device, calls)()
-    return found[place] if isinstance(found, tuple | list) else found  # type: ignore[no-any-return]
+    results = make_runnable(calls[signature], device, calls)()
+    tensor: torch.Tensor = results[place] if isinstance(results, tuple | list) else results
+    return tensor
 
 
 def input_bytes(call: OperatorCall) -> int:

@@ -108,6 +108,14 @@ class ExampleGPT(nn.Module):
         return self.head(self.norm(x))
 
 
+class OddVocabulary(ExampleGPT):
+    """Two ranks cannot divide its classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCABULARY + 1)
+
+
 class Awkward(nn.Module):
     """Does to divided activations what their author may do to whole ones."""
 
@@ -216,6 +224,7 @@ class OwnBackward(nn.Module):
 LLAMA = {"num_key_value_heads": 2, "intermediate_size": 48}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "example": example_gpt,
+    "odd vocabulary": OddVocabulary,
     "awkward": Awkward,
     "fused": FusedVision,
     "narrowed": NarrowedVision,
@@ -264,7 +273,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-PLAIN = ("example", "awkward", "fused", "narrowed", "own backward")
+PLAIN = ("example", "odd vocabulary", "awkward", "fused", "narrowed", "own backward")
 """Models that are written here."""
 FAMILIES = [name for name in MODELS if name not in PLAIN]
 

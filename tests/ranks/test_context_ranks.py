@@ -31,7 +31,7 @@ def test_bf16_copies_of_parameters(four_ranks: RankPool, text: str) -> None:
     check(four_ranks(programs.differences, [("GPT", text)])[0], limit=0.1)
 
 
-@pytest.mark.parametrize("text", ["cp=4", "cp=2,tp=2"])
+@pytest.mark.parametrize("text", ["cp=4", "cp=2,tp=2", "tp=4"])
 def test_what_mixes_tokens_otherwise_is_gathered(four_ranks: RankPool, text: str) -> None:
     """Convolutions, pooling, sums along tokens, in-place changes, einsum, own autograd functions, weights elsewhere."""
     check(four_ranks(programs.differences, [("Mixing", text), ("shifted", text)])[0], limit=1e-6)

@@ -65,5 +65,10 @@ def test_lower_precision(two_ranks: RankPool, name: str, options: tuple[str, ...
     assert result.difference <= BF16 and abs(result.loss - result.whole_loss) <= 1e-3 * result.whole_loss, result
 
 
+def test_logits_that_are_divided_over_tokens_are_not_gathered(two_ranks: RankPool) -> None:
+    result = two_ranks(tensor_programs.compare, "odd vocabulary", ("sequence",))[0]
+    assert result.equal and result.gathered == {}, result
+
+
 def test_sequence_parts_go_over_a_wire(two_ranks: RankPool) -> None:
     assert two_ranks(tensor_programs.wire) == [True, True]

@@ -16,7 +16,9 @@ def own_part(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.
     """This rank's part of each of a tensor's pieces, by functions that autograd differentiates."""
     axis = axis_of(mesh)
     if not axis.balanced:
-        return torch.cat([piece.chunk(axis.size, dim)[axis.rank] for piece in x.chunk(pieces, dim)], dim)
+        dim %= x.dim()
+        own: torch.Tensor = x.unflatten(dim, (pieces, axis.size, -1)).select(dim + 1, axis.rank)
+        return own.flatten(dim, dim + 1)
     each, last = 2 * axis.size, 2 * axis.size - 1
     chunks = x.chunk(pieces * each, dim)
     places = [piece * each + place for piece in range(pieces) for place in (axis.rank, last - axis.rank)]
@@ -42,8 +44,9 @@ def joined(x: torch.Tensor, dim: int, pieces: int, mesh: DeviceMesh) -> torch.Te
             return joined(x.view(torch.uint8), dim, pieces, mesh).view(torch.bool)
         rows = gather_rows(x, axis.size, axis.name)
         if not axis.balanced:
-            by_rank = [own.chunk(pieces, dim) for own in rows]
-            return torch.cat([own[piece] for piece in range(pieces) for own in by_rank], dim)
+            dim %= x.dim()
+            by_piece: torch.Tensor = rows.unflatten(dim + 1, (pieces, -1)).movedim(0, dim + 1)
+            return by_piece.flatten(dim, dim + 2)
         halves = [own.chunk(2 * pieces, dim) for own in rows]
         in_order = []
         for piece in range(pieces):

@@ -24,7 +24,7 @@ from meshwright.strategies.tensor import rules
 from meshwright.strategies.tensor.attention import dropout
 from meshwright.strategies.tensor.layout import dim_of, divided, innermost, is_divided, local, part, shared
 from meshwright.strategies.tensor.matrix import linear
-from meshwright.strategies.tensor.mode import DividedFunctions, tensors_of
+from meshwright.strategies.tensor.mode import RESHAPES, DividedFunctions, tensors_of
 from meshwright.strategies.tensor.rules import Rule, functions
 from meshwright.torch_private.autograd import own_functions_given
 from meshwright.torch_private.modes import function_modes
@@ -51,10 +51,9 @@ _BY_ROWS: list[tuple[Rule, str]] = [
 ]
 
 
-_RESHAPES = functions("view reshape flatten unflatten view_as reshape_as ravel")
 _RULES: dict[Any, Rule] = {
     **DividedFunctions.rules,
-    **dict.fromkeys(_RESHAPES, pieces.reshape),
+    **dict.fromkeys(functions(RESHAPES), rules.reshape_rows),
     **dict.fromkeys(functions("matmul bmm mm __matmul__"), attention.matmul),
     **dict.fromkeys(functions("addmm"), attention.add_product),
     F.scaled_dot_product_attention: attention.attention,
@@ -64,7 +63,7 @@ _RULES: dict[Any, Rule] = {
 _RULES_OF_PIECES: dict[Any, Rule] = {
     **{func: pieces.by_rows(rule) for func, rule in DividedFunctions.rules.items() if rule is rules.elementwise},
     **{func: pieces.by_rows(rule) for rule, names in _BY_ROWS for func in functions(names)},
-    **dict.fromkeys(_RESHAPES, pieces.reshape),
+    **dict.fromkeys(functions(RESHAPES), rules.reshape_rows),
     **dict.fromkeys(functions("to float half bfloat16 double type_as contiguous clone detach"), rules.convert),
     F.cross_entropy: pieces.cross_entropy,
 }
@@ -140,7 +139,7 @@ def token_region(mesh: DeviceMesh) -> Iterator[None]:
         """No mode sees a model's own autograd functions; what they return for a parameter is a whole gradient."""
         return tuple(mode.keep_whole(leaf) for leaf in args)
 
-    with mode, own_functions_given(convert):
+    with mode, own_functions_given(convert), rules.without_fusing():
         yield
 
 

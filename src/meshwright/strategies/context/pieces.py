@@ -6,45 +6,18 @@ serves: the rows are called the part of a plain tensor while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from math import prod
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from meshwright.pieced_loss.arguments import LossArguments
-from meshwright.strategies.mesh_axis import divides
 from meshwright.strategies.parts import own_part
 from meshwright.strategies.tensor import rules
 from meshwright.strategies.tensor.layout import add_up, dim_of, divided, is_divided, local, pieces_of, whole
-from meshwright.strategies.tensor.rules import Rule, whole_meta
+from meshwright.strategies.tensor.rules import Rule
 from meshwright.torch_private.trees import tree_leaves, tree_map
-
-
-def reshape(func: Rule, mesh: DeviceMesh, x: DTensor, *args: Any, **kwargs: Any) -> Any:
-    """`rules.reshape`, also where dims before the tokens are merged with them."""
-    found = rules.reshape(func, mesh, x, *args, **kwargs)
-    if found is not NotImplemented or any(isinstance(leaf, torch.dtype) for leaf in tree_leaves((args, kwargs))):
-        return found
-    args, kwargs = tree_map(lambda leaf: whole_meta(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-    shape = func(whole_meta(x), *args, **kwargs).shape
-    for dim, pieces in _merged(x, shape, mesh):
-        sizes = [size // mesh.size() if place == dim else size for place, size in enumerate(shape)]
-        return divided(local(x).reshape(sizes), dim, mesh, pieces)
-    return NotImplemented
-
-
-def _merged(x: DTensor, shape: Sequence[int], mesh: DeviceMesh) -> Iterator[tuple[int, int]]:
-    """Dims of a new shape that hold whole runs of tokens, with the number of runs."""
-    runs = prod(x.shape[: dim_of(x)]) * pieces_of(x)
-    for dim, size in enumerate(shape):
-        pieces, over = divmod(runs, prod(shape[:dim]))
-        if pieces > 1 and not over and size % pieces == 0 and divides(size // pieces, mesh):
-            yield dim, pieces
 
 
 def by_rows(rule: Rule) -> Rule:

@@ -26,9 +26,9 @@ from meshwright.strategies import collectives
 from meshwright.strategies.collectives import copy_in, join, slice_in
 from meshwright.strategies.mesh_axis import divides
 from meshwright.strategies.parts import own_part
-from meshwright.strategies.recorder import aliased
+from meshwright.strategies.recorder import active, aliased
 from meshwright.strategies.shares import has_shares
-from meshwright.strategies.tensor.memory import MADE_FROM, check_unchanged
+from meshwright.strategies.tensor.memory import MADE_FROM, WHOLE, check_unchanged
 from meshwright.torch_private.autograd import direct_apply
 from meshwright.torch_private.dtensor import local_tensor, make_dtensor, spec_of
 from meshwright.torch_private.modes import without_torch_function
@@ -156,6 +156,18 @@ def part(x: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
 
 def whole(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return _joined(x, mesh, shares=False) if is_divided(x, mesh) else x
+
+
+def whole_of_fused(x: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+    """`whole`, gathered once for all functions that read the same activation."""
+    if x.grad_fn is None:  # a parameter, whose values change
+        return whole(x, mesh)
+    check_unchanged(x)
+    state = (active.get(), torch.is_grad_enabled())
+    known = x.__dict__.get(WHOLE)
+    if known is None or known[0] != state:
+        known = x.__dict__[WHOLE] = (state, whole(x, mesh))
+    return known[1]
 
 
 def shared(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

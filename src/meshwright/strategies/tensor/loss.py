@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.describe.dtypes import LOW
 from meshwright.pieced_loss.arguments import LossArguments
+from meshwright.strategies.parts import own_part
 from meshwright.strategies.recorder import noted
-from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, local, part, whole
+from meshwright.strategies.tensor.layout import dim_of, divided, is_divided, local, pieces_of, whole
 from meshwright.strategies.tensor.rules import Rule
 from meshwright.torch_private.autograd import direct_apply
 
@@ -25,6 +26,8 @@ def cross_entropy(func: Rule, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> An
     classes = 1 if input.dim() > 1 else 0
     if not given.is_plain or not given.has_indices or is_divided(target, mesh) or not is_divided(input, mesh):
         return NotImplemented
+    if dim_of(input) == classes and pieces_of(input) > 1:
+        return NotImplemented
     if dim_of(input) != classes:
         return _in_parts(mesh, input, target, given.ignore_index, given.reduction)
     losses = noted(_cross_entropy, local(input).movedim(classes, -1), target, given.ignore_index, mesh)
@@ -33,10 +36,10 @@ def cross_entropy(func: Rule, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> An
 
 def _in_parts(mesh: DeviceMesh, input: Any, target: Tensor, ignore_index: int, reduction: str) -> Any:
     """Cross entropy of logits that are divided over samples or positions."""
-    dim = dim_of(input)
-    own_target = part(target, dim - (dim > 1), mesh)
+    rows, pieces = dim_of(input) - (dim_of(input) > 1), pieces_of(input)
+    own_target = own_part(target, rows, pieces, mesh)
     losses = F.cross_entropy(local(input), own_target, ignore_index=ignore_index, reduction="none")
-    return _reduced(whole(divided(losses, dim - (dim > 1), mesh), mesh), target, ignore_index, reduction)
+    return _reduced(whole(divided(losses, rows, mesh, pieces), mesh), target, ignore_index, reduction)
 
 
 def _reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:

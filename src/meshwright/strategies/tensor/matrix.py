@@ -52,7 +52,7 @@ def linear(func: Rule, mesh: DeviceMesh, x: Tensor, weight: Tensor, bias: Tensor
     if not is_divided(x, mesh):
         return NotImplemented
     own_bias = None if bias is None else shared(bias, mesh)
-    return divided(multiply(local(x), shared(weight, mesh), own_bias), dim_of(x), mesh)
+    return divided(multiply(local(x), shared(weight, mesh), own_bias), dim_of(x), mesh, pieces_of(x))
 
 
 def linear_in_float8(mesh: DeviceMesh, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:

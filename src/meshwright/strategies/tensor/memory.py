@@ -22,6 +22,8 @@ from meshwright.torch_private.tensors import version_of
 _MEMORY, _SEEN, OUTDATED = "_meshwright_memory", "_meshwright_seen", "_meshwright_outdated"
 MADE_FROM = "_meshwright_made_from"
 """The attribute of a block's result that holds the tensor it was made from."""
+WHOLE = "_meshwright_whole"
+"""The attribute of a fused activation that holds the gathered tensor."""
 
 
 @dataclass
@@ -77,6 +79,7 @@ def change(x: DTensor, value: DTensor) -> None:
         if tensor is not None:
             tensor.__dict__[OUTDATED] = True
     x.__dict__.pop(MADE_FROM, None)
+    x.__dict__.pop(WHOLE, None)
     set_local_tensor(x, torch.empty_like(local_tensor(x)))
     x.copy_(value)
 

@@ -34,6 +34,7 @@ from meshwright.strategies.tensor.layout import (
     part,
     pieces_of,
     whole,
+    whole_of_fused,
 )
 from meshwright.strategies.tensor.loss import cross_entropy
 from meshwright.strategies.tensor.matrix import add_product, embedding, forget_input, linear, matmul
@@ -42,6 +43,7 @@ from meshwright.strategies.tensor.rules import Rule, functions
 from meshwright.torch_private.modes import function_modes
 from meshwright.torch_private.trees import tree_leaves, tree_map
 
+RESHAPES = "view reshape flatten unflatten view_as reshape_as ravel"
 _TABLE: list[tuple[Rule, str]] = [
     (
         rules.elementwise,
@@ -57,7 +59,7 @@ _TABLE: list[tuple[Rule, str]] = [
     (rules.convert, "to float half bfloat16 double type_as contiguous clone detach"),
     (rules.make_new, "new_zeros new_ones new_full new_empty new_tensor"),
     (rules.move_dims, "transpose permute swapaxes swapdims movedim moveaxis unsqueeze squeeze t adjoint"),
-    (rules.reshape, "view reshape flatten unflatten view_as reshape_as ravel"),
+    (rules.reshape, RESHAPES),
     (rules.expand, "expand"),
     (rules.expand_as, "expand_as"),
     (rules.repeat, "repeat"),
@@ -89,10 +91,11 @@ _RULES_OF_PIECES: dict[Any, Rule] = {
     **dict.fromkeys(functions("split chunk split_with_sizes"), rules.split_pieces),
     **dict.fromkeys(functions("__getitem__"), rules.get_piece),
     **dict.fromkeys(functions("narrow"), rules.narrow_piece),
-    **dict.fromkeys(functions("view reshape unflatten"), rules.reshape_pieces),
+    **dict.fromkeys(functions(RESHAPES), rules.reshape),
     **dict.fromkeys(functions("to float half bfloat16 double type_as contiguous"), rules.convert),
     F.linear: linear,
     torch.addmm: add_product,
+    F.cross_entropy: cross_entropy,
 }
 
 # These run on the DTensor itself, which knows the whole shape. Printing is here because one rank may print alone.
@@ -187,7 +190,7 @@ class DividedFunctions(TorchFunctionMode):
         def gather(leaf: Any) -> Any:
             if not is_divided(leaf, self.mesh) or (only_fused and pieces_of(leaf) == 1):
                 return leaf
-            return whole(leaf, self.mesh)
+            return whole(leaf, self.mesh) if pieces_of(leaf) == 1 else whole_of_fused(leaf, self.mesh)
 
         return tree_map(gather, tree)
 

@@ -33,6 +33,7 @@ from meshwright.strategies.tensor.draft import MISSING, BoundProgram, Draft
 from meshwright.strategies.tensor.matrix import forget_input
 from meshwright.strategies.tensor.mode import DividedFunctions, mode_of, tensor_region
 from meshwright.strategies.tensor.record import Unrecordable
+from meshwright.strategies.tensor.rules import without_fusing
 from meshwright.torch_private.autograd import backward_id, saves_by_hooks
 from meshwright.torch_private.modes import function_modes, only_mode, without_torch_function
 from meshwright.torch_private.modules import has_global_hooks
@@ -162,7 +163,7 @@ class BlockPrograms:
             return bound.finish(arguments, results)
 
     def _run_plain(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with self._region():
+        with self._region(), without_fusing():
             return forward(*args, **kwargs)
 
     def _find(
@@ -200,7 +201,7 @@ class BlockPrograms:
         except Unrecordable as why:
             _note_failure(block, module, str(why))
             return self._run_plain(forward, args, kwargs)
-        with self._region():
+        with self._region(), without_fusing():
             result = draft.call(forward, args, kwargs)
         try:
             with without_torch_function():

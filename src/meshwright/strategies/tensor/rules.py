@@ -7,7 +7,9 @@ so autograd differentiates them, and no operator needs a rule for its backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from math import prod
 from typing import Any
 
@@ -80,30 +82,59 @@ def move_dims(func: Rule, mesh: DeviceMesh, x: DTensor, *args: Any, **kwargs: An
 
 
 def reshape(func: Rule, mesh: DeviceMesh, x: DTensor, *args: Any, **kwargs: Any) -> Any:
-    """Functions that keep the elements in order under another shape."""
+    """Functions that keep the elements in order under another shape.
+
+    (batch, tokens) may become one dim of a fused tensor, as before a loss, but for `without_fusing`.
+    """
+    return _reshaped(func, mesh, x, args, kwargs, fuses=_fuses.get())
+
+
+_fuses: ContextVar[bool] = ContextVar("fuses", default=True)
+
+
+@contextmanager
+def without_fusing() -> Iterator[None]:
+    """Region for blocks, where several functions would read a fused tensor, and most of them whole; and for an axis
+    that divides the tokens further."""
+    token = _fuses.set(False)
+    try:
+        yield
+    finally:
+        _fuses.reset(token)
+
+
+def reshape_rows(func: Rule, mesh: DeviceMesh, x: DTensor, *args: Any, **kwargs: Any) -> Any:
+    """`reshape` that fuses wherever it can."""
+    return _reshaped(func, mesh, x, args, kwargs, fuses=True)
+
+
+def _reshaped(func: Rule, mesh: DeviceMesh, x: DTensor, args: Any, kwargs: Any, *, fuses: bool) -> Any:
     if any(isinstance(leaf, torch.dtype) for leaf in tree_leaves((args, kwargs))):
         return NotImplemented  # view(dtype) reinterprets bits
     args, kwargs = tree_map(lambda leaf: whole_meta(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
     shape = func(whole_meta(x), *args, **kwargs).shape
-    dim = _divided_dim(x, shape, mesh)
-    return divided(local(x).reshape(_divide(shape, dim, mesh)), dim, mesh) if dim is not None else NotImplemented
+    for dim, pieces in _divided_dims(x, shape, mesh):
+        if pieces == 1 or fuses:
+            return divided(local(x).reshape(_divide(shape, dim, mesh)), dim, mesh, pieces)
+    return NotImplemented
 
 
 def whole_meta(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
-def _divided_dim(x: DTensor, shape: Sequence[int], mesh: DeviceMesh) -> int | None:
-    """The dim along which a tensor is divided after a reshape; None if there is none.
+def _divided_dims(x: DTensor, shape: Sequence[int], mesh: DeviceMesh) -> Iterator[tuple[int, int]]:
+    """Dims along which a tensor is divided after a reshape, with their numbers of pieces, the fewest first.
 
     A tensor divided along dim d is prod(shape[:d]) runs of elements, and each rank has an even part of every run. After
-    a reshape, the divided dim is the one with the same number of runs before it, if its size divides.
+    a reshape, the divided dim is the one with the same number of runs before it, if its size divides. A dim with fewer
+    before it holds several runs: its pieces.
     """
     runs = prod(x.shape[: dim_of(x)]) * pieces_of(x)
-    for dim, size in enumerate(shape):
-        if prod(shape[:dim]) == runs and size > 1 and divides(size, mesh):
-            return dim
-    return None
+    for dim, size in reversed(list(enumerate(shape))):
+        pieces, over = divmod(runs, prod(shape[:dim])) if size > 1 else (0, 0)
+        if pieces and not over and size % pieces == 0 and divides(size // pieces, mesh):
+            yield dim, pieces
 
 
 def _divide(shape: Sequence[int], dim: int, mesh: DeviceMesh) -> list[int]:
@@ -174,16 +205,6 @@ def narrow_piece(func: Rule, mesh: DeviceMesh, x: DTensor, dim: int, start: int,
 def _split_dim(x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     dim: int = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     return dim % x.dim()
-
-
-def reshape_pieces(func: Rule, mesh: DeviceMesh, x: DTensor, *args: Any, **kwargs: Any) -> Any:
-    """Giving the pieces of a fused tensor a separate dim; the result is divided along the next dim."""
-    shape = func(whole_meta(x), *args, **kwargs).shape
-    lead, pieces = tuple(x.shape[:-1]), pieces_of(x)
-    fits = dim_of(x) == x.dim() - 1 and tuple(shape[: x.dim()]) == (*lead, pieces) and len(shape) > x.dim()
-    if not fits or shape[x.dim()] % mesh.size():
-        return NotImplemented
-    return divided(local(x).reshape(_divide(shape, x.dim(), mesh)), x.dim(), mesh)
 
 
 def unbind(func: Rule, mesh: DeviceMesh, x: DTensor, dim: int = 0) -> Any:

@@ -47,7 +47,7 @@ from meshwright.tracing import trace_step
 
 GIB = 1 << 30
 STEPS = 5
-AT_ONCE = 2
+AT_ONCE = 4
 """Cases that are described side by side. More would take the host from the case that is being timed."""
 NO_LINKS = {side: {"bandwidth": 1e18, "latency": 1e-12} for side in ("within", "between")}
 """A rank of a fake world waits for nobody."""
@@ -264,7 +264,7 @@ def attempt(case: Case, alone: Any, detail: bool, results: Any) -> None:
         results.put({**vars(case), "error": f"{type(error).__name__}: {error}"})
 
 
-def measure_all(cases: Sequence[Case], path: Path, detail: bool = False) -> None:
+def measure_all(cases: Sequence[Case], path: Path, detail: bool = False, attempt: Any = attempt) -> None:
     """Each case in a process forked from this one, which never touches the GPU; some at a time, one on the GPU."""
     waiting = list(cases)
     context = get_context("fork")
@@ -281,7 +281,7 @@ def measure_all(cases: Sequence[Case], path: Path, detail: bool = False) -> None
 
 
 @cache
-def _planner(text: str) -> Planner:
+def planner_of(text: str) -> Planner:
     model, _, batch = text.rpartition("batch=")
     job, facts, costs = _described(model.rstrip(":,"))
     return Planner(replace(job, global_batch=int(batch)), facts, int(batch), costs=costs)
@@ -293,9 +293,9 @@ def _described(model: str) -> tuple[mw.Job, ModelFacts, dict[tuple[str, str], Mo
     return job, describe(job), {}
 
 
-def account_for(row: dict[str, Any]) -> dict[str, float]:
+def account_for(row: dict[str, Any], planner: Planner | None = None) -> dict[str, float]:
     """What the planner's quick grade says of a measured case, in the same units."""
-    planner, strategy = _planner(row["job"]), Strategy.parse(row["strategy"]).resolve(row["ranks"])
+    planner, strategy = planner or planner_of(row["job"]), Strategy.parse(row["strategy"]).resolve(row["ranks"])
     nodes = max(1, row["ranks"] // 8)
     cluster = Cluster(nodes=nodes, devices_per_node=min(8, row["ranks"]), device="H200-141GB", hardware=NO_LINKS)
     planner.measure(strategy.precision, strategy.recompute)
@@ -312,7 +312,7 @@ def account_for(row: dict[str, Any]) -> dict[str, float]:
 
 def trace(row: dict[str, Any]) -> dict[str, float]:
     """What a step on fake tensors shows of a measured case."""
-    of, strategy = _planner(row["job"]), Strategy.parse(row["strategy"])
+    of, strategy = planner_of(row["job"]), Strategy.parse(row["strategy"])
     traced = trace_step(of.job, of.facts, strategy, ranks=row["ranks"], rank=row["rank"])
     return {"traced_gib": traced.peak / GIB, "reserved_gib": traced.reserved / GIB}
 

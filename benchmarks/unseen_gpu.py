@@ -2,11 +2,13 @@
 
     PYTHONPATH=src python benchmarks/unseen_gpu.py forecast --json docs/data/unseen_forecasts.json   # without a GPU
     PYTHONPATH=src python benchmarks/unseen_gpu.py measure --json docs/data/unseen_gpu.json          # on the GPU
+    PYTHONPATH=src python benchmarks/unseen_gpu.py kernels --json docs/data/unseen_kernels.json      # on the GPU
     PYTHONPATH=src python benchmarks/unseen_gpu.py score --json docs/data/unseen_gpu.json \\
         --forecasts docs/data/unseen_forecasts.json
 
 Forecasts are committed before anything is measured, so nothing can be fitted to the measurement. Each case is forecast
-in a process of its own with a time limit; a case without a forecast is a row that says why.
+in a process of its own with a time limit; a case without a forecast is a row that says why. `kernels` is the grade of
+measured kernels: it times a case's operators one by one, and the model's Python, and knows nothing of its steps.
 """
 
 from __future__ import annotations
@@ -22,9 +24,15 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from plan_gpu import Case, account_for, errors_of, measure_all, trace
+from plan_gpu import Case, account_for, attempt, errors_of, measure_all, planner_of, trace
+
+from meshwright.api.job_planner import Planner
+from meshwright.api.probe_kernels import describe_device, measured_table, trace_operators
+from meshwright.facts.strategy import Strategy
 
 LIMIT_S = 600
+KERNELS_S = 25.0
+"""For all kernels of a case, the largest first."""
 CASES = (
     Case("pythia:batch=8", "single,bf16"),
     Case("pythia:batch=8", "single,bf16,compile"),
@@ -95,6 +103,27 @@ def forecast_all(path: Path, only: str) -> None:
         path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
 
 
+def by_kernels(case: Case, alone: Any, detail: bool, results: Any) -> None:
+    """A case's step by its kernels, timed on this machine's GPU; what needs no GPU runs beside another case."""
+    row: dict[str, Any] = vars(case).copy()
+    try:
+        device, strategy, planner = torch.device("cuda", 0), Strategy.parse(case.strategy), planner_of(case.job)
+        step = trace_operators(planner, strategy, "cuda", case.ranks, lambda words: None)
+        with alone:
+            table = describe_device(device)
+            table, calls, found = measured_table(
+                planner, [strategy], device, table, world=case.ranks, seconds=KERNELS_S, steps=[step]
+            )
+        timed = Planner(planner.job, planner.facts, planner.global_batch, kernels=(table,), time_host=True)
+        row["kernels_ms"] = account_for(row, timed)["compute_ms"]
+        row |= {"operators": len(calls), "failed": len(found.failed), "why": sorted(set(found.failed.values()))[:5]}
+        row["kernels_alone_ms"] = sum(kernel.seconds * kernel.count for kernel in table.kernels) * 1e3
+        row |= {"launch_us": table.launch * 1e6, "notes": timed.notes}
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {error}"
+    results.put(row)
+
+
 def _failed(case: Case, reason: str) -> dict[str, Any]:
     return {**vars(case), "account_error": reason, "trace_error": reason}
 
@@ -135,7 +164,7 @@ def score(measured: Path, forecasts: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["forecast", "measure", "score", "one"])
+    parser.add_argument("what", choices=["forecast", "measure", "kernels", "score", "one"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--forecasts", type=Path)
     parser.add_argument("--only", default="", help="cases whose text holds this")
@@ -145,8 +174,11 @@ def main() -> None:
         print(json.dumps(forecast(CASES[options.case])))
     elif options.what == "forecast":
         forecast_all(options.json, options.only)
-    elif options.what == "measure":
-        measure_all([case for case in CASES if options.only in _name(vars(case))], options.json)
+    elif options.what in ("measure", "kernels"):
+        import transformers  # noqa: F401  # once, before processes are forked
+
+        chosen = [case for case in CASES if options.only in _name(vars(case))]
+        measure_all(chosen, options.json, attempt=attempt if options.what == "measure" else by_kernels)
     else:
         score(options.json, options.forecasts)
 

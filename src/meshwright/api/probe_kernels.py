@@ -112,16 +112,13 @@ def measured_table(
     seconds: float = SECONDS,
     tell: Tell = lambda words: None,
     clock: KernelClock | None = None,
+    steps: Sequence[StepCalls] = (),
 ) -> tuple[KernelTable, dict[str, OperatorCall], MeasuredCalls]:
     """The table with the kernels of all strategies, their distinct operators, and what was measured now.
 
-    What `known` has is not measured again.
+    What `known` has is not measured again. `steps` are the strategies' steps, if they were traced before.
     """
-    job = replace(planner.job, global_batch=planner.global_batch)
-    steps: list[StepCalls] = []
-    for strategy in strategies:
-        tell(f"tracing {strategy}")
-        steps.append(step_calls(job, planner.facts, strategy.resolve(world), ranks=world, device=device.type))
+    steps = steps or [trace_operators(planner, strategy, device.type, world, tell) for strategy in strategies]
     calls = {call.signature: call for step in steps for call in step.calls}
     before = known or table
     have = {kernel.signature for kernel in before.kernels}
@@ -135,6 +132,12 @@ def measured_table(
         if (update := _update(planner, strategy.resolve(world), step, taken))
     ]
     return replace(table, updates=tuple(updates)), calls, found
+
+
+def trace_operators(planner: Planner, strategy: Strategy, device: str, world: int, tell: Tell) -> StepCalls:
+    tell(f"tracing {strategy}")
+    job = replace(planner.job, global_batch=planner.global_batch)
+    return step_calls(job, planner.facts, strategy.resolve(world), ranks=world, device=device)
 
 
 def _update(planner: Planner, strategy: Strategy, step: StepCalls, seconds: dict[str, float]) -> MeasuredUpdate | None:

@@ -129,3 +129,21 @@ def test_rows_that_are_not_dense_are_composed_in_fp32() -> None:
         kept = kept_by(F.scaled_dot_product_attention, *inputs)
     scores = BATCH * HEADS * LENGTH * LENGTH
     assert any(torch.Size(shape).numel() == scores and dtype == torch.float32 for shape, dtype in kept)
+
+
+def test_one_head_of_keys_is_broadcast_by_a_composed_attention_only() -> None:
+    with FakeTensorMode(), as_on_cuda():
+        q, k, v = heads(torch.bfloat16)
+        k, v = (x[:, :1].detach().requires_grad_() for x in (k, v))
+        kept = kept_by(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), q, k, v)
+        assert ((BATCH * HEADS, LENGTH, LENGTH), torch.float32) in kept  # the scores
+        grouped = kept_by(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), q, k, v)
+    assert ((BATCH, HEADS, LENGTH), torch.float32) in grouped
+
+
+def test_statistics_of_batch_norm_are_kept_in_fp32() -> None:
+    with FakeTensorMode(), as_on_cuda():
+        x = torch.empty(4, 6, 5, 5, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(6, dtype=torch.bfloat16, requires_grad=True)
+        kept = kept_by(lambda x, w: F.batch_norm(x, None, None, w, w, training=True), x, weight)
+    assert kept == {((6,), torch.float32): 2}

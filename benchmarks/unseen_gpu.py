@@ -122,7 +122,7 @@ def by_kernels(case: Case, alone: Any, detail: bool, results: Any) -> None:
             longest | {"operator": longest["operator"][:120], "ms": round(longest["ms"], 4)}
             for longest in longest_kernels(table, calls, 12)
         ]
-        row |= {"launch_us": table.launch * 1e6, "notes": timed.notes}
+        row |= {"launch_us": table.launch * 1e6, "reference_ms": table.host * 1e3, "notes": timed.notes}
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}"
     results.put(row)

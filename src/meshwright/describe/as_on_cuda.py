@@ -8,6 +8,7 @@ operators before autograd sees them. While `as_on_cuda()` is active they are dec
 | --- | --- | --- |
 | `scaled_dot_product_attention` | a flash kernel for CPUs | flash (16 bits), efficient (fp32, masks) or composed |
 | `rms_norm` | composed of five operators | one that saves its input and one fp32 number per row |
+| `lstm`, `gru`, `rnn_tanh`, `rnn_relu` | a layer or a time step at a time | all by cuDNN |
 | `dropout` | a mask in the input's dtype | a mask of bools |
 | statistics of `layer_norm`, `group_norm`, `batch_norm` | in the input's dtype | in fp32 |
 
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from meshwright.describe.dtypes import HALF
+from meshwright.describe.recurrent import MODES, backward_without_values, on_cudnn
 from meshwright.recording.dtensor import dtensor_type
 from meshwright.torch_private import operators
 from meshwright.torch_private.autograd import direct_apply
@@ -61,6 +63,8 @@ def composites_as_on_cuda() -> Iterator[None]:
         for name, kernel in _COMPOSITES.items() if library else ():
             for key in ("AutogradCPU", "AutogradMeta"):
                 library.impl(name, kernel, key)  # type: ignore[union-attr]
+        if library:
+            library.impl("_cudnn_rnn_backward", backward_without_values, "Meta")
         yield
     finally:
         _active -= 1
@@ -258,10 +262,11 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return operators.take_apart(aten.dropout.default, input, p, train)  # type: ignore[no-any-return]
 
 
-_COMPOSITES: dict[str, Callable[..., Tensor]] = {
+_COMPOSITES: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": _attention,
     "rms_norm": _rms_norm,
     "dropout": _dropout,
+    **{f"{name}.input": on_cudnn(name) for name in MODES},
 }
 
 

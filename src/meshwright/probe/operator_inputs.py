@@ -13,7 +13,7 @@ from meshwright.recording.report_as_cpu import change_leaves, leaves_in
 from meshwright.torch_private.operators import schema_of
 from meshwright.tracing.operator_calls import OperatorCall, TensorLayout
 
-_PRODUCTS = ("matmul", "attention", "convolution")
+_PRODUCTS = ("matmul", "attention", "convolution", "recurrent")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 

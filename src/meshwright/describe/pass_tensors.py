@@ -20,7 +20,6 @@ from torch import nn
 from meshwright.describe.as_on_cuda import as_on_cpu
 from meshwright.describe.calls import Flow
 from meshwright.describe.known_values import known_values, set_value
-from meshwright.describe.library_checks import fakes_pass_as_real
 from meshwright.describe.meta_pass import meta_pass
 from meshwright.describe.read_values import ReadValues
 from meshwright.describe.repeats import Repeats
@@ -63,7 +62,7 @@ def on_meta(model: nn.Module, *, device: Device = as_on_cpu) -> Iterator[Convert
 @contextmanager
 def on_fake(model: nn.Module, *, mode: FakeTensorMode | None = None, device: Device = nullcontext) -> Iterator[Convert]:
     logging.getLogger(FAKE_TENSOR_LOG).setLevel(logging.CRITICAL)  # it logs what it raises
-    with as_it_was(model), fakes_pass_as_real(), mode or fake_mode() as active, device():
+    with as_it_was(model), mode or fake_mode() as active, device():
         yield lambda tensor: active.from_tensor(tensor.cpu())
 
 

@@ -27,7 +27,7 @@ import torch
 from plan_gpu import Case, account_for, attempt, errors_of, measure_all, planner_of, trace
 
 from meshwright.api.job_planner import Planner
-from meshwright.api.probe_kernels import describe_device, measured_table, trace_operators
+from meshwright.api.probe_kernels import describe_device, longest_kernels, measured_table, trace_operators
 from meshwright.facts.strategy import Strategy
 
 LIMIT_S = 600
@@ -108,7 +108,7 @@ def by_kernels(case: Case, alone: Any, detail: bool, results: Any) -> None:
     row: dict[str, Any] = vars(case).copy()
     try:
         device, strategy, planner = torch.device("cuda", 0), Strategy.parse(case.strategy), planner_of(case.job)
-        step = trace_operators(planner, strategy, "cuda", case.ranks, lambda words: None)
+        step = trace_operators(planner, strategy, "cuda", case.ranks, lambda words: None, rank=case.rank)
         with alone:
             table = describe_device(device)
             table, calls, found = measured_table(
@@ -118,7 +118,11 @@ def by_kernels(case: Case, alone: Any, detail: bool, results: Any) -> None:
         row["kernels_ms"] = account_for(row, timed)["compute_ms"]
         row |= {"operators": len(calls), "failed": len(found.failed), "why": sorted(set(found.failed.values()))[:5]}
         row["kernels_alone_ms"] = sum(kernel.seconds * kernel.count for kernel in table.kernels) * 1e3
-        row |= {"launch_us": table.launch * 1e6, "notes": timed.notes}
+        row["longest"] = [
+            longest | {"operator": longest["operator"][:120], "ms": round(longest["ms"], 4)}
+            for longest in longest_kernels(table, calls, 12)
+        ]
+        row |= {"launch_us": table.launch * 1e6, "reference_ms": table.host * 1e3, "notes": timed.notes}
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}"
     results.put(row)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.describe.as_on_cuda import as_on_cuda
+from meshwright.tracing.operator_calls import FunctionCalls
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 4, 100, 64
 
@@ -129,3 +130,44 @@ def test_rows_that_are_not_dense_are_composed_in_fp32() -> None:
         kept = kept_by(F.scaled_dot_product_attention, *inputs)
     scores = BATCH * HEADS * LENGTH * LENGTH
     assert any(torch.Size(shape).numel() == scores and dtype == torch.float32 for shape, dtype in kept)
+
+
+def test_one_head_of_keys_is_broadcast_by_a_composed_attention_only() -> None:
+    with FakeTensorMode(), as_on_cuda():
+        q, k, v = heads(torch.bfloat16)
+        k, v = (x[:, :1].detach().requires_grad_() for x in (k, v))
+        kept = kept_by(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), q, k, v)
+        assert ((BATCH * HEADS, LENGTH, LENGTH), torch.float32) in kept  # the scores
+        grouped = kept_by(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), q, k, v)
+    assert ((BATCH, HEADS, LENGTH), torch.float32) in grouped
+
+
+def test_statistics_of_batch_norm_are_kept_in_fp32() -> None:
+    with FakeTensorMode(), as_on_cuda():
+        x = torch.empty(4, 6, 5, 5, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(6, dtype=torch.bfloat16, requires_grad=True)
+        kept = kept_by(lambda x, w: F.batch_norm(x, None, None, w, w, training=True), x, weight)
+    assert kept == {((6,), torch.float32): 2}
+
+
+@pytest.mark.parametrize("cells", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_recurrent_layers_are_one_operator_of_cudnn(cells: type[torch.nn.RNNBase], bidirectional: bool) -> None:
+    plain = cells(8, 6, num_layers=2, batch_first=True, bidirectional=bidirectional)
+    expected, states = plain(torch.randn(3, 5, 8))
+    with FakeTensorMode() as mode, as_on_cuda(), FunctionCalls() as calls:
+        layer = cells(8, 6, num_layers=2, batch_first=True, bidirectional=bidirectional)
+        x = torch.empty(3, 5, 8, requires_grad=True)
+        output, found = layer(x)
+        output.sum().backward()
+    assert mode and output.shape == expected.shape
+    pairs = zip(found, states, strict=True) if cells is torch.nn.LSTM else [(found, states)]
+    assert all(one.shape == other.shape for one, other in pairs)
+    assert x.grad is not None and all(p.grad is not None and p.grad.shape == p.shape for p in layer.parameters())
+    named = {call.run.name: call for call in calls.collector.calls.values()}
+    forward, backward = named["_cudnn_rnn"], named["_cudnn_rnn_backward"]
+    matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+    assert (forward.run.flops, backward.run.flops) == (2 * 15 * matrices, 4 * 15 * matrices)
+    assert forward.run.shape == (5 * 2 * (1 + bidirectional), 3, *layer.weight_hh_l0.shape)
+    reserve = next(leaf for leaf in backward.args if getattr(leaf, "dtype", None) == torch.uint8)
+    assert reserve.origin == (forward.signature, 3)  # only cuDNN can fill it

@@ -48,6 +48,23 @@ def usual(size: float) -> float:
     return kernels.seconds(moving("any", size), 1, 1, HARDWARE)
 
 
+def test_time_steps_of_a_recurrent_layer_wait_for_each_other() -> None:
+    def layer(steps: int) -> Kernel:
+        shape = (Size(steps), Size(0.0, 1.0), Size(2048.0), Size(512.0))
+        return Kernel(
+            name="any",
+            kind="recurrent",
+            dtype="bf16",
+            flops=Size(0.0, 2e6 * steps),
+            bytes=Size(2e6 * steps),
+            shape=shape,
+        )
+
+    short, long = (kernels.seconds(layer(steps), 8, 1, HARDWARE) for steps in (10, 1000))
+    assert long == pytest.approx(100 * short)
+    assert long > 1000 * kernels.LEAST
+
+
 def test_the_same_kernel_has_its_measured_time() -> None:
     prices = KernelPrices(table(measured("gelu", 4e6, 7e-5)), HARDWARE)
     assert prices.seconds(moving("gelu", 2e6), 2, 1) == KernelSeconds(exact=7e-5)

@@ -82,7 +82,7 @@ def probe_kernels(request: KernelRequest) -> dict[str, Any]:
         "measured": len(found.kernels),
         "known": len(calls) - len(found.kernels) - len(found.failed),
         "failed": [{"operator": name, "reason": reason} for name, reason in found.failed.items()],
-        "longest": _longest(known.merged(table), calls),
+        "longest": longest_kernels(known.merged(table), calls),
         "out": str(request.out),
         "seconds": time.perf_counter() - started,
     }
@@ -134,10 +134,13 @@ def measured_table(
     return replace(table, updates=tuple(updates)), calls, found
 
 
-def trace_operators(planner: Planner, strategy: Strategy, device: str, world: int, tell: Tell) -> StepCalls:
+def trace_operators(
+    planner: Planner, strategy: Strategy, device: str, world: int, tell: Tell, *, rank: int = 0
+) -> StepCalls:
+    """The operators of one rank's step. Ranks of other pipeline stages have others."""
     tell(f"tracing {strategy}")
     job = replace(planner.job, global_batch=planner.global_batch)
-    return step_calls(job, planner.facts, strategy.resolve(world), ranks=world, device=device)
+    return step_calls(job, planner.facts, strategy.resolve(world), ranks=world, rank=rank, device=device)
 
 
 def _update(planner: Planner, strategy: Strategy, step: StepCalls, seconds: dict[str, float]) -> MeasuredUpdate | None:
@@ -152,12 +155,12 @@ def _update(planner: Planner, strategy: Strategy, step: StepCalls, seconds: dict
     return MeasuredUpdate(optimizer=optimizer_name(planner.job), elements=elements, seconds=total)
 
 
-def _longest(table: KernelTable, calls: dict[str, OperatorCall]) -> list[dict[str, Any]]:
+def longest_kernels(table: KernelTable, calls: dict[str, OperatorCall], shown: int = SHOWN) -> list[dict[str, Any]]:
     """The kernels that take most of a step."""
     own = [kernel for kernel in table.kernels if kernel.signature in calls]
     ordered = sorted(own, key=lambda kernel: -kernel.seconds * calls[kernel.signature].count)
     return [
-        {"operator": k.signature, "count": calls[k.signature].count, "ms": k.seconds * 1e3} for k in ordered[:SHOWN]
+        {"operator": k.signature, "count": calls[k.signature].count, "ms": k.seconds * 1e3} for k in ordered[:shown]
     ]
 
 

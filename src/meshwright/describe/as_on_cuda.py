@@ -8,8 +8,9 @@ operators before autograd sees them. While `as_on_cuda()` is active they are dec
 | --- | --- | --- |
 | `scaled_dot_product_attention` | a flash kernel for CPUs | flash (16 bits), efficient (fp32, masks) or composed |
 | `rms_norm` | composed of five operators | one that saves its input and one fp32 number per row |
+| `lstm`, `gru`, `rnn_tanh`, `rnn_relu` | a layer or a time step at a time | all by cuDNN |
 | `dropout` | a mask in the input's dtype | a mask of bools |
-| statistics of `layer_norm`, `group_norm` | in the input's dtype | in fp32 |
+| statistics of `layer_norm`, `group_norm`, `batch_norm` | in the input's dtype | in fp32 |
 
 All others save the same on both. Meta tensors use a third attention, neither the CPU's nor the GPU's; `as_on_cpu()`
 gives them the CPU's. The replacements compute wrong values, so use them on tensors without values only:
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from meshwright.describe.dtypes import HALF
+from meshwright.describe.recurrent import MODES, backward_without_values, on_cudnn
 from meshwright.recording.dtensor import dtensor_type
 from meshwright.torch_private import operators
 from meshwright.torch_private.autograd import direct_apply
@@ -61,6 +63,8 @@ def composites_as_on_cuda() -> Iterator[None]:
         for name, kernel in _COMPOSITES.items() if library else ():
             for key in ("AutogradCPU", "AutogradMeta"):
                 library.impl(name, kernel, key)  # type: ignore[union-attr]
+        if library:
+            library.impl("_cudnn_rnn_backward", backward_without_values, "Meta")
         yield
     finally:
         _active -= 1
@@ -90,6 +94,11 @@ def as_compiled() -> Iterator[None]:
         _compiled = before
 
 
+def is_compiled() -> bool:
+    """Whether operators are left as a compiler would see them now."""
+    return _compiled
+
+
 def stands_in() -> bool:
     """Whether operators are decomposed as on CUDA tensors now."""
     return _active > 0
@@ -107,9 +116,10 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     arguments = query, key, value, attn_mask, dropout_p, is_causal
-    if takes_flash(query, key, value, attn_mask, is_causal=is_causal):
+    fits = _are_grouped if enable_gqa else _have_equal_heads
+    if takes_flash(query, key, value, attn_mask, is_causal=is_causal) and fits(query, key, value):
         return flash(query, key, value, dropout_p, is_causal=is_causal, scale=scale)
-    if _takes_efficient(query, key, value, attn_mask, enable_gqa):
+    if _takes_efficient(query, key, value, attn_mask):
         return _efficient(*arguments, scale)
     return operators.MATH_ATTENTION(*arguments, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
 
@@ -159,17 +169,28 @@ def takes_flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     )
 
 
-def _takes_efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> bool:
+def _takes_efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     return (
         torch.backends.cuda.mem_efficient_sdp_enabled()
         and query.dim() == 4
         and query.dtype in (torch.float32, *HALF)
         and query.shape[-1] == key.shape[-1]
         and all(x.shape[-1] * x.itemsize % ALIGNED == 0 for x in (query, key, value))
-        and not (enable_gqa and query.shape[1] != key.shape[1])
+        and _have_equal_heads(query, key, value)
         and all(map(_has_dense_rows, (query, key, value)))
         and (mask is None or _has_dense_rows(mask))
     )
+
+
+def _have_equal_heads(*tensors: Tensor) -> bool:
+    """Whether no head is broadcast, which no fused kernel does: keys may have one for all queries, as in Falcon."""
+    return len({tensor.shape[:-2] for tensor in tensors}) == 1
+
+
+def _are_grouped(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether each head of keys and values serves a group of the queries' heads."""
+    batches = {tensor.shape[:-3] for tensor in (query, key, value)}
+    return len(batches) == 1 and key.shape[-3] == value.shape[-3] and query.shape[-3] % key.shape[-3] == 0
 
 
 def _has_dense_rows(tensor: Tensor) -> bool:
@@ -241,17 +262,18 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return operators.take_apart(aten.dropout.default, input, p, train)  # type: ignore[no-any-return]
 
 
-_COMPOSITES: dict[str, Callable[..., Tensor]] = {
+_COMPOSITES: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": _attention,
     "rms_norm": _rms_norm,
     "dropout": _dropout,
+    **{f"{name}.input": on_cudnn(name) for name in MODES},
 }
 
 
 class _Statistics(TorchDispatchMode):
     """Returns the means and deviations of normalised rows in fp32."""
 
-    OPERATORS = (aten.native_layer_norm.default, aten.native_group_norm.default)
+    OPERATORS = (aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if dtensor_type() in types:

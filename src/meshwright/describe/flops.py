@@ -15,12 +15,13 @@ _CONVOLUTIONS = (
     "_slow_conv2d_forward",
 )
 _KINDS = dict.fromkeys((*PRODUCTS, "_scaled_mm"), "matmul") | dict.fromkeys(_CONVOLUTIONS, "convolution")
+_KINDS |= dict.fromkeys(("_cudnn_rnn", "_cudnn_rnn_backward"), "recurrent")
 ALLOCATIONS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 """Operators that allocate a tensor and write nothing to it."""
 
 
 def operator_kind(func: Any) -> str:
-    """ "matmul", "attention", "convolution" or "other": the class of kernels that limits its speed."""
+    """ "matmul", "attention", "convolution", "recurrent" or "other": the class of kernels that limits its speed."""
     name = func.overloadpacket.__name__
     return "attention" if "attention" in name else _KINDS.get(name, "other")
 

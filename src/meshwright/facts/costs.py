@@ -32,7 +32,7 @@ class Kernel:
 
     name: str
     kind: str
-    """What limits its speed: "matmul", "attention", "convolution" or "other"."""
+    """What limits its speed: "matmul", "attention", "convolution", "recurrent" or "other"."""
     dtype: str
     flops: Size
     bytes: Size

@@ -27,7 +27,7 @@ class MeasuredKernel:
     name: str
     """The operator without its overload, as in `Kernel.name`."""
     kind: str
-    """"matmul", "attention", "convolution" or "other"."""
+    """"matmul", "attention", "convolution", "recurrent" or "other"."""
     dtype: str
     flops: float
     bytes: float

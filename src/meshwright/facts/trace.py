@@ -11,7 +11,7 @@ class Operation:
     """One kernel, or several identical ones."""
 
     kind: str
-    """What limits its speed: "matmul", "attention", "convolution" or "other"."""
+    """What limits its speed: "matmul", "attention", "convolution", "recurrent" or "other"."""
     dtype: str
     """The dtype of its inputs: `fp32`, `bf16`, `fp16`."""
     flops: float

@@ -33,6 +33,9 @@ TILE = 128
 """Rows and columns of a matmul's tile; a partly filled tile costs as much as a full one."""
 RAMP = 220
 """Matmuls with a short inner dim spend part of their time on starting and finishing a tile."""
+SEQUENTIAL = 1 / 3
+"""Share of a recurrent layer's products that run time step by time step: those of the state, not of the input or of
+the weights' gradients, which take all steps at once."""
 ODD, EVEN = 0.16, 0.34
 FUSED = 0.45
 """Share of the time of elementwise kernels that remains when torch.compile fuses neighbours."""
@@ -49,7 +52,9 @@ def seconds(kernel: Kernel, samples: float, parts: int, hardware: Hardware, comp
     traffic = moving(moved, hardware)
     if not flops:
         return (LEAST + traffic) * (FUSED if compiled else 1)
-    return LEAST + max(traffic, flops / _speed(kernel, samples, parts, hardware))
+    # Time steps of a recurrent layer wait for each other.
+    waits = kernel.shape[0].at(samples) if kernel.kind == "recurrent" else 1
+    return waits * LEAST + max(traffic, flops / _speed(kernel, samples, parts, hardware))
 
 
 def moving(moved: float, hardware: Hardware) -> float:
@@ -78,7 +83,10 @@ def _speed(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> fl
     _, rows, columns, inner = (size.at(samples) for size in kernel.shape)
     # The wider side of a divided matmul gets narrower.
     rows, columns = (rows / parts, columns) if rows > columns else (rows, columns / parts)
-    return reached * _filled(rows) * _filled(columns) * inner / (inner + RAMP) * _aligned(kernel)
+    filled = _filled(rows) * _filled(columns)
+    if kernel.kind == "recurrent":
+        filled = 1 / (SEQUENTIAL / filled + 1 - SEQUENTIAL)
+    return reached * filled * inner / (inner + RAMP) * _aligned(kernel)
 
 
 def _plain_speed(kernel: Kernel, hardware: Hardware) -> float:

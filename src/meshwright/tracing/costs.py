@@ -21,6 +21,7 @@ from meshwright.describe.as_on_cuda import as_on_cuda
 from meshwright.describe.block_equality import arrival_of, size_of
 from meshwright.describe.code_lines import failed_line
 from meshwright.describe.dtypes import DTYPES
+from meshwright.describe.library_checks import fakes_pass_as_real
 from meshwright.describe.observe import call_model, make_batch
 from meshwright.describe.pass_tensors import (
     Rung,
@@ -182,7 +183,8 @@ def _trace(
         rungs.append(partial(on_real, copies=False))
     try:
         run = partial(_step, job, facts, blueprint, kinds, precision)
-        return climb(blueprint.model, make_batch(job, samples), run, *rungs)
+        with fakes_pass_as_real():
+            return climb(blueprint.model, make_batch(job, samples), run, *rungs)
     except Exception as error:
         raise JobError(
             f"The model's costs could not be measured, so its memory and time are unknown: {one_line(error)} "

@@ -11,6 +11,7 @@ import torch
 
 from meshwright.describe.dtypes import WORDS
 from meshwright.describe.flops import ALLOCATIONS, count_flops, operator_kind, product_shape
+from meshwright.describe.recurrent import recurrent_work
 from meshwright.recording.report_as_cpu import tensors_in
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.operators import schema_of
@@ -130,7 +131,7 @@ def operator_run(
     flops = count_flops(func, args, kwargs, result)
     if _is_causal(func, args, kwargs):
         flops *= _below_diagonal(given)  # the kernel skips what is above it, but the registry counts it
-    kind = operator_kind(func)
+    kind, recurrent = operator_kind(func), recurrent_work(func, args)
     # A product's dtype is that of its factors: fp8's give results in bf16.
     seen = given if kind == "matmul" else [*given, *made]
     largest = max(seen, key=lambda leaf: leaf.numel() * leaf.is_floating_point(), default=None)
@@ -138,10 +139,10 @@ def operator_run(
         name=name,
         kind=kind,
         dtype=WORDS.get(largest.dtype if largest is not None else torch.float32, "fp32"),
-        flops=flops,
-        bytes=float(_touched(name, given, made)),
+        flops=recurrent.flops if recurrent else flops,
+        bytes=float(_touched(name, given, made)) + (recurrent.reread if recurrent else 0.0),
         made=float(sum(_bytes(leaf) for leaf in made)),
-        shape=_attention_shape(name, given) or product_shape(func, args),
+        shape=recurrent.shape if recurrent else _attention_shape(name, given) or product_shape(func, args),
     )
 
 

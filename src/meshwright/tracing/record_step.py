@@ -24,6 +24,7 @@ from meshwright.assemble.world import World, fake_world, outside_of_modes
 from meshwright.describe.as_on_cuda import as_on_cuda
 from meshwright.describe.batch_layout import CannotCut
 from meshwright.describe.known_values import copy_value, known_values, set_value
+from meshwright.describe.library_checks import fakes_pass_as_real
 from meshwright.describe.observe import SAMPLES, make_batch
 from meshwright.describe.read_values import ReadValues
 from meshwright.describe.structure import map_tensors
@@ -294,6 +295,7 @@ def _as_cpu_tensors(values: AbstractContextManager[None]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(FakeTensor, "__float__", lambda self: 1.0, create=True))
         stack.enter_context(patch.object(ddp_engine, "DistributedDataParallel", Buckets))
+        stack.enter_context(fakes_pass_as_real())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(values)
         yield
@@ -311,6 +313,7 @@ def _as_cuda_tensors(values: AbstractContextManager[None]) -> Iterator[None]:
         stack.enter_context(patch.object(torch.cuda, "current_stream", NoStream))
         stack.enter_context(clipping_by_lists())
         stack.enter_context(patch.object(ddp_engine, "DistributedDataParallel", Buckets))
+        stack.enter_context(fakes_pass_as_real())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(values)
         stack.enter_context(as_on_cuda())

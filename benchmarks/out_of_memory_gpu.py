@@ -39,9 +39,7 @@ NEAREST = re.compile(r"nearest strategy that fits is (\S+): \d")
 def train(job: Path, strategy: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "meshwright", "train", str(job), "--strategy", strategy, "--steps", "2"]
     started = time.monotonic()
-    ran = subprocess.run(
-        [*command, "--max-restarts", "3", "--out", str(job.parent / strategy)], capture_output=True, text=True
-    )
+    ran = subprocess.run([*command, "--max-restarts", "3"], capture_output=True, text=True)
     errors = [line for line in ran.stderr.splitlines() if line.startswith(("error:", "The ")) or "restart" in line]
     print(f"{strategy}: exit {ran.returncode} after {time.monotonic() - started:.0f} s", *errors, sep="\n", flush=True)
     return {"strategy": strategy, "exit": ran.returncode, "said": errors, "end": ran.stderr.splitlines()[-3:]}

@@ -7,7 +7,12 @@ import torch
 from functorch.compile import make_boxed_func
 from torch.fx import traceback
 
-from meshwright.torch_private.aot import aot_function, min_cut_rematerialization_partition, select_decomp_table
+from meshwright.torch_private.aot import (
+    aot_function,
+    called_compiling,
+    min_cut_rematerialization_partition,
+    select_decomp_table,
+)
 
 
 def test_a_function_is_compiled_ahead_of_time() -> None:
@@ -42,3 +47,9 @@ def test_its_parts_take_what_we_give_them() -> None:
 @pytest.mark.parametrize("operator", ["native_layer_norm", "_fused_rms_norm"])
 def test_norms_are_taken_apart(operator: str) -> None:
     assert getattr(torch.ops.aten, operator).default in select_decomp_table()
+
+
+def test_code_that_asks_whether_it_is_compiled() -> None:
+    with called_compiling():
+        assert torch.compiler.is_compiling()
+    assert not torch.compiler.is_compiling()

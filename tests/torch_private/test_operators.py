@@ -9,9 +9,13 @@ from meshwright.torch_private.fake_tensors import FakeTensorMode
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.operators import (
     CUDNN_ATTENTION,
+    CUDNN_RNN,
+    CUDNN_RNN_BACKWARD,
     DEVICE_OF,
     EFFICIENT_ATTENTION,
+    EFFICIENT_ATTENTION_BACKWARD,
     FLASH_ATTENTION,
+    FLASH_ATTENTION_BACKWARD,
     FLASH_ATTENTION_ON_CPU,
     FUNCTIONS,
     FUSED_RMS_NORM,
@@ -161,3 +165,19 @@ def test_reading_a_number_is_one_operator() -> None:
     with Operators() as operators:
         assert torch.full((1,), 3.0).item() == 3.0
     assert READ_NUMBER in operators.seen
+
+
+@pytest.mark.parametrize("backward", [FLASH_ATTENTION_BACKWARD, EFFICIENT_ATTENTION_BACKWARD])
+def test_attention_backward_names_its_arguments(backward: Any) -> None:
+    names = [argument.name for argument in schema_of(backward.default).arguments]
+    assert {"query", "key", "value", "is_causal", "dropout_p", "scale"} <= set(names)
+    assert {"grad_out", "grad_out_"} & set(names)
+
+
+def test_recurrent_operators_name_their_arguments() -> None:
+    names = [
+        [argument.name for argument in schema_of(one.default).arguments] for one in (CUDNN_RNN, CUDNN_RNN_BACKWARD)
+    ]
+    common = ["input", "weight", "weight_stride0", "weight_buf", "hx", "cx"]
+    assert [one[:6] for one in names] == [common, common]
+    assert all({"batch_first", "proj_size"} <= set(one) for one in names)

@@ -169,6 +169,21 @@ def test_what_cannot_be_drawn_runs_as_it_is_and_is_told() -> None:
     assert found.peak > CUBLAS
 
 
+class Asking(Decoder):
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and bool((x < 0).any()):
+            raise ValueError("Tokens are not negative.")
+        return super().forward(x)
+
+
+def test_a_model_that_asks_whether_it_is_compiled() -> None:
+    job = job_of(partial(Asking, 1))
+    asked = trace_step(job, describe(job), Strategy.parse("single,bf16,compile"), ranks=1)
+    plain, facts = decoder(1)
+    assert asked.peak == trace_step(plain, facts, Strategy.parse("single,bf16,compile"), ranks=1).peak
+    assert "eager" not in asked.unseen
+
+
 def drawn(function, *shapes: tuple[int, ...], mine: tuple[str, ...] = ()) -> Program:
     with FakeTensorMode():
         graph = make_fx(lambda *args: (function(*args),))(*(torch.empty(shape) for shape in shapes))

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from meshwright.torch_private.autograd import direct_apply
-from meshwright.torch_private.operators import schema_of
+from meshwright.torch_private.operators import CUDNN_RNN, CUDNN_RNN_BACKWARD, schema_of
 
-aten = torch.ops.aten
 KEPT = {"lstm": 6, "gru": 5, "rnn_tanh": 2, "rnn_relu": 2}
 """Numbers that backward needs for each element of a layer's output: gates, cells and outputs. With these, a step of an
 LSTM of three layers has a peak of 15.8 GiB, and 15.7 on an H200 (docs/data/unseen_gpu.json)."""
@@ -100,7 +99,7 @@ class _Cudnn(torch.autograd.Function):
         *weights: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         buffer = x.new_empty(sum(weight.numel() for weight in weights))
-        output, hy, cy, reserve, _ = aten._cudnn_rnn(x, weights, stride, buffer, hx, cx, *fixed)
+        output, hy, cy, reserve, _ = CUDNN_RNN(x, weights, stride, buffer, hx, cx, *fixed)
         layers, train = fixed[3], fixed[6]
         # PyTorch's fake kernel does not know how much cuDNN reserves.
         reserved = x.new_empty(prod(output.shape) * layers * kept if train else 0)
@@ -113,9 +112,7 @@ class _Cudnn(torch.autograd.Function):
         x, buffer, hx, cx, output, reserve, _, *weights = ctx.saved_tensors
         own = gradients if ctx.has_cells else (*gradients[:2], None)
         asked = [*ctx.needs_input_grad[3:6], any(ctx.needs_input_grad[6:])]
-        found = aten._cudnn_rnn_backward(
-            x, weights, ctx.stride, buffer, hx, cx, output, *own, *ctx.fixed, reserve, asked
-        )
+        found = CUDNN_RNN_BACKWARD(x, weights, ctx.stride, buffer, hx, cx, output, *own, *ctx.fixed, reserve, asked)
         return None, None, None, *found[:2], found[2] if ctx.has_cells else None, *found[3]
 
 

@@ -9,14 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.torch_private.operators import EFFICIENT_ATTENTION, FLASH_ATTENTION, schema_of
-
-_aten = torch.ops.aten
-FORWARD = (FLASH_ATTENTION.default, EFFICIENT_ATTENTION.default)
-BACKWARD = (
-    _aten._scaled_dot_product_flash_attention_backward.default,
-    _aten._scaled_dot_product_efficient_attention_backward.default,
+from meshwright.torch_private.operators import (
+    EFFICIENT_ATTENTION,
+    EFFICIENT_ATTENTION_BACKWARD,
+    FLASH_ATTENTION,
+    FLASH_ATTENTION_BACKWARD,
+    schema_of,
 )
+
+FORWARD = (FLASH_ATTENTION.default, EFFICIENT_ATTENTION.default)
+BACKWARD = (FLASH_ATTENTION_BACKWARD.default, EFFICIENT_ATTENTION_BACKWARD.default)
 
 
 def attention_run(operator: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:

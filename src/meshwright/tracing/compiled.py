@@ -162,7 +162,10 @@ class Compiled:
         return made
 
     def _call(self, state: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-        with lend_tensors(self._module, state, tie_weights=True) if self._module is not None else nullcontext():
+        from meshwright.torch_private import aot  # late, because the import takes seconds
+
+        lent = lend_tensors(self._module, state, tie_weights=True) if self._module is not None else nullcontext()
+        with lent, aot.called_compiling():
             return self._function(*args, **kwargs)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import architecture_jobs
-import tensor_programs
+import tensor_models
 from meshwright import Job
 from meshwright.assemble.check import check
 from meshwright.assemble.step import Trainer
@@ -27,11 +27,11 @@ from meshwright.strategies.context.split import gathered_functions
 from meshwright.verify.strategy_steps import whole_gradients
 from shared_facts import facts_of
 
-LENGTH = tensor_programs.LENGTH
+LENGTH = tensor_models.LENGTH
 
 
 def sample(n: int) -> dict[str, Tensor]:
-    text = torch.randint(tensor_programs.VOCABULARY, (n, LENGTH + 1))
+    text = torch.randint(tensor_models.VOCABULARY, (n, LENGTH + 1))
     return {"x": text[:, :-1], "y": text[:, 1:]}
 
 
@@ -59,12 +59,12 @@ class OwnProduct(torch.autograd.Function):
         return gradient @ weight, gradient.flatten(0, 1).t() @ x.flatten(0, 1)
 
 
-class Mixing(tensor_programs.ExampleGPT):
+class Mixing(tensor_models.ExampleGPT):
     """Mixes tokens without attention, reads weights in unusual ways, changes flattened tokens in place, and pools."""
 
     def __init__(self) -> None:
         super().__init__()
-        width = tensor_programs.WIDTH
+        width = tensor_models.WIDTH
         self.convolution = nn.Conv1d(width, width, 3, padding=1)
         self.own = nn.Linear(width, width, bias=False)
         self.gain = nn.Parameter(torch.full((width,), 0.1))
@@ -99,8 +99,8 @@ def plain_job(model: Any, loss: Any = token_loss) -> Job:
 
 
 JOBS = {
-    "GPT": plain_job(tensor_programs.example_gpt),
-    "shifted": plain_job(tensor_programs.example_gpt, shifted_loss),
+    "GPT": plain_job(tensor_models.example_gpt),
+    "shifted": plain_job(tensor_models.example_gpt, shifted_loss),
     "Mixing": plain_job(Mixing),
 }
 

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import tensor_programs
+import tensor_models
 from meshwright.describe.tensor_plan import output_dim
 from meshwright.errors import JobError
 from meshwright.facts.tensor_plan import TensorPlan, TensorRow
 from minimal import WIDTH, Blocks, make_job
-from tensor_programs import MODELS, job_of, plan_of
+from tensor_models import MODELS, job_of, plan_of
 
 
 def rows_of(name: str, **parts: Any) -> dict[str, TensorRow]:
@@ -197,7 +197,7 @@ def test_a_weight_that_is_read_past_its_layer_stays_whole() -> None:
     assert set(roles(ReadsPast).values()) == {"whole"}
     plan, _ = plan_of(make_job(model=ReadsPast))
     assert plan.rows[0].reason == "up.weight is also read outside of it"
-    parts = {"inputs": lambda batch: (batch["x"],), "loss": tensor_programs.loss, "sample": tensor_programs.sample}
+    parts = {"inputs": lambda batch: (batch["x"],), "loss": tensor_models.loss, "sample": tensor_models.sample}
     assert roles(Tied, **parts) == {"token": "whole"}
 
 

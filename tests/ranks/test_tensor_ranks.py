@@ -6,7 +6,8 @@ import pytest
 
 import tensor_programs
 from rank_pool import RankPool
-from tensor_programs import FAMILIES, Comparison
+from tensor_models import FAMILIES
+from tensor_programs import Comparison
 
 pytestmark = pytest.mark.slow
 

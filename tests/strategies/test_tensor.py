@@ -2,13 +2,14 @@
 
 import pytest
 
+import tensor_functions
 import tensor_programs
 from rank_pool import RankPool
 
 
 @pytest.mark.slow
 def test_every_function_forward_and_backward(two_ranks: RankPool) -> None:
-    for differences in two_ranks(tensor_programs.function_differences):
+    for differences in two_ranks(tensor_functions.function_differences):
         assert {name: value for name, value in differences.items() if not value <= 1e-5} == {}
 
 
@@ -49,19 +50,19 @@ def test_fused_layers_come_apart_without_gathering(two_ranks: RankPool, name: st
 @pytest.mark.parametrize("then", ["read the tensor", "read the view"])
 @pytest.mark.parametrize("dim", [1, 2])
 def test_a_change_that_cannot_be_followed_is_refused(two_ranks: RankPool, dim: int, then: str) -> None:
-    for said in two_ranks(tensor_programs.refusal, tensor_programs.change_a_view, dim, then):
+    for said in two_ranks(tensor_functions.refusal, tensor_functions.change_a_view, dim, then):
         assert "changes a tensor in place" in said
 
 
 @pytest.mark.slow
 def test_a_parameter_that_changes_itself_is_refused(two_ranks: RankPool) -> None:
-    for said in two_ranks(tensor_programs.refusal, tensor_programs.change_a_parameter):
+    for said in two_ranks(tensor_functions.refusal, tensor_functions.change_a_parameter):
         assert "changes a parameter of shape" in said
 
 
 @pytest.mark.slow
 def test_dropout_differs_between_ranks_and_can_be_drawn_again(two_ranks: RankPool) -> None:
-    (first, again, after), (other, _, other_after) = two_ranks(tensor_programs.dropped)
+    (first, again, after), (other, _, other_after) = two_ranks(tensor_functions.dropped)
     assert first.equal(again) and not first.equal(other)
     assert after == other_after
     assert 0.4 < float((first == 0).float().mean()) < 0.6

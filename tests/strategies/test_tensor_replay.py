@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+import minimal
+import tensor_models
 import tensor_programs
 from meshwright.assemble.recompute import recompute_blocks
 from meshwright.assemble.world import fake_world
@@ -79,10 +81,10 @@ def found_plan() -> tuple[Any, Any, tuple[str, ...]]:
     def sample(n: int) -> dict[str, Tensor]:
         return {"x": torch.linspace(-1, 1, n * LENGTH * WIDTH).view(n, LENGTH, WIDTH)}
 
-    job = tensor_programs.minimal.make_job(
+    job = minimal.make_job(
         model=lambda: Model(plain_habit), sample=sample, loss=lambda output, batch: (output.sum(), len(batch["x"]))
     )
-    return job, *tensor_programs.plan_of(job)
+    return job, *tensor_models.plan_of(job)
 
 
 def divide(habit: Callable[[Any, Tensor], Tensor], mesh: DeviceMesh) -> nn.Module:

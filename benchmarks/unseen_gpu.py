@@ -4,7 +4,7 @@
     PYTHONPATH=src python benchmarks/unseen_gpu.py measure --json docs/data/unseen_gpu.json          # on the GPU
     PYTHONPATH=src python benchmarks/unseen_gpu.py kernels --json docs/data/unseen_kernels.json      # on the GPU
     PYTHONPATH=src python benchmarks/unseen_gpu.py score --json docs/data/unseen_gpu.json \\
-        --forecasts docs/data/unseen_forecasts.json
+        --forecasts docs/data/unseen_forecasts.json    # or unseen_kernels.json
 
 Forecasts are committed before anything is measured, so nothing can be fitted to the measurement. Each case is forecast
 in a process of its own with a time limit; a case without a forecast is a row that says why. `kernels` is the grade of
@@ -151,9 +151,10 @@ def score(measured: Path, forecasts: Path) -> None:
         if "error" in row:
             print(f"| {_name(row)} | {row['error'][:80]} |")
             continue
-        found = errors_of(
-            row, {name: value for name, value in told[_name(row)].items() if name not in ("rank", "ranks")}
-        )
+        case = told[_name(row)]
+        found = errors_of(row, {name: value for name, value in case.items() if name not in ("rank", "ranks")})
+        if "kernels_ms" in case:
+            found["kernels"] = case["kernels_ms"] / row["step_ms"] - 1
         for name, error in found.items():
             errors.setdefault(name, []).append(error)
         shown = " | ".join(f"{100 * error:+.1f}" for error in found.values())

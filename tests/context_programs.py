@@ -45,20 +45,6 @@ def shifted_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]
     return F.cross_entropy(rows.reshape(-1, rows.shape[-1]), targets.reshape(-1), reduction="sum"), targets.numel()
 
 
-class OwnProduct(torch.autograd.Function):
-    """A linear layer as an author writes it, which no mode sees."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.flatten(0, 1).t() @ x.flatten(0, 1)
-
-
 class Mixing(tensor_models.ExampleGPT):
     """Mixes tokens without attention, reads weights in unusual ways, changes flattened tokens in place, and pools."""
 
@@ -73,7 +59,7 @@ class Mixing(tensor_models.ExampleGPT):
     def forward(self, x: Tensor) -> Tensor:
         y = self.token(x) * (1.0 + self.gain.float())
         y = y + self.convolution(y.transpose(1, 2)).transpose(1, 2)
-        y = y + OwnProduct.apply(y, self.own.weight)
+        y = y + tensor_models.Product.apply(y, self.own.weight)
         y = y + self.seen(y.transpose(1, 2)).transpose(1, 2)
         for block in self.blocks:
             y = block(y)

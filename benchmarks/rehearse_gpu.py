@@ -3,11 +3,14 @@
     PYTHONPATH=src python benchmarks/rehearse_gpu.py forecast --forecasts docs/data/rehearse_forecasts.json
     PYTHONPATH=src python benchmarks/rehearse_gpu.py measure --json docs/data/rehearse_gpu.json
     PYTHONPATH=src python benchmarks/rehearse_gpu.py tune --json docs/data/rehearse_tune.json --only vit
+    PYTHONPATH=src python benchmarks/rehearse_gpu.py exhaust --json docs/data/rehearse_exhaust.json
     PYTHONPATH=src python benchmarks/rehearse_gpu.py table --json docs/data/rehearse_gpu.json
 
 `forecast` needs no GPU: it traces every rehearsed rank on fake tensors, several at a time. `measure` reads what it
 wrote, and makes the forecasts that are missing on other cores while the GPU works. Results are written after each
-rehearsal. With `--small`, everything is tried on the CPU with a small model, for those who change this file.
+rehearsal. `exhaust` rehearses every data strategy with every micro-batch, with and without recompute, under a limit
+of memory; then `--tune` chooses by the same rehearsals, with a tenth of them. With `--small`, everything is tried on
+the CPU with a small model, for those who change this file.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from math import inf
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -33,7 +37,7 @@ from meshwright.api.job_planner import Planner
 from meshwright.api.rank_forecast import forecast_rank
 from meshwright.api.rehearsal_site import RehearsalSite, make_site
 from meshwright.api.rehearser import Rehearser, forecast_key
-from meshwright.api.tune import TuneOptions, tune
+from meshwright.api.tune import Attempts, TuneOptions, tunable, tune
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.costs import ModelCosts
 from meshwright.facts.model import ModelFacts
@@ -42,6 +46,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.jobs.load import load_job
 from meshwright.planner.candidates import Allowed
 from meshwright.rehearse.process import PRELOADED
+from meshwright.units import GIB
 
 DEVICE = "H200-141GB"
 LLAMA = "preset:llama3-8b"
@@ -85,6 +90,9 @@ TUNED = (
 )
 """Job, ranks and global batch."""
 SMALL_TUNED = (("examples/gpt.py", 2, 16),)
+EXHAUSTED = (("hf-qwen", 8, 64, 30 * GIB),)
+"""Job, ranks, global batch and the limit of memory, which leaves no room for the fastest."""
+SMALL_EXHAUSTED = (("examples/gpt.py", 2, 16, 40 << 20),)
 WAIT = 180.0
 """Seconds that one rehearsal may take."""
 TRIALS = 8
@@ -206,21 +214,62 @@ def write_rows(path: Path, found: list[tuple[Case, str, Compared]], known: dict[
     path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
 
 
-def tune_all(path: Path, only: str, trials: int, small: bool) -> None:
+def tune_all(path: Path, only: str, trials: int, seconds: float, small: bool) -> None:
     rows: list[dict[str, Any]] = []
+    allowed = Allowed(precisions=("fp32" if small else "bf16",), offload=("",))
+    options = TuneOptions(allowed=allowed, trials=trials, seconds=seconds)
+    for name, world, batch in SMALL_TUNED if small else TUNED:
+        if only in f"{name} {world}":
+            with untraced(name, world, batch) as rehearser:
+                rows.append({**tune(rehearser, options), "job": name})
+            write_tuned(path, rows)
+
+
+def exhaust_all(path: Path, only: str, small: bool) -> None:
+    """Rehearse everything that a tuner may choose, then let one choose by the same rehearsals."""
+    rows: list[dict[str, Any]] = []
+    precisions = ("fp32" if small else "bf16",)
+    allowed = Allowed(
+        precisions=precisions, recompute=("none", "full"), offload=("",), loss=("whole",), tensor=False, pipeline=False
+    )
+    options = TuneOptions(allowed=allowed)
+    for name, world, batch, limit in SMALL_EXHAUSTED if small else EXHAUSTED:
+        if only not in f"{name} {world}":
+            continue
+        with untraced(name, world, batch) as rehearser:
+            rehearser.site = replace(rehearser.site, limit=limit)
+            found = tunable(rehearser, options)
+            attempt = Attempts(rehearser, {one.candidate.strategy: one.rank for one in found})
+            trials = [attempt(one.candidate) for one in found]
+            tuned = tune(rehearser, replace(options, trials=max(1, len(found) // 10)))
+        fitting = [trial for trial in trials if trial.fits and trial.seconds is not None]
+        best = min(fitting, key=lambda trial: trial.seconds or inf)
+        exhausted = {
+            "trials": len(trials),
+            "fit": len(fitting),
+            "strategy": str(best.candidate.strategy),
+            "step_ms": (best.seconds or inf) * 1e3,
+            "peak_gib": (best.bytes or 0) / GIB,
+        }
+        rows.append({**tuned, "job": name, "exhausted": exhausted})
+        print(json.dumps(exhausted), flush=True)
+        write_tuned(path, rows)
+
+
+@contextmanager
+def untraced(name: str, world: int, batch: int) -> Iterator[Rehearser]:
+    """A rehearser for trials, which are measured anyway: memory is forecast in closed form."""
     with tempfile.TemporaryDirectory() as folder:
-        for name, world, batch in SMALL_TUNED if small else TUNED:
-            if only not in f"{name} {world}":
-                continue
-            job = hugging_face_job(Path(folder)) if name.startswith("hf-") else name
-            rehearser = open_case(job, world, batch, {})
-            # A trial needs no traced forecast: it is measured anyway.
-            rehearser.traced, rehearser.steps = False, 2
-            allowed = Allowed(precisions=("fp32" if small else "bf16",), offload=("",))
-            rows.append({**tune(rehearser, TuneOptions(allowed=allowed, trials=trials)), "job": name})
-            last = rows[-1]
-            print(json.dumps({key: last[key] for key in ("job", "world", "strategy", "step_ms", "peak_gib", "why")}))
-            path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+        job = hugging_face_job(Path(folder)) if name.startswith("hf-") else name
+        rehearser = open_case(job, world, batch, {})
+        rehearser.traced, rehearser.steps = False, 2
+        yield rehearser
+
+
+def write_tuned(path: Path, rows: list[dict[str, Any]]) -> None:
+    shown = ("job", "world", "strategy", "step_ms", "peak_gib", "why")
+    print(json.dumps({key: rows[-1][key] for key in shown}), flush=True)
+    path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -254,12 +303,13 @@ def table(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("forecast", "measure", "tune", "table"))
+    parser.add_argument("what", choices=("forecast", "measure", "tune", "exhaust", "table"))
     parser.add_argument("--forecasts", type=Path, default=Path("docs/data/rehearse_forecasts.json"))
     parser.add_argument("--json", type=Path, default=Path("docs/data/rehearse_gpu.json"))
     parser.add_argument("--only", default="", help="cases whose job and strategy, or job and ranks, hold this text")
     parser.add_argument("--processes", type=int, default=8, help="forecasts that are made at a time")
     parser.add_argument("--trials", type=int, default=TRIALS, help="rehearsals of one tuning at most")
+    parser.add_argument("--seconds", type=float, default=inf, help="no rehearsal of a tuning begins after this time")
     parser.add_argument("--small", action="store_true", help="try this script on the CPU with a small model")
     options = parser.parse_args()
     get_context("forkserver").set_forkserver_preload(list(PRELOADED))  # before the pool starts its server
@@ -270,7 +320,9 @@ def main() -> None:
     elif options.what == "measure":
         measure_all(options.json, options.forecasts, cases, options.processes)
     elif options.what == "tune":
-        tune_all(options.json, options.only, options.trials, options.small)
+        tune_all(options.json, options.only, options.trials, options.seconds, options.small)
+    elif options.what == "exhaust":
+        exhaust_all(options.json, options.only, options.small)
     else:
         table(options.json)
 

@@ -99,3 +99,10 @@ def test_nothing_fits() -> None:
         candidates=candidates, limit=1.0, attempt=lambda one: Trial(candidate=one, fits=False, bytes=one.bytes)
     )
     assert tuner.search() is None
+
+
+def test_no_trial_begins_once_the_time_is_over() -> None:
+    truth = Truth(0, 80 * GIB)
+    tuner = Tuner(candidates=space(), limit=80 * GIB, attempt=truth, is_over=lambda: truth.calls == 2)
+    assert tuner.search() is not None and truth.calls == 2
+    assert tuner.has_more

@@ -21,7 +21,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.rehearse.process import rehearse_apart
 from meshwright.rehearse.task import STEPS, RehearsalTask
 from meshwright.strategies import Place
-from meshwright.units import show_bytes
+from meshwright.units import show_bytes, show_seconds
 
 Tell = Callable[[str], None]
 PATIENCE = 600.0
@@ -100,7 +100,8 @@ def in_words(compared: Compared) -> str:
     if not measured.ran:
         return f"{measured.status}: {measured.reason}"
     verdict = "fits" if compared.fits else "does not fit"
-    return f"{show_bytes(measured.held)} of {show_bytes(compared.site.limit)}, {verdict}"
+    took = "" if compared.step is None else f", {show_seconds(compared.step)} a step"
+    return f"{show_bytes(measured.held)} of {show_bytes(compared.site.limit)}, {verdict}{took}"
 
 
 def open_rehearser(

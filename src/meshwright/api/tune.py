@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from meshwright.api.rehearsal_site import RehearsalSite
@@ -28,19 +29,20 @@ class TuneOptions:
     strategy: str | None = None
     """If it is named, only micro-batch, recompute and loss are chosen."""
     trials: int | None = None
+    seconds: float = inf
+    """No rehearsal begins after this time."""
 
 
 def tune(rehearser: Rehearser, options: TuneOptions) -> dict[str, Any]:
     """The document of `meshwright rehearse --tune`: the strategy to use, the trials, and why it was chosen."""
     started = time.perf_counter()
-    found = _forecast(rehearser, _choices(rehearser, options), options.allowed.loss)
-    if not found:
-        raise Refused("No strategy can run this job on these ranks; see `meshwright plan` for the reasons.")
+    found = tunable(rehearser, options)
     tuner = Tuner(
         candidates=[one.candidate for one in found],
         limit=rehearser.site.limit,
-        attempt=_Attempts(rehearser, {one.candidate.strategy: one.rank for one in found}),
+        attempt=Attempts(rehearser, {one.candidate.strategy: one.rank for one in found}),
         most=options.trials,
+        is_over=lambda: time.perf_counter() - started >= options.seconds,
     )
     best = tuner.search(lambda low, high: _between(rehearser, low, high))
     return {
@@ -59,15 +61,25 @@ def tune(rehearser: Rehearser, options: TuneOptions) -> dict[str, Any]:
     }
 
 
+def tunable(rehearser: Rehearser, options: TuneOptions) -> list[Tunable]:
+    """Everything that `tune` chooses from, whether or not it is forecast to fit."""
+    found = _forecast(rehearser, _choices(rehearser, options), options.allowed.loss)
+    if not found:
+        raise Refused("No strategy can run this job on these ranks; see `meshwright plan` for the reasons.")
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
-class _Found:
+class Tunable:
+    """A strategy that can run."""
+
     candidate: Candidate
     rank: int
     """A rank of the fullest stage."""
 
 
 @dataclass
-class _Attempts:
+class Attempts:
     """Makes trials."""
 
     rehearser: Rehearser
@@ -101,7 +113,7 @@ def _choices(rehearser: Rehearser, options: TuneOptions) -> Iterator[Strategy]:
         yield from (replace(named, micro_batch=size, **policies) for size in sizes)
 
 
-def _forecast(rehearser: Rehearser, strategies: Iterable[Strategy], losses: tuple[str, ...]) -> list[_Found]:
+def _forecast(rehearser: Rehearser, strategies: Iterable[Strategy], losses: tuple[str, ...]) -> list[Tunable]:
     """The strategies that can run, with their forecasts, whether or not they are forecast to fit."""
     planner, site = rehearser.planner, rehearser.site
     tried = list(dict.fromkeys(strategies))
@@ -109,7 +121,7 @@ def _forecast(rehearser: Rehearser, strategies: Iterable[Strategy], losses: tupl
         planner.measure(strategy.precision, strategy.recompute)
     found = search(planner.context(site.cluster), tried, time_all=True, shortcuts=False, losses=losses)
     plans = [*found.plans, *found.unfit]
-    return [_Found(candidate=_candidate(plan, site), rank=_fullest(plan, site.world)) for plan in plans]
+    return [Tunable(candidate=_candidate(plan, site), rank=_fullest(plan, site.world)) for plan in plans]
 
 
 def _candidate(plan: Plan, site: RehearsalSite) -> Candidate:
@@ -163,8 +175,8 @@ def _why(tuner: Tuner, best: Trial | None) -> list[str]:
         found.append(f"{second.candidate.strategy}, the next, is {slower:.0%} slower.")
     if unfit:
         found.append(f"Did not fit or run: {', '.join(unfit)}.")
-    left = known - tried
-    found.append(
-        f"{tried} of {known} strategies were rehearsed; the other {left} are not expected to be faster or to fit."
-    )
+    rest = f"the other {known - tried} are not expected to be faster or to fit."
+    if tuner.has_more:
+        rest = "others might be faster: allow more --trials or --minutes to go on."
+    found.append(f"{tried} of {known} strategies were rehearsed; {rest}")
     return found

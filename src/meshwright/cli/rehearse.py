@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +40,9 @@ def rehearse(
         bool, typer.Option("--tune", help="Find the fastest micro-batch, recompute and strategy that fit.")
     ] = False,
     trials: Annotated[int | None, typer.Option(min=1, help="With --tune: the most rehearsals.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.1, help="With --tune: no rehearsal begins after this time.")
+    ] = None,
     precision: Annotated[
         str | None, typer.Option(help="With --tune and no --strategy; default: bf16, CPU: fp32.")
     ] = None,
@@ -78,13 +82,13 @@ def rehearse(
         refuse_together("--tune", {"--rank": rank is not None, "--all-roles": all_roles})
     elif strategy is None:
         raise BadInput("A rehearsal needs a strategy; give --strategy, or --tune to find one.")
-    elif trials is not None or precision is not None:
-        raise BadInput("--trials and --precision belong to --tune; leave them out.")
+    elif any(option is not None for option in (trials, minutes, precision)):
+        raise BadInput("--trials, --minutes and --precision belong to --tune; leave them out.")
     site = find_site(world=world, on=on, device=device, memory=memory)
     tables = read_tables(kernels) if kernels else ()
     rehearser = open_rehearser(job, site, batch=batch, timeout=timeout, tell=_tell, steps=steps, kernels=tables)
     if tune:
-        document = _tune(rehearser, strategy, precision, trials)
+        document = _tune(rehearser, strategy, precision, trials, minutes)
     else:
         document = _rehearse(rehearser, strategy or "", rank, all_roles)
     _finish(document, page, as_json=as_json, tuned=tune)
@@ -99,7 +103,9 @@ def _rehearse(rehearser: Any, strategy: str, rank: int | None, all_roles: bool) 
     return document
 
 
-def _tune(rehearser: Any, strategy: str | None, precision: str | None, trials: int | None) -> dict[str, Any]:
+def _tune(
+    rehearser: Any, strategy: str | None, precision: str | None, trials: int | None, minutes: float | None
+) -> dict[str, Any]:
     from meshwright.api.tune import TuneOptions, tune
     from meshwright.planner.candidates import Allowed
 
@@ -108,7 +114,8 @@ def _tune(rehearser: Any, strategy: str | None, precision: str | None, trials: i
     rehearser.traced = False  # each trial is measured anyway
     default = "fp32" if rehearser.site.device == "cpu" else "bf16"
     allowed = Allowed(precisions=(precision or default,))
-    return tune(rehearser, TuneOptions(allowed=allowed, strategy=strategy, trials=trials))
+    seconds = inf if minutes is None else 60 * minutes
+    return tune(rehearser, TuneOptions(allowed=allowed, strategy=strategy, trials=trials, seconds=seconds))
 
 
 def _finish(document: dict[str, Any], page: Path | None, *, as_json: bool, tuned: bool) -> None:

@@ -65,6 +65,8 @@ class Tuner:
     attempt: Callable[[Candidate], Trial]
     most: int | None = None
     """Trials at most. None: a share of the candidates."""
+    is_over: Callable[[], bool] = lambda: False
+    """Whether to begin no more trials."""
     trials: list[Trial] = field(default_factory=list)
 
     @property
@@ -72,19 +74,28 @@ class Tuner:
         ran = [trial for trial in self.trials if trial.fits and trial.seconds is not None]
         return min(ran, key=lambda trial: trial.seconds or inf, default=None)
 
+    @property
+    def has_more(self) -> bool:
+        """Whether the search ended before its time."""
+        return self._next(self.candidates) is not None
+
     def search(self, between: Callable[[Candidate, Candidate], Iterable[Candidate]] | None = None) -> Trial | None:
         """Try candidates until none is expected to be faster, and then sizes between the best one and the next larger.
 
         `between` gives candidates between two of one family, of which the second does not fit.
         """
-        most = self.most or max(LEAST_TRIALS, round(SHARE_OF_TRIALS * len(self.candidates)))
-        while len(self.trials) < most and (chosen := self._next(self.candidates)) is not None:
-            self._try(chosen)
+        self._try_all(self.candidates)
         if between is not None and self.best is not None:
-            self._fill(between, most)
+            self._fill(between)
         return self.best
 
-    def _fill(self, between: Callable[[Candidate, Candidate], Iterable[Candidate]], most: int) -> None:
+    def _try_all(self, candidates: Sequence[Candidate]) -> None:
+        """Try candidates, the most promising first, until none is expected to be faster than the best trial."""
+        most = self.most or max(LEAST_TRIALS, round(SHARE_OF_TRIALS * len(self.candidates)))
+        while len(self.trials) < most and not self.is_over() and (chosen := self._next(candidates)) is not None:
+            self._try(chosen)
+
+    def _fill(self, between: Callable[[Candidate, Candidate], Iterable[Candidate]]) -> None:
         """Bisect the sizes between the best one and the smallest of its family that does not fit."""
         best = self.best
         assert best is not None
@@ -92,9 +103,7 @@ class Tuner:
         larger = [one for one in larger if one.size > best.candidate.size]
         if not larger:
             return
-        finer = list(between(best.candidate, min(larger, key=lambda one: one.size)))
-        while len(self.trials) < most and (chosen := self._next(finer)) is not None:
-            self._try(chosen)
+        self._try_all(list(between(best.candidate, min(larger, key=lambda one: one.size))))
 
     def _next(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """The candidate that is expected to be fastest, if it may be faster than the best trial."""

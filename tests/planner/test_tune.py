@@ -106,3 +106,23 @@ def test_no_trial_begins_once_the_time_is_over() -> None:
     tuner = Tuner(candidates=space(), limit=80 * GIB, attempt=truth, is_over=lambda: truth.calls == 2)
     assert tuner.search() is not None and truth.calls == 2
     assert tuner.has_more
+
+
+def test_strangers_that_need_more_than_one_that_ran_out_are_not_tried() -> None:
+    """A forecast that is too low for everything costs few trials, whatever the number of strategies at the limit."""
+    limit = 30.0
+    at_the_limit = [
+        Candidate(strategy=Strategy.parse(axis).resolve(8), seconds=1 + place / 100, bytes=29.9 - place / 10)
+        for place, axis in enumerate(AXES)
+    ]
+    smaller = Candidate(strategy=replace(Strategy.parse("fsdp").resolve(8), micro_batch=1), seconds=1.5, bytes=20.0)
+
+    def attempt(one: Candidate) -> Trial:
+        needs = one.bytes * 1.1
+        fits = needs <= limit
+        return Trial(candidate=one, fits=fits, seconds=one.seconds if fits else None, bytes=min(needs, limit + 0.1))
+
+    tuner = Tuner(candidates=[*at_the_limit, smaller], limit=limit, attempt=attempt)
+    best = tuner.search()
+    assert best is not None and best.candidate is smaller
+    assert len(tuner.trials) == 2

@@ -18,7 +18,9 @@ from meshwright.facts.strategy import Strategy
 DOUBT_OF_STRANGERS, DOUBT_OF_RELATIVES = 0.08, 0.015
 """How much faster than expected a candidate may be, if none of its relatives has been tried, or one has."""
 ROOM_FOR_DOUBT = 1.08
-"""A candidate that is expected to need up to this many times the limit is tried, unless a relative was measured."""
+"""A candidate that is expected to need up to this many times the limit is tried, as long as none ran out of memory."""
+LESS_THAN_TOO_MUCH = 0.97
+"""If a candidate runs out of memory, others are tried if they are expected to need less than this share of it."""
 SHARE_OF_TRIALS = 0.1
 LEAST_TRIALS = 6
 """Trials are at most this share of the candidates, and never fewer than these."""
@@ -141,11 +143,26 @@ class Tuner:
         relatives = [trial for trial in self.trials if trial.candidate.family == one.family]
         if any(not trial.fits and trial.candidate.size <= one.size for trial in relatives):
             return False
-        needs = [trial.bytes / trial.candidate.bytes for trial in relatives if trial.bytes and trial.candidate.bytes]
+        needs = [_needs(trial) for trial in relatives if trial.bytes]
         if needs:
             return one.bytes * needs[-1] <= self.limit * ROOM_FOR_DOUBT
-        others = [trial.bytes / trial.candidate.bytes for trial in self.trials if trial.bytes and trial.fits]
-        return one.bytes * median(others or [1.0]) <= self.limit * ROOM_FOR_DOUBT
+        return one.bytes <= self._largest()
+
+    def _largest(self) -> float:
+        """The forecast up to which a candidate without relatives may fit.
+
+        It goes down when a smaller one runs out of memory, as in a bisection, but never below one that fitted.
+        """
+        fitted = [trial for trial in self.trials if trial.bytes and trial.fits]
+        ran_out = [trial.candidate.bytes for trial in self.trials if trial.bytes and not trial.fits]
+        largest = self.limit * ROOM_FOR_DOUBT / median([_needs(trial) for trial in fitted] or [1.0])
+        below = min(ran_out, default=inf) * LESS_THAN_TOO_MUCH
+        return min(largest, max([below, *(trial.candidate.bytes for trial in fitted)]))
+
+
+def _needs(trial: Trial) -> float:
+    """Bytes for each one that was forecast; at least these if memory ran out."""
+    return (trial.bytes or 0.0) / trial.candidate.bytes if trial.candidate.bytes else 1.0
 
 
 def _ratio(trial: Trial) -> float:

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "explain"
 DENSE = {
     "single": "single",
+    "dp": "dp=2",
     "ddp": "ddp",
     "zero1": "zero1",
     "zero2": "zero2",
@@ -31,7 +32,7 @@ DENSE = {
     "pipeline": "pp=2:1f1b",
     "layers": "layers=2",
 }
-"""By the page of docs/strategies. `dp` is one process with several GPUs, which cannot be traced."""
+"""By the page of docs/strategies."""
 EXAMPLES = {"gpt": DENSE, "hf_llama": DENSE, "mixture": {"expert": "fsdp=2,ep=2"}}
 """The strategies that each example is drawn under."""
 

@@ -23,10 +23,12 @@ from meshwright.api.parameter_shares import strategy_shares
 from meshwright.cli.main import app
 from meshwright.commands.preflight import ranks_of
 from meshwright.describe.model import describe
+from meshwright.describe.observe import make_batch
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Message, Trace
+from meshwright.facts.walk import LOSS
 from meshwright.report.explain import explain_page, passes_of
 from meshwright.report.explain_html import explain_html
 from meshwright.tracing.step import trace_step
@@ -177,7 +179,33 @@ def test_ranks_hold_their_own_experts(text: str) -> None:
     assert [row[block]["bytes"] for row in shares["held"]] == pytest.approx([wanted] * 4)
 
 
-@pytest.mark.parametrize("page", [*STRATEGIES, "context", "expert"])
+def test_the_first_device_of_dp_does_its_share_and_the_whole_loss() -> None:
+    """The kernels of one process with half of the samples, but for the loss, and the messages of nn.DataParallel."""
+    document = explained("small", "dp=2")
+    check_page(document)
+    [walk] = document["walks"]
+    assert [any(row) for row in document["holds"]["held"]] == [True, False]
+    job, facts = facts_of("small")
+    half = replace(job, global_batch=job.global_batch // 2)
+    [share], [whole] = (
+        explain_strategy(one, facts, Strategy.parse("single"), usual_cluster(1))["walks"] for one in (half, job)
+    )
+
+    def computed(found: dict[str, Any], *, loss: bool) -> list[tuple[Any, ...]]:
+        visits = [visit for visit in found["visits"] if visit["kernels"] and (visit["module"] == LOSS) == loss]
+        return [(visit["phase"], visit["module"], visit["flops"], visit["kernels"]) for visit in visits]
+
+    assert computed(walk, loss=False) == computed(share, loss=False)
+    assert computed(walk, loss=True) == computed(whole, loss=True)
+    states = sum(parameter.count * parameter.itemsize for parameter in facts.parameters)
+    sent = {(one["kind"], one["bytes"]) for visit in walk["visits"] for one in visit["messages"]}
+    assert {("broadcast", states), ("reduce", states)} <= sent
+    output = job.model()(*job.inputs(make_batch(job, job.global_batch)))
+    gathered = output.numel() * output.element_size()
+    assert {("gather", gathered), ("scatter", gathered)} <= sent
+
+
+@pytest.mark.parametrize("page", [*STRATEGIES, "dp", "context", "expert"])
 def test_strategy_pages_link_to_their_pictures(page: str) -> None:
     text = (ROOT / "docs" / "strategies" / f"{page}.md").read_text()
     for example in ("mixture",) if page == "expert" else ("gpt", "hf_llama"):
@@ -244,7 +272,7 @@ def test_the_command(tmp_path: Path) -> None:
         (["ddp", "--page", "step.txt"], "must end in .html"),
         (["ddp", "--ranks", "2", "--on", "2xH100-80GB"], "give one of them"),
         (["tp=2", "--ranks", "3"], "3 were given"),
-        (["dp", "--ranks", "2"], "cannot be traced"),
+        (["dp,compile", "--ranks", "2"], "which defeats compile"),
         (["fsdpp"], "fsdp"),
     ],
 )

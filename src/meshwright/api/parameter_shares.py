@@ -40,8 +40,12 @@ def strategy_shares(job: Job, facts: ModelFacts, strategy: Strategy) -> dict[str
     ranks = strategy.data_ranks * strategy.model_ranks // strategy.batch_splits
     drawn = range(min(ranks, DRAWN_RANKS))
     reads, per_place = _reads_of_places(job, facts, strategy), ranks // strategy.stage_ranks
+    first_only = strategy.traits.many_devices  # the others get copies in each forward pass
     held = [
-        [_part(facts, strategy, rank, parameters, reads[rank // per_place]) for _, parameters in units]
+        [
+            None if first_only and rank else _part(facts, strategy, rank, parameters, reads[rank // per_place])
+            for _, parameters in units
+        ]
         for rank in drawn
     ]
     return {

@@ -30,7 +30,8 @@ class Message:
     """One collective, or a send to another stage."""
 
     kind: str
-    """"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast" or "send"."""
+    """"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast" or "send"; of `dp` also "reduce",
+    "gather" and "scatter", to and from its first device."""
     bytes: float
     """Bytes of the whole tensor: what all ranks hold together after an all_gather or before a reduce_scatter."""
     axis: str

@@ -227,5 +227,8 @@ _COSTS: Mapping[str, _Cost] = {
     "reduce_scatter": _ring,
     "all_to_all": _all_to_all,
     "broadcast": _ring,
+    "reduce": _ring,
+    "gather": _ring,
+    "scatter": _ring,
     "send": _send,
 }

@@ -30,6 +30,10 @@ KEPT = ("activations", "logits")
 
 def walk_roles(job: Job, facts: ModelFacts, strategy: Strategy, ranks: int) -> list[Walk]:
     """A walk for each place of a pipeline, or for rank 0 if all ranks do the same."""
+    if strategy.traits.many_devices:
+        from meshwright.tracing.walk_devices import walk_devices  # which stands on this file
+
+        return [walk_devices(job, facts, strategy, ranks)]
     places = strategy.resolve(ranks).stage_ranks
     return [walk_step(job, facts, strategy, ranks=ranks, rank=place * ranks // places) for place in range(places)]
 

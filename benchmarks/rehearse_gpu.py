@@ -45,7 +45,7 @@ from meshwright.facts.rank_forecast import RankForecast
 from meshwright.facts.strategy import Strategy
 from meshwright.jobs.load import load_job
 from meshwright.planner.candidates import Allowed
-from meshwright.rehearse.process import PRELOADED
+from meshwright.rehearse.process import preloaded
 from meshwright.units import GIB
 
 DEVICE = "H200-141GB"
@@ -312,7 +312,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=inf, help="no rehearsal of a tuning begins after this time")
     parser.add_argument("--small", action="store_true", help="try this script on the CPU with a small model")
     options = parser.parse_args()
-    get_context("forkserver").set_forkserver_preload(list(PRELOADED))  # before the pool starts its server
+    get_context("forkserver").set_forkserver_preload(preloaded("hf:"))  # before the pool starts its server
     cases = chosen(options.only, options.small)
     if options.what == "forecast":
         with forecasting(options.forecasts, cases, options.processes) as finish:

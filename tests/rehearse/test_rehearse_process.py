@@ -1,5 +1,6 @@
 """A rehearsal's process ends with a result, whatever happens in it."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import tiny_jobs
 from meshwright.describe.model import describe
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.rehearse.process import rehearse_apart
+from meshwright.rehearse.process import preloaded, rehearse_apart
 from meshwright.rehearse.task import RehearsalTask
 
 pytestmark = pytest.mark.slow
@@ -75,3 +76,11 @@ def test_an_error_of_the_job_is_told(facts: ModelFacts, tmp_path: Path) -> None:
     found = rehearse_apart(task(facts, spoiled(tmp_path, 'raise ValueError("no such layer")')), timeout=240)
     assert found.status in ("failed", "refused")
     assert "no such layer" in found.reason
+
+
+def test_what_is_imported_once_exists() -> None:
+    """A module that is missing would be ignored, and every rehearsal would import it."""
+    pytest.importorskip("transformers")
+    assert len(preloaded("hf:folder")) > len(preloaded("job.py"))
+    for module in preloaded("hf:folder"):
+        assert find_spec(module) is not None

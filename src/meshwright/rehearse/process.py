@@ -20,6 +20,8 @@ from meshwright.rehearse.task import RehearsalTask
 Tell = Callable[[str], None]
 PRELOADED = ("meshwright.rehearse.rank",)
 """Imported once, by the process from which those of all rehearsals are forked."""
+PRELOADED_FOR = {"hf:": ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")}
+"""What jobs of a kind import besides, which takes seconds."""
 
 
 def rehearse_apart(task: RehearsalTask, *, timeout: float, tell: Tell = lambda words: None) -> Rehearsal:
@@ -28,7 +30,7 @@ def rehearse_apart(task: RehearsalTask, *, timeout: float, tell: Tell = lambda w
     `tell` is called with a few words when the rehearsal goes on to its next part.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context.set_forkserver_preload(preloaded(task.job))
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_main, args=(task, there))
     started = time.perf_counter()
@@ -42,6 +44,12 @@ def rehearse_apart(task: RehearsalTask, *, timeout: float, tell: Tell = lambda w
         _end(process)
         here.close()
     return Rehearsal(**{**vars(found), "took": time.perf_counter() - started})
+
+
+def preloaded(job: str) -> list[str]:
+    """The modules that the first rehearsal of a job imports for all."""
+    besides = (modules for start, modules in PRELOADED_FOR.items() if job.startswith(start))
+    return [*PRELOADED, *(module for modules in besides for module in modules)]
 
 
 def _await(answers: Connection, until: float, tell: Tell) -> Rehearsal | None:

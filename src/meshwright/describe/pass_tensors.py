@@ -70,10 +70,11 @@ def on_fake(
 
 @contextmanager
 def on_fake_with_values(
-    model: nn.Module, *, reads: ReadValues, device: Device = nullcontext, seed: int | None = None
+    model: nn.Module, *, reads: ReadValues, device: Device = steps_at_once, seed: int | None = None
 ) -> Iterator[Convert]:
     """Fake tensors with values where a model reads them. Without a seed, its random numbers are the expected ones."""
-    with seeded(seed or 0), on_fake(model) as convert, known_values(reads, draws=seed is not None), device():
+    plain = on_fake(model, device=nullcontext)
+    with seeded(seed or 0), plain as convert, known_values(reads, draws=seed is not None), device():
         yield lambda tensor: set_value(convert(tensor), tensor)
 
 

@@ -88,7 +88,7 @@ class StageCosts:
         are those of measured kernels, and `host` is the model's own pass on the cluster's host. `compiled` is, by
         precision, the share of what blocks keep that remains in a model compiled as a whole.
         """
-        self._compiled = {} if compiled is None else compiled
+        self._compiled: Mapping[str, float] = {} if compiled is None else compiled
         self._worst, self.prices, self.host = worst, prices, host
         self._facts, self._costs, self._hardware = facts, costs, hardware
         self._counts = {name: (p.count, p.trainable and p.used) for p in facts.parameters for name in p.names}
@@ -107,8 +107,15 @@ class StageCosts:
 
     def at_worst(self) -> StageCosts:
         """The same model's costs if samples divide the work as unevenly as they can."""
-        given = {"prices": self.prices, "host": self.host, "compiled": self._compiled}
-        return StageCosts(self._facts, self._costs, self._hardware, worst=True, **given)
+        return StageCosts(
+            self._facts,
+            self._costs,
+            self._hardware,
+            worst=True,
+            prices=self.prices,
+            host=self.host,
+            compiled=self._compiled,
+        )
 
     def of(self, step_layout: StepLayout, *, gathered: float = 1.0) -> tuple[StageWork, ...]:
         """The stages of a step layout; `Refused` if the model cannot be cut into them.

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import unseen_jobs
+import unseen_second_jobs  # noqa: F401  # adds its jobs to the others
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -298,7 +299,7 @@ def account_for(row: dict[str, Any], planner: Planner | None = None) -> dict[str
     planner, strategy = planner or planner_of(row["job"]), Strategy.parse(row["strategy"]).resolve(row["ranks"])
     nodes = max(1, row["ranks"] // 8)
     cluster = Cluster(nodes=nodes, devices_per_node=min(8, row["ranks"]), device="H200-141GB", hardware=NO_LINKS)
-    planner.measure(strategy.precision, strategy.recompute)
+    planner.measure_for(strategy)
     plan = consider(planner.context(cluster), strategy)
     place = row["rank"] * strategy.stage_ranks // row["ranks"]
     own = plan.stages[place] if plan.stages else plan.forecast

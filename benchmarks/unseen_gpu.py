@@ -6,6 +6,7 @@
     PYTHONPATH=src python benchmarks/unseen_gpu.py score --json docs/data/unseen_gpu.json \\
         --forecasts docs/data/unseen_forecasts.json    # or unseen_kernels.json
 
+`--round 2` takes the second round's cases (unseen_cases.py) in place of the first's.
 Forecasts are committed before anything is measured, so nothing can be fitted to the measurement. Each case is forecast
 in a process of its own with a time limit; a case without a forecast is a row that says why. `kernels` is the grade of
 measured kernels: it times a case's operators one by one, and the model's Python, and knows nothing of its steps.
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 from plan_gpu import Case, account_for, attempt, errors_of, measure_all, planner_of, trace
+from unseen_cases import ROUNDS
 
 from meshwright.api.job_planner import Planner
 from meshwright.api.probe_kernels import describe_device, longest_kernels, measured_table, trace_operators
@@ -33,41 +35,6 @@ from meshwright.facts.strategy import Strategy
 LIMIT_S = 600
 KERNELS_S = 25.0
 """For all kernels of a case, the largest first."""
-CASES = (
-    Case("pythia:batch=8", "single,bf16"),
-    Case("pythia:batch=8", "single,bf16,compile"),
-    Case("pythia:batch=64", "fsdp,bf16", 8),
-    Case("falcon:batch=8", "single,bf16"),
-    Case("falcon:batch=32", "zero1,bf16", 8),
-    Case("opt:batch=8", "single,bf16,ac=full"),
-    Case("opt:batch=64", "ddp,bf16", 8),
-    Case("phi3:batch=32", "fsdp,bf16,ac=selective", 16),
-    Case("phi3:batch=8", "tp=4,bf16", 4),
-    Case("olmo2:batch=4", "single,bf16,compile"),
-    Case("olmo2:batch=16", "pp=4:1f1b,bf16,mb=2", 4, 0),
-    Case("olmo2:batch=16", "pp=4:1f1b,bf16,mb=2", 4, 3),
-    Case("granite-moe:batch=4", "single,bf16"),
-    Case("granite-moe:batch=32", "fsdp,bf16", 8),
-    Case("mamba2:batch=8", "single,bf16"),
-    Case("deberta:batch=16", "single,bf16"),
-    Case("deberta:batch=128", "zero2,bf16", 8),
-    Case("bart:batch=16", "single,bf16"),
-    Case("bart:batch=16", "tp=2,bf16", 2),
-    Case("convnext:batch=64", "single,bf16"),
-    Case("convnext:batch=64", "single,fp32"),
-    Case("efficientnet:batch=32", "single,bf16"),
-    Case("dinov2:batch=64", "single,bf16,compile"),
-    Case("dinov2:batch=512", "ddp,bf16", 8),
-    Case("audio-spectrogram:batch=16", "single,bf16"),
-    Case("lstm:batch=64", "single,bf16"),
-    Case("dit:batch=64", "single,bf16"),
-    Case("dit:batch=512", "fsdp,bf16", 8),
-    Case("mixer:batch=128", "single,bf16"),
-    Case("mixer:batch=128", "pp=2:1f1b,bf16,mb=32", 2, 1),
-    Case("codec:batch=32", "single,fp32"),
-    Case("video:batch=16", "single,bf16"),
-    Case("recommender:batch=16384", "single,fp32"),
-)
 
 
 def forecast(case: Case) -> dict[str, Any]:
@@ -81,15 +48,15 @@ def forecast(case: Case) -> dict[str, Any]:
     return row
 
 
-def forecast_all(path: Path, only: str) -> None:
+def forecast_all(number: int, path: Path, only: str) -> None:
     """Finished cases are kept: the same command goes on."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     done = {_name(row) for row in rows}
-    for place, case in enumerate(CASES):
+    for place, case in enumerate(ROUNDS[number]):
         if only not in _name(vars(case)) or _name(vars(case)) in done:
             continue
         begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, __file__, "one", "--case", str(place)]
+        command = [sys.executable, __file__, "one", "--round", str(number), "--case", str(place)]
         try:
             ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
             row = json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else _failed(case, ran.stderr[-300:])
@@ -170,19 +137,20 @@ def score(measured: Path, forecasts: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["forecast", "measure", "kernels", "score", "one"])
+    parser.add_argument("--round", type=int, choices=sorted(ROUNDS), default=1, help="which cases (default: 1)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--forecasts", type=Path)
     parser.add_argument("--only", default="", help="cases whose text holds this")
     parser.add_argument("--case", type=int, help="number of the case, for `one`")
     options = parser.parse_args()
     if options.what == "one":
-        print(json.dumps(forecast(CASES[options.case])))
+        print(json.dumps(forecast(ROUNDS[options.round][options.case])))
     elif options.what == "forecast":
-        forecast_all(options.json, options.only)
+        forecast_all(options.round, options.json, options.only)
     elif options.what in ("measure", "kernels"):
         import transformers  # noqa: F401  # once, before processes are forked
 
-        chosen = [case for case in CASES if options.only in _name(vars(case))]
+        chosen = [case for case in ROUNDS[options.round] if options.only in _name(vars(case))]
         measure_all(chosen, options.json, attempt=attempt if options.what == "measure" else by_kernels)
     else:
         score(options.json, options.forecasts)

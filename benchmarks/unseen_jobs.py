@@ -46,7 +46,7 @@ def job(model: Callable[[], nn.Module], inputs: Any, loss: Any, sample: Callable
     )
 
 
-def _over_classes(output: Any, target: Tensor) -> tuple[Tensor, int]:
+def over_classes(output: Any, target: Tensor) -> tuple[Tensor, int]:
     logits = output if isinstance(output, Tensor) else output.logits
     return F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="sum"), target.numel()
 
@@ -69,7 +69,7 @@ def tokens(model: Callable[[], nn.Module], length: int, vocabulary: int = VOCABU
     return job(
         model,
         inputs=lambda batch: {"input_ids": batch[:, :-1]},
-        loss=lambda output, batch: _over_classes(output, batch[:, 1:]),
+        loss=lambda output, batch: over_classes(output, batch[:, 1:]),
         sample=lambda count: torch.randint(vocabulary, (count, length + 1)),
     )
 
@@ -79,7 +79,7 @@ def classes(model: Callable[[], nn.Module], shape: tuple[int, ...], name: str | 
     return job(
         model,
         inputs=lambda batch: (batch["x"],) if name is None else {name: batch["x"]},
-        loss=lambda output, batch: _over_classes(output, batch["y"]),
+        loss=lambda output, batch: over_classes(output, batch["y"]),
         sample=lambda count: {"x": torch.randn(count, *shape), "y": torch.randint(labels, (count,))},
     )
 
@@ -161,7 +161,7 @@ def _bart() -> Job:
     build = from_config("BartForConditionalGeneration", "BartConfig", vocab_size=50265, max_position_embeddings=1024)
 
     def loss(output: Any, batch: Tensor) -> tuple[Tensor, int]:
-        return _over_classes(output, batch[:, 1])
+        return over_classes(output, batch[:, 1])
 
     return job(
         build,
@@ -203,7 +203,7 @@ def _lstm() -> Job:
     return job(
         lambda: models.RecurrentWords(VOCABULARY, 1536, 3),
         inputs=lambda batch: (batch[:, :-1],),
-        loss=lambda output, batch: _over_classes(output, batch[:, 1:]),
+        loss=lambda output, batch: over_classes(output, batch[:, 1:]),
         sample=lambda count: torch.randint(VOCABULARY, (count, 513)),
     )
 

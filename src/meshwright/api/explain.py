@@ -50,7 +50,7 @@ def explain_strategy(
     resolved = strategy.resolve(cluster.devices)
     walks = walk_roles(job, facts, strategy, cluster.devices)
     planner = Planner(job, facts, job.global_batch)
-    planner.measure(resolved.precision, resolved.recompute)
+    planner.measure_for(resolved)
     context = planner.context(cluster)
     pricing = Pricing(context, resolved)
     return {

@@ -127,6 +127,7 @@ class Planner:
         self._kernels, self._times_host = kernels, time_host
         self._device = "cpu" if kernels and all(table.device == "cpu" for table in kernels) else "cuda"
         self._costs = {} if costs is None or self._device == "cpu" else costs
+        self._compiled: dict[str, float] = {}
         self._contexts: dict[Cluster, PlanContext] = {}
 
     def context(self, cluster: Cluster) -> PlanContext:
@@ -143,6 +144,7 @@ class Planner:
                     hardware,
                     prices=KernelPrices(measured, hardware, self._optimizer) if measured else None,
                     host=self._host(measured),
+                    compiled=self._compiled,
                 ),
                 cluster=cluster,
                 hardware=hardware,
@@ -188,14 +190,34 @@ class Planner:
             return self.search_named(cluster, [Strategy.parse(text) for text in options.strategies])
         for precision, recompute in product(options.allowed.precisions, options.allowed.recompute):
             self.measure(precision, recompute)
+        for precision in options.allowed.precisions if any(options.allowed.compile) else ():
+            self.measure_compiled(precision)
         found = candidates(self.facts, cluster, self.global_batch, options.allowed)
         return search(self.context(cluster), found, losses=options.allowed.loss)
 
     def search_named(self, cluster: Cluster, strategies: Sequence[Strategy]) -> SearchResult:
         """Evaluate exactly these strategies."""
         for strategy in strategies:
-            self.measure(strategy.precision, strategy.recompute)
+            self.measure_for(strategy)
         return search(self.context(cluster), strategies, time_all=True, shortcuts=False)
+
+    def measure_for(self, strategy: Strategy) -> None:
+        """Make sure that the costs are known that a strategy's account needs."""
+        self.measure(strategy.precision, strategy.recompute)
+        if strategy.compile:
+            self.measure_compiled(strategy.precision)
+
+    def measure_compiled(self, precision: str) -> None:
+        """Make sure that it is known how much a compiled model keeps; one that cannot be traced counts as eager."""
+        if precision in self._compiled or self._device == "cpu":
+            return
+        from meshwright.tracing.compiled_share import compiled_share  # slow import that other plans do not need
+
+        try:
+            self._compiled[precision] = compiled_share(self.job, self.facts, self._costs[precision, "none"])
+        except MeshwrightError as error:
+            self._compiled[precision] = 1.0
+            self.notes.append(f"The compiled model could not be traced; it is counted as an eager one: {error}")
 
     def measure(self, precision: str, recompute: str) -> None:
         """Make sure that costs are known under a policy; each precision is traced once."""

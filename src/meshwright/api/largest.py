@@ -115,7 +115,7 @@ class _Finder:
     def sizes(self, named: Strategy) -> LargestSizes:
         """What fits under one strategy, or why nothing does."""
         self._tell(f"{named}: forecasting")
-        self._planner.measure(named.precision, named.recompute)
+        self._planner.measure_for(named)
         try:
             strategy = named.resolve(self._cluster.devices)
             steps, notes = _steps(strategy, self._planner.facts)

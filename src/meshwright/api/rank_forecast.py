@@ -20,7 +20,7 @@ def forecast_rank(
     planner: Planner, site: RehearsalSite, strategy: Strategy, rank: int, *, traced: bool = True
 ) -> RankForecast:
     """Memory of a traced step of the whole model, or in closed form, and the planner's time."""
-    planner.measure(strategy.precision, strategy.recompute)
+    planner.measure_for(strategy)
     notes: list[str] = []
     timed = _time(planner, site, strategy, rank, notes)
     peak, reserved, memory, grade = _memory(planner, site, strategy, rank, notes, traced=traced)

@@ -116,7 +116,7 @@ def _may_fit(rehearser: Rehearser, strategy: Strategy) -> bool:
     planner, site = rehearser.planner, rehearser.site
     try:
         resolved = rehearser.check(strategy)
-        planner.measure(resolved.precision, resolved.recompute)
+        planner.measure_for(resolved)
         forecast = consider(planner.context(site.at_hand), resolved, time_all=False).forecast
     except MeshwrightError:
         return False

@@ -118,7 +118,7 @@ def _forecast(rehearser: Rehearser, strategies: Iterable[Strategy], losses: tupl
     planner, site = rehearser.planner, rehearser.site
     tried = list(dict.fromkeys(strategies))
     for strategy in tried:
-        planner.measure(strategy.precision, strategy.recompute)
+        planner.measure_for(strategy)
     found = search(planner.context(site.cluster), tried, time_all=True, shortcuts=False, losses=losses)
     plans = [*found.plans, *found.unfit]
     return [Tunable(candidate=_candidate(plan, site), rank=_fullest(plan, site.world)) for plan in plans]

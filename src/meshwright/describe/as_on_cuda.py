@@ -9,6 +9,7 @@ operators before autograd sees them. While `as_on_cuda()` is active they are dec
 | `scaled_dot_product_attention` | a flash kernel for CPUs | flash (16 bits), efficient (fp32, masks) or composed |
 | `rms_norm` | composed of five operators | one that saves its input and one fp32 number per row |
 | `lstm`, `gru`, `rnn_tanh`, `rnn_relu` | a layer or a time step at a time | all by cuDNN |
+| `ctc_loss` | reads the lengths of targets | the same; here the longest that fit |
 | `dropout` | a mask in the input's dtype | a mask of bools |
 | statistics of `layer_norm`, `group_norm`, `batch_norm` | in the input's dtype | in fp32 |
 
@@ -30,11 +31,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from meshwright.describe.ctc import ctc_loss
 from meshwright.describe.dtypes import HALF
 from meshwright.describe.recurrent import MODES, backward_without_values, on_cudnn
 from meshwright.recording.dtensor import dtensor_type
 from meshwright.torch_private import operators
 from meshwright.torch_private.autograd import direct_apply
+from meshwright.torch_private.fake_tensors import FakeTensor
 from meshwright.torch_private.modes import TorchDispatchMode, outside_of_modes
 
 aten = torch.ops.aten
@@ -78,6 +81,25 @@ def as_on_cpu() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("scaled_dot_product_attention", _attention_on_cpu, "AutogradMeta")
+        yield
+    finally:
+        operators.unregister(library)
+
+
+@contextmanager
+def steps_at_once() -> Iterator[None]:
+    """While active, recurrent layers of fake tensors are one operator, because thousands of time steps take minutes.
+
+    The CTC loss, which often follows them, reads no lengths.
+    """
+    if _active:
+        yield
+        return
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, kernel in _WITHOUT_VALUES.items():
+            library.impl(name, kernel, "AutogradCPU")
+        library.impl("_cudnn_rnn_backward", backward_without_values, "Meta")
         yield
     finally:
         operators.unregister(library)
@@ -267,7 +289,29 @@ _COMPOSITES: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     "dropout": _dropout,
     **{f"{name}.input": on_cudnn(name) for name in MODES},
+    "ctc_loss.Tensor": ctc_loss,
+    "ctc_loss.IntList": ctc_loss,
 }
+
+
+def _of_fakes(name: str) -> Callable[..., Any]:
+    """An operator that runs as on a GPU for fake tensors, and as it is for real ones."""
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(aten, packet), overload)
+
+    def run(input: Tensor, *others: Any) -> Any:
+        if isinstance(input, FakeTensor):
+            return _COMPOSITES[name](input, *others)
+        return operators.take_apart(operator, input, *others)
+
+    return run
+
+
+_WITHOUT_VALUES = {
+    name: _of_fakes(name)
+    for name in ("gru.input", "rnn_tanh.input", "rnn_relu.input", "ctc_loss.Tensor", "ctc_loss.IntList")
+}
+"""Operators that a CPU runs a time step at a time, or that read values."""
 
 
 class _Statistics(TorchDispatchMode):

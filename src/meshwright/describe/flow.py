@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.describe.calls import CONSTANTS, GLUE, NUMBERS, Call, Flow, Inside, Source, TensorLeaf, Value, leaf_of
 from meshwright.describe.flops import count_flops
+from meshwright.describe.recurrent import recurrent_work
 from meshwright.recording.operation import changed_by
 from meshwright.recording.wrap_forward import removing
 from meshwright.torch_private.modes import TorchDispatchMode
@@ -126,7 +127,8 @@ class Watcher(TorchDispatchMode):
             self._open.reads |= {source for source in sources if isinstance(source, str)}
             # Not only arguments: a call may read a tensor from an object that it shares with other calls.
             self._open.needs |= {s for s in sources if not isinstance(s, str) and s != Inside(self._open.index)}
-            self._open.flops += count_flops(func, args, kwargs or {}, result)
+            work = recurrent_work(func, args)
+            self._open.flops += work.flops if work else count_flops(func, args, kwargs or {}, result)
             self._open.looked |= isinstance(result, NUMBERS)
             sources |= {Inside(self._open.index)}
         elif isinstance(result, NUMBERS):

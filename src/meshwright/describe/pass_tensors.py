@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from meshwright.describe.as_on_cuda import as_on_cpu
+from meshwright.describe.as_on_cuda import as_on_cpu, steps_at_once
 from meshwright.describe.calls import Flow
 from meshwright.describe.known_values import known_values, set_value
 from meshwright.describe.meta_pass import meta_pass
@@ -60,7 +60,9 @@ def on_meta(model: nn.Module, *, device: Device = as_on_cpu) -> Iterator[Convert
 
 
 @contextmanager
-def on_fake(model: nn.Module, *, mode: FakeTensorMode | None = None, device: Device = nullcontext) -> Iterator[Convert]:
+def on_fake(
+    model: nn.Module, *, mode: FakeTensorMode | None = None, device: Device = steps_at_once
+) -> Iterator[Convert]:
     logging.getLogger(FAKE_TENSOR_LOG).setLevel(logging.CRITICAL)  # it logs what it raises
     with as_it_was(model), mode or fake_mode() as active, device():
         yield lambda tensor: active.from_tensor(tensor.cpu())
@@ -68,10 +70,11 @@ def on_fake(model: nn.Module, *, mode: FakeTensorMode | None = None, device: Dev
 
 @contextmanager
 def on_fake_with_values(
-    model: nn.Module, *, reads: ReadValues, device: Device = nullcontext, seed: int | None = None
+    model: nn.Module, *, reads: ReadValues, device: Device = steps_at_once, seed: int | None = None
 ) -> Iterator[Convert]:
     """Fake tensors with values where a model reads them. Without a seed, its random numbers are the expected ones."""
-    with seeded(seed or 0), on_fake(model) as convert, known_values(reads, draws=seed is not None), device():
+    plain = on_fake(model, device=nullcontext)
+    with seeded(seed or 0), plain as convert, known_values(reads, draws=seed is not None), device():
         yield lambda tensor: set_value(convert(tensor), tensor)
 
 

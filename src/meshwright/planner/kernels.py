@@ -41,8 +41,7 @@ FUSED = 0.45
 """Share of the time of elementwise kernels that remains when torch.compile fuses neighbours."""
 KEPT_COMPILED = 0.84
 """Share of what a block keeps for backward that a separately compiled block keeps: cheap results are recomputed (H200,
-Llama shapes of 1.1B and 8.0B). When a whole model is compiled, PyTorch keeps nearly all of it (docs/data/plan_gpu.json:
-0.97 to 1.01 of the peak)."""
+Llama shapes of 1.1B and 8.0B). For a model compiled as a whole, the share is measured (tracing/compiled_share.py)."""
 HOPPER = ("H100", "H200", "H800", "GH200")
 
 

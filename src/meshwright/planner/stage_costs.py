@@ -80,12 +80,15 @@ class StageCosts:
         worst: bool = False,
         prices: KernelPrices | None = None,
         host: HostPasses | None = None,
+        compiled: Mapping[str, float] | None = None,
     ) -> None:
         """`by_compute` cuts the stages as nanotron does: each takes calls until it has its share of the FLOPs.
 
         With `worst`, costs are those of the busiest rank if samples divide the work as unevenly as they can. `prices`
-        are those of measured kernels, and `host` is the model's own pass on the cluster's host.
+        are those of measured kernels, and `host` is the model's own pass on the cluster's host. `compiled` is, by
+        precision, the share of what blocks keep that remains in a model compiled as a whole.
         """
+        self._compiled: Mapping[str, float] = {} if compiled is None else compiled
         self._worst, self.prices, self.host = worst, prices, host
         self._facts, self._costs, self._hardware = facts, costs, hardware
         self._counts = {name: (p.count, p.trainable and p.used) for p in facts.parameters for name in p.names}
@@ -104,7 +107,15 @@ class StageCosts:
 
     def at_worst(self) -> StageCosts:
         """The same model's costs if samples divide the work as unevenly as they can."""
-        return StageCosts(self._facts, self._costs, self._hardware, worst=True, prices=self.prices, host=self.host)
+        return StageCosts(
+            self._facts,
+            self._costs,
+            self._hardware,
+            worst=True,
+            prices=self.prices,
+            host=self.host,
+            compiled=self._compiled,
+        )
 
     def of(self, step_layout: StepLayout, *, gathered: float = 1.0) -> tuple[StageWork, ...]:
         """The stages of a step layout; `Refused` if the model cannot be cut into them.
@@ -114,7 +125,7 @@ class StageCosts:
         case = _Case(
             (step_layout.precision, step_layout.recompute),
             step_layout.compile,
-            _kept_share(step_layout),
+            self._kept_share(step_layout),
             step_layout.micro_batch,
             (step_layout.inner, step_layout.sequence),
             gathered,
@@ -123,6 +134,17 @@ class StageCosts:
             recorded=not step_layout.elastic,
         )
         return self._stages(case, step_layout.stages)
+
+    def _kept_share(self, step_layout: StepLayout) -> float:
+        """Share of what blocks keep for backward that remains if they are compiled.
+
+        Blocks that recompute keep no cheap results, so that compiling them saves nothing more.
+        """
+        if not step_layout.compile or step_layout.recompute != "none":
+            return 1.0
+        if step_layout.gathers or step_layout.pieced or step_layout.stage_ranks > 1:
+            return kernels.KEPT_COMPILED
+        return 1.0 if step_layout.inner else self._compiled.get(step_layout.precision, 1.0)
 
     def _fuses_loss(self, step_layout: StepLayout) -> bool:
         costs = self._costs[step_layout.precision, step_layout.recompute]
@@ -329,16 +351,6 @@ def _kernel_parts(kernel: Kernel, shares: list[UnitShare]) -> int:
 def _part_of(sent: tuple[Sent, ...], others: int) -> tuple[Sent, ...]:
     """One axis's messages when other axes divide the activations too."""
     return sent if others == 1 else tuple(replace(each, bytes=each.bytes / others) for each in sent)
-
-
-def _kept_share(step_layout: StepLayout) -> float:
-    """Share of what blocks keep for backward that remains if they are compiled separately.
-
-    Blocks that recompute keep no cheap results, so that compiling them saves nothing more.
-    """
-    separately = step_layout.gathers or step_layout.pieced or step_layout.stage_ranks > 1
-    plain = step_layout.recompute == "none"
-    return kernels.KEPT_COMPILED if step_layout.compile and separately and plain else 1.0
 
 
 def _without_output(unit: UnitWork, output: float) -> UnitWork:

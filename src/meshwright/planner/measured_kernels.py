@@ -138,4 +138,5 @@ def _as_kernel(measured: MeasuredKernel) -> Kernel:
         flops=Size(measured.flops),
         bytes=Size(measured.bytes),
         shape=tuple(Size(size) for size in measured.shape),
+        steps=Size(measured.steps),
     )

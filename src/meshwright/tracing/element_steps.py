@@ -1,0 +1,81 @@
+"""Elements that a kernel without matrix products computes one at a time, where that and not memory limits its speed.
+
+PyTorch's elementwise kernels read several elements at once if all operands have the same dense layout. With a strided,
+broadcast or transposed operand they compute one address per element, and norms and softmaxes do more work per element
+than their bytes show. A step is one element of a kernel with a broadcast operand; the weights below are the seconds per
+element relative to that, from kernels that were timed alone on an H200 (4.1e11 steps a second).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+TRANSPOSED = 2.7
+"""One operand varies fastest along another dim than the result: 1.5e11 elements a second."""
+CAST = 1.1
+"""Two bytes read and four written, or operands of several dtypes: 3.6e11."""
+BATCH_NORMS = {"native_batch_norm": 2.9, "native_batch_norm_backward": 5.3}
+"""For one element of a channel, if every processor has a channel: 1.07e9 and 0.59e9 elements a second each."""
+PROCESSORS, RESIDENT = 132, 2
+"""Streaming multiprocessors, and how many channels' blocks share one without slowing each other down."""
+ROWS = {"native_layer_norm": 0.66, "native_group_norm": 0.66, "_softmax": 1.1, "_log_softmax": 1.1, "_safe_softmax": 2.5}
+ROWS_BACKWARD = {"native_layer_norm_backward": (0.9, 2.6), "native_group_norm_backward": (0.9, 2.6)}
+"""Without and with gradients of the affine weights, which are sums over all rows."""
+SOFTMAX_BACKWARD = 0.55
+"""For one byte of an element's dtype."""
+INDEXED = {"gather": 1.3, "scatter_add": 2.3, "scatter_add_": 2.3, "index_put": 1.6, "index_put_": 1.6}
+COPIES = frozenset(("clone", "copy_", "_to_copy", "contiguous"))
+
+
+def element_steps(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> float:
+    """The steps of an operator with these arguments and results; 0 if only its bytes count."""
+    name, operands = func.overloadpacket.__name__, [leaf for leaf in (*given, *made) if leaf.dim()]
+    if not operands or not made:
+        return 0.0
+    size = max(leaf.numel() for leaf in operands)
+    if name in BATCH_NORMS:
+        channels = given[0].shape[1] if given[0].dim() > 1 else 1
+        return BATCH_NORMS[name] * given[0].numel() / channels * max(PROCESSORS, channels / RESIDENT)
+    if name in ROWS:
+        return size * (ROWS[name] + TRANSPOSED * _copied(given, size))
+    if name in ROWS_BACKWARD:
+        return size * (ROWS_BACKWARD[name][len(made) > 1] + TRANSPOSED * _copied(given, size))
+    if name == "_softmax_backward_data":
+        return size * SOFTMAX_BACKWARD * given[0].itemsize
+    if name in INDEXED:
+        return size * INDEXED[name]
+    if torch.Tag.pointwise in func.tags or name in COPIES:
+        return size * _weight(given, made[0], size)
+    return size * TRANSPOSED if made[0].numel() < size and _is_strided(operands, size) else 0.0
+
+
+def _weight(given: list[torch.Tensor], result: torch.Tensor, size: int) -> float:
+    """Steps per element of an elementwise kernel."""
+    whole = [leaf for leaf in given if leaf.numel() == size and leaf.dim()]
+    if any(_fastest(leaf) not in (None, _fastest(result)) and leaf.shape == result.shape for leaf in whole):
+        return TRANSPOSED
+    layouts = {tuple(leaf.squeeze().stride()) for leaf in (*whole, result)}
+    if len(layouts) > 1 or any(leaf.dim() and leaf.numel() < size for leaf in given):
+        return 1.0
+    widens = any(leaf.itemsize < result.itemsize for leaf in whole)
+    return CAST if widens or len({leaf.dtype for leaf in whole if leaf.is_floating_point()}) > 1 else 0.0
+
+
+def _copied(given: list[torch.Tensor], size: int) -> int:
+    """How many inputs are transposed, and so copied before the kernel runs."""
+    return sum(leaf.numel() == size and not leaf.is_contiguous() for leaf in given)
+
+
+def _is_strided(operands: list[torch.Tensor], size: int) -> bool:
+    """Whether the largest operand, which is reduced, varies fastest along another dim than its last one."""
+    largest = next(leaf for leaf in operands if leaf.numel() == size)
+    return _fastest(largest) not in (None, largest.dim() - 1)
+
+
+def _fastest(tensor: torch.Tensor) -> int | None:
+    """The dim with the smallest stride; None if no dim has two elements at different addresses."""
+    moving = [(stride, -dim) for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))]
+    moving = [pair for pair in moving if pair[0] > 0 and tensor.shape[-pair[1]] > 1]
+    return -min(moving)[1] if moving else None

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from plan_gpu import Case, account_for, attempt, errors_of, measure_all, planner_of, trace
+from turns import Turns
 
 from meshwright.api.job_planner import Planner
 from meshwright.api.probe_kernels import describe_device, longest_kernels, measured_table, trace_operators
@@ -103,19 +104,26 @@ def forecast_all(path: Path, only: str) -> None:
         path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
 
 
-def by_kernels(case: Case, alone: Any, detail: bool, results: Any) -> None:
-    """A case's step by its kernels, timed on this machine's GPU; what needs no GPU runs beside another case."""
+def by_kernels(case: Case, turns: Turns, detail: bool, results: Any) -> None:
+    """A case's step by its kernels and its host, timed on this machine; what is not timed runs beside other cases."""
     row: dict[str, Any] = vars(case).copy()
     try:
-        device, strategy, planner = torch.device("cuda", 0), Strategy.parse(case.strategy), planner_of(case.job)
-        step = trace_operators(planner, strategy, "cuda", case.ranks, lambda words: None, rank=case.rank)
-        with alone:
+        device, strategy = torch.device("cuda", 0), Strategy.parse(case.strategy)
+        with turns.beside():
+            planner, costs = planner_of(case.job), {}
+            step = trace_operators(planner, strategy, "cuda", case.ranks, lambda words: None, rank=case.rank)
+            Planner(planner.job, planner.facts, planner.global_batch, costs=costs).measure(
+                strategy.precision, strategy.recompute
+            )
+        with turns.alone():
             table = describe_device(device)
             table, calls, found = measured_table(
                 planner, [strategy], device, table, world=case.ranks, seconds=KERNELS_S, steps=[step]
             )
-        timed = Planner(planner.job, planner.facts, planner.global_batch, kernels=(table,), time_host=True)
-        row["kernels_ms"] = account_for(row, timed)["compute_ms"]
+            timed = Planner(
+                planner.job, planner.facts, planner.global_batch, costs=costs, kernels=(table,), time_host=True
+            )
+            row["kernels_ms"] = account_for(row, timed)["compute_ms"]
         row |= {"operators": len(calls), "failed": len(found.failed), "why": sorted(set(found.failed.values()))[:5]}
         row["kernels_alone_ms"] = sum(kernel.seconds * kernel.count for kernel in table.kernels) * 1e3
         row["longest"] = [

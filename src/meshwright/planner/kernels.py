@@ -30,8 +30,8 @@ CONVOLUTION = 0.3
 STREAM = 0.72
 LEAST = 3e-6
 STEP = 11.7
-"""Bytes that the memory of the data sheet would move while a GPU computes one element (`Kernel.steps`): an H200 computes
-4.1e11 a second."""
+"""Bytes that the data sheet's memory would move while a GPU computes one of `Kernel.steps`: an H200 computes 4.1e11 of
+them a second (`tracing/element_steps.py`)."""
 TILE = 128
 """Rows and columns of a matmul's tile; a partly filled tile costs as much as a full one."""
 RAMP = 220
@@ -53,8 +53,10 @@ def seconds(kernel: Kernel, samples: float, parts: int, hardware: Hardware, comp
     """Device time of one kernel for a micro-batch of `samples`, divided into `parts` by tensor parallelism."""
     flops, moved = kernel.flops.at(samples) / parts, kernel.bytes.at(samples) / parts
     traffic = moving(moved, hardware)
+    if compiled and not flops:
+        return (LEAST + traffic) * FUSED
     if not flops:
-        return (LEAST + traffic) * FUSED if compiled else LEAST + max(traffic, _stepping(kernel, samples, parts, hardware))
+        return LEAST + max(traffic, _stepping(kernel, samples, parts, hardware))
     # Time steps of a recurrent layer wait for each other.
     waits = kernel.shape[0].at(samples) if kernel.kind == "recurrent" else 1
     return waits * LEAST + max(traffic, flops / _speed(kernel, samples, parts, hardware))

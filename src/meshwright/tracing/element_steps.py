@@ -20,7 +20,8 @@ BATCH_NORMS = {"native_batch_norm": 2.9, "native_batch_norm_backward": 5.3}
 """For one element of a channel, if every processor has a channel: 1.07e9 and 0.59e9 elements a second each."""
 PROCESSORS, RESIDENT = 132, 2
 """Streaming multiprocessors, and how many channels' blocks share one without slowing each other down."""
-ROWS = {"native_layer_norm": 0.66, "native_group_norm": 0.66, "_softmax": 1.1, "_log_softmax": 1.1, "_safe_softmax": 2.5}
+ROWS = dict.fromkeys(("native_layer_norm", "native_group_norm"), 0.66)
+ROWS |= {"_softmax": 1.1, "_log_softmax": 1.1, "_safe_softmax": 2.5}
 ROWS_BACKWARD = {"native_layer_norm_backward": (0.9, 2.6), "native_group_norm_backward": (0.9, 2.6)}
 """Without and with gradients of the affine weights, which are sums over all rows."""
 SOFTMAX_BACKWARD = 0.55

@@ -62,7 +62,7 @@ class RepeatResults(TorchDispatchMode):
 
 
 def _read(tensor: torch.Tensor) -> Any:
-    """The number in a tensor, as of one that the model drew on the CPU; meta tensors have none, and so a made-up one."""
+    """The number in a tensor that the model made on the CPU; meta tensors have none, so theirs is made up."""
     if tensor.device != META:
         return tensor.item()
     return True if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 1

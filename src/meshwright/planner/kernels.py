@@ -25,8 +25,14 @@ MATMUL = 0.63
 ATTENTION = {"Hopper": 0.33, "other": 0.46}
 NARROW = 0.75
 WIDE_HEAD = 128
+SHORT, USUAL_KEYS = 400, 1024
+"""Attention over few keys spends its time on starting, on masks and on the softmax: over 200 to 8192 keys a query,
+kernels of an H200 reach `keys / (keys + SHORT)` of their best speed. The shares above are of 2048 causal tokens."""
 PLAIN = {"attention": 0.52, "other": 0.77}
 CONVOLUTION = 0.3
+GROUPED = {True: 0.05, False: 0.012}
+"""Convolutions in many groups use no matrix units: shares of the fp32 peak in 16 bits and in fp32 (a ConvNeXt's and an
+EfficientNet's depthwise layers reach 0.9 to 8.8 and 0.6 of 67 TFLOP/s on an H200)."""
 STREAM = 0.72
 LEAST = 3e-6
 STEP = 11.7
@@ -80,15 +86,17 @@ def launches(kernels: tuple[Kernel, ...], compiled: bool) -> int:
 
 
 def _speed(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> float:
+    if is_grouped(kernel.kind, kernel.shape and kernel.shape[0].at(samples)):
+        return peak_flops(hardware, FULL.word) * GROUPED[FORMATS[kernel.dtype].is_low]
     if not FORMATS[kernel.dtype].is_low:
         return _plain_speed(kernel, hardware)
     peak = peak_flops(hardware, kernel.dtype)
     if kernel.kind == "attention":
         usual = ATTENTION["Hopper" if hardware.device.startswith(HOPPER) else "other"]
         narrow = NARROW if kernel.shape and kernel.shape[-1].fixed < WIDE_HEAD else 1.0
-        return peak * hardware.reach.get("attention", usual) * narrow
+        return peak * hardware.reach.get("attention", usual) * narrow * _long_enough(kernel, samples)
     reached = peak * hardware.reach.get("matmul", MATMUL)
-    if not kernel.shape:
+    if not kernel.shape or kernel.kind == "convolution":
         return reached
     _, rows, columns, inner = (size.at(samples) for size in kernel.shape)
     # The wider side of a divided matmul gets narrower.
@@ -97,6 +105,22 @@ def _speed(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> fl
     if kernel.kind == "recurrent":
         filled = 1 / (SEQUENTIAL / filled + 1 - SEQUENTIAL)
     return reached * filled * inner / (inner + RAMP) * _aligned(kernel)
+
+
+def _long_enough(kernel: Kernel, samples: float) -> float:
+    """Factor for the length over which a query is summed, relative to `USUAL_KEYS`."""
+    if not kernel.shape:
+        return 1.0
+    heads, queries, keys, width = (size.at(samples) for size in kernel.shape)
+    products = 5 if "backward" in kernel.name else 2
+    share = kernel.flops.at(samples) / max(1.0, 2 * products * heads * queries * keys * width)  # causal: half
+    summed = keys * min(1.0, share)
+    return summed / (summed + SHORT) * (USUAL_KEYS + SHORT) / USUAL_KEYS
+
+
+def is_grouped(kind: str, groups: object) -> bool:
+    """Whether a kernel is a convolution in groups."""
+    return kind == "convolution" and isinstance(groups, int | float) and groups > 1
 
 
 def _plain_speed(kernel: Kernel, hardware: Hardware) -> float:

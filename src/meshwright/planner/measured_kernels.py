@@ -67,7 +67,7 @@ class _Point(NamedTuple):
 
 
 _Group = tuple[str, str, bool]
-"""Kernels that tell of each other: an operator or a kind, a dtype, and whether elements are computed one at a time."""
+"""Kernels that tell of each other: an operator or a kind, a dtype, and whether they compute one element at a time."""
 
 
 class KernelPrices:
@@ -89,7 +89,7 @@ class KernelPrices:
         usual = kernels.seconds(_as_kernel(measured), 1, 1, self._hardware)
         work = _log(measured.flops or measured.steps)
         point = _Point(work, _log(measured.bytes), log(measured.seconds / usual))
-        for group in _groups(measured.name, measured.kind, measured.dtype, measured.steps):
+        for group in _groups(_as_kernel(measured), 1):
             self._near.setdefault(group, []).append(point)
 
     def seconds(self, kernel: Kernel, samples: float, parts: int, *, compiled: bool = False) -> KernelSeconds:
@@ -117,17 +117,18 @@ class KernelPrices:
             if found := self._exact.get(key):
                 return KernelSeconds.of(found[0] / found[1], EXACT)
         usual = kernels.seconds(kernel, samples, parts, self._hardware)
-        for group in _groups(kernel.name, kernel.kind, kernel.dtype, steps):
+        for group in _groups(kernel, samples):
             ratio = _interpolate(self._near.get(group, ()), _log(flops or steps), _log(moved))
             if ratio is not None:
                 return KernelSeconds.of(usual * exp(ratio), INTERPOLATED)
         return KernelSeconds.of(usual, CATALOGUE)
 
 
-def _groups(name: str, kind: str, dtype: str, steps: float) -> tuple[_Group, ...]:
+def _groups(kernel: Kernel, samples: float) -> tuple[_Group, ...]:
     """The groups of a kernel, the closest first. Kernels without products have little in common but their name."""
-    names = (name,) if kind == "other" else (name, kind)
-    return tuple((one, dtype, steps > 0) for one in names)
+    names = (kernel.name,) if kernel.kind == "other" else (kernel.name, kernel.kind)
+    grouped = kernels.is_grouped(kernel.kind, kernel.shape and kernel.shape[0].at(samples))
+    return tuple((name, kernel.dtype, grouped or kernel.steps.at(samples) > 0) for name in names)
 
 
 def _interpolate(points: Iterable[_Point], work: float, moved: float) -> float | None:

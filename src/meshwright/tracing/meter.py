@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from meshwright.describe.dtypes import WORDS
-from meshwright.describe.flops import ALLOCATIONS, count_flops, operator_kind, product_shape
+from meshwright.describe.flops import ALLOCATIONS, convolution_shape, count_flops, operator_kind, product_shape
 from meshwright.describe.recurrent import recurrent_work
 from meshwright.recording.report_as_cpu import tensors_in
 from meshwright.torch_private.modes import TorchDispatchMode
@@ -137,6 +137,7 @@ def operator_run(
     if _is_causal(func, args, kwargs):
         flops *= _below_diagonal(given)  # the kernel skips what is above it, but the registry counts it
     kind, recurrent = operator_kind(func), recurrent_work(func, args)
+    products = product_shape(func, args) or convolution_shape(func, args, made)
     # A product's dtype is that of its factors: fp8's give results in bf16.
     seen = given if kind == "matmul" else [*given, *made]
     largest = max(seen, key=lambda leaf: leaf.numel() * leaf.is_floating_point(), default=None)
@@ -147,7 +148,7 @@ def operator_run(
         flops=recurrent.flops if recurrent else flops,
         bytes=float(_touched(name, given, made)) + (recurrent.reread if recurrent else 0.0),
         made=float(sum(_bytes(leaf) for leaf in made)),
-        shape=recurrent.shape if recurrent else _attention_shape(name, given) or product_shape(func, args),
+        shape=recurrent.shape if recurrent else _attention_shape(name, given) or products,
         steps=element_steps(func, given, made) if kind == "other" else 0.0,
     )
 

@@ -40,8 +40,8 @@ class Kernel:
     made: Size = Size()
     """Bytes of its results."""
     shape: tuple[Size, ...] = ()
-    """Of a matmul: (batch, m, n, k); of a convolution likewise, with its groups as the batch. Of attention: (batch times
-    heads, queries, keys, width of a head)."""
+    """Of a matmul: (batch, m, n, k); of a convolution likewise, with its groups as the batch. Of attention:
+    (batch times heads, queries, keys, width of a head)."""
     steps: Size = Size()
     """Elements that a GPU computes one at a time, weighted by their work; 0 if only the bytes count."""
 

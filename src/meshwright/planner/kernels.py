@@ -30,9 +30,6 @@ SHORT, USUAL_KEYS = 400, 1024
 kernels of an H200 reach `keys / (keys + SHORT)` of their best speed. The shares above are of 2048 causal tokens."""
 PLAIN = {"attention": 0.52, "other": 0.77}
 CONVOLUTION = 0.3
-GROUPED = {True: 0.05, False: 0.012}
-"""Convolutions in many groups use no matrix units: shares of the fp32 peak in 16 bits and in fp32 (a ConvNeXt's and an
-EfficientNet's depthwise layers reach 0.9 to 8.8 and 0.6 of 67 TFLOP/s on an H200)."""
 STREAM = 0.72
 LEAST = 3e-6
 STEP = 11.7
@@ -61,8 +58,9 @@ def seconds(kernel: Kernel, samples: float, parts: int, hardware: Hardware, comp
     traffic = moving(moved, hardware)
     if compiled and not flops:
         return (LEAST + traffic) * FUSED
-    if not flops:
-        return LEAST + max(traffic, _stepping(kernel, samples, parts, hardware))
+    stepping = _stepping(kernel, samples, parts, hardware)
+    if stepping or not flops:
+        return LEAST + max(traffic, stepping)
     # Time steps of a recurrent layer wait for each other.
     waits = kernel.shape[0].at(samples) if kernel.kind == "recurrent" else 1
     return waits * LEAST + max(traffic, flops / _speed(kernel, samples, parts, hardware))
@@ -86,8 +84,6 @@ def launches(kernels: tuple[Kernel, ...], compiled: bool) -> int:
 
 
 def _speed(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> float:
-    if is_grouped(kernel.kind, kernel.shape and kernel.shape[0].at(samples)):
-        return peak_flops(hardware, FULL.word) * GROUPED[FORMATS[kernel.dtype].is_low]
     if not FORMATS[kernel.dtype].is_low:
         return _plain_speed(kernel, hardware)
     peak = peak_flops(hardware, kernel.dtype)
@@ -116,11 +112,6 @@ def _long_enough(kernel: Kernel, samples: float) -> float:
     share = kernel.flops.at(samples) / max(1.0, 2 * products * heads * queries * keys * width)  # causal: half
     summed = keys * min(1.0, share)
     return summed / (summed + SHORT) * (USUAL_KEYS + SHORT) / USUAL_KEYS
-
-
-def is_grouped(kind: str, groups: object) -> bool:
-    """Whether a kernel is a convolution in groups."""
-    return kind == "convolution" and isinstance(groups, int | float) and groups > 1
 
 
 def _plain_speed(kernel: Kernel, hardware: Hardware) -> float:

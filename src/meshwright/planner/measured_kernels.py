@@ -61,7 +61,7 @@ NOTHING = KernelSeconds()
 
 class _Point(NamedTuple):
     work: float
-    """FLOPs, or steps of a kernel without. Logarithms; the ratio is of measured to catalogue seconds."""
+    """Steps, or FLOPs of a kernel without. Logarithms; the ratio is of measured to catalogue seconds."""
     bytes: float
     ratio: float
 
@@ -87,7 +87,7 @@ class KernelPrices:
         total, count = self._exact.get(key, (0.0, 0))
         self._exact[key] = total + measured.seconds * measured.count, count + measured.count
         usual = kernels.seconds(_as_kernel(measured), 1, 1, self._hardware)
-        work = _log(measured.flops or measured.steps)
+        work = _log(measured.steps or measured.flops)
         point = _Point(work, _log(measured.bytes), log(measured.seconds / usual))
         for group in _groups(_as_kernel(measured), 1):
             self._near.setdefault(group, []).append(point)
@@ -118,7 +118,7 @@ class KernelPrices:
                 return KernelSeconds.of(found[0] / found[1], EXACT)
         usual = kernels.seconds(kernel, samples, parts, self._hardware)
         for group in _groups(kernel, samples):
-            ratio = _interpolate(self._near.get(group, ()), _log(flops or steps), _log(moved))
+            ratio = _interpolate(self._near.get(group, ()), _log(steps or flops), _log(moved))
             if ratio is not None:
                 return KernelSeconds.of(usual * exp(ratio), INTERPOLATED)
         return KernelSeconds.of(usual, CATALOGUE)
@@ -127,8 +127,7 @@ class KernelPrices:
 def _groups(kernel: Kernel, samples: float) -> tuple[_Group, ...]:
     """The groups of a kernel, the closest first. Kernels without products have little in common but their name."""
     names = (kernel.name,) if kernel.kind == "other" else (kernel.name, kernel.kind)
-    grouped = kernels.is_grouped(kernel.kind, kernel.shape and kernel.shape[0].at(samples))
-    return tuple((name, kernel.dtype, grouped or kernel.steps.at(samples) > 0) for name in names)
+    return tuple((name, kernel.dtype, kernel.steps.at(samples) > 0) for name in names)
 
 
 def _interpolate(points: Iterable[_Point], work: float, moved: float) -> float | None:

@@ -17,7 +17,7 @@ from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.operators import schema_of
 from meshwright.torch_private.tensors import storage_id
 from meshwright.tracing.allocator import ROUNDING, round_up
-from meshwright.tracing.element_steps import element_steps
+from meshwright.tracing.element_steps import element_steps, grouped_steps
 
 LOOK_UPS = ("embedding", "gather", "index_select", "nll_loss_forward", "nll_loss2d_forward")
 """Operators that read a few elements of their first argument."""
@@ -149,8 +149,14 @@ def operator_run(
         bytes=float(_touched(name, given, made)) + (recurrent.reread if recurrent else 0.0),
         made=float(sum(_bytes(leaf) for leaf in made)),
         shape=recurrent.shape if recurrent else _attention_shape(name, given) or products,
-        steps=element_steps(func, given, made) if kind == "other" else 0.0,
+        steps=_steps(func, kind, given, made, products),
     )
+
+
+def _steps(func: Any, kind: str, given: list[torch.Tensor], made: list[torch.Tensor], shape: tuple[int, ...]) -> float:
+    if kind == "convolution":
+        return grouped_steps(shape, given, backward="backward" in func.overloadpacket.__name__)
+    return element_steps(func, given, made) if kind == "other" else 0.0
 
 
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:

@@ -59,6 +59,8 @@ class HostCosts:
     """For one kernel of a CUDA graph, in the launch of the whole."""
     launch: float = 6e-6
     """For one operator on almost no data, where these numbers were found."""
+    clip_bytes: int = 0
+    """Bytes per element that the device moves to clip a gradient before the optimizer's kernel."""
     gathers_by_copy: bool = False
     """Whether gathered parameters are copied to the place that forward reads, as in FSDP2."""
 
@@ -92,6 +94,7 @@ OURS = HostCosts(
     shard=0.85e-3,
     bucket=(0.47e-3, 0.26e-3),
     piece=(56e-6, 30e-6),
+    clip_bytes=12,
     collective=100e-6,
     divided=(290e-6, 75e-6),
     repeated=0.4e-3,
@@ -103,7 +106,8 @@ programs, whose kernels run 121, and 457 under tp=2; a GPT of 48 blocks 183 ms u
 and 168 under ac=selective instead of 136 (benchmarks/recompute_cost.py); a ViT of 24 blocks 82 ms under ac=full and 55
 without. `step` is one of a single weight. `bucket` and `piece` were timed on a CPU, on models of 8 and 24 blocks with 4
 and 16 parameters each, and scaled by the reference pass: a GPT of 24 blocks and 292 parameters takes 44 ms longer under
-zero1 than under ddp on an H200 (docs/data/gpu_check.json), and 43 by these."""
+zero1 than under ddp on an H200 (docs/data/gpu_check.json), and 43 by these. Clipping reads gradients for the norm, and
+reads and writes them to scale them: with the update 38 to 41 bytes (kernels of docs/data/unseen_gpu.json)."""
 
 ON_CPU = HostCosts(
     operator=5.1e-6,

@@ -72,8 +72,13 @@ def moving(moved: float, hardware: Hardware) -> float:
 
 
 def _stepping(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> float:
-    """Seconds of computing elements one at a time. CPUs are limited by memory there too."""
-    return 0.0 if hardware.device == "cpu" else kernel.steps.at(samples) / parts * STEP / hardware.bandwidth
+    """Seconds of computing elements one at a time, on a GPU whose kernels were measured.
+
+    `STREAM` is a mean over the kernels of published steps, and so has the slow ones in it.
+    """
+    if hardware.device == "cpu" or "stream" not in hardware.reach:
+        return 0.0
+    return kernel.steps.at(samples) / parts * STEP / hardware.bandwidth
 
 
 def launches(kernels: tuple[Kernel, ...], compiled: bool) -> int:
@@ -90,7 +95,9 @@ def _speed(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> fl
     if kernel.kind == "attention":
         usual = ATTENTION["Hopper" if hardware.device.startswith(HOPPER) else "other"]
         narrow = NARROW if kernel.shape and kernel.shape[-1].fixed < WIDE_HEAD else 1.0
-        return peak * hardware.reach.get("attention", usual) * narrow * _long_enough(kernel, samples)
+        if "attention" not in hardware.reach:  # a mean over the lengths of published steps
+            return peak * usual * narrow
+        return peak * hardware.reach["attention"] * narrow * _long_enough(kernel, samples)
     reached = peak * hardware.reach.get("matmul", MATMUL)
     if not kernel.shape or kernel.kind == "convolution":
         return reached

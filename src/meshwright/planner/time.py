@@ -18,10 +18,8 @@ from meshwright.planner.stage_work import StageWork
 from meshwright.planner.step_layout import StepLayout, stages_of
 from meshwright.schedules import FAMILIES
 
-UPDATE_BYTES = 40
-"""Bytes per element in a fused Adam step: parameter, gradient and two moments are read, all but gradients written (28).
-Before it the gradient is read for the norm, and read and written for clipping (kernels of docs/data/unseen_gpu.json: 38
-to 41)."""
+UPDATE_BYTES = 28
+"""Bytes per element in a fused Adam step: parameter, gradient and two moments are read, all but gradients written."""
 STALLED_BUCKETS = 3
 """DDP's buckets that stall one after the other where messages do (published sweep on 64 nodes: 1 to 8)."""
 LOSS_WAITS = 0.5
@@ -293,4 +291,4 @@ def _updating(site: Site, elements: int, inside: int) -> float:
     """Seconds of updating a rank's share of the elements, as measured or by the optimizer's memory traffic."""
     own = site.step_layout.per_rank(elements, inside, site.step_layout.optimizer_over)
     measured = site.prices.update(own) if site.prices is not None else None
-    return moving(own * UPDATE_BYTES, site.hardware) if measured is None else measured
+    return moving(own * (UPDATE_BYTES + site.host.clip_bytes), site.hardware) if measured is None else measured

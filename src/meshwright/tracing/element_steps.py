@@ -75,7 +75,10 @@ def element_steps(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]
 def _weight(given: list[torch.Tensor], result: torch.Tensor, size: int) -> float:
     """Steps per element of an elementwise kernel."""
     whole = [leaf for leaf in given if leaf.numel() == size and leaf.dim()]
-    if any(_fastest(leaf) not in (None, _fastest(result)) and leaf.shape == result.shape for leaf in whole):
+    fastest = _fastest(result)
+    alike = [leaf for leaf in whole if leaf.shape == result.shape]
+    # A stride of 0 repeats one element, which is read from a cache.
+    if fastest is not None and any(leaf.stride(fastest) and _fastest(leaf) != fastest for leaf in alike):
         return TRANSPOSED
     layouts = {tuple(leaf.squeeze().stride()) for leaf in (*whole, result)}
     if len(layouts) > 1 or any(leaf.dim() and leaf.numel() < size for leaf in given):

@@ -92,9 +92,12 @@ def test_a_part_of_a_divided_kernel_is_interpolated() -> None:
     assert prices.seconds(whole, 1, 4).interpolated == pytest.approx(3 * kernels.seconds(whole, 1, 4, HARDWARE))
 
 
-def test_another_operator_of_the_kind_helps_and_another_dtype_does_not() -> None:
-    prices = KernelPrices(table(measured("gelu", 1e6, 3 * usual(1e6))), HARDWARE)
-    assert prices.seconds(moving("silu", 1e6), 1, 1).interpolated == pytest.approx(3 * usual(1e6))
+def test_another_product_of_the_kind_helps_and_another_dtype_does_not() -> None:
+    product = Kernel(name="addmm", kind="matmul", dtype="bf16", flops=Size(1e9), bytes=Size(1e6))
+    own = kernels.seconds(product, 1, 1, HARDWARE)
+    rows = measured("mm", 1e6, 3 * own, kind="matmul", flops=1e9), measured("gelu", 1e6, 3 * usual(1e6))
+    prices = KernelPrices(table(*rows), HARDWARE)
+    assert prices.seconds(product, 1, 1).interpolated == pytest.approx(3 * own)
     other = replace(moving("gelu", 1e6), dtype="fp32")
     assert prices.seconds(other, 1, 1) == KernelSeconds(catalogue=kernels.seconds(other, 1, 1, HARDWARE))
 
@@ -155,6 +158,7 @@ def rows_of(costs: ModelCosts, samples: int, times: float) -> KernelTable:
             flops=kernel.flops.at(samples),
             bytes=kernel.bytes.at(samples),
             shape=tuple(round(size.at(samples)) for size in kernel.shape),
+            steps=kernel.steps.at(samples),
             seconds=times * kernels.seconds(kernel, samples, 1, HARDWARE),
             signature=f"{place}",
         )

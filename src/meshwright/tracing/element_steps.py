@@ -42,7 +42,7 @@ def grouped_steps(shape: tuple[int, ...], given: list[torch.Tensor], *, backward
     """The steps of a convolution in groups of a few channels, which no matrix unit computes; 0 for another one."""
     if not shape or shape[0] == 1 or shape[2] * shape[3] > MOST_PRODUCTS:
         return 0.0
-    channels_last = given[0].dim() == 4 and given[0].is_contiguous(memory_format=torch.channels_last)
+    channels_last = any(_fastest(leaf) == 1 for leaf in given[: 1 + backward] if leaf.dim() == 4)
     layout = ("last, fp32" if given[0].itemsize > 2 else "last") if channels_last else "usual"
     passes = 2 if backward else 1
     return prod(shape) * passes * GROUPED[layout][backward]

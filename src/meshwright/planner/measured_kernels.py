@@ -7,7 +7,7 @@ how FLOPs and bytes add up, and the ratio changes slowly with the size.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import exp, log
 from typing import NamedTuple
@@ -96,9 +96,11 @@ class KernelPrices:
         """Device time of one kernel, as `kernels.seconds`.
 
         A compiler fuses elementwise kernels, which were measured one by one, so theirs are scaled as the catalogue's.
+        Its code for strided operands is not slower.
         """
-        fused = kernels.FUSED if compiled and not kernel.flops.at(samples) else 1.0
-        return self._seconds(kernel, samples, parts) * fused
+        if compiled and not kernel.flops.at(samples):
+            return self._seconds(replace(kernel, steps=Size()), samples, parts) * kernels.FUSED
+        return self._seconds(kernel, samples, parts)
 
     def update(self, elements: float) -> float | None:
         """Seconds of updating `elements` elements, from the nearest measured number; None for another optimizer."""

@@ -3,8 +3,9 @@
     python benchmarks/kernel_table.py                            # on a GPU: writes the table that ships for this device
     python benchmarks/kernel_table.py --tiny --out table.json    # on a CPU, in a minute
 
-Products, attention forward and backward, convolutions of one to three dims and their backward, and kernels that stream
-through memory. The largest come first; after --seconds the rest is left out and counted.
+Products, attention forward and backward, convolutions of one to three dims and their backward, kernels that stream
+through memory, the same with strided operands, and norms. The largest come first; after --seconds the rest is left out
+and counted.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -91,8 +93,8 @@ def streams(dtype: torch.dtype, tiny: bool) -> Iterator[Function]:
     """Elementwise kernels, reductions, norms and casts: what only moves numbers."""
     sizes = ((64, 64), (512, 256)) if tiny else ((256, 768), (4096, 1024), (16384, 2048), (32768, 4096), (65536, 8192))
     one: list[Callable[[Tensor], Tensor]] = [
-        lambda x: x + x,
-        lambda x: x * x,
+        lambda x: x + torch.empty_like(x),
+        lambda x: x * torch.empty_like(x),
         lambda x: F.gelu(x),
         lambda x: F.silu(x),
         lambda x: F.relu(x),
@@ -109,14 +111,61 @@ def streams(dtype: torch.dtype, tiny: bool) -> Iterator[Function]:
             yield lambda f=function, r=rows, w=width: f(tensor(r, w, dtype=dtype))
 
 
-def grid(device: torch.device, *, tiny: bool) -> list[OperatorCall]:
+def layouts(dtype: torch.dtype, tiny: bool) -> Iterator[Function]:
+    """Elementwise kernels and copies with broadcast, permuted and transposed operands."""
+    sizes = ((2, 8, 64),) if tiny else ((64, 256, 1024), (16, 1024, 2048), (8, 2048, 4096))
+    for b, n, w in sizes:
+        heads = (b, n, 8, w // 8)
+        one: list[Callable[[Tensor, Callable[..., Tensor]], Tensor]] = [
+            lambda x, make, w=w: x + make(w),
+            lambda x, make, b=b, w=w: x * make(b, 1, w),
+            lambda x, make, b=b, n=n: x * make(b, n, 1),
+            lambda x, make, b=b, n=n, w=w: x + make(b, w, n).transpose(1, 2),
+            lambda x, make: x.transpose(1, 2).contiguous(),
+            lambda x, make, heads=heads: x.view(heads).transpose(1, 2).contiguous(),
+            lambda x, make, b=b, n=n: x.masked_fill(make(b, n, 1) > 0, 0.0),
+            lambda x, make: x.float().mean(-1, keepdim=True),
+            lambda x, make: torch.cat((x, x), -1),
+        ]
+        for function in one:
+            yield lambda f=function, s=(b, n, w): f(tensor(*s, dtype=dtype), partial(tensor, dtype=dtype))
+
+
+def norms(dtype: torch.dtype, tiny: bool) -> Iterator[Function]:
+    """Norms with the gradients of their weights, on rows, on transposed rows and on channels; embeddings."""
+    for rows, width in ((64, 64),) if tiny else ((4096, 768), (16384, 1024), (16384, 4096), (65536, 2048)):
+        weights = partial(tensor, width, dtype=dtype)
+        yield lambda r=rows, w=width, p=weights: F.layer_norm(tensor(r, w, dtype=dtype), (w,), p(), p())
+        yield lambda r=rows, w=width, p=weights: F.layer_norm(tensor(w, r, dtype=dtype).t(), (w,), p(), p())
+        yield lambda r=rows, w=width: F.embedding(torch.zeros(r, dtype=torch.long), tensor(32000, w, dtype=dtype))
+    for channels, side in ((8, 8),) if tiny else ((32, 112), (64, 56), (256, 56), (512, 28), (1024, 14)):
+        shape, wide = (4 if tiny else 64, channels, side, side), partial(tensor, channels, dtype=torch.float32)
+        running = partial(torch.zeros, channels)
+        yield lambda s=shape, p=wide, r=running: F.batch_norm(
+            tensor(*s, dtype=dtype), r(), r(), p(), p(), training=True
+        )
+        own = partial(tensor, channels, dtype=dtype)
+        yield lambda s=shape, p=own: F.group_norm(tensor(*s, dtype=dtype), 8, p(), p())
+
+
+FAMILIES = {
+    "products": products,
+    "attentions": attentions,
+    "convolutions": convolutions,
+    "streams": streams,
+    "layouts": layouts,
+    "norms": norms,
+}
+
+
+def grid(device: torch.device, *, tiny: bool, families: Iterable[str] = FAMILIES) -> list[OperatorCall]:
     """The distinct operators of all functions, forward and backward, as the device runs them."""
     calls = FunctionCalls()
     stand_in = as_on_cuda if device.type == "cuda" else nullcontext
     for dtype in dict.fromkeys((LOW[device.type], torch.float32)):
         with FakeTensorMode(allow_non_fake_inputs=True), stand_in():
-            for family in (products, attentions, convolutions, streams):
-                for function in family(dtype, tiny):
+            for family in families:
+                for function in FAMILIES[family](dtype, tiny):
                     with calls:
                         found = function()
                         found.backward(torch.empty_like(found))
@@ -128,12 +177,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: the file that ships; merged with what it has")
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="measure only these")
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     device, started = torch.device(given.device), time.perf_counter()
     if given.device == "cpu":
         torch.set_num_threads(1)
-    calls = grid(device, tiny=given.tiny)
+    calls = grid(device, tiny=given.tiny, families=given.families)
     print(f"{len(calls)} operators after {time.perf_counter() - started:.0f} s", file=sys.stderr)
     found = measure_kernels(calls, device, seconds=given.seconds)
     table = replace(describe_device(device), kernels=tuple(found.kernels))

@@ -31,6 +31,7 @@ import unseen_jobs
 import unseen_second_jobs  # noqa: F401  # adds its jobs to the others
 from torch import nn
 from torch.utils._pytree import tree_map
+from turns import Turns
 
 import meshwright as mw
 from meshwright.api.job_planner import Planner
@@ -45,11 +46,12 @@ from meshwright.facts.strategy import Strategy
 from meshwright.jobs.load import load_job
 from meshwright.planner.search import consider
 from meshwright.tracing import trace_step
+from meshwright.tracing.host_passes import time_reference
 
 GIB = 1 << 30
 STEPS = 5
-AT_ONCE = 4
-"""Cases that are described side by side. More would take the host from the case that is being timed."""
+AT_ONCE = 8
+"""Cases that are described side by side, while none is timed."""
 NO_LINKS = {side: {"bandwidth": 1e18, "latency": 1e-12} for side in ("within", "between")}
 """A rank of a fake world waits for nobody."""
 PAIRS = {
@@ -165,11 +167,12 @@ def _job_of_model(name: str) -> mw.Job:
         return load_job(f"hf:{folder}:seq=512")
 
 
-def measure(case: Case, alone: Any, detail: bool) -> dict[str, Any]:
-    """One rank of a fake world on this machine's GPU; what needs no GPU runs beside another case."""
-    job = job_of(case.job)
-    facts, batch = describe(job), make_batch(job, job.global_batch)
-    with alone:
+def measure(case: Case, turns: Turns, detail: bool) -> dict[str, Any]:
+    """One rank of a fake world on this machine's GPU; what is not timed runs beside other cases."""
+    with turns.beside():
+        job = job_of(case.job)
+        facts, batch = describe(job), make_batch(job, job.global_batch)
+    with turns.alone():
         device = torch.device("cuda", 0)
         world = replace(fake_world(case.ranks, device, rank=case.rank), weightless=True)
         trainer = Trainer(job, facts, Strategy.parse(case.strategy).resolve(case.ranks), world, seed=0)
@@ -191,6 +194,7 @@ def measure(case: Case, alone: Any, detail: bool) -> dict[str, Any]:
             "held_gib": torch.cuda.memory_allocated() / GIB,
             "step_ms": median(seconds) * 1e3,
             "device": torch.cuda.get_device_name(),
+            "reference_ms": time_reference() * 1e3,
         }
         kernels = _kernels(trainer, batch)
         row["kernel_ms"] = by_kind(kernels)
@@ -257,9 +261,9 @@ def make_up_weights(trainer: Trainer) -> None:
     trainer.engine.loaded()
 
 
-def attempt(case: Case, alone: Any, detail: bool, results: Any) -> None:
+def attempt(case: Case, turns: Turns, detail: bool, results: Any) -> None:
     try:
-        results.put(measure(case, alone, detail))
+        results.put(measure(case, turns, detail))
     except Exception as error:
         traceback.print_exc()
         results.put({**vars(case), "error": f"{type(error).__name__}: {error}"})
@@ -269,11 +273,11 @@ def measure_all(cases: Sequence[Case], path: Path, detail: bool = False, attempt
     """Each case in a process forked from this one, which never touches the GPU; some at a time, one on the GPU."""
     waiting = list(cases)
     context = get_context("fork")
-    alone, results = context.Lock(), context.Queue()
+    turns, results = Turns(context, AT_ONCE), context.Queue()
     running, rows = 0, []
     while waiting or running:
         while waiting and running < AT_ONCE:
-            context.Process(target=attempt, args=(waiting.pop(0), alone, detail, results)).start()
+            context.Process(target=attempt, args=(waiting.pop(0), turns, detail, results)).start()
             running += 1
         rows.append(results.get(timeout=300))
         running -= 1

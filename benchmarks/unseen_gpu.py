@@ -23,11 +23,14 @@ import time
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from plan_gpu import Case, account_for, attempt, errors_of, measure_all, planner_of, trace
+from turns import Turns
 from unseen_cases import ROUNDS
 
+from meshwright.api import job_planner
 from meshwright.api.job_planner import Planner
 from meshwright.api.probe_kernels import describe_device, longest_kernels, measured_table, trace_operators
 from meshwright.facts.strategy import Strategy
@@ -38,14 +41,21 @@ KERNELS_S = 25.0
 
 
 def forecast(case: Case) -> dict[str, Any]:
-    """What both grades say, in the units of the measurement."""
+    """What the grades say, in the units of the measurement: `compute_ms` by the catalogue, `table_ms` by the table."""
     row: dict[str, Any] = vars(case).copy()
-    for grade, of in (("account", account_for), ("trace", trace)):
+    for grade, of in (("account", by_account), ("trace", trace)):
         try:
             row |= of(row)
         except Exception as error:
             row[f"{grade}_error"] = f"{type(error).__name__}: {error}"
     return row
+
+
+def by_account(row: dict[str, Any]) -> dict[str, float]:
+    planner = planner_of(row["job"])
+    with patch.object(job_planner, "shipped_table", lambda device: None):
+        told = account_for(row, planner)
+    return {**told, "table_ms": account_for(row, planner)["compute_ms"]}
 
 
 def forecast_all(number: int, path: Path, only: str) -> None:
@@ -70,19 +80,26 @@ def forecast_all(number: int, path: Path, only: str) -> None:
         path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
 
 
-def by_kernels(case: Case, alone: Any, detail: bool, results: Any) -> None:
-    """A case's step by its kernels, timed on this machine's GPU; what needs no GPU runs beside another case."""
+def by_kernels(case: Case, turns: Turns, detail: bool, results: Any) -> None:
+    """A case's step by its kernels and its host, timed on this machine; what is not timed runs beside other cases."""
     row: dict[str, Any] = vars(case).copy()
     try:
-        device, strategy, planner = torch.device("cuda", 0), Strategy.parse(case.strategy), planner_of(case.job)
-        step = trace_operators(planner, strategy, "cuda", case.ranks, lambda words: None, rank=case.rank)
-        with alone:
+        device, strategy = torch.device("cuda", 0), Strategy.parse(case.strategy)
+        with turns.beside():
+            planner, costs = planner_of(case.job), {}
+            step = trace_operators(planner, strategy, "cuda", case.ranks, lambda words: None, rank=case.rank)
+            Planner(planner.job, planner.facts, planner.global_batch, costs=costs).measure(
+                strategy.precision, strategy.recompute
+            )
+        with turns.alone():
             table = describe_device(device)
             table, calls, found = measured_table(
                 planner, [strategy], device, table, world=case.ranks, seconds=KERNELS_S, steps=[step]
             )
-        timed = Planner(planner.job, planner.facts, planner.global_batch, kernels=(table,), time_host=True)
-        row["kernels_ms"] = account_for(row, timed)["compute_ms"]
+            timed = Planner(
+                planner.job, planner.facts, planner.global_batch, costs=costs, kernels=(table,), time_host=True
+            )
+            row["kernels_ms"] = account_for(row, timed)["compute_ms"]
         row |= {"operators": len(calls), "failed": len(found.failed), "why": sorted(set(found.failed.values()))[:5]}
         row["kernels_alone_ms"] = sum(kernel.seconds * kernel.count for kernel in table.kernels) * 1e3
         row["longest"] = [
@@ -120,8 +137,9 @@ def score(measured: Path, forecasts: Path) -> None:
             continue
         case = told[_name(row)]
         found = errors_of(row, {name: value for name, value in case.items() if name not in ("rank", "ranks")})
-        if "kernels_ms" in case:
-            found["kernels"] = case["kernels_ms"] / row["step_ms"] - 1
+        for grade in ("table", "kernels"):
+            if f"{grade}_ms" in case:
+                found[grade] = case[f"{grade}_ms"] / row["step_ms"] - 1
         for name, error in found.items():
             errors.setdefault(name, []).append(error)
         shown = " | ".join(f"{100 * error:+.1f}" for error in found.values())

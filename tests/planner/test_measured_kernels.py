@@ -15,6 +15,7 @@ from meshwright.facts.plan import MEASURED_KERNELS, Plan, show_plan
 from meshwright.facts.strategy import Strategy
 from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.planner import kernels
+from meshwright.planner.host_costs import OURS
 from meshwright.planner.measured_kernels import KernelPrices, KernelSeconds
 from meshwright.planner.search import consider
 from meshwright.planner.stage_costs import StageCosts
@@ -91,9 +92,12 @@ def test_a_part_of_a_divided_kernel_is_interpolated() -> None:
     assert prices.seconds(whole, 1, 4).interpolated == pytest.approx(3 * kernels.seconds(whole, 1, 4, HARDWARE))
 
 
-def test_another_operator_of_the_kind_helps_and_another_dtype_does_not() -> None:
-    prices = KernelPrices(table(measured("gelu", 1e6, 3 * usual(1e6))), HARDWARE)
-    assert prices.seconds(moving("silu", 1e6), 1, 1).interpolated == pytest.approx(3 * usual(1e6))
+def test_another_product_of_the_kind_helps_and_another_dtype_does_not() -> None:
+    product = Kernel(name="addmm", kind="matmul", dtype="bf16", flops=Size(1e9), bytes=Size(1e6))
+    own = kernels.seconds(product, 1, 1, HARDWARE)
+    rows = measured("mm", 1e6, 3 * own, kind="matmul", flops=1e9), measured("gelu", 1e6, 3 * usual(1e6))
+    prices = KernelPrices(table(*rows), HARDWARE)
+    assert prices.seconds(product, 1, 1).interpolated == pytest.approx(3 * own)
     other = replace(moving("gelu", 1e6), dtype="fp32")
     assert prices.seconds(other, 1, 1) == KernelSeconds(catalogue=kernels.seconds(other, 1, 1, HARDWARE))
 
@@ -154,6 +158,7 @@ def rows_of(costs: ModelCosts, samples: int, times: float) -> KernelTable:
             flops=kernel.flops.at(samples),
             bytes=kernel.bytes.at(samples),
             shape=tuple(round(size.at(samples)) for size in kernel.shape),
+            steps=kernel.steps.at(samples),
             seconds=times * kernels.seconds(kernel, samples, 1, HARDWARE),
             signature=f"{place}",
         )
@@ -210,6 +215,7 @@ def test_the_kernels_of_costs_are_those_of_a_traced_step(planner: Planner, devic
             flops=call.run.flops,
             bytes=call.run.bytes,
             shape=call.run.shape,
+            steps=call.run.steps,
             seconds=1e-4,
             signature=call.signature,
         )
@@ -221,3 +227,30 @@ def test_the_kernels_of_costs_are_those_of_a_traced_step(planner: Planner, devic
     missing = {kernel.name for kernel in own if not prices.seconds(kernel, 8, 1).exact}
     # The gradient of the loss, which the engine makes by its weight, and the sample's tokens, which it has copied.
     assert missing <= {"ones_like", "clone"}
+
+
+def test_unknown_operators_without_products_are_not_interpolated_from_others() -> None:
+    prices = KernelPrices(table(measured("fill", 1e9, 1e-9)), HARDWARE)
+    kernel = Kernel(name="norm", kind="other", dtype="bf16", flops=Size(), bytes=Size(1e9))
+    assert prices.seconds(kernel, 1, 1).catalogue > 1e-4
+
+
+def test_kernels_with_strided_operands_are_interpolated_apart() -> None:
+    strided = replace(measured("mul", 1e9, 5e-3), steps=1e9, signature="strided")
+    prices = KernelPrices(table(measured("mul", 1e9, 1e-3), strided), HARDWARE)
+
+    def seconds(steps: float) -> float:
+        kernel = Kernel(
+            name="mul", kind="other", dtype="bf16", flops=Size(), bytes=Size(1.01e9), steps=Size(steps * 1.01)
+        )
+        return prices.seconds(kernel, 1, 1).interpolated
+
+    assert seconds(0.0) == pytest.approx(1e-3, rel=0.05)
+    assert seconds(1e9) == pytest.approx(5e-3, rel=0.05)
+
+
+def test_a_measured_host_scales_what_the_engine_costs_it() -> None:
+    scaled = OURS.scaled(2.0)
+    assert scaled.collective == 2 * OURS.collective
+    assert scaled.piece == (2 * OURS.piece[0], 2 * OURS.piece[1])
+    assert scaled.gathers_by_copy is OURS.gathers_by_copy

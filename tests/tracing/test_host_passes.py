@@ -119,3 +119,31 @@ def test_repeated_results_are_like_the_noted_ones() -> None:
         repeat.restart()
         with pytest.raises(RuntimeError, match="not the same each time"), repeat:
             layer(x[:, :3] * 2)
+
+
+class Dropped(Model):
+    """Draws a number for each block, which is skipped if the number is below `rate`."""
+
+    rate = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            if not torch.rand([]) < self.rate:
+                x = block(x)
+        return x
+
+
+class AllDropped(Dropped):
+    rate = 1.0
+
+
+def test_blocks_that_a_drawn_number_keeps_are_timed() -> None:
+    job = replace(JOB, model=Dropped)
+    passes = time_host_passes(job, describe(job), Clock())
+    assert passes.units["blocks.1"][0] == 1.0
+
+
+def test_blocks_that_are_skipped_on_meta_tensors_are_named() -> None:
+    with pytest.raises(JobError, match=r"blocks\.0 computes nothing"):
+        time_host_passes(replace(JOB, model=AllDropped), describe(JOB), Clock())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -36,11 +37,28 @@ def product_shape(func: Any, args: Any) -> tuple[int, ...]:
     return int(batch), int(a.shape[-2]), int(b.shape[-1]), int(a.shape[-1])
 
 
+def convolution_shape(func: Any, args: Any, made: list[torch.Tensor]) -> tuple[int, ...]:
+    """(groups, m, n, k) of a convolution as products of its groups; empty for other operators."""
+    name = func.overloadpacket.__name__
+    if name not in ("convolution", "convolution_backward") or not made:
+        return ()
+    backward = name == "convolution_backward"
+    given, weight = args[1:3] if backward else args[:2]
+    transposed, groups = args[7 if backward else 6], args[9 if backward else 8]
+    # A transposed convolution is the gradient of one that takes its result.
+    result = given if transposed else args[0] if backward else made[0]
+    rows = result.numel() // result.shape[1]
+    return int(groups), int(rows), int(weight.shape[0] // groups), int(weight.numel() // weight.shape[0])
+
+
 def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     """Floating point operations by PyTorch's formulas; 0 for an operator without one, which only moves numbers."""
     count = flop_registry.get(func) or flop_registry.get(func.overloadpacket)
     if count is None:
         return 0.0
+    if func.overloadpacket.__name__ == "convolution_backward" and args[9] > 1:  # the formula forgets the groups
+        shape = convolution_shape(func, args, [args[0]])
+        return float(2 * prod(shape) * sum(args[10][:2]))
     if "attention" in func.overloadpacket.__name__:
         args = _with_all_heads(args)
     args = [arg for arg in args if not isinstance(arg, torch.dtype)]  # the formulas do not know `out_dtype`

@@ -40,7 +40,10 @@ class Kernel:
     made: Size = Size()
     """Bytes of its results."""
     shape: tuple[Size, ...] = ()
-    """Of a matmul: (batch, m, n, k). Of attention: (batch times heads, queries, keys, width of a head)."""
+    """Of a matmul: (batch, m, n, k); of a convolution likewise, with its groups as the batch. Of attention:
+    (batch times heads, queries, keys, width of a head)."""
+    steps: Size = Size()
+    """Elements that a GPU computes one at a time, weighted by their work; 0 if only the bytes count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +128,7 @@ def _unit(values: Mapping[str, Any]) -> UnitCosts:
 
 
 def _kernel(values: Mapping[str, Any]) -> Kernel:
-    sizes = {key: Size(**values[key]) for key in ("flops", "bytes", "made")}
+    sizes = {key: Size(**values.get(key, {})) for key in ("flops", "bytes", "made", "steps")}
     return Kernel(**{**values, **sizes, "shape": tuple(Size(**size) for size in values["shape"])})
 
 

@@ -34,6 +34,8 @@ class MeasuredKernel:
     """Bytes read and written."""
     shape: tuple[int, ...] = ()
     """As in `Kernel.shape`."""
+    steps: float = 0.0
+    """As in `Kernel.steps`."""
     seconds: float
     signature: str
     """The overload with shapes, strides, dtypes and other arguments."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +23,15 @@ class HostCosts:
     step_of_graphs: float = 2e-3
     """The same if a CUDA graph runs the passes: the host is done before the device. A GPT of 10M parameters takes
     6.8 ms on an H200 (docs/data/host_gaps.json), and its kernels 4.7 by this forecast. Fitted to this one row."""
+    tensor: float = 0.0
+    """Added to `step` for each parameter: clipping and the optimizer collect them in Python lists."""
     shard: float = 1.1e-3
     """For gathering or reducing one block's parameters, in FSDP2 and our ZeRO: the same step takes 99 ms under zero1,
     112 under fsdp:grad-op and 143 under fsdp, with 50, 50 and 75 of them."""
+    bucket: tuple[float, float] = (1.1e-3, 0.0)
+    """For one unit's gradients that ZeRO reduces in backward, and for its parameters after the update."""
+    piece: tuple[float, float] = (0.0, 0.0)
+    """The same for each parameter of the unit, which is packed, made a shard and unpacked by itself."""
     collective: float = 300e-6
     """For a collective that compute waits for. On H100 nodes under nanotron (ultra-scale playbook), a decoder block
     with a tensor axis takes 4.4 to 4.8 ms however narrow it is: its eight collectives, apart from the launches."""
@@ -53,15 +59,25 @@ class HostCosts:
     """For one kernel of a CUDA graph, in the launch of the whole."""
     launch: float = 6e-6
     """For one operator on almost no data, where these numbers were found."""
+    clip_bytes: int = 0
+    """Bytes per element that the device moves to clip a gradient before the optimizer's kernel."""
     gathers_by_copy: bool = False
     """Whether gathered parameters are copied to the place that forward reads, as in FSDP2."""
 
     def at(self, launch: float) -> HostCosts:
         """The same on a host that needs `launch` seconds for an operator on almost no data."""
-        times = launch / self.launch
-        changed = {item.name: getattr(self, item.name) * times for item in fields(self) if item.type == "float"}
-        divided = (self.divided[0] * times, self.divided[1] * times)
-        return replace(self, **{**changed, "launch": launch, "divided": divided})
+        return replace(self.scaled(launch / self.launch), launch=launch)
+
+    def scaled(self, times: float) -> HostCosts:
+        """The same on a host that takes `times` as long for everything."""
+        changed: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.type == "float":
+                changed[item.name] = value * times
+            elif isinstance(value, tuple):
+                changed[item.name] = tuple(seconds * times for seconds in value)
+        return replace(self, **changed)
 
 
 HOST_REFERENCE = 5.4e-3
@@ -73,7 +89,12 @@ OTHER_ENGINES = HostCosts()
 
 OURS = HostCosts(
     operator=18e-6,
+    step=1.5e-3,
+    tensor=15e-6,
     shard=0.85e-3,
+    bucket=(0.47e-3, 0.26e-3),
+    piece=(56e-6, 30e-6),
+    clip_bytes=12,
     collective=100e-6,
     divided=(290e-6, 75e-6),
     repeated=0.4e-3,
@@ -83,12 +104,16 @@ OURS = HostCosts(
 """Our engine, on an H200's host (docs/data/plan_gpu.json): a Llama of 28 blocks took 381 ms under tp=8, without
 programs, whose kernels run 121, and 457 under tp=2; a GPT of 48 blocks 183 ms under fsdp, whose kernels run 119,
 and 168 under ac=selective instead of 136 (benchmarks/recompute_cost.py); a ViT of 24 blocks 82 ms under ac=full and 55
-without."""
+without. `step` is one of a single weight. `bucket` and `piece` were timed on a CPU, on models of 8 and 24 blocks with 4
+and 16 parameters each, and scaled by the reference pass: a GPT of 24 blocks and 292 parameters takes 44 ms longer under
+zero1 than under ddp on an H200 (docs/data/gpu_check.json), and 43 by these. Clipping reads gradients for the norm, and
+reads and writes them to scale them: with the update 38 to 41 bytes (kernels of docs/data/unseen_gpu.json)."""
 
 ON_CPU = HostCosts(
     operator=5.1e-6,
     step=8e-3,
     shard=3.4e-3,
+    bucket=(3.4e-3, 0.0),
     collective=1.1e-3,
     copied=4.5e-9,
     neighbour=1.5e-3,

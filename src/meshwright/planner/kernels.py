@@ -25,10 +25,16 @@ MATMUL = 0.63
 ATTENTION = {"Hopper": 0.33, "other": 0.46}
 NARROW = 0.75
 WIDE_HEAD = 128
+SHORT, USUAL_KEYS = 400, 1024
+"""Attention over few keys spends its time on starting, on masks and on the softmax: over 200 to 8192 keys a query,
+kernels of an H200 reach `keys / (keys + SHORT)` of their best speed. The shares above are of 2048 causal tokens."""
 PLAIN = {"attention": 0.52, "other": 0.77}
 CONVOLUTION = 0.3
 STREAM = 0.72
 LEAST = 3e-6
+STEP = 11.7
+"""Bytes that the data sheet's memory would move while a GPU computes one of `Kernel.steps`: an H200 computes 4.1e11 of
+them a second (`tracing/element_steps.py`)."""
 TILE = 128
 """Rows and columns of a matmul's tile; a partly filled tile costs as much as a full one."""
 RAMP = 220
@@ -49,8 +55,11 @@ def seconds(kernel: Kernel, samples: float, parts: int, hardware: Hardware, comp
     """Device time of one kernel for a micro-batch of `samples`, divided into `parts` by tensor parallelism."""
     flops, moved = kernel.flops.at(samples) / parts, kernel.bytes.at(samples) / parts
     traffic = moving(moved, hardware)
-    if not flops:
-        return (LEAST + traffic) * (FUSED if compiled else 1)
+    if compiled and not flops:
+        return (LEAST + traffic) * FUSED
+    stepping = _stepping(kernel, samples, parts, hardware)
+    if stepping or not flops:
+        return LEAST + max(traffic, stepping)
     # Time steps of a recurrent layer wait for each other.
     waits = kernel.shape[0].at(samples) if kernel.kind == "recurrent" else 1
     return waits * LEAST + max(traffic, flops / _speed(kernel, samples, parts, hardware))
@@ -59,6 +68,16 @@ def seconds(kernel: Kernel, samples: float, parts: int, hardware: Hardware, comp
 def moving(moved: float, hardware: Hardware) -> float:
     """Seconds that a memory-bound kernel takes to read and write `moved` bytes."""
     return moved / (hardware.bandwidth * hardware.reach.get("stream", STREAM))
+
+
+def _stepping(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> float:
+    """Seconds of computing elements one at a time, on a GPU whose kernels were measured.
+
+    `STREAM` is a mean over the kernels of published steps, and so has the slow ones in it.
+    """
+    if hardware.device == "cpu" or "stream" not in hardware.reach:
+        return 0.0
+    return kernel.steps.at(samples) / parts * STEP / hardware.bandwidth
 
 
 def launches(kernels: tuple[Kernel, ...], compiled: bool) -> int:
@@ -75,9 +94,11 @@ def _speed(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> fl
     if kernel.kind == "attention":
         usual = ATTENTION["Hopper" if hardware.device.startswith(HOPPER) else "other"]
         narrow = NARROW if kernel.shape and kernel.shape[-1].fixed < WIDE_HEAD else 1.0
-        return peak * hardware.reach.get("attention", usual) * narrow
+        if "attention" not in hardware.reach:  # a mean over the lengths of published steps
+            return peak * usual * narrow
+        return peak * hardware.reach["attention"] * narrow * _long_enough(kernel, samples)
     reached = peak * hardware.reach.get("matmul", MATMUL)
-    if not kernel.shape:
+    if not kernel.shape or kernel.kind == "convolution":
         return reached
     _, rows, columns, inner = (size.at(samples) for size in kernel.shape)
     # The wider side of a divided matmul gets narrower.
@@ -86,6 +107,17 @@ def _speed(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> fl
     if kernel.kind == "recurrent":
         filled = 1 / (SEQUENTIAL / filled + 1 - SEQUENTIAL)
     return reached * filled * inner / (inner + RAMP) * _aligned(kernel)
+
+
+def _long_enough(kernel: Kernel, samples: float) -> float:
+    """Factor for the length over which a query is summed, relative to `USUAL_KEYS`."""
+    if not kernel.shape:
+        return 1.0
+    heads, queries, keys, width = (size.at(samples) for size in kernel.shape)
+    products = 5 if "backward" in kernel.name else 2
+    share = kernel.flops.at(samples) / max(1.0, 2 * products * heads * queries * keys * width)  # causal: half
+    summed = keys * min(1.0, share)
+    return summed / (summed + SHORT) * (USUAL_KEYS + SHORT) / USUAL_KEYS
 
 
 def _plain_speed(kernel: Kernel, hardware: Hardware) -> float:

@@ -7,7 +7,7 @@ how FLOPs and bytes add up, and the ratio changes slowly with the size.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import exp, log
 from typing import NamedTuple
@@ -60,10 +60,14 @@ NOTHING = KernelSeconds()
 
 
 class _Point(NamedTuple):
-    flops: float
-    """Logarithms; the ratio is of measured to catalogue seconds."""
+    work: float
+    """Steps, or FLOPs of a kernel without. Logarithms; the ratio is of measured to catalogue seconds."""
     bytes: float
     ratio: float
+
+
+_Group = tuple[str, str, bool]
+"""Kernels that tell of each other: an operator or a kind, a dtype, and whether they compute one element at a time."""
 
 
 class KernelPrices:
@@ -72,27 +76,31 @@ class KernelPrices:
     def __init__(self, table: KernelTable, hardware: Hardware, optimizer: str = "") -> None:
         self.table, self._hardware, self._optimizer = table, hardware, optimizer
         self._exact: dict[tuple[object, ...], tuple[float, int]] = {}
-        self._near: dict[tuple[str, str], list[_Point]] = {}
+        self._near: dict[_Group, list[_Point]] = {}
         for measured in table.kernels:
             self._learn(measured)
         self._seconds = lru_cache(maxsize=1 << 16)(self._price)
 
     def _learn(self, measured: MeasuredKernel) -> None:
-        key = (measured.name, measured.dtype, measured.shape, round(measured.flops), round(measured.bytes))
+        sizes = round(measured.flops), round(measured.bytes), round(measured.steps)
+        key = (measured.name, measured.dtype, measured.shape, *sizes)
         total, count = self._exact.get(key, (0.0, 0))
         self._exact[key] = total + measured.seconds * measured.count, count + measured.count
         usual = kernels.seconds(_as_kernel(measured), 1, 1, self._hardware)
-        point = _Point(_log(measured.flops), _log(measured.bytes), log(measured.seconds / usual))
-        for group in (measured.name, measured.kind):
-            self._near.setdefault((group, measured.dtype), []).append(point)
+        work = _log(measured.steps or measured.flops)
+        point = _Point(work, _log(measured.bytes), log(measured.seconds / usual))
+        for group in _groups(_as_kernel(measured), 1):
+            self._near.setdefault(group, []).append(point)
 
     def seconds(self, kernel: Kernel, samples: float, parts: int, *, compiled: bool = False) -> KernelSeconds:
         """Device time of one kernel, as `kernels.seconds`.
 
         A compiler fuses elementwise kernels, which were measured one by one, so theirs are scaled as the catalogue's.
+        Its code for strided operands is not slower.
         """
-        fused = kernels.FUSED if compiled and not kernel.flops.at(samples) else 1.0
-        return self._seconds(kernel, samples, parts) * fused
+        if compiled and not kernel.flops.at(samples):
+            return self._seconds(replace(kernel, steps=Size()), samples, parts) * kernels.FUSED
+        return self._seconds(kernel, samples, parts)
 
     def update(self, elements: float) -> float | None:
         """Seconds of updating `elements` elements, from the nearest measured number; None for another optimizer."""
@@ -104,21 +112,29 @@ class KernelPrices:
 
     def _price(self, kernel: Kernel, samples: float, parts: int) -> KernelSeconds:
         flops, moved = kernel.flops.at(samples) / parts, kernel.bytes.at(samples) / parts
+        steps = kernel.steps.at(samples) / parts
         if parts == 1:
             shape = tuple(round(size.at(samples)) for size in kernel.shape)
-            if found := self._exact.get((kernel.name, kernel.dtype, shape, round(flops), round(moved))):
+            key = (kernel.name, kernel.dtype, shape, round(flops), round(moved), round(steps))
+            if found := self._exact.get(key):
                 return KernelSeconds.of(found[0] / found[1], EXACT)
         usual = kernels.seconds(kernel, samples, parts, self._hardware)
-        for group in (kernel.name, kernel.kind):
-            ratio = _interpolate(self._near.get((group, kernel.dtype), ()), _log(flops), _log(moved))
+        for group in _groups(kernel, samples):
+            ratio = _interpolate(self._near.get(group, ()), _log(steps or flops), _log(moved))
             if ratio is not None:
                 return KernelSeconds.of(usual * exp(ratio), INTERPOLATED)
         return KernelSeconds.of(usual, CATALOGUE)
 
 
-def _interpolate(points: Iterable[_Point], flops: float, moved: float) -> float | None:
+def _groups(kernel: Kernel, samples: float) -> tuple[_Group, ...]:
+    """The groups of a kernel, the closest first. Kernels without products have little in common but their name."""
+    names = (kernel.name,) if kernel.kind == "other" else (kernel.name, kernel.kind)
+    return tuple((name, kernel.dtype, kernel.steps.at(samples) > 0) for name in names)
+
+
+def _interpolate(points: Iterable[_Point], work: float, moved: float) -> float | None:
     """The logarithm of measured to catalogue seconds at a size: the mean of the nearest, weighted by their distance."""
-    far = [(max(abs(point.flops - flops), abs(point.bytes - moved)), point) for point in points]
+    far = [(max(abs(point.work - work), abs(point.bytes - moved)), point) for point in points]
     nearest = sorted(far, key=lambda found: found[0])[:NEIGHBOURS]
     if not nearest or nearest[0][0] > FAR:
         return None
@@ -138,4 +154,5 @@ def _as_kernel(measured: MeasuredKernel) -> Kernel:
         flops=Size(measured.flops),
         bytes=Size(measured.bytes),
         shape=tuple(Size(size) for size in measured.shape),
+        steps=Size(measured.steps),
     )

@@ -12,7 +12,7 @@ from meshwright.facts.hardware import Hardware
 from meshwright.facts.links import KINDS
 from meshwright.facts.strategy import AxisTerm
 from meshwright.planner.collectives import RankGroup, group_on
-from meshwright.planner.host_costs import ON_CPU, HostCosts
+from meshwright.planner.host_costs import HOST_REFERENCE, ON_CPU, HostCosts
 from meshwright.planner.measured_kernels import KernelPrices
 from meshwright.planner.step_layout import StepLayout, inner_causes
 
@@ -45,9 +45,17 @@ class Site:
 
     @cached_property
     def host(self) -> HostCosts:
-        """What the engine costs its host. A CPU rank's time for an operator tells how fast its host is."""
+        """What the engine costs its host. A CPU rank's time for an operator tells how fast its host is.
+
+        So does a GPU host's reference pass, and its step of a single weight, if these were timed.
+        """
         found = ON_CPU.at(self.hardware.launch) if self.is_cpu else self.step_layout.host
-        return replace(found, step=self.prices.table.step) if self.prices and self.prices.table.step else found
+        if self.prices is None:
+            return found
+        table = self.prices.table
+        if table.host and not self.is_cpu:
+            found = found.scaled(table.host / HOST_REFERENCE)
+        return replace(found, step=table.step) if table.step else found
 
     @cached_property
     def causes(self) -> tuple[str, ...]:

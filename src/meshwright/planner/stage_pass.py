@@ -119,7 +119,9 @@ def _sharded_host(site: Site, stage: StageWork, *, backward: bool) -> float:
         units = sum(times for unit, times in stage.counted if unit.in_units) + bool(stage.around)
     else:  # the constants of GPUs were fitted to this count
         units = sum(times for unit, times in stage.counted if unit.elements)
-    return units * site.host.shard * (gathers + reduces)
+    if layout.gathers or not reduces:
+        return units * site.host.shard * (gathers + reduces)
+    return reduces * (units * site.host.bucket[0] + stage.tensors * site.host.piece[0])
 
 
 def _accumulating(site: Site, elements: int) -> float:

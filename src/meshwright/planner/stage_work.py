@@ -71,6 +71,11 @@ class StageWork:
         return tuple((unit, times) for unit, times in counts.values())
 
     @cached_property
+    def tensors(self) -> int:
+        """Parameters that the units read."""
+        return sum(times * unit.tensors for unit, times in self.counted)
+
+    @cached_property
     def around(self) -> int:
         """Elements that are in no shard unit: FSDP gathers them together, before everything else."""
         return max(0, self.elements - sum(unit.in_units for unit in self.units))

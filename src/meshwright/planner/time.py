@@ -80,9 +80,22 @@ def forecast_time(step_layout: StepLayout, stage_costs: StageCosts, hardware: Ha
     _update(timing, site, stages)
     if site.data.nodes > 1:
         timing.add("data", site.stall * (STALLED_BUCKETS if _in_buckets(step_layout) else 1))
-    timing.waits = site.host.step_of_graphs if step_layout.graphs else site.host.step
+    timing.waits = _host_of_update(site, stages)
     timing.add("host", timing.waits)
     return timing
+
+
+def _host_of_update(site: Site, stages: tuple[StageWork, ...]) -> float:
+    """Host seconds once per step, while the device waits."""
+    layout, host = site.step_layout, site.host
+    if layout.graphs:
+        return host.step_of_graphs
+    fullest = max(stages, key=lambda stage: stage.tensors)
+    found = host.step + host.tensor * fullest.tensors
+    if layout.gathers or layout.optimizer_over == 1:
+        return found
+    units = sum(times for unit, times in fullest.counted if unit.elements)
+    return found + units * host.bucket[1] + fullest.tensors * host.piece[1]
 
 
 def _in_buckets(layout: StepLayout) -> bool:
@@ -278,4 +291,4 @@ def _updating(site: Site, elements: int, inside: int) -> float:
     """Seconds of updating a rank's share of the elements, as measured or by the optimizer's memory traffic."""
     own = site.step_layout.per_rank(elements, inside, site.step_layout.optimizer_over)
     measured = site.prices.update(own) if site.prices is not None else None
-    return moving(own * UPDATE_BYTES, site.hardware) if measured is None else measured
+    return moving(own * (UPDATE_BYTES + site.host.clip_bytes), site.hardware) if measured is None else measured

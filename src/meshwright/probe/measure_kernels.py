@@ -85,6 +85,7 @@ def _as_measured(call: OperatorCall, seconds: float) -> MeasuredKernel:
         flops=run.flops,
         bytes=run.bytes,
         shape=run.shape,
+        steps=run.steps,
         seconds=seconds,
         signature=call.signature,
         count=call.count,

@@ -300,6 +300,7 @@ def _unit(small: _Segment, large: _Segment) -> UnitCosts:
                 bytes=between(a.bytes, b.bytes),
                 made=between(a.made, b.made),
                 shape=tuple(between(x, y) for x, y in zip(a.shape, b.shape, strict=False)),
+                steps=between(a.steps, b.steps),
             )
             for a, b in aligned(low, high)
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -66,7 +66,7 @@ def time_host_passes(job: Job, facts: ModelFacts, clock: Clock = time.thread_tim
     for default in (nullcontext, lambda: torch.device(META)):
         try:
             with default(), composites_as_on_cuda():
-                times = _own_times(step, len(names), clock)
+                times = _own_times(step, names, clock, facts.blocks)
             break
         except Exception as error:
             errors.append(error)
@@ -138,9 +138,9 @@ class _Overhead:
     passed: float
 
 
-def _own_times(step: Callable[[Stopwatch], None], units: int, clock: Clock) -> Times:
+def _own_times(step: Callable[[Stopwatch], None], names: list[str], clock: Clock, blocks: Collection[str]) -> Times:
     """The times of the units, less what the mode takes for their operators."""
-    notes = NoteResults()
+    notes, units = NoteResults(), len(names)
     _timed(step, units, clock, notes)
 
     def timed(clock_of: Callable[[RepeatResults], Clock]) -> Times:
@@ -148,6 +148,9 @@ def _own_times(step: Callable[[Stopwatch], None], units: int, clock: Clock) -> T
         return _timed(step, units, clock_of(mode), mode)
 
     made, passed = timed(lambda mode: lambda: float(mode.made)), timed(lambda mode: lambda: float(mode.passed))
+    skipped = next((name for name, ran in zip(names, made, strict=True) if name in blocks and not any(ran)), None)
+    if skipped is not None:  # a value decides, such as a number that was drawn to drop a layer
+        raise JobError(f"{skipped} computes nothing there.")
     rounds: list[Times] = []
     speeds: list[_Overhead] = []
     with _without_collector():

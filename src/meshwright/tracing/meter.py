@@ -10,16 +10,19 @@ from typing import Any
 import torch
 
 from meshwright.describe.dtypes import WORDS
-from meshwright.describe.flops import ALLOCATIONS, count_flops, operator_kind, product_shape
+from meshwright.describe.flops import ALLOCATIONS, convolution_shape, count_flops, operator_kind, product_shape
 from meshwright.describe.recurrent import recurrent_work
 from meshwright.recording.report_as_cpu import tensors_in
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.operators import schema_of
 from meshwright.torch_private.tensors import storage_id
 from meshwright.tracing.allocator import ROUNDING, round_up
+from meshwright.tracing.element_steps import element_steps, grouped_steps
 
 LOOK_UPS = ("embedding", "gather", "index_select", "nll_loss_forward", "nll_loss2d_forward")
 """Operators that read a few elements of their first argument."""
+FILLS = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "fill_", "zero_", "bernoulli_")
+"""Operators that write and read nothing; their first argument tells only the size."""
 CHANGES_IN_PLACE = ("scatter_", "scatter_add_", "index_add_", "index_copy_")
 """Operators that change a few elements of their first argument; the last argument has the values."""
 
@@ -36,6 +39,8 @@ class OperatorRun:
     made: float
     """Bytes of its results."""
     shape: tuple[int, ...]
+    steps: float = 0.0
+    """As in `Kernel.steps`."""
 
 
 def aligned(low: list[OperatorRun], high: list[OperatorRun]) -> Iterator[tuple[OperatorRun, OperatorRun]]:
@@ -59,7 +64,7 @@ def aligned(low: list[OperatorRun], high: list[OperatorRun]) -> Iterator[tuple[O
 
 def _share(runs: list[OperatorRun], count: int) -> OperatorRun:
     """The mean of operators' work, as if there were `count` of them."""
-    sums = {name: sum(getattr(run, name) for run in runs) / count for name in ("flops", "bytes", "made")}
+    sums = {name: sum(getattr(run, name) for run in runs) / count for name in ("flops", "bytes", "made", "steps")}
     shape = tuple(round(sum(sizes) / len(runs)) for sizes in zip(*(run.shape for run in runs), strict=False))
     return replace(runs[0], **sums, shape=shape)
 
@@ -132,6 +137,7 @@ def operator_run(
     if _is_causal(func, args, kwargs):
         flops *= _below_diagonal(given)  # the kernel skips what is above it, but the registry counts it
     kind, recurrent = operator_kind(func), recurrent_work(func, args)
+    products = product_shape(func, args) or convolution_shape(func, args, made)
     # A product's dtype is that of its factors: fp8's give results in bf16.
     seen = given if kind == "matmul" else [*given, *made]
     largest = max(seen, key=lambda leaf: leaf.numel() * leaf.is_floating_point(), default=None)
@@ -142,8 +148,15 @@ def operator_run(
         flops=recurrent.flops if recurrent else flops,
         bytes=float(_touched(name, given, made)) + (recurrent.reread if recurrent else 0.0),
         made=float(sum(_bytes(leaf) for leaf in made)),
-        shape=recurrent.shape if recurrent else _attention_shape(name, given) or product_shape(func, args),
+        shape=recurrent.shape if recurrent else _attention_shape(name, given) or products,
+        steps=_steps(func, kind, given, made, products),
     )
+
+
+def _steps(func: Any, kind: str, given: list[torch.Tensor], made: list[torch.Tensor], shape: tuple[int, ...]) -> float:
+    if kind == "convolution":
+        return grouped_steps(shape, given, backward="backward" in func.overloadpacket.__name__)
+    return element_steps(func, given, made) if kind == "other" else 0.0
 
 
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
@@ -165,13 +178,15 @@ def _touched(name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> 
     written, sizes = sum(_bytes(leaf) for leaf in made), [_bytes(leaf) for leaf in given]
     if name in ALLOCATIONS:
         return 0
+    if name in FILLS:
+        return written
     if name in LOOK_UPS:
         return 2 * written + sum(sizes[1:])
     if name in CHANGES_IN_PLACE:
         return 2 * sizes[-1] + sum(sizes[1:])
     if name == "nll_loss_backward":  # it reads the labels, and not what it is the gradient of
         return written + sum(sizes) - max(sizes)
-    return written + sum(sizes)
+    return written + sum(_bytes(leaf) for leaf in {id(leaf): leaf for leaf in given}.values())
 
 
 def _bytes(tensor: torch.Tensor) -> int:

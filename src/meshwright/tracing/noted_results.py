@@ -27,9 +27,10 @@ class NoteResults(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is READ_NUMBER:  # a made-up one: meta tensors have no values
-            self.results.append((func, _one))
-            return _one(args)
+        if func is READ_NUMBER:
+            number = _read(args[0])
+            self.results.append((func, lambda given: number))
+            return number
         found = func(*args, **kwargs)
         viewed = is_view(func, strided_in((args, kwargs)), strided_in(found))
         self.results.append((func, None if viewed else _make(func, args, found)))
@@ -60,9 +61,11 @@ class RepeatResults(TorchDispatchMode):
         return make(args)
 
 
-def _one(args: Any) -> Any:
-    dtype = args[0].dtype
-    return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+def _read(tensor: torch.Tensor) -> Any:
+    """The number in a tensor that the model made on the CPU; meta tensors have none, so theirs is made up."""
+    if tensor.device != META:
+        return tensor.item()
+    return True if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
 
 
 def _make(func: Any, args: Any, found: Any) -> Make | None:

@@ -1,10 +1,19 @@
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from meshwright.environment import CACHE
 from rank_pool import RankPool
+
+# Tensors of tests are small. On cores that are busy with other tests, threads that wait for each other take several
+# times as long as one. What tests start inherits it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+# Hundreds of processes are started, and each would compile our sources anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.fixture(autouse=True, scope="module")

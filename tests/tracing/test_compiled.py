@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.optim import AdamW
 
-from meshwright import Job
 from meshwright.describe.model import describe
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
@@ -18,13 +16,13 @@ from meshwright.tracing import trace_step
 from meshwright.tracing.fusion import CompiledKernel, Program, fuse
 from meshwright.tracing.layouts import aligned_strides, find_padding
 from meshwright.tracing.record_step import record_step
+from traced_decoders import CUBLAS, LAYERS, LENGTH, SAMPLES, VOCABULARY, WIDTH, Decoder, job_for
 
-WIDTH, HEADS, LENGTH, VOCABULARY, SAMPLES, LAYERS = 64, 4, 32, 512, 16, 2
+HEADS = 4
 ROWS = SAMPLES * LENGTH
-CUBLAS = 64 << 20
 
 
-class Block(nn.Module):
+class GatedBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.second = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
@@ -39,39 +37,9 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-class Decoder(nn.Module):
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.token = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.token(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    return F.cross_entropy(logits.flatten(0, 1), batch["x"].flatten(), reduction="sum"), batch["x"].numel()
-
-
-def job_of(model) -> Job:
-    return Job(
-        model=model,
-        inputs=lambda batch: (batch["x"],),
-        loss=loss,
-        optimizer=partial(AdamW, lr=1e-3),
-        sample=lambda n: {"x": torch.randint(VOCABULARY, (n, LENGTH))},
-        global_batch=SAMPLES,
-        max_norm=1.0,
-    )
-
-
 @cache
 def decoder(layers: int):
-    job = job_of(partial(Decoder, layers))
+    job = job_for(partial(Decoder, layers, GatedBlock))
     return job, describe(job)
 
 
@@ -158,12 +126,12 @@ def test_separately_compiled_blocks_name_the_same_moments_as_plain_ones() -> Non
 
 def test_what_cannot_be_drawn_runs_as_it_is_and_is_told() -> None:
     def build() -> nn.Module:
-        model = Decoder(1)
+        model = Decoder(1, GatedBlock)
         model.blocks[0].second.scale = torch.ones(WIDTH)  # a tensor that is no buffer
         model.blocks[0].second.register_forward_hook(lambda module, args, output: output * module.scale)
         return model
 
-    job = job_of(build)
+    job = job_for(build)
     found = trace_step(job, describe(job), Strategy.parse("single,bf16,compile"), ranks=1)
     assert "traced as eager" in found.unseen
     assert found.peak > CUBLAS
@@ -177,7 +145,7 @@ class Asking(Decoder):
 
 
 def test_a_model_that_asks_whether_it_is_compiled() -> None:
-    job = job_of(partial(Asking, 1))
+    job = job_for(partial(Asking, 1, GatedBlock))
     asked = trace_step(job, describe(job), Strategy.parse("single,bf16,compile"), ranks=1)
     plain, facts = decoder(1)
     assert asked.peak == trace_step(plain, facts, Strategy.parse("single,bf16,compile"), ranks=1).peak

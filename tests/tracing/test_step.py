@@ -3,97 +3,34 @@
 import gc
 from collections import Counter
 from dataclasses import replace
-from functools import cache, partial
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 from meshwright import Job
 from meshwright.describe.model import describe
 from meshwright.errors import Refused
 from meshwright.facts.strategy import Strategy
-from meshwright.facts.trace import Trace
-from meshwright.jobs.decoder import Shape, decoder_job
-from meshwright.strategies.tensor import replay
-from meshwright.strategies.tensor.compiled import MADE
 from meshwright.tracing import recorder, trace_roles, trace_step
 from meshwright.tracing.block_stack import find_repeated_blocks
 from meshwright.tracing.step_counts import Messages
-
-WIDTH, LENGTH, VOCABULARY, SAMPLES, LAYERS = 64, 32, 512, 16, 2
-CUBLAS = 64 << 20
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.silu(self.up(x)))
-
-
-class Decoder(nn.Module):
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.token = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.token(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    return F.cross_entropy(logits.flatten(0, 1), batch["x"].flatten(), reduction="sum"), batch["x"].numel()
-
-
-@cache
-def job_of(layers: int = LAYERS) -> Job:
-    return Job(
-        model=partial(Decoder, layers),
-        inputs=lambda batch: (batch["x"],),
-        loss=loss,
-        optimizer=partial(AdamW, lr=1e-3),
-        sample=lambda n: {"x": torch.randint(VOCABULARY, (n, LENGTH))},
-        global_batch=SAMPLES,
-        max_norm=1.0,
-    )
-
-
-@cache
-def facts_of(job: Job):
-    return describe(job)
-
-
-@cache
-def trace(strategy: str, ranks: int = 1, rank: int = 0, layers: int = LAYERS, whole: bool = False) -> Trace:
-    job = job_of(layers)
-    return trace_step(job, facts_of(job), Strategy.parse(strategy), ranks=ranks, rank=rank, whole=whole)
-
-
-def weights(layers: int = LAYERS) -> int:
-    return 2 * VOCABULARY * WIDTH + layers * (WIDTH + 12 * WIDTH * WIDTH)
-
-
-def sent(trace: Trace, kind: str, axis: str, phase: str | None = None) -> float:
-    return sum(
-        message.bytes * message.count
-        for message in trace.messages
-        if (message.kind, message.axis) == (kind, axis) and phase in (None, message.phase)
-    )
+from traced_decoders import (
+    CUBLAS,
+    LAYERS,
+    LENGTH,
+    SAMPLES,
+    VOCABULARY,
+    WIDTH,
+    Decoder,
+    facts_of,
+    job_of,
+    sent,
+    trace,
+    weights,
+)
 
 
 def test_what_lasts_is_counted_to_the_byte() -> None:
@@ -150,60 +87,6 @@ def test_fsdp_gathers_twice_and_scatters_once() -> None:
     assert found.memory["gathered"] >= root
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    ["fsdp", *(pytest.param(s, marks=pytest.mark.thorough) for s in ("zero2,bf16", "fsdp:grad-op", "hsdp=2x2"))],
-)
-def test_sharded_gradients_are_reduced_in_each_micro_batch_or_once(strategy: str) -> None:
-    """Four micro-batches on each of four ranks. Reduced in each, gradients rest in shards; once, they rest whole.
-
-    The difference of the peaks is less than that: while a unit's gradients are reduced, they are whole in both.
-    """
-    layers, axis, shards = 8, "shard" if "hsdp" in strategy else "data", 2 if "hsdp" in strategy else 4
-    each, last = (trace(f"{strategy},mb=1{how}", 4, layers=layers) for how in ("", ",sync=last"))
-    assert sent(last, "reduce_scatter", axis) == pytest.approx(4 * weights(layers), rel=0.01)
-    assert sent(each, "reduce_scatter", axis) == pytest.approx(4 * sent(last, "reduce_scatter", axis))
-    assert last.peak - each.peak > 0.5 * (1 - 1 / shards) * 4 * weights(layers)
-
-
-@pytest.mark.parametrize("strategy", ["fsdp,pp=2:1f1b", pytest.param("zero2,pp=2:1f1b", marks=pytest.mark.thorough)])
-def test_a_stage_reduces_in_each_micro_batch_or_once(strategy: str) -> None:
-    """Eight micro-batches on each of two data ranks."""
-    layers = 8
-    each, last = (trace(f"{strategy},mb=1{how}", 4, layers=layers) for how in ("", ",sync=last"))
-    assert sent(each, "reduce_scatter", "data") == pytest.approx(8 * sent(last, "reduce_scatter", "data"))
-    # Half of a stage's gradients is in the other rank's shard; while a unit's are reduced, they are whole in both.
-    assert last.peak - each.peak > 0.15 * 4 * weights(layers) / 2
-
-
-@pytest.mark.parametrize(
-    ("strategy", "kind", "axis"),
-    [
-        ("ddp", "all_reduce", "data"),
-        ("zero2", "reduce_scatter", "data"),
-        ("fsdp", "reduce_scatter", "data"),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in (
-                ("zero1", "reduce_scatter", "data"),
-                ("fsdp:grad-op,mb=1", "reduce_scatter", "data"),
-                ("zero2,mb=1,sync=last", "reduce_scatter", "data"),
-                ("hsdp=2x2", "reduce_scatter", "shard"),
-                ("hsdp=2x2", "all_reduce", "replica"),
-                ("ddp,pp=2:1f1b", "all_reduce", "data"),
-                ("zero1,pp=2:1f1b", "reduce_scatter", "data"),
-                ("fsdp,pp=2:1f1b", "reduce_scatter", "data"),
-            )
-        ),
-    ],
-)
-def test_gradients_that_are_reduced_in_bf16_are_half_the_bytes(strategy: str, kind: str, axis: str) -> None:
-    full, half = (trace(f"{strategy},bf16{how}", 4) for how in ("", ",reduce=bf16"))
-    whole, rounded = (sent(found, kind, axis, "backward") for found in (full, half))
-    assert 0 < rounded == pytest.approx(whole / 2, rel=0.001)
-    assert sent(half, "all_gather", axis) == sent(full, "all_gather", axis)
-
-
 @pytest.mark.parametrize("strategy", ["zero1,bf16", "zero2", "hsdp=2x4", "fsdp:grad-op,bf16", "single,fp16,mb=8"])
 def test_every_data_strategy_is_traced(strategy: str) -> None:
     ranks = 1 if strategy.startswith("single") else 8
@@ -225,37 +108,6 @@ def test_recomputing_keeps_less_and_computes_more() -> None:
 def test_offloaded_states_are_not_on_the_device() -> None:
     counters = 512 * (2 + 5 * LAYERS)
     assert trace("single,offload=optimizer").memory.get("optimizer", 0) <= counters
-
-
-def test_tensor_parallel_divides_and_says_so() -> None:
-    found = trace("tp=2", 2)
-    assert found.memory["parameters"] < 0.6 * trace("single").memory["parameters"]
-    assert sent(found, "all_gather", "tensor") > 0
-
-
-def test_a_tensor_axis_runs_the_programs_that_training_runs() -> None:
-    """Attention keeps the joint product of query, key and value alive, and its output is copied to be sent."""
-    shape = Shape(layers=3, width=64, heads=8, kv_heads=4, feed_forward=128, vocabulary=64, length=256)
-    job = decoder_job(shape, global_batch=8)
-    programs = trace_step(job, describe(job), Strategy.parse("tp=2,bf16"), ranks=2)
-    with patch.object(replay, "_enabled", False):
-        plain = trace_step(job, describe(job), Strategy.parse("tp=2,bf16"), ranks=2)
-    query_key_output = (64 + 32 + 64) * 8 * 256 * 2 // 2
-    # A head keeps its gathered input as it came, or in order: then it is no message's memory.
-    kept = [found.memory["activations"] + found.memory.get("communication", 0) for found in (programs, plain)]
-    assert kept[0] - kept[1] == 3 * query_key_output
-    assert sent(programs, "all_gather", "tensor") == sent(plain, "all_gather", "tensor")
-    summed = [sum(m.count for m in found.messages if m.kind == "all_reduce") for found in (programs, plain)]
-    assert summed[0] < summed[1]  # the gradients of a block's norms are one message
-
-
-def test_compiled_programs_send_the_same_and_launch_less() -> None:
-    compiled, eager = (trace(strategy, 2, layers=10) for strategy in ("tp=2,compile", "tp=2"))
-    assert compiled.messages and Counter(compiled.messages) == Counter(eager.messages)
-    launches = [sum(operation.count for operation in found.operations) for found in (compiled, eager)]
-    assert launches[0] < launches[1]
-    assert not compiled.unseen
-    assert compiled.peak == trace("tp=2,compile", 2, layers=10, whole=True).peak
 
 
 class Routed(nn.Module):
@@ -284,12 +136,6 @@ def test_a_divided_model_that_reads_values(strategy: str) -> None:
     )
     found = trace_step(job, describe(job), Strategy.parse(strategy), ranks=2)
     assert found.peak > 0 and not found.unseen
-
-
-def test_no_program_of_a_trace_is_left() -> None:
-    before = dict(MADE)
-    trace("tp=2,compile", 2, layers=1)
-    assert before == MADE
 
 
 @pytest.mark.parametrize("strategy", ["ddp,mb=2", "fsdp", "tp=2", "op=2", "pp=2:1f1b,mb=2"])

@@ -17,9 +17,11 @@ from meshwright.torch_private.modules import Dropout
 class NoDropout(TorchFunctionMode):
     """Makes dropout functions return their input, and attention drop nothing."""
 
-    FUNCTIONS = (
-        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
-        *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+    FUNCTIONS = frozenset(
+        (
+            *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+            *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+        )
     )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

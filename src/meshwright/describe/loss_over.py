@@ -27,6 +27,7 @@ from meshwright.errors import Refused
 from meshwright.facts.job import Job
 from meshwright.recording.blueprint import record
 from meshwright.recording.report_as_cpu import tensors_in
+from meshwright.recording.seeding import seed_torch
 from meshwright.recording.wrap_forward import removing
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.modules import BatchNorm
@@ -225,7 +226,7 @@ def _mixed(layout: Layout, output: Any, outputs: list[Any]) -> str:
 
 
 def _seeded(job: Job, model: nn.Module, batch: Any, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
+    seed_torch(seed)
     return call_model(job, model, batch)
 
 

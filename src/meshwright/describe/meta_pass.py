@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.recording.operation import takes_device
 from meshwright.recording.report_as_cpu import META, ReportAsCpu, change_leaves, is_meta, meta_of, tensors_in
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.operators import schema_of
@@ -55,7 +55,7 @@ class _MetaPass(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = tensors_in((args, kwargs))
-        if _takes_device(func):
+        if takes_device(func):
             kwargs["device"] = META
             kwargs.pop("pin_memory", None)
         elif tensors and not any(map(is_meta, tensors)):
@@ -74,8 +74,3 @@ class _MetaPass(TorchDispatchMode):
 
 def _from_cpu(leaf: Any) -> Any:
     return META if isinstance(leaf, torch.device | str) and str(leaf) == "cpu" else leaf
-
-
-@cache
-def _takes_device(func: Any) -> bool:
-    return any(argument.name == "device" for argument in schema_of(func).arguments)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -30,25 +28,14 @@ from meshwright.describe.value_reads import find_value_reads
 from meshwright.errors import JobError
 from meshwright.facts.job import Job
 from meshwright.facts.model import CallFacts, DrawFacts, ModelFacts, ParameterFacts
+from meshwright.importing import without_garbage_collection
 from meshwright.recording.blueprint import Blueprint, record
 from meshwright.recording.memory import has_memory, names_of_parameters
 from meshwright.torch_private.modules import BatchNorm
 from meshwright.torch_private.tensors import storage_id
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Switch the garbage collector off: it would scan all loaded modules again and again, a tenth of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@_no_garbage_collection()
+@without_garbage_collection()
 def describe(job: Job) -> ModelFacts:
     """The facts of a job's model. Raises JobError if the job's parts do not fit each other."""
     blueprint = record(job.model, seed=0, values=False)

@@ -22,6 +22,7 @@ from meshwright.facts.job import Job
 from meshwright.facts.model import MovedFacts
 from meshwright.recording.blueprint import record
 from meshwright.recording.memory import named_tensors
+from meshwright.recording.seeding import seed_torch
 from meshwright.torch_private.modes import TorchDispatchMode, without_tensor_classes
 from meshwright.torch_private.modules import REGISTERED, BatchNorm
 from meshwright.torch_private.tensors import version_of
@@ -139,7 +140,7 @@ def _after(job: Job, samples: int) -> dict[str, Any]:
         if isinstance(module, BatchNorm):
             module.eval()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(samples)
+        seed_torch(samples)
         batch = make_batch(job, samples)
     watch = StateWatch(blueprint.model)
     forward_on_real_tensors(job, blueprint, batch, watch)
@@ -182,7 +183,9 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from named_tensors(model)
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute not in _KEPT_APART and isinstance(value, torch.Tensor | int | float | list | tuple | dict):
+            if attribute in _KEPT_APART or (isinstance(value, dict) and not value):  # hooks that nobody registered
+                continue
+            if isinstance(value, torch.Tensor | int | float | list | tuple | dict):
                 for number, leaf in enumerate(tree_leaves(value)):
                     if isinstance(leaf, torch.Tensor | int | float):
                         place = f"{attribute}[{number}]" if isinstance(value, list | tuple | dict) else attribute

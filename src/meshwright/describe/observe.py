@@ -27,6 +27,7 @@ from meshwright.describe.watch_values import following, moved_buffers
 from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
 from meshwright.recording.blueprint import Blueprint
+from meshwright.recording.seeding import seed_torch
 from meshwright.torch_private import fake_tensors
 
 SAMPLES = 2  # with one, BatchNorm would have no variance
@@ -157,9 +158,9 @@ def forward_on_real_tensors(
 ) -> None:
     """Run one forward pass with made-up weights that are always the same. `seed` is for other random numbers."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        seed_torch(0)
         tensors = stand_ins(blueprint)
-        torch.manual_seed(seed)
+        seed_torch(seed)
         with lend(blueprint.model, tensors), watch:
             _forward(job, blueprint.model, batch)
 

@@ -13,6 +13,7 @@ from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job, NamedParameters
 from meshwright.facts.lr_schedule import refuse_schedule, required
 from meshwright.recording.blueprint import model_to_read
+from meshwright.recording.seeding import seed_torch
 
 SMALL, LARGE = 8, 128
 """The longest dim of tensors that are not stepped, and of those that are: some optimizers factor only long dims."""
@@ -103,6 +104,7 @@ class OptimizerTrial:
 
     def __init__(self, job: Job, shapes: list[tuple[str, tuple[int, ...]]]) -> None:
         self._job, self._shapes = job, shapes
+        self._values: dict[tuple[int, int], torch.Tensor] = {}
         self._stepped = self._choose()
         self.has_others = len(self._stepped) > 1
 
@@ -116,7 +118,7 @@ class OptimizerTrial:
             parameters = {name: nn.Parameter(value.clone()) for name, value in start.items()}
             optimizer = self._job.optimizer(NamedParameters(parameters.items()))
             for step in range(1, STEPS + 1):
-                torch.manual_seed(step)
+                seed_torch(step)
                 for place, (name, number) in enumerate(self._stepped.items()):
                     gradient = self._made_up(number, step) * (3.0 if scaled and place % 2 else 1.0)
                     parameters[name].grad = lay(name, gradient)
@@ -144,6 +146,12 @@ class OptimizerTrial:
         return {self._shapes[number][0]: number for number in largest.values()}
 
     def _made_up(self, number: int, step: int) -> torch.Tensor:
+        """A parameter (step 0) or its gradient. Every run starts from the same ones; do not change them."""
+        if (number, step) not in self._values:
+            self._values[number, step] = self._make_up(number, step)
+        return self._values[number, step]
+
+    def _make_up(self, number: int, step: int) -> torch.Tensor:
         name, shape = self._shapes[number]
         size = _clip(shape, SMALL)
         if name in self._stepped:

@@ -9,8 +9,6 @@ from functools import cached_property, partial
 from itertools import count, islice
 from typing import Any
 
-import torch
-
 from meshwright.describe.batch_layout import CannotCut, Layout, Unknown
 from meshwright.describe.data_source import DataSource, collate_of, open_data
 from meshwright.describe.learnt_layout import Draws, learn_layout
@@ -19,6 +17,7 @@ from meshwright.describe.structure import leaves_of, tensors_of
 from meshwright.errors import JobError, one_line
 from meshwright.facts.job import Job
 from meshwright.recording.blueprint import seeded
+from meshwright.recording.seeding import seed_torch
 
 SIZES = (2, 3, 5, 3)
 """Sizes of the batches that are compared: three sizes, one of them twice to see what changes at the same size."""
@@ -28,7 +27,7 @@ SIZES = (2, 3, 5, 3)
 def own_random_numbers(seed: int) -> Iterator[None]:
     """Seed the random numbers of torch, numpy and Python, and restore their states afterwards."""
     with seeded(seed):
-        torch.manual_seed(seed)  # also the generators of GPUs, which are not restored
+        seed_torch(seed)  # also the generators of GPUs, which are not restored
         yield
 
 

@@ -22,6 +22,7 @@ from meshwright.describe.observe import SAMPLES, forward_with_values, make_batch
 from meshwright.describe.watch_values import MEMORY_READS
 from meshwright.facts.job import Job
 from meshwright.recording.blueprint import Blueprint
+from meshwright.recording.seeding import seed_torch
 from meshwright.recording.wrap_forward import removing
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.operators import schema_of
@@ -36,7 +37,7 @@ def find_value_reads(job: Job, blueprint: Blueprint, blocks: Collection[str]) ->
     passes = []
     for number in range(PASSES):
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(number)
+            seed_torch(number)
             batch = make_batch(job, SAMPLES)
         reads = _ValueReads(blueprint.model, blocks)
         try:

@@ -10,6 +10,7 @@ every `forward`. If the model has assigned another tensor to the attribute, that
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,8 @@ DEPTH = 8
 """How deeply containers and objects may be nested."""
 ALIASES = "_meshwright_aliases"
 """The module attribute that stores its `Alias` objects."""
+_APART = (*REGISTERED, ALIASES)
+_CONTAINERS = (dict, OrderedDict, list, tuple, set)
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, torch.dtype, torch.device, torch.Size)
 
 
@@ -105,21 +108,26 @@ def loose_tensors(model: nn.Module) -> Iterator[tuple[TensorPlace, torch.Tensor]
     seen: dict[int, Any] = {id(module): module for module in model.modules()}
     for name, module in model.named_modules():
         for attribute, value in list(vars(module).items()):
-            if attribute not in (*REGISTERED, ALIASES):
+            if attribute not in _APART and not _is_bare(value):
                 for path, tensor in _within(value, (Step("attribute", attribute),), seen):
                     yield TensorPlace(name, path), tensor
+
+
+def _is_bare(value: Any) -> bool:
+    """Whether a value can hold no tensor: a number, a name, an empty container such as a module's unused hooks."""
+    return isinstance(value, _ATOMS) or (type(value) in _CONTAINERS and not value)
 
 
 def _within(value: Any, path: Path, seen: dict[int, Any]) -> Iterator[tuple[Path, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
         return
-    if isinstance(value, _ATOMS) or id(value) in seen or len(path) > DEPTH:
+    if id(value) in seen or len(path) > DEPTH:
         return
     if not isinstance(value, tuple):  # Python may share one tuple object between many places
         seen[id(value)] = value
     for step, inner in _contents(value):
-        if not isinstance(inner, _ATOMS):
+        if not _is_bare(inner):
             yield from _within(inner, (*path, step), seen)
 
 

@@ -142,6 +142,18 @@ def gives_numbers(func: Any) -> bool:
 
 
 @cache
+def takes_device(func: Any) -> bool:
+    """Whether an operator is told the device of its result."""
+    return any(argument.name == "device" for argument in schema_of(func).arguments)
+
+
+@cache
+def is_certain(func: Any) -> bool:
+    """Whether an operator draws no random numbers and changes nothing, so that it may run once more."""
+    return torch.Tag.nondeterministic_seeded not in func.tags and not schema_of(func).is_mutable
+
+
+@cache
 def only_draws(func: Any) -> bool:
     """Whether an operator only fills its first argument with random numbers, as `normal_` does.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -46,10 +46,19 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 def leaves_in(kind: type, tree: Any) -> list[Any]:
     """The leaves of one class among an operator's arguments or results."""
-    if isinstance(tree, kind):
-        return [tree]
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
-    return [leaf for value in values for leaf in leaves_in(kind, value)]
+    found: list[Any] = []
+    _collect(kind, (tree,), found)
+    return found
+
+
+def _collect(kind: type, values: Iterable[Any], found: list[Any]) -> None:
+    for value in values:
+        if isinstance(value, kind):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            _collect(kind, value, found)
+        elif isinstance(value, dict):
+            _collect(kind, value.values(), found)
 
 
 def change_leaves(change: Callable[[Any], Any], tree: Any) -> Any:

@@ -141,9 +141,9 @@ class Tape(TorchDispatchMode):
         args, kwargs = change_leaves(self._to_meta, (args, kwargs))
         # Slots are taken before the operator runs: it may change a tensor's shape in place.
         slotted_args, slotted_kwargs = change_leaves(self._to_slot, (args, kwargs))
-        if any(argument.name == "device" for argument in schema_of(func).arguments):
+        if operation.takes_device(func):
             kwargs["device"], slotted_kwargs["device"] = META, torch.device("cpu")
-        certain = torch.Tag.nondeterministic_seeded not in func.tags and not schema_of(func).is_mutable
+        certain = operation.is_certain(func)
         try:
             if certain and operation.has_own_layout(func):
                 result = self._shapes(func, slotted_args, slotted_kwargs)

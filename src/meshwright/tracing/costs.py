@@ -43,6 +43,7 @@ from meshwright.facts.costs import Kernel, ModelCosts, Size, UnitCosts
 from meshwright.facts.job import Job
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.precision import FORMATS
+from meshwright.importing import without_garbage_collection
 from meshwright.recording.blueprint import Blueprint, record
 from meshwright.recording.wrap_forward import replaced_forwards
 from meshwright.torch_private.trees import tree_flatten, tree_leaves, tree_map_only
@@ -53,6 +54,7 @@ SIZES = (2, 4)
 LOSS = "loss"
 
 
+@without_garbage_collection()
 def measure_costs(
     job: Job, facts: ModelFacts, precision: str, recompute: str = "none", device: str = "cuda"
 ) -> ModelCosts:

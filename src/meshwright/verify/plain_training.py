@@ -28,6 +28,7 @@ from meshwright.describe.structure import to_device
 from meshwright.errors import JobError, MeshwrightError, one_line
 from meshwright.facts.job import Job, NamedParameters
 from meshwright.facts.lr_schedule import STEP, advance
+from meshwright.recording.seeding import seed_torch
 from meshwright.verify.evidence import Evidence, gradients_of, kept_of, outputs_of, state_of
 
 
@@ -206,6 +207,6 @@ def seeded_batch(job: Job, seed: int) -> Any:
 
 def seed_generators(seed: int) -> None:
     """Seed the generators of PyTorch, Python and numpy."""
-    torch.manual_seed(seed)
+    seed_torch(seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)

@@ -19,6 +19,7 @@ from torch import nn
 from meshwright.describe.experts import RoutedCall
 from meshwright.errors import one_line
 from meshwright.facts.model import ExpertFacts
+from meshwright.recording.seeding import seed_torch
 from meshwright.strategies.expert.stacked import call_local, combine
 from meshwright.torch_private.modes import outside_of_modes
 
@@ -52,7 +53,7 @@ def prove(module: nn.Module, facts: ExpertFacts, ranks: int) -> Proof:
     key = _key(module, facts, ranks)
     if key not in _proved:
         with outside_of_modes(), torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.manual_seed(0)
+            seed_torch(0)
             _proved[key] = _prove(module, facts, ranks)
     return _proved[key]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from operator import attrgetter, eq, getitem, is_
+from operator import attrgetter, getitem, is_
 from types import CodeType
 from typing import Any
 
@@ -21,7 +21,6 @@ from meshwright.strategies.tensor.record import PLAIN, Unrecordable
 
 _metadata = attrgetter("__class__", "dtype", "shape", "requires_grad", "device")
 _TOOLS: dict[str, Any] = {
-    "eq": eq,
     "getitem": getitem,
     "is_": is_,
     "metadata": _metadata,
@@ -115,8 +114,8 @@ class Conditions:
         if values:
             found, read = self.bind([_metadata(value) for value in values]), f"({', '.join(names)},)"
             strides = self.bind([value.stride() for value in values])
-            self.require(f"all(map(eq, map(metadata, {read}), {found}))")
-            self.require(f"all(map(eq, map(stride, {read}), {strides}))")
+            self.require(f"[*map(metadata, {read})] == {found}")
+            self.require(f"[*map(stride, {read})] == {strides}")
 
     def compile(self, returned: str) -> Callable[..., Any]:
         """A function of (args, kwargs). It may raise KeyError, AttributeError and the like if something differs."""
@@ -150,7 +149,7 @@ class Conditions:
         if same.typed:
             found.append(f"if not all(map(is_, map(type, {bind(same.typed)}), {bind(same.types)})): return None")
         if same.containers:
-            found.append(f"if not all(map(eq, map(len, {bind(same.containers)}), {bind(same.lengths)})): return None")
+            found.append(f"if [*map(len, {bind(same.containers)})] != {bind(same.lengths)}: return None")
         if same.spaces:
             items = f"map(getitem, {bind(same.spaces)}, {bind(same.keys)})"
             found.append(f"if not all(map(is_, {items}, {bind(same.values)})):")

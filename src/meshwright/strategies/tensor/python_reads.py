@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from logging import Logger
-from operator import eq, getitem
+from operator import getitem
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
@@ -266,7 +266,7 @@ class ClassState:
 
     def same(self) -> bool:
         """It raises KeyError if one is missing."""
-        return all(map(eq, map(getitem, self.spaces, self.names), self.values))
+        return (*map(getitem, self.spaces, self.names),) == self.values
 
 
 def class_state(cls: type) -> ClassState | None:

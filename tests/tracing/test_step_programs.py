@@ -1,15 +1,18 @@
 """The recorded programs of a tensor axis in the step of a traced rank, compiled or not."""
 
 from collections import Counter
+from typing import Any
 from unittest.mock import patch
+
+import pytest
 
 from meshwright.describe.model import describe
 from meshwright.facts.strategy import Strategy
 from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.strategies.tensor import replay
 from meshwright.strategies.tensor.compiled import MADE
-from meshwright.tracing import trace_step
-from traced_decoders import sent, trace
+from meshwright.tracing import record_step, trace_step
+from traced_decoders import facts_of, job_of, sent, trace
 
 
 def test_tensor_parallel_divides_and_says_so() -> None:
@@ -47,3 +50,19 @@ def test_no_program_of_a_trace_is_left() -> None:
     before = dict(MADE)
     trace("tp=2,compile", 2, layers=1)
     assert before == MADE
+
+
+@pytest.mark.parametrize(("text", "steps"), [("ddp", 2), ("tp=2", 3), ("tp=2,compile", 2)])
+def test_the_recorded_step_is_like_all_later_ones(text: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first step records programs, the second is the first that runs them, and the third is recorded."""
+    taken = []
+    step = record_step._step
+
+    def counted(*args: Any) -> None:
+        taken.append(args)
+        step(*args)
+
+    monkeypatch.setattr(record_step, "_step", counted)
+    job = job_of()
+    trace_step(job, facts_of(job), Strategy.parse(text), ranks=2, whole=True)
+    assert len(taken) == steps

@@ -3,14 +3,12 @@
     PYTHONPATH=src python benchmarks/rehearse_gpu.py forecast --forecasts docs/data/rehearse_forecasts.json
     PYTHONPATH=src python benchmarks/rehearse_gpu.py measure --json docs/data/rehearse_gpu.json
     PYTHONPATH=src python benchmarks/rehearse_gpu.py tune --json docs/data/rehearse_tune.json --only vit
-    PYTHONPATH=src python benchmarks/rehearse_gpu.py exhaust --json docs/data/rehearse_exhaust.json
     PYTHONPATH=src python benchmarks/rehearse_gpu.py table --json docs/data/rehearse_gpu.json
 
 `forecast` needs no GPU: it traces every rehearsed rank on fake tensors, several at a time. `measure` reads what it
 wrote, and makes the forecasts that are missing on other cores while the GPU works. Results are written after each
-rehearsal. `exhaust` rehearses every data strategy with every micro-batch, with and without recompute, under a limit
-of memory; then `--tune` chooses by the same rehearsals, with a tenth of them. With `--small`, everything is tried on
-the CPU with a small model, for those who change this file.
+rehearsal. With `--small`, everything is tried on the CPU with a small model, for those who change this
+file. `exhaust_gpu.py` holds `--tune` against an exhaustive search.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from meshwright.api.job_planner import Planner
 from meshwright.api.rank_forecast import forecast_rank
 from meshwright.api.rehearsal_site import RehearsalSite, make_site
 from meshwright.api.rehearser import Rehearser, forecast_key
-from meshwright.api.tune import Attempts, TuneOptions, tunable, tune
+from meshwright.api.tune import TuneOptions, tune
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.costs import ModelCosts
 from meshwright.facts.model import ModelFacts
@@ -46,7 +44,6 @@ from meshwright.facts.strategy import Strategy
 from meshwright.jobs.load import load_job
 from meshwright.planner.candidates import Allowed
 from meshwright.rehearse.process import preloaded
-from meshwright.units import GIB
 
 DEVICE = "H200-141GB"
 LLAMA = "preset:llama3-8b"
@@ -90,9 +87,6 @@ TUNED = (
 )
 """Job, ranks and global batch."""
 SMALL_TUNED = (("examples/gpt.py", 2, 16),)
-EXHAUSTED = (("hf-qwen", 8, 64, 30 * GIB),)
-"""Job, ranks, global batch and the limit of memory, which leaves no room for the fastest."""
-SMALL_EXHAUSTED = (("examples/gpt.py", 2, 16, 40 << 20),)
 WAIT = 180.0
 """Seconds that one rehearsal may take."""
 TRIALS = 8
@@ -225,48 +219,6 @@ def tune_all(path: Path, only: str, trials: int, seconds: float, small: bool) ->
             write_tuned(path, rows)
 
 
-def exhaust_all(path: Path, only: str, small: bool) -> None:
-    """Rehearse everything that a tuner may choose, then let one choose by the same rehearsals."""
-    rows: list[dict[str, Any]] = []
-    precisions = ("fp32" if small else "bf16",)
-    allowed = Allowed(
-        precisions=precisions, recompute=("none", "full"), offload=("",), loss=("whole",), tensor=False, pipeline=False
-    )
-    options = TuneOptions(allowed=allowed)
-    for name, world, batch, limit in SMALL_EXHAUSTED if small else EXHAUSTED:
-        if only not in f"{name} {world}":
-            continue
-        with untraced(name, world, batch) as rehearser:
-            rehearser.site = replace(rehearser.site, limit=limit)
-            found = tunable(rehearser, options)
-            attempt = Attempts(rehearser, {one.candidate.strategy: one.rank for one in found})
-            trials = [attempt(one.candidate) for one in found]
-            tuned = tune(rehearser, replace(options, trials=max(1, len(found) // 10)))
-            fitting = [trial for trial in trials if trial.fits and trial.seconds is not None]
-            best = min(fitting, key=lambda trial: trial.seconds or inf)
-            exhausted = {
-                "trials": len(trials),
-                "fit": len(fitting),
-                "strategy": str(best.candidate.strategy),
-                "step_ms": (best.seconds or inf) * 1e3,
-                "peak_gib": (best.bytes or 0) / GIB,
-            }
-            again = in_turns(rehearser, [tuned["strategy"], exhausted["strategy"]])
-        rows.append({**tuned, "job": name, "exhausted": exhausted, "again_ms": again})
-        print(json.dumps(exhausted), flush=True)
-        write_tuned(path, rows)
-
-
-def in_turns(rehearser: Rehearser, strategies: list[str], rounds: int = 4, steps: int = 7) -> dict[str, list[float]]:
-    """The steps of several strategies in milliseconds, rehearsed again: the fastest of many is a lucky one."""
-    found: dict[str, list[float]] = {strategy: [] for strategy in strategies}
-    for _ in range(rounds):
-        for strategy, times in found.items():
-            afresh = replace(rehearser, steps=steps, done={})
-            times.append(round((afresh.rehearse(Strategy.parse(strategy)).step or inf) * 1e3, 1))
-    return found
-
-
 @contextmanager
 def untraced(name: str, world: int, batch: int) -> Iterator[Rehearser]:
     """A rehearser for trials, which are measured anyway: memory is forecast in closed form."""
@@ -314,7 +266,7 @@ def table(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("forecast", "measure", "tune", "exhaust", "table"))
+    parser.add_argument("what", choices=("forecast", "measure", "tune", "table"))
     parser.add_argument("--forecasts", type=Path, default=Path("docs/data/rehearse_forecasts.json"))
     parser.add_argument("--json", type=Path, default=Path("docs/data/rehearse_gpu.json"))
     parser.add_argument("--only", default="", help="cases whose job and strategy, or job and ranks, hold this text")
@@ -332,8 +284,6 @@ def main() -> None:
         measure_all(options.json, options.forecasts, cases, options.processes)
     elif options.what == "tune":
         tune_all(options.json, options.only, options.trials, options.seconds, options.small)
-    elif options.what == "exhaust":
-        exhaust_all(options.json, options.only, options.small)
     else:
         table(options.json)
 

@@ -7,8 +7,8 @@
 Every data strategy with every micro-batch and recompute is rehearsed under a limit of memory that leaves no room for
 the fastest. The tuner chooses by the same rehearsals, with a tenth of them. The fastest of many is a lucky one, so both
 winners are rehearsed again afterwards, in turns. All rehearsals run in one process, which saves seconds each; it is
-started anew when one leaves memory behind. Results are written after each rehearsal;
-searches that a file holds are not made again.
+started anew when one leaves memory behind. Results are written after each rehearsal,
+and the same command goes on with those that are missing.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ import torch
 from rehearse_gpu import say, untraced
 
 from meshwright.api.rehearser import Rehearser
-from meshwright.api.tune import Attempts, Tunable, TuneOptions, tunable, tune
+from meshwright.api.tune import Attempts, Tunable, TuneOptions, tunable
 from meshwright.errors import BadInput, one_line
 from meshwright.facts.rehearsal import FAILED, REFUSED, Rehearsal
 from meshwright.facts.strategy import Strategy
 from meshwright.planner.candidates import Allowed
-from meshwright.planner.tune import Trial
+from meshwright.planner.tune import Candidate, Trial, Tuner
 from meshwright.rehearse.process import preloaded
 from meshwright.rehearse.task import RehearsalTask
 from meshwright.units import GIB
@@ -58,6 +58,10 @@ class Search:
     limit: int
     recompute: tuple[str, ...] = ("none", "full")
     precision: str = "bf16"
+    least: int = 1
+    """Smallest micro-batch: smaller ones keep the host busy, not the device."""
+    steps: int = 2
+    """That are timed."""
 
     @property
     def options(self) -> TuneOptions:
@@ -75,11 +79,12 @@ class Search:
 LLAMA = "preset:llama3-8b:seq=4096"
 SEARCHES = (
     Search("hf-qwen", 8, 64, 32 * GIB),
-    Search("preset:vit-large", 8, 256, 8 * GIB),
-    Search("preset:gpt2-xl", 8, 128, 38 * GIB),
-    Search(LLAMA, 8, 16, 74 * GIB, recompute=("none", "selective", "full")),
-    Search(LLAMA, 64, 128, 74 * GIB),
+    Search(LLAMA, 8, 16, 74 * GIB, recompute=("none", "selective", "full"), steps=1),
+    Search(LLAMA, 64, 128, 74 * GIB, steps=1),
+    Search("preset:gpt2-xl", 8, 128, 38 * GIB, least=4),
+    Search("preset:vit-large", 8, 1024, 15 * GIB, least=32),
 )
+"""With about the memory of cards with 32, 80, 40 and 16 GB."""
 SMALL = (Search("examples/gpt.py", 2, 16, 40 << 20, precision="fp32"),)
 
 
@@ -164,47 +169,52 @@ class Results:
         if self.path.exists():
             self.rows = json.loads(self.path.read_text())["rows"]
 
-    def has(self, search: Search) -> bool:
-        return any("again_ms" in row and _is_of(row, search) for row in self.rows)
-
-    def begin(self, search: Search) -> dict[str, Any]:
-        self.rows = [row for row in self.rows if not _is_of(row, search)]
-        self.rows.append(
-            {
-                "job": search.job,
-                "world": search.world,
-                "global_batch": search.batch,
-                "limit_gib": search.limit / GIB,
-                "trials": [],
-            }
-        )
-        return self.rows[-1]
+    def row(self, search: Search) -> dict[str, Any]:
+        key = {"job": search.job, "world": search.world, "global_batch": search.batch}
+        known = next((row for row in self.rows if row.items() >= key.items()), None)
+        if known is None:
+            known = {**key, "limit_gib": search.limit / GIB, "trials": [], "again_ms": {}}
+            self.rows.append(known)
+        return known
 
     def write(self) -> None:
         self.path.write_text(json.dumps({"torch": torch.__version__, "rows": self.rows}, indent=1) + "\n")
 
 
-def _is_of(row: dict[str, Any], search: Search) -> bool:
-    return (row["job"], row["world"], row["global_batch"]) == (search.job, search.world, search.batch)
-
-
 def run(search: Search, results: Results, until: float) -> None:
-    """Rehearse everything, tune by the same rehearsals, and rehearse both winners again."""
-    row = results.begin(search)
+    """Rehearse what the row lacks, tune by the same rehearsals, and rehearse both winners again."""
+    row = results.row(search)
     with _rehearser(search) as rehearser:
-        found = tunable(rehearser, search.options)
+        found = [one for one in tunable(rehearser, search.options) if one.candidate.size >= search.least]
         row["candidates"] = len(found)
-        attempt = Attempts(rehearser, {one.candidate.strategy: one.rank for one in found})
+        attempt = Recalled(Attempts(rehearser, {one.candidate.strategy: one.rank for one in found}), row["trials"])
         for one in found:
-            if time.monotonic() > until:
-                return
-            row["trials"].append(_show(attempt(one.candidate)))
-            results.write()
-        row["tuned"] = _tuned(rehearser, search, found)
-        best = fastest(row["trials"])
-        row["exhausted"] = {name: best[name] for name in ("strategy", "step_ms", "held_gib")}
-        row["again_ms"] = in_turns(rehearser, [row["tuned"]["strategy"], best["strategy"]], until)
+            if time.monotonic() < until:
+                attempt(one.candidate)
+                results.write()
+        row["tuned"] = _tuned(attempt, search, found)
+        row["exhausted"] = fastest(row["trials"])
+        winners = [row["tuned"]["strategy"], row["exhausted"]["strategy"]]
+        if not row["again_ms"] and time.monotonic() < until:
+            row["again_ms"] = in_turns(rehearser, winners)
         results.write()
+
+
+class Recalled:
+    """Makes the trials that are not known yet, and adds them to the others."""
+
+    def __init__(self, attempt: Attempts, trials: list[dict[str, Any]]) -> None:
+        self._attempt, self._trials = attempt, trials
+
+    def __call__(self, candidate: Candidate) -> Trial:
+        known = next((one for one in self._trials if one["strategy"] == str(candidate.strategy)), None)
+        if known is None:
+            trial = self._attempt(candidate)
+            self._trials.append(_show(trial))
+            return trial
+        seconds = None if known["step_ms"] is None else known["step_ms"] / 1e3
+        held = None if known["held_gib"] is None else known["held_gib"] * GIB
+        return Trial(candidate=candidate, fits=known["fits"], seconds=seconds, bytes=held, why=known["why"])
 
 
 @contextmanager
@@ -212,7 +222,7 @@ def _rehearser(search: Search) -> Iterator[Rehearser]:
     process = OneProcess()
     with untraced(search.job, search.world, search.batch) as rehearser:
         rehearser.site = replace(rehearser.site, limit=search.limit)
-        rehearser.run = process
+        rehearser.run, rehearser.steps = process, search.steps
         try:
             yield rehearser
         finally:
@@ -229,22 +239,24 @@ def _show(trial: Trial) -> dict[str, Any]:
     }
 
 
-def _tuned(rehearser: Rehearser, search: Search, found: list[Tunable]) -> dict[str, Any]:
-    """What the tuner chooses with a tenth of the trials. It remembers those that were made."""
-    tuned = tune(rehearser, replace(search.options, trials=max(1, len(found) // 10)))
-    return {name: tuned[name] for name in ("strategy", "step_ms", "peak_gib", "trials", "why")}
+def _tuned(attempt: Recalled, search: Search, found: list[Tunable]) -> dict[str, Any]:
+    """What the tuner chooses with a tenth of the trials."""
+    candidates = [one.candidate for one in found]
+    tuner = Tuner(candidates=candidates, limit=search.limit, attempt=attempt, most=max(1, len(found) // 10))
+    best = tuner.search()
+    if best is None:
+        raise SystemExit(f"{search.job}: none of {len(tuner.trials)} trials fits")
+    return {**_show(best), "trials": [_show(trial) for trial in tuner.trials]}
 
 
 def fastest(trials: list[dict[str, Any]]) -> dict[str, Any]:
     return min((trial for trial in trials if trial["fits"]), key=lambda trial: trial["step_ms"] or inf)
 
 
-def in_turns(rehearser: Rehearser, strategies: list[str], until: float) -> dict[str, list[float]]:
-    """The steps of several strategies in milliseconds, rehearsed again."""
+def in_turns(rehearser: Rehearser, strategies: list[str]) -> dict[str, list[float]]:
+    """The steps of two strategies in milliseconds, rehearsed again; nothing if they are the same."""
     found: dict[str, list[float]] = {strategy: [] for strategy in strategies}
     for _ in range(ROUNDS if len(found) > 1 else 0):
-        if time.monotonic() > until:
-            break
         for strategy, times in found.items():
             afresh = replace(rehearser, steps=STEPS, done={})
             times.append(round((afresh.rehearse(Strategy.parse(strategy)).step or inf) * 1e3, 2))
@@ -256,18 +268,15 @@ def table(rows: list[dict[str, Any]]) -> None:
     print("| job, ranks, batch | limit GiB | trials | fit | fastest | ms | tuned | trials | ms | GiB | near | slower |")
     print("|" + " --- |" * 12)
     for row in rows:
-        name = f"{row['job']}, {row['world']}, {row['global_batch']}"
-        if "tuned" not in row:
-            print(f"| {name} | {len(row['trials'])} of {row.get('candidates')} |")
-            continue
-        tuned, best, again = row["tuned"], row["exhausted"], row["again_ms"]
-        near = [one for one in row["trials"] if one["fits"] and one["held_gib"] >= NEAR * row["limit_gib"]]
+        tuned, best, trials = row["tuned"], row["exhausted"], row["trials"]
+        near = [one for one in trials if one["fits"] and one["held_gib"] >= NEAR * row["limit_gib"]]
         full = fastest(near) if near else {"strategy": "none", "step_ms": inf}
-        times = [median(again[one["strategy"]] or [one["step_ms"]]) for one in (best, tuned)]
-        fit = sum(one["fits"] for one in row["trials"])
+        times = [median(row["again_ms"].get(one["strategy"]) or [one["step_ms"]]) for one in (best, tuned)]
         print(
-            f"| {name} | {row['limit_gib']:g} | {len(row['trials'])} | {fit} | `{best['strategy']}` | {times[0]:.0f} "
-            f"| `{tuned['strategy']}` | {len(tuned['trials'])} | {times[1]:.0f} | {tuned['peak_gib']:.1f} "
+            f"| {row['job']}, {row['world']}, {row['global_batch']} | {row['limit_gib']:g} "
+            f"| {len(trials)} of {row['candidates']} | {sum(one['fits'] for one in trials)} "
+            f"| `{best['strategy']}` | {times[0]:.0f} "
+            f"| `{tuned['strategy']}` | {len(tuned['trials'])} | {times[1]:.0f} | {tuned['held_gib']:.1f} "
             f"| `{full['strategy']}` | {full['step_ms'] / best['step_ms'] - 1:.0%} |"
         )
 
@@ -284,7 +293,7 @@ def main() -> None:
     results, until = Results(options.json), time.monotonic() + options.seconds
     if not options.table:
         for search in SMALL if options.small else SEARCHES:
-            if options.only in f"{search.job} {search.world}" and not results.has(search):
+            if options.only in f"{search.job} {search.world}":
                 run(search, results, until)
     table(results.rows)
 

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 import unseen_jobs
 import unseen_second_jobs  # noqa: F401  # adds its jobs to the others
+import unseen_third_jobs  # noqa: F401
 from torch import nn
 from torch.utils._pytree import tree_map
 from turns import Turns

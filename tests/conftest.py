@@ -1,4 +1,5 @@
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +14,9 @@ from rank_pool import RankPool
 # times as long as one. What tests start inherits it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-# Hundreds of processes are started, and each would compile our sources anew.
+# Hundreds of processes are started, and each would compile our sources anew; so would the next run with all tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,5 @@
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -6,14 +7,23 @@ import torch
 import torch.distributed as dist
 
 from meshwright.environment import CACHE
+from meshwright.importing import importing
 from rank_pool import RankPool
 
 # Tensors of tests are small. On cores that are busy with other tests, threads that wait for each other take several
 # times as long as one. What tests start inherits it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-# Hundreds of processes are started, and each would compile our sources anew.
+# Hundreds of processes are started, and each would compile our sources anew; so would the next run with all tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Tests are imported without garbage collections, and those that come later do not look at what was imported."""
+    with importing():
+        return (yield)
 
 
 @pytest.fixture(autouse=True, scope="module")

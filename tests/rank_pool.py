@@ -5,10 +5,12 @@ All of them are forked from one process that has imported what most of them need
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,8 @@ TO_END = 10
 """Seconds until a rank that was asked to end is killed."""
 IMPORTED_ONCE = ["meshwright.verify.verify", "meshwright.runtime.run", "transformers.models.gpt2.modeling_gpt2"]
 """What is not installed is passed over."""
-MOST_THREADS = 90
-"""Every group of ranks has three, and one of them wakes a hundred times a second, used or not (gloo)."""
+MOST_THREADS = 400
+"""Every group of ranks has two, which sleep while it is not used."""
 
 
 class RankPool:
@@ -117,8 +119,10 @@ def _serve(rank: int, ranks: int, meeting: str, pipe: Connection) -> None:
 
     from meshwright.assemble.world import join
 
+    gc.freeze()  # what was imported before the fork is shared memory until a garbage collection touches it
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    _share_one_device()
     store = dist.FileStore(meeting, ranks)
     device = torch.device("cpu")
     world = join(rank=rank, ranks=ranks, local_rank=rank, local_ranks=ranks, device=device, store=store)
@@ -131,3 +135,19 @@ def _serve(rank: int, ranks: int, meeting: str, pipe: Connection) -> None:
             pipe.send((False, function(world, *args)))
         except Exception as error:
             pipe.send((True, (type(error).__name__, str(error), traceback.format_exc())))
+
+
+def _share_one_device() -> None:
+    """Give all groups of this process one gloo device: each device has a thread that wakes a hundred times a second."""
+    from torch.distributed import distributed_c10d
+
+    gloo = distributed_c10d.ProcessGroupGloo
+    device = gloo.create_default_device()
+
+    class OnOneDevice(gloo):  # type: ignore[misc, valid-type]
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = gloo._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = OnOneDevice

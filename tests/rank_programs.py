@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import any_batch_jobs
 import builder_habits
@@ -24,6 +26,7 @@ from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.runtime.measure import held_states
 from meshwright.runtime.place import place_of
 from meshwright.runtime.run import Run
+from meshwright.strategies import gather_whole
 from meshwright.strategies.float8_linear import float8_linear
 from meshwright.strategies.tensor.replay import program_state, recording
 from meshwright.verify.plain_training import seeded_batch
@@ -136,6 +139,25 @@ def first_gradients(world: World, strategy: str) -> dict[str, torch.Tensor]:
     made = trainer(world, tiny_jobs.transformer, strategy)
     made.forward_backward(seeded_batch(made.job, 0))
     return whole_gradients(made)
+
+
+def gathered_whole(world: World, limit: int) -> list[str]:
+    """Gather tensors of many layouts in batches of a size; returns the names of those that came back changed."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    layouts = [(line, [Shard(0)]), (grid, [Replicate(), Shard(0)]), (grid, [Shard(0), Replicate()])]
+    layouts += [(grid, [Shard(0), Shard(0)]), (line, [Replicate()]), (line, [Shard(1)])]
+    generator, given = torch.Generator().manual_seed(3), {}
+    for shape, dtype in product([(31, 16), (3, 2), (1, 5), (8, 4, 4), (5, 0)], [torch.float64, torch.bfloat16]):
+        for layout in [None, *layouts]:
+            tensor = torch.randn(shape, generator=generator).to(dtype)
+            sharded = tensor if layout is None else distribute_tensor(tensor, *layout)
+            given[f"{dtype} {shape} as {layout}"] = tensor, sharded
+    with patch.object(gather_whole, "BATCH", limit):
+        found = list(gather_whole.gather_whole((name, sharded) for name, (_, sharded) in given.items()))
+    assert [name for name, _ in found] == list(given)
+    return [name for name, whole in found if whole.dtype != given[name][0].dtype or not whole.equal(given[name][0])]
 
 
 AFTER = "the step after"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 import checkpoint_programs as programs
 import tiny_jobs
 from checkpoint_programs import Setup
 from meshwright.assemble.world import World
+from meshwright.jobs.load import load_job
+from meshwright.runtime.checkpoints import Checkpoints
 from meshwright.runtime.run import setup
+from meshwright.runtime.train import train
 from meshwright.verify.plain_training import seeded_batch
 
 
@@ -27,3 +32,9 @@ def train_hugging_face(world: World, strategy: str, steps: int, target: str) -> 
         run.step(seeded_batch(tiny_jobs.hf_gpt2, step))
     run.save(target)
     return run.state()
+
+
+def train_undisturbed(world: World, job: str, strategy: str, steps: int, every: int, out: str) -> None:
+    """Train a job into a folder as the ranks of `meshwright train` do."""
+    run = setup(load_job(job), strategy, world=world)  # not left at the end: the pool keeps its group
+    train(run, steps=steps, out=Path(out), checkpoints=Checkpoints(run, Path(out), every=every), progress=False)

@@ -19,7 +19,7 @@ from meshwright.assemble.world import World
 from meshwright.facts.tensor_plan import TensorPlan
 from meshwright.recording.blueprint import record
 from meshwright.strategies.cuts import Cuts
-from meshwright.strategies.engine import whole
+from meshwright.strategies.gather_whole import whole
 from meshwright.strategies.tensor.layout import divided, part
 from meshwright.strategies.tensor.matrix import SEQUENCE
 from meshwright.strategies.tensor.mode import mode_of, tensor_region

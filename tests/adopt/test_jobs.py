@@ -13,11 +13,12 @@ import pytest
 from adopt_programs import adopted_losses
 from meshwright.adopt.adopt import adopt
 from meshwright.jobs.load import load_job
+from page_runner import ONE_RANK, run_script_alone
 from rank_pool import RankPool
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ALWAYS = ("ddp_trainer", "gpt_style")
-"""Of different styles; the others are thorough."""
+"""Of different styles, and fit to run in this process; the others are thorough."""
 EVERY = [
     pytest.param(path.stem, marks=() if path.stem in ALWAYS else pytest.mark.thorough)
     for path in sorted(SCRIPTS.glob("*.py"))
@@ -33,11 +34,17 @@ def free_port() -> str:
 @cache
 def losses_of_script(name: str) -> list[float]:
     """What the script itself prints, run alone in plain PyTorch."""
+    printed = run_script_alone([f"{name}.py"], SCRIPTS, ONE_RANK) if name in ALWAYS else run_apart(name)
+    return [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+
+
+def run_apart(name: str) -> str:
+    """In a process of its own, because some scripts start others or leave groups behind."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [sys.executable, str(SCRIPTS / f"{name}.py")]
     done = subprocess.run(command, env=os.environ | alone, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    return [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+    return done.stdout
 
 
 def write(name: str, folder: Path) -> Path:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from rank_pool import RankPool
+from recovery_programs import train_undisturbed
 from recovery_runs import JOB, MARK, STEPS, Call, Done, new_folder, saved_steps, train
 
 
@@ -25,10 +27,10 @@ def call(folder: Path, capfd: pytest.CaptureFixture[str]) -> Call:
 
 
 @pytest.fixture(scope="module")
-def whole_on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole_on_two(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPool) -> Path:
     """A run of two ranks that nobody disturbed."""
     folder = new_folder(tmp_path_factory, "two")
-    assert train(folder, "--strategy", "ddp", "--ranks", 2, "--steps", STEPS, "--out", "run") == 0
+    two_ranks(train_undisturbed, str(folder / "job.py"), "ddp", STEPS, 0, str(folder / "run"))
     return folder / "run"
 
 

@@ -10,6 +10,8 @@ import torch
 from checkpoint_contents import first_change
 from checkpoint_samples import model_tensors
 from meshwright.checkpoint.folder import find_checkpoint, list_checkpoints
+from rank_pool import RankPool
+from recovery_programs import train_undisturbed
 from recovery_runs import (
     BATCH,
     IN_THE_WAY,
@@ -26,7 +28,6 @@ from recovery_runs import (
     saved_steps,
     slow,
     steps_recorded,
-    train,
 )
 
 PLAIN = "\nDROPOUT = 0.0\n"
@@ -35,12 +36,11 @@ RESUME = ("--out", "run", "--resume", "--steps", 7, "--strategy", "single")
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPool) -> Path:
     """Four steps under fsdp on two ranks."""
     folder = new_folder(tmp_path_factory, "begun")
     (folder / "job.py").write_text(JOB + PLAIN)
-    words = ("--strategy", "fsdp", "--ranks", 2, "--steps", 4, "--save-every", 2, "--out", "run")
-    assert train(folder, *words) == 0
+    two_ranks(train_undisturbed, str(folder / "job.py"), "fsdp", 4, 2, str(folder / "run"))
     return folder / "run"
 
 

@@ -6,7 +6,6 @@ import pytest
 
 import tiny_jobs
 from meshwright.api.job_planner import PlanOptions
-from meshwright.api.plan import plan
 from meshwright.describe.model import describe
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.plan import Plan
@@ -14,6 +13,7 @@ from meshwright.facts.strategy import Strategy
 from meshwright.jobs.decoder import Shape, decoder_job
 from meshwright.planner.candidates import Allowed
 from meshwright.tracing.record_step import record_step
+from planned import plan
 
 H200 = Cluster.parse("1xH200")
 WIDE = decoder_job(

@@ -1,11 +1,14 @@
 """Candidates, refusals, ranking and the words for it."""
 
+from dataclasses import replace
+
 import pytest
 
 import tiny_jobs
 from meshwright.api.described_presets import describe_job
-from meshwright.api.job_planner import Planner, PlanOptions
-from meshwright.api.plan import plan
+from meshwright.api.job_planner import Planner, PlanOptions, open_planner
+from meshwright.api.plan import plan as plan_by_api
+from meshwright.api.plan import rank
 from meshwright.api.setup import resolve_auto
 from meshwright.errors import Refused
 from meshwright.facts.cluster import Cluster
@@ -14,9 +17,9 @@ from meshwright.facts.plan import Plan, Ranking
 from meshwright.facts.strategy import Strategy
 from meshwright.facts.trace import Trace
 from meshwright.jobs.decoder import Shape, decoder_job
-from meshwright.jobs.load import load_job
 from meshwright.planner.candidates import Allowed, candidates, complexity
 from meshwright.planner.search import TIE, search
+from planned import described, plan
 
 FAST = PlanOptions(fast=True)
 SMALL = Shape(layers=8, width=1024, heads=16, kv_heads=16, feed_forward=4096, vocabulary=32000, length=1024)
@@ -29,7 +32,12 @@ def job() -> Job:
 
 @pytest.fixture(scope="module")
 def ranking(job: Job) -> Ranking:
-    return plan(job, Cluster.parse("8xA100-40GB"), FAST, name="small")
+    return plan_by_api(job, Cluster.parse("8xA100-40GB"), FAST, name="small")
+
+
+def test_the_api_ranks_as_a_planner_that_is_kept(job: Job, ranking: Ranking) -> None:
+    again = plan(job, Cluster.parse("8xA100-40GB"), FAST)
+    assert replace(again, job=ranking.job, seconds=ranking.seconds) == ranking
 
 
 def test_plans_fit_and_come_fastest_first_but_for_ties(ranking: Ranking) -> None:
@@ -123,7 +131,8 @@ def test_a_precision_without_units_is_refused_by_name(job: Job) -> None:
 
 
 def test_nothing_fits_and_what_would() -> None:
-    found = plan(load_job("preset:llama3-70b:batch=8"), Cluster.parse("8xA100-40GB"), FAST)
+    options = PlanOptions(fast=True, global_batch=8)
+    found = rank(open_planner("preset:llama3-70b", options), Cluster.parse("8xA100-40GB"), options)
     assert not found.plans
     assert "Nothing fits" in found.advice[0]
     assert any("times the nodes" in sentence for sentence in found.advice)
@@ -136,10 +145,8 @@ def test_bf16_is_refused_where_a_device_has_none(job: Job) -> None:
 
 
 def test_candidates_are_resolved_and_legal(job: Job) -> None:
-    from meshwright.describe.model import describe
-
     cluster = Cluster.parse("2x4xA100-40GB")
-    found = list(candidates(describe(job), cluster, 64, Allowed()))
+    found = list(candidates(described(job)[0], cluster, 64, Allowed()))
     assert len(found) == len(set(found))
     assert {strategy.resolve(8).data for strategy in found} >= {"ddp", "zero1", "zero2", "fsdp", "hsdp"}
     assert max(strategy.inner_ranks for strategy in found) == 4

@@ -17,7 +17,7 @@ from meshwright.errors import Refused, one_line
 from meshwright.facts.job import Job, NamedParameters
 from meshwright.facts.strategy import Strategy
 from meshwright.recording.dtensor import is_dtensor
-from meshwright.strategies.engine import whole
+from meshwright.strategies.gather_whole import whole
 from meshwright.strategies.norm import local
 
 # Their fused kernels run on CPUs and GPUs, on shards and on whole parameters. (DTensor does not support SGD's, and

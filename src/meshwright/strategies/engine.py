@@ -17,8 +17,8 @@ from meshwright.describe.dtypes import DTYPES
 from meshwright.facts.job import NamedParameters
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.recording.dtensor import is_dtensor
 from meshwright.strategies.cuts import Cut, Stretch
+from meshwright.strategies.gather_whole import gather_whole
 from meshwright.strategies.norm import global_norm
 
 
@@ -186,9 +186,8 @@ class Engine:
 
     def collect(self, read: Read, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """The results of `read` on parameters and buffers, whole. All ranks must call it with the same `names`."""
-        for held in self.held():
-            if names is None or held.name in names:
-                yield held.name, whole(read(held))
+        found = (held for held in self.held() if names is None or held.name in names)
+        yield from gather_whole((held.name, read(held)) for held in found)
 
     def held(self) -> Iterator[HeldTensor]:
         """What this rank holds of every parameter and persistent buffer. No communication."""
@@ -244,8 +243,3 @@ class OptimizerState(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor on every rank."""
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor

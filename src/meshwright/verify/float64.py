@@ -95,9 +95,10 @@ class _Widened(TorchFunctionMode):
         if backward_id() != -1 and not torch.is_grad_enabled():  # a derivative, whose dtype is its function's
             return func(*args, **(kwargs or {}))
         func = torch.Tensor.double if func is torch.Tensor.float else func
-        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        kwargs = {key: torch.float64 if arg is torch.float32 else arg for key, arg in (kwargs or {}).items()}
-        return func(*args, **kwargs)
+        args = [torch.float64 if arg is torch.float32 else arg for arg in args]  # a list: this runs at every call
+        if not kwargs:
+            return func(*args)
+        return func(*args, **{key: torch.float64 if arg is torch.float32 else arg for key, arg in kwargs.items()})
 
 
 class NarrowWatch(TorchDispatchMode):

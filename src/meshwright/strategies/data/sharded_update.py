@@ -31,7 +31,8 @@ from meshwright.facts.job import NamedParameters
 from meshwright.facts.model import ModelFacts, unit_of
 from meshwright.strategies.collectives import all_gather, reduce_scatter
 from meshwright.strategies.data.summing import message_dtype, on_any_rank, refuse_gradients, sum_over_ranks
-from meshwright.strategies.engine import ApplyContext, Engine, HeldTensor, whole
+from meshwright.strategies.engine import ApplyContext, Engine, HeldTensor
+from meshwright.strategies.gather_whole import whole
 
 
 @dataclass

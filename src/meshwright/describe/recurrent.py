@@ -14,6 +14,7 @@ from torch import Tensor
 from meshwright.torch_private.autograd import direct_apply
 from meshwright.torch_private.modes import outside_of_modes
 from meshwright.torch_private.operators import CUDNN_RNN, CUDNN_RNN_BACKWARD, schema_of
+from meshwright.torch_private.tensors import storage_id
 
 GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 KEPT = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 5, "gru": 6}
@@ -64,17 +65,19 @@ def _steps_and_rows(given: dict[str, Any]) -> tuple[int, int]:
     return time, rows
 
 
-def kept_numbers(mode: str, rows: int, width: int, projected: int, layers: int, directions: int, dropout: bool) -> float:
-    """Numbers that cuDNN keeps for backward; `rows` are those of all time steps. Exact on an H200 with cuDNN 9.19.
+def kept_numbers(mode: str, state: int, layers: int, projected: float = 0.0) -> int:
+    """Numbers that cuDNN keeps for backward, as an H200 with cuDNN 9.19 does to the byte.
 
-    A projected layer keeps its output before and after the projection. Dropout between layers keeps one bit for each
-    number and direction, so its numbers are a fraction of 16 bits here.
+    `state` are the numbers of one layer's states at all time steps, in all directions. A projected layer also keeps its
+    output, before and after the projection to this share of its width.
     """
     own = KEPT[mode] * layers + (layers - 1)
-    if projected:
-        own += layers * (1 + projected / width)
-    drawn = (layers - 1) * directions / 16 if dropout else 0.0
-    return rows * width * directions * (own + drawn)
+    return round(state * (own + layers * (1 + projected) if projected else own))
+
+
+def dropped_bytes(passed: int, layers: int, directions: int) -> int:
+    """What dropout keeps: a bit per direction for each number that a layer passes on, as if sequences were padded."""
+    return (layers - 1) * directions * passed // 8
 
 
 def recurrent_workspaces(func: Any, args: Any) -> list[tuple[int, ...]]:
@@ -96,8 +99,7 @@ def recurrent_workspaces(func: Any, args: Any) -> list[tuple[int, ...]]:
         wide = max((gates + 1) * state + inputs, 2 * state + 3 * inputs)
     weights = sum(weight.numel() * weight.itemsize for weight in given["weight"])
     workspace = PRODUCTS * given["num_layers"] * directions + weights + wide
-    is_copied = given["batch_first"] or not x.is_contiguous()
-    return [(inputs, workspace) if is_copied else (workspace,)]
+    return [(workspace,) if x.is_contiguous() else (inputs, workspace)]
 
 
 def on_cudnn(name: str) -> Callable[..., tuple[Tensor, ...]]:
@@ -115,7 +117,7 @@ def packed_on_cudnn(name: str) -> Callable[..., tuple[Tensor, ...]]:
     def run(data: Tensor, batch_sizes: Tensor, hx: Any, params: Any, *others: Any) -> tuple[Tensor, ...]:
         with outside_of_modes():
             sizes = batch_sizes.tolist()
-        return _run(name, data, sizes, hx, params, *others, False)
+        return _run(name, data, sizes, hx, params, *others, batch_first=False)
 
     return run
 
@@ -138,11 +140,28 @@ def _run(
     projected = hidden.shape[2] if hidden.shape[2] != width else 0
     stride = (4 if has_biases else 2) + bool(projected)
     # Dropout needs a state that only a device can make. Its time is left out, its memory is not.
-    fixed = MODES[name], width, projected, num_layers, batch_first, 0.0, train, bidirectional, batch_sizes, None
-    rows = input.shape[:-1].numel()
-    kept = kept_numbers(name, rows, width, projected, num_layers, 1 + bidirectional, dropout > 0)
-    output, *last = _cudnn(int(kept) if train else 0, stride, fixed, input, hidden, cells, *params)
-    return output, *last[: 2 if name == "lstm" else 1]
+    fixed = MODES[name], width, projected, num_layers, False, 0.0, train, bidirectional, batch_sizes, None
+    rows, each = input.shape[:-1].numel(), width * (1 + bidirectional)
+    kept = kept_numbers(name, rows * each, num_layers, projected / width)
+    if dropout:
+        padded = len(batch_sizes) * batch_sizes[0] if batch_sizes else rows
+        passed = padded * (projected or width) * (1 + bidirectional)
+        kept += dropped_bytes(passed, num_layers, 1 + bidirectional) // input.itemsize
+    steps = input.transpose(0, 1) if batch_first else input  # cuDNN has time outermost, also in its output
+    output, *last = _cudnn(kept if train else 0, stride, fixed, steps, hidden, cells, *params)
+    return output.transpose(0, 1) if batch_first else output, *last[: 2 if name == "lstm" else 1]
+
+
+def _weights_in_one_buffer(weights: Sequence[Tensor]) -> Tensor:
+    """The weights as cuDNN wants them: all matrices, then all biases; a copy unless that is how they are."""
+    ordered = sorted(weights, key=lambda weight: weight.dim() < 2)
+    total, at = sum(weight.numel() for weight in weights), ordered[0].storage_offset()
+    storage = storage_id(ordered[0].untyped_storage())
+    for weight in ordered:
+        if storage_id(weight.untyped_storage()) != storage or weight.storage_offset() != at:
+            return weights[0].new_empty(total)
+        at += weight.numel()
+    return ordered[0].as_strided((total,), (1,))
 
 
 class _Cudnn(torch.autograd.Function):
@@ -159,7 +178,7 @@ class _Cudnn(torch.autograd.Function):
         cx: Tensor | None,
         *weights: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        buffer = x.new_empty(sum(weight.numel() for weight in weights))
+        buffer = _weights_in_one_buffer(weights)
         # PyTorch's fake kernel does not know how much cuDNN reserves, which it does while it has its workspace.
         reserved = x.new_empty(kept)
         output, hy, cy, reserve, _ = CUDNN_RNN(x, weights, stride, buffer, hx, cx, *fixed)

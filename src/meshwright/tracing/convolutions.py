@@ -21,8 +21,9 @@ from meshwright.tracing.reductions import sum_staging
 
 Held = tuple[int, ...]
 """Sizes that are allocated at the same time."""
-PARTIAL_SUMS = 132 * 128 * 128 * 4
-"""Bytes of a weight gradient's partial sums: a tile of 128 x 128 in fp32 for each multiprocessor of an H200."""
+PARTIAL_SUMS = 2 << 20
+"""Bytes of a weight gradient's partial sums in fp32, where several multiprocessors share one tile of it. From 0 to 17
+MiB, by a choice that sizes do not explain; this is the median."""
 DIRECT_TAPS = range(9, 17)
 """Kernels of 3 x 3 to 4 x 4: with few input channels, a kernel without tensor cores is chosen."""
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -102,7 +103,7 @@ def backward_workspaces(
 
 
 def _input_gradient(layer: Layer) -> Held:
-    if layer.is_product or layer.is_depthwise or not _uses_tensor_cores(layer):
+    if layer.is_product or layer.is_depthwise or not _allows_tensor_cores(layer):
         return ()
     return (sum(layer.copies()),)
 
@@ -117,30 +118,31 @@ def _weight_gradient(layer: Layer) -> Held:
         # One fp32 gradient for each sample, which are summed, unless copying takes less.
         each = samples * elements * 4
         return (min(each, x + y) if not layer.channels_last else each,)
-    few = layer.x.dtype == torch.float32 and layer.x.shape[1] < 4 and layer.taps <= DIRECT_TAPS[-1]
-    if few or not _allows_tensor_cores(layer):
+    if layer.x.dtype == torch.float32 and layer.x.shape[1] < 4 and layer.taps <= DIRECT_TAPS[-1]:
         return ()
     return (sum(copies) + PARTIAL_SUMS,)
 
 
 def _allows_tensor_cores(layer: Layer) -> bool:
-    return layer.x.dtype in HALF or (layer.x.dtype == torch.float32 and torch.backends.cudnn.allow_tf32)
+    """Whether the dtype does, and an fp32 input has enough channels."""
+    if layer.x.dtype in HALF:
+        return True
+    return layer.x.dtype == torch.float32 and torch.backends.cudnn.allow_tf32 and layer.x.shape[1] >= 4
 
 
 def _uses_tensor_cores(layer: Layer) -> bool:
-    """Whether cuDNN chooses a kernel for tensor cores: not if most of the padded channels would be zeros."""
+    """Whether cuDNN computes forward on tensor cores: not if most of the padded channels would be zeros."""
     channels, dims = layer.x.shape[1], layer.x.dim() - 2
-    if layer.x.dtype == torch.float32:
-        return _allows_tensor_cores(layer) and channels >= 4
-    if layer.channels_last:
-        return _allows_tensor_cores(layer)
-    is_small = (dims == 3 and channels < 8) or (channels < 16 and layer.taps in DIRECT_TAPS)
-    return _allows_tensor_cores(layer) and not is_small
+    few = (dims == 3 and channels < 8) or (dims == 2 and channels < 16 and layer.taps in DIRECT_TAPS)
+    return _allows_tensor_cores(layer) and not (few and layer.x.dtype in HALF and not layer.channels_last)
 
 
 def _writes_in_place(layer: Layer) -> bool:
-    """Whether the kernel writes an fp32 output as it is laid out, which few channels allow."""
-    return not layer.transposed and 4 <= layer.y.shape[1] <= (128 if layer.x.dim() == 3 else 64)
+    """Whether the kernel writes an fp32 output as it is laid out: for few channels, of one and two dims."""
+    inner, outer, dims = layer.x.shape[1] * layer.taps, layer.y.shape[1], layer.x.dim() - 2
+    if layer.transposed or not 4 <= outer <= 128:
+        return False
+    return dims == 1 or (dims == 2 and inner <= 64 * 9)
 
 
 def _contiguous_copies(layer: Layer, *tensors: Tensor) -> Held:

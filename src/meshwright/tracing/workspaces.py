@@ -14,8 +14,11 @@ from meshwright.tracing.reductions import sum_staging
 aten = torch.ops.aten
 
 
-def operator_workspaces(func: Any, args: Any, found: Any) -> list[Held]:
-    """What an operator allocates and frees besides its results on a GPU: sizes held together, one after another."""
+def operator_workspaces(func: Any, args: Any, found: Any, *, sums: bool = True) -> list[Held]:
+    """What an operator allocates and frees besides its results on a GPU: sizes held together, one after another.
+
+    Without `sums`, only what grows in proportion to the samples: a sum over rows takes no more from some number on.
+    """
     if not stands_in():
         return []
     if func is aten.convolution.default:
@@ -23,7 +26,7 @@ def operator_workspaces(func: Any, args: Any, found: Any) -> list[Held]:
         return [forward_workspaces(x, weight, found, stride, transposed, groups)]
     if func is aten.convolution_backward.default:
         gradient, x, weight, _, stride, _, _, transposed, _, groups, mask = args
-        return backward_workspaces(gradient, x, weight, stride, transposed, groups, mask)
+        return backward_workspaces(gradient, x, weight, stride, transposed, groups, [*mask[:2], mask[2] and sums])
     if func is aten.sum.dim_IntList:
-        return [(sum_staging(args[0], args[1]),)] if args[1] else []
+        return [(sum_staging(args[0], args[1]),)] if sums and args[1] else []
     return recurrent_workspaces(func, args)

@@ -117,7 +117,7 @@ def packed_on_cudnn(name: str) -> Callable[..., tuple[Tensor, ...]]:
     def run(data: Tensor, batch_sizes: Tensor, hx: Any, params: Any, *others: Any) -> tuple[Tensor, ...]:
         with outside_of_modes():
             sizes = batch_sizes.tolist()
-        return _run(name, data, sizes, hx, params, *others, batch_first=False)
+        return _run(name, data, sizes, hx, params, *others)
 
     return run
 
@@ -133,7 +133,7 @@ def _run(
     dropout: float,
     train: bool,
     bidirectional: bool,
-    batch_first: bool,
+    batch_first: bool = False,
 ) -> tuple[Tensor, ...]:
     hidden, cells = hx if name == "lstm" else (hx, None)
     width = hidden.shape[2] if cells is None else cells.shape[2]

@@ -9,7 +9,7 @@ heuristics and without its benchmark mode: benchmarks/workspaces_gpu.py, docs/tr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from meshwright.describe.dtypes import HALF
 from meshwright.tracing.allocator import round_up
-from meshwright.tracing.reductions import sum_staging
+from meshwright.tracing.reductions import MULTIPROCESSORS, sum_staging
 
 Held = tuple[int, ...]
 """Sizes that are allocated at the same time."""
-PARTIAL_SUMS = 2 << 20
-"""Bytes of a weight gradient's partial sums in fp32, where several multiprocessors share one tile of it. From 0 to 17
-MiB, by a choice that sizes do not explain; this is the median."""
+TILE = (256, 128)
+"""Rows and columns of a weight gradient that a multiprocessor computes at a time."""
+ROWS_EACH = 10_000
+"""Rows that a multiprocessor should add up before several share a tile."""
 DIRECT_TAPS = range(9, 17)
 """Kernels of 3 x 3 to 4 x 4: with few input channels, a kernel without tensor cores is chosen."""
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -120,7 +121,15 @@ def _weight_gradient(layer: Layer) -> Held:
         return (min(each, x + y) if not layer.channels_last else each,)
     if layer.x.dtype == torch.float32 and layer.x.shape[1] < 4 and layer.taps <= DIRECT_TAPS[-1]:
         return ()
-    return (sum(copies) + PARTIAL_SUMS,)
+    return (sum(copies) + _partial_sums(layer),)
+
+
+def _partial_sums(layer: Layer) -> int:
+    """fp32 gradients whose sum is a weight's gradient: where it has few tiles, multiprocessors share the rows."""
+    outer = layer.weight.shape[0]
+    tiles = ceil(outer / TILE[0]) * ceil(layer.weight.numel() / outer / TILE[1])
+    shares = min(MULTIPROCESSORS // tiles, layer.y.numel() // layer.y.shape[1] // ROWS_EACH)
+    return shares * layer.weight.numel() * 4 if shares > 1 else 0
 
 
 def _allows_tensor_cores(layer: Layer) -> bool:

@@ -8,7 +8,7 @@ operators before autograd sees them. While `as_on_cuda()` is active they are dec
 | --- | --- | --- |
 | `scaled_dot_product_attention` | a flash kernel for CPUs | flash (16 bits), efficient (fp32, masks) or composed |
 | `rms_norm` | composed of five operators | one that saves its input and one fp32 number per row |
-| `lstm`, `gru`, `rnn_tanh`, `rnn_relu` | a layer or a time step at a time | all by cuDNN |
+| `lstm`, `gru`, `rnn_tanh`, `rnn_relu`, also packed | a layer or a time step at a time | all by cuDNN |
 | `ctc_loss` | reads the lengths of targets | the same; here the longest that fit |
 | `dropout` | a mask in the input's dtype | a mask of bools |
 | statistics of `layer_norm`, `group_norm`, `batch_norm` | in the input's dtype | in fp32 |

@@ -8,7 +8,7 @@ operators before autograd sees them. While `as_on_cuda()` is active they are dec
 | --- | --- | --- |
 | `scaled_dot_product_attention` | a flash kernel for CPUs | flash (16 bits), efficient (fp32, masks) or composed |
 | `rms_norm` | composed of five operators | one that saves its input and one fp32 number per row |
-| `lstm`, `gru`, `rnn_tanh`, `rnn_relu` | a layer or a time step at a time | all by cuDNN |
+| `lstm`, `gru`, `rnn_tanh`, `rnn_relu`, also packed | a layer or a time step at a time | all by cuDNN |
 | `ctc_loss` | reads the lengths of targets | the same; here the longest that fit |
 | `dropout` | a mask in the input's dtype | a mask of bools |
 | statistics of `layer_norm`, `group_norm`, `batch_norm` | in the input's dtype | in fp32 |
@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend
 
 from meshwright.describe.ctc import ctc_loss
 from meshwright.describe.dtypes import HALF
-from meshwright.describe.recurrent import MODES, backward_without_values, on_cudnn
+from meshwright.describe.recurrent import MODES, backward_without_values, on_cudnn, packed_on_cudnn
 from meshwright.recording.dtensor import dtensor_type
 from meshwright.torch_private import operators
 from meshwright.torch_private.autograd import direct_apply
@@ -284,11 +284,24 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return operators.take_apart(aten.dropout.default, input, p, train)  # type: ignore[no-any-return]
 
 
+def _if_sizes_known(name: str) -> Callable[..., Any]:
+    """A recurrent layer over a packed sequence; as on a CPU if its batch sizes have no values."""
+    operator, run_on_cudnn = getattr(aten, name).data, packed_on_cudnn(name)
+
+    def run(data: Tensor, batch_sizes: Tensor, *others: Any) -> Any:
+        if isinstance(batch_sizes, FakeTensor) or batch_sizes.is_meta:
+            return operators.take_apart(operator, data, batch_sizes, *others)
+        return run_on_cudnn(data, batch_sizes, *others)
+
+    return run
+
+
 _COMPOSITES: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": _attention,
     "rms_norm": _rms_norm,
     "dropout": _dropout,
     **{f"{name}.input": on_cudnn(name) for name in MODES},
+    **{f"{name}.data": _if_sizes_known(name) for name in MODES},
     "ctc_loss.Tensor": ctc_loss,
     "ctc_loss.IntList": ctc_loss,
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.describe.flops import operator_kind
 from meshwright.tracing.allocator import Allocator, SegmentChunk
+from meshwright.tracing.workspaces import operator_workspaces
 
 CUBLAS = 32 << 20
 """Bytes of PyTorch's workspace for each cuBLAS handle on Hopper (the default; 8.1 MiB on older GPUs)."""
@@ -79,13 +80,17 @@ class Ledger:
 
 
 class Workspaces:
-    """The cuBLAS workspaces: one handle per thread, and forward and backward run on two threads."""
+    """Memory of the libraries' own: cuBLAS's, one for each of two threads, and those of single operators."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._allocated: set[bool] = set()
 
-    def note(self, func: Any, phase: str) -> None:
+    def note(self, func: Any, args: Any, found: Any, phase: str) -> None:
+        """Allocate what an operator takes besides its results, and free what is not kept."""
+        for held in operator_workspaces(func, args, found):
+            for block in [self._ledger.allocate(size, "temporary") for size in held]:
+                self._ledger.free(block)
         thread = phase == "backward"
         if operator_kind(func) == "matmul" and thread not in self._allocated:
             self._allocated.add(thread)

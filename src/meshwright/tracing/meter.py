@@ -18,6 +18,7 @@ from meshwright.torch_private.operators import schema_of
 from meshwright.torch_private.tensors import storage_id
 from meshwright.tracing.allocator import ROUNDING, round_up
 from meshwright.tracing.element_steps import element_steps, grouped_steps
+from meshwright.tracing.workspaces import operator_workspaces
 
 LOOK_UPS = ("embedding", "gather", "index_select", "nll_loss_forward", "nll_loss2d_forward")
 """Operators that read a few elements of their first argument."""
@@ -86,6 +87,8 @@ class Meter(TorchDispatchMode):
         given, made = strided_in((args, kwargs)), strided_in(result)
         for leaf in made:
             self._hold(leaf)
+        for held in operator_workspaces(func, args, result, sums=False):
+            self.peak = max(self.peak, self.live + sum(held))
         if not is_view(func, given, made):
             self._ran(operator_run(func, args, kwargs, result, given, made))
         return result

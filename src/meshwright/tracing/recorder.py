@@ -39,7 +39,7 @@ class StepRecorder(TorchDispatchMode):
     """While active, follows every new storage until it is freed, and notes every operator and collective."""
 
     def __init__(self, messages: Messages, ledger: Ledger | None = None, *, workspaces: bool = True) -> None:
-        """`ledger` is where memory is noted; `workspaces` adds those of cuBLAS, which operators do not show."""
+        """`ledger` is where memory is noted; `workspaces` adds those of libraries, which operators do not show."""
         super().__init__()
         self.ledger = Ledger() if ledger is None else ledger
         self.operations, self.messages = Operations(), messages
@@ -122,7 +122,7 @@ class StepRecorder(TorchDispatchMode):
                 self.tell(tensor, cause, only={"activations", "temporary"})
             return
         if self._workspaces is not None:
-            self._workspaces.note(func, self.step_phase)
+            self._workspaces.note(func, args, found, self.step_phase)
         self.operations.note(func, args, kwargs, found, given, made, self.step_phase)
 
     @property

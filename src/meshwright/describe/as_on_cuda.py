@@ -13,9 +13,10 @@ operators before autograd sees them. While `as_on_cuda()` is active they are dec
 | `dropout` | a mask in the input's dtype | a mask of bools |
 | statistics of `layer_norm`, `group_norm`, `batch_norm` | in the input's dtype | in fp32 |
 
-All others save the same on both. GPUs since Hopper take cuDNN's attention wherever it is able to run. Where the mask is
-None, it saves what flash attention does, and is called that here. Meta tensors use a third attention, neither the CPU's nor the GPU's; `as_on_cpu()`
-gives them the CPU's. The replacements compute wrong values, so use them on tensors without values only:
+All others save the same on both. GPUs since Hopper take cuDNN's attention wherever it is able to run. Without a mask it
+saves what flash attention does, and is called that here. Meta tensors use a third attention, neither the CPU's nor the
+GPU's; `as_on_cpu()` gives them the CPU's. The replacements compute wrong values, so use them on tensors without values
+only:
 
     with FakeTensorMode(), as_on_cuda():
         ...

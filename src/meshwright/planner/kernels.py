@@ -9,9 +9,9 @@ Sources of the efficiencies, which apply unless the device's own were measured (
   heads of 128 reach 0.44 (kernels of docs/data/plan_gpu.json): `NARROW`.
 - Three compiled decoders on an H200, whose masks are read by cuDNN's attention, reach 0.53 to 0.55 of the rate of those
   without (docs/data/unseen_gpu.json and unseen_second_gpu.json, kernels of OLMo 2, Pythia and Nemotron): `MASKED`.
-- A device copy on an H200 reaches 4.3 of 4.8 TB/s (measured here); kernels that compute reach less: `STREAM`. Those that
-  read and write long rows in order reach more than others: fused ones of a Llama, a Nemotron and a EuroBERT 0.70, 0.71
-  and 0.81 of an H200, a fused Adam 0.71, casts of all parameters 0.64 to 0.76 (`Hardware.reach["in order"]`).
+- A device copy on an H200 reaches 4.3 of 4.8 TB/s (measured here); kernels that compute reach less: `STREAM`. Those
+  that read and write long rows in order reach more than others: compiled ones of a Llama, a Nemotron and a EuroBERT
+  0.70, 0.71 and 0.81 of an H200, a fused Adam 0.71, casts of all parameters 0.64 to 0.76 (`reach["in order"]`).
 - Even an empty kernel takes about 3 microseconds: `LEAST`.
 - In fp32, without matrix units, matmuls of a BERT reach 51 of 67 TFLOP/s on an H200 and its attention 35: `PLAIN`.
   PyTorch computes fp32 convolutions in tf32 by default, and those of a ResNet reach 150 of 494.

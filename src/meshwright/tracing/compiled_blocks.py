@@ -30,7 +30,7 @@ from meshwright.tracing.step import SIZES_COMPILED, refuse_trace
 FEW, MORE = SIZES_COMPILED
 """Blocks of the two models."""
 SAMPLES = (11, 13)
-"""Their tokens are seldom as many as a layer is wide. If they were, sums over tokens and over features would be alike."""
+"""Their tokens are seldom as many as a layer is wide, for then sums over tokens and over features would look alike."""
 
 
 def measure_compiled_blocks(job: Job, facts: ModelFacts, costs: ModelCosts) -> CompiledBlocks:

@@ -145,8 +145,8 @@ def _attention(
     fits = _are_grouped if enable_gqa else _have_equal_heads
     if takes_flash(query, key, value, attn_mask, is_causal=is_causal) and fits(query, key, value):
         return flash(query, key, value, dropout_p, is_causal=is_causal, scale=scale)
-    if _takes_cudnn(query, key, value, attn_mask) and fits(query, key, value):
-        return _cudnn(*arguments, scale)
+    if attn_mask is not None and _takes_cudnn(query, key, value, attn_mask) and fits(query, key, value):
+        return _cudnn(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if _takes_efficient(query, key, value, attn_mask):
         return _efficient(*arguments, scale)
     return operators.MATH_ATTENTION(*arguments, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
@@ -197,13 +197,12 @@ def takes_flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     )
 
 
-def _takes_cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+def _takes_cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
     """Whether attention with a mask is cuDNN's on a GPU since Hopper. It has no gradient of the mask."""
     return (
         torch.backends.cuda.cudnn_sdp_enabled()
         and query.dim() == 4
         and query.dtype in HALF
-        and mask is not None
         and not mask.requires_grad
         and all(x.shape[-1] % 8 == 0 and x.shape[-1] <= CUDNN_WIDEST for x in (query, key, value))
         and all(map(_has_dense_rows, (query, key, value, mask)))

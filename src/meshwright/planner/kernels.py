@@ -64,8 +64,6 @@ def seconds(kernel: Kernel, samples: float, parts: int, hardware: Hardware, comp
     """Device time of one kernel for a micro-batch of `samples`, divided into `parts` by tensor parallelism."""
     flops, moved = kernel.flops.at(samples) / parts, kernel.bytes.at(samples) / parts
     traffic = moving_in_order(moved, hardware) if kernel.name == FUSED_NAME else moving(moved, hardware)
-    if compiled and flops:
-        kernel = padded(kernel)
     if compiled and not flops:
         return (LEAST + traffic) * FUSED
     stepping = _stepping(kernel, samples, parts, hardware)

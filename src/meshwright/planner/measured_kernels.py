@@ -100,7 +100,7 @@ class KernelPrices:
         """
         if compiled and not kernel.flops.at(samples):
             return self._seconds(replace(kernel, steps=Size()), samples, parts) * kernels.FUSED
-        return self._seconds(kernels.padded(kernel) if compiled else kernel, samples, parts)
+        return self._seconds(kernel, samples, parts)
 
     def update(self, elements: float) -> float | None:
         """Seconds of updating `elements` elements, from the nearest measured number; None for another optimizer."""

@@ -50,7 +50,7 @@ class _Case(NamedTuple):
     """Precision and activation checkpointing."""
     compiled: bool
     compiles_whole: bool
-    """Whether blocks are compiled together with all others, as `CompiledBlocks` tells."""
+    """Whether the model is compiled as one, so that `CompiledBlocks` tells of its blocks."""
     keeps: float
     """Share of a block's kept activations that remains after compiling."""
     micro_batch: int
@@ -285,13 +285,14 @@ class StageCosts:
         read = {self._first[name] for name in unit.parameters}
         elements, trainable, inside = self._held(read, case.inner)
         shard_units = self._by_shard_unit(read)
-        known = self._compiled.get(case.policy[0]) if case.compiles_whole and unit.is_block else None
-        ways = (unit.forward, unit.backward)
-        if known is not None and known.forward:
-            ways = known.forward, known.backward
+        ways = self._compiled_kernels(unit, case)
+        if ways is not None:
             passes = [self._seconds(part, micro_batch, shares, compiled=False) for part in ways]
             launches = [len(part) for part in ways]
         else:
+            ways = (unit.forward, unit.backward)
+            if case.compiles_whole and compiled:
+                ways = tuple(tuple(map(kernels.padded, part)) for part in ways)
             passes = [self._seconds(part, micro_batch, shares, compiled) for part in ways]
             launches = [kernels.launches(part, compiled) for part in ways]
         forward, backward = (one.total for one in passes)
@@ -336,6 +337,13 @@ class StageCosts:
             kernels=passes[0] + passes[1],
         )
 
+    def _compiled_kernels(self, unit: UnitCosts, case: _Case) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]] | None:
+        """Forward and backward of a block as the compiler fuses it; None if that is not known."""
+        if not case.compiles_whole or not unit.is_block or case.pieced or case.policy[1] != "none":
+            return None
+        known = self._compiled.get(case.policy[0])
+        return (known.forward, known.backward) if known is not None and known.forward else None
+
     def _seconds(
         self, part: tuple[Kernel, ...], samples: float, shares: list[UnitShare], compiled: bool
     ) -> KernelSeconds:
@@ -357,9 +365,8 @@ class StageCosts:
 
 
 def _compiles_whole(step_layout: StepLayout) -> bool:
-    """Whether the model is compiled as one, without anything between its blocks."""
-    plain = step_layout.recompute == "none" and not (step_layout.gathers or step_layout.pieced or step_layout.inner)
-    return step_layout.compile and plain and step_layout.stage_ranks == 1 and step_layout.compiles_whole
+    """Whether the model is compiled as one, and not block by block with eager code around them."""
+    return step_layout.compile and step_layout.compiles_whole and not step_layout.inner
 
 
 def _kernel_parts(kernel: Kernel, shares: list[UnitShare]) -> int:

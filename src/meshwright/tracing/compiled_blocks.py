@@ -38,8 +38,8 @@ def measure_compiled_blocks(job: Job, facts: ModelFacts, costs: ModelCosts) -> C
     strategy = refuse_trace(job, facts, Strategy.parse(f"single,{costs.precision},compile"), 1, "cuda")
     stack = find_repeated_blocks(facts)
     if stack is None or stack.before or stack.blocks < MORE:
-        kept = _trace(job, facts, strategy, SAMPLES[0]).kept
-        return CompiledBlocks(kept=_share(kept, [unit for unit in costs.units if unit.name != LOSS]))
+        held = _trace(job, facts, strategy, SAMPLES[0]).held
+        return CompiledBlocks(kept=_share(held, [unit for unit in costs.units if unit.name != LOSS]))
     small, large, wide = (
         _trace_blocks(job, facts, strategy, stack, blocks, samples)
         for blocks, samples in ((FEW, SAMPLES[0]), (MORE, SAMPLES[0]), (MORE, SAMPLES[1]))
@@ -62,6 +62,8 @@ class _CompiledStep(StepObserver):
     runs: dict[str, list[OperatorRun]] = field(default_factory=lambda: {way: [] for way in _WAYS})
     kept: float = 0.0
     """The most bytes of activations at any moment, without the low-precision copies of the parameters."""
+    held: float = 0.0
+    """The same with what forward frees itself, such as the parts of a sum over all layers."""
     _is_on: bool = False
 
     def attach(self, models: Iterable[nn.Module], recorder: StepRecorder) -> None:
@@ -89,16 +91,19 @@ def _trace_blocks(
 def _trace(job: Job, facts: ModelFacts, strategy: Strategy, samples: int) -> _CompiledStep:
     step = _CompiledStep()
     recorded = record_step(replace(job, global_batch=samples), facts, strategy, 1, 0, observer=step)
-    step.kept = _kept(recorded, strategy)
+    copies = _copies(recorded, strategy)
+    step.kept = max(causes["activations"] for causes in recorded.peaks.values()) - copies
+    forward = [causes for moment, causes in recorded.peaks.items() if moment.startswith("forward")]
+    step.held = max([step.kept, *(causes["activations"] + causes["temporary"] - copies for causes in forward)])
     if recorded.uncompiled:  # a part of the step is eager, and not among the kernels
         step.runs = {way: [] for way in _WAYS}
     return step
 
 
-def _kept(recorded: Recorded, strategy: Strategy) -> float:
+def _copies(recorded: Recorded, strategy: Strategy) -> float:
+    """Bytes of the parameters in low precision."""
     low = FORMATS[strategy.precision].bytes
-    copies = max(causes["parameters"] for causes in recorded.peaks.values()) * low / 4 if low < 4 else 0.0
-    return max(causes["activations"] for causes in recorded.peaks.values()) - copies
+    return max(causes["parameters"] for causes in recorded.peaks.values()) * low / 4 if low < 4 else 0.0
 
 
 def _share(kept: float, units: list[UnitCosts]) -> float:

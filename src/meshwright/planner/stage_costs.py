@@ -292,7 +292,7 @@ class StageCosts:
         else:
             ways = (unit.forward, unit.backward)
             if case.compiles_whole and compiled:
-                ways = tuple(tuple(map(kernels.padded, part)) for part in ways)
+                ways = tuple(map(kernels.padded, unit.forward)), tuple(map(kernels.padded, unit.backward))
             passes = [self._seconds(part, micro_batch, shares, compiled) for part in ways]
             launches = [kernels.launches(part, compiled) for part in ways]
         forward, backward = (one.total for one in passes)

@@ -44,15 +44,32 @@ def test_flash_attention_keeps_its_output_and_a_number_a_row_and_head() -> None:
     }
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_attention_in_fp32_or_with_a_mask_is_memory_efficient(masked: bool) -> None:
-    dtype = torch.bfloat16 if masked else torch.float32
+@pytest.mark.parametrize("trained", [False, True])
+def test_attention_in_fp32_or_with_a_trained_bias_is_memory_efficient(trained: bool) -> None:
+    dtype = torch.bfloat16 if trained else torch.float32
     with FakeTensorMode(), as_on_cuda():
-        mask = torch.empty(LENGTH, LENGTH, dtype=torch.bool) if masked else None
-        kept = kept_by(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask), *heads(dtype))
+        bias = torch.empty(LENGTH, LENGTH, dtype=dtype, requires_grad=True) if trained else None
+        kept = kept_by(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=bias), *heads(dtype))
     assert kept[(BATCH, HEADS, 128), torch.float32] == 1  # rows are padded to a multiple of 32
     assert kept[(BATCH, HEADS, LENGTH, WIDTH), dtype] == 1
-    assert len(kept) == (3 if masked else 2)
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_attention_with_a_mask_is_cudnns_and_its_result_is_laid_out_like_the_queries(by_tokens: bool) -> None:
+    """As on an H200: after queries that were joined of two halves, a copy by tokens is kept beside the result."""
+    with FakeTensorMode(), as_on_cuda():
+        q, k, v = heads(torch.bfloat16)
+        if by_tokens:
+            q = torch.empty(BATCH, LENGTH, HEADS, WIDTH, dtype=torch.bfloat16, requires_grad=True).transpose(1, 2)
+        mask = torch.empty(LENGTH, LENGTH, dtype=torch.bool)
+        kept = kept_by(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask), q, k, v)
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert kept == {
+        ((BATCH, HEADS, LENGTH, WIDTH), torch.bfloat16): 1,
+        ((BATCH, HEADS, LENGTH, 1), torch.float32): 1,
+        ((BATCH, HEADS, LENGTH, LENGTH), torch.bfloat16): 1,  # the mask as numbers, expanded
+    }
+    assert found.stride() == q.stride()
 
 
 def test_grouped_queries_in_fp32_are_composed() -> None:

@@ -254,3 +254,49 @@ def test_a_measured_host_scales_what_the_engine_costs_it() -> None:
     assert scaled.collective == 2 * OURS.collective
     assert scaled.piece == (2 * OURS.piece[0], 2 * OURS.piece[1])
     assert scaled.gathers_by_copy is OURS.gathers_by_copy
+
+
+def attention(heads: int, keys: int, width: int, name: str = "flash_attention") -> Kernel:
+    sizes = (heads, keys, keys, width)
+    flops, moved = 4.0 * heads * keys * keys * width, 8.0 * heads * keys * width
+    shape = tuple(Size(size) for size in sizes)
+    return Kernel(name=name, kind="attention", dtype="bf16", flops=Size(flops), bytes=Size(moved), shape=shape)
+
+
+def test_attention_is_interpolated_by_keys_and_width_and_not_by_its_size() -> None:
+    def row(heads: int, keys: int, width: int, times: float) -> MeasuredKernel:
+        kernel = attention(heads, keys, width)
+        return MeasuredKernel(
+            name=kernel.name,
+            kind="attention",
+            dtype="bf16",
+            flops=kernel.flops.fixed,
+            bytes=kernel.bytes.fixed,
+            shape=(heads, keys, keys, width),
+            seconds=times * kernels.seconds(kernel, 1, 1, HARDWARE),
+            signature=f"{heads} {keys} {width}",
+        )
+
+    rows = [row(16, 512, 64, 3.0), row(1024, 512, 128, 1.0), row(32, 8192, 64, 0.5)]
+    wanted = attention(1024, 512, 64)
+    found = KernelPrices(table(*rows), HARDWARE).seconds(wanted, 1, 1).interpolated
+    assert found == pytest.approx(3 * kernels.seconds(wanted, 1, 1, HARDWARE), rel=0.05)
+
+
+def test_attention_with_a_mask_is_slower() -> None:
+    plain, masked = (
+        attention(128, 2048, 128, name)
+        for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention")
+    )
+    ratio = kernels.seconds(plain, 1, 1, HARDWARE) / kernels.seconds(masked, 1, 1, HARDWARE)
+    assert ratio == pytest.approx(kernels.MASKED, rel=0.02)
+
+
+def test_a_padded_product_has_the_speed_of_even_sides() -> None:
+    def product(classes: int) -> Kernel:
+        shape = tuple(Size(size) for size in (1, 4096, classes, 1024))
+        return Kernel(name="mm", kind="matmul", dtype="bf16", flops=Size(2.0**43), bytes=Size(1.0), shape=shape)
+
+    odd, even = (kernels.seconds(product(classes), 1, 1, HARDWARE) for classes in (50257, 50264))
+    assert odd > 4 * even
+    assert kernels.seconds(kernels.padded(product(50257)), 1, 1, HARDWARE) == pytest.approx(even)

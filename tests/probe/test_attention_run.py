@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.probe.attention_run import attention_run
-from meshwright.torch_private.operators import EFFICIENT_ATTENTION, FLASH_ATTENTION
+from meshwright.torch_private.operators import CUDNN_ATTENTION, EFFICIENT_ATTENTION, FLASH_ATTENTION
 
 aten = torch.ops.aten
 
@@ -28,12 +28,16 @@ def test_forward_is_the_function(kv_heads: int) -> None:
 def test_a_bias_is_added_and_has_a_gradient_if_asked() -> None:
     q, k, v, gradient = (heads() for _ in range(4))
     bias = torch.randn(2, 1, 6, 6).expand(2, 4, 6, 6)
-    forward = attention_run(EFFICIENT_ATTENTION.default, (q, k, v, bias, True), {})
-    assert forward is not None
-    torch.testing.assert_close(forward(), F.scaled_dot_product_attention(q, k, v, bias))
+    for operator in (EFFICIENT_ATTENTION.default, CUDNN_ATTENTION.default):
+        forward = attention_run(operator, (q, k, v, bias, True), {})
+        assert forward is not None
+        torch.testing.assert_close(forward(), F.scaled_dot_product_attention(q, k, v, bias))
+    args: list[Any] = [gradient, q, k, v, None, None, None, None, bias, None, None, 6, 6, 0.0, False]
+    run = attention_run(aten._scaled_dot_product_cudnn_attention_backward.default, args, {})
+    assert run is not None and len(run()) == 3
     for asked in (False, True):
         mask = [True, True, True, asked]
-        args: list[Any] = [gradient, q, k, v, bias, None, None, None, None, 0.0, mask]
+        args = [gradient, q, k, v, bias, None, None, None, None, 0.0, mask]
         run = attention_run(aten._scaled_dot_product_efficient_attention_backward.default, args, {})
         assert run is not None and len(run()) == 3 + asked
 

@@ -9,6 +9,7 @@ from meshwright.torch_private.fake_tensors import FakeTensorMode
 from meshwright.torch_private.modes import TorchDispatchMode
 from meshwright.torch_private.operators import (
     CUDNN_ATTENTION,
+    CUDNN_ATTENTION_BACKWARD,
     CUDNN_RNN,
     CUDNN_RNN_BACKWARD,
     DEVICE_OF,
@@ -119,6 +120,9 @@ def test_attention_of_a_gpu_keeps_one_number_a_row() -> None:
     assert output.shape == q.shape and lse.shape == (1, 2, 64)
     names = [argument.name for argument in schema_of(CUDNN_ATTENTION.default).arguments]
     assert names[:4] == ["query", "key", "value", "attn_bias"]
+    output, lse, *_ = CUDNN_ATTENTION(q, q, q, q.new_empty(1, 2, 64, 64), True, 0.0, False, False, scale=None)
+    assert output.shape == q.shape and lse.shape == (1, 2, 64, 1)
+    assert schema_of(CUDNN_ATTENTION_BACKWARD.default).arguments[0].name == "grad_out"
 
 
 def test_a_fused_norm_keeps_one_number_a_row() -> None:

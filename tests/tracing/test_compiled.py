@@ -197,6 +197,32 @@ def test_sums_over_other_dims_are_other_kernels() -> None:
     assert (8, 16) not in written(program)  # both compute it
 
 
+def test_a_sum_over_layers_keeps_all_its_parts_until_the_end() -> None:
+    """As Inductor fuses it: the sums of eight parts each are read by the next sum only, so all are one kernel."""
+    layers = 20
+
+    def skips(x: Tensor, weight: Tensor) -> Tensor:
+        total: Tensor | float = 0.0
+        for _ in range(layers):
+            x = x @ weight
+            total = total + x @ weight
+        return torch.relu(total) @ weight  # type: ignore[arg-type]
+
+    program = drawn(skips, (8, 8), (8, 8))
+    (final,) = fused(program)
+    assert len(final.reads) == layers
+    assert program.kernels.index(final) == len(program.kernels) - 2
+
+
+def test_a_value_that_others_read_is_not_delayed() -> None:
+    def reads_between(x: Tensor, weight: Tensor) -> Tensor:
+        mixed = torch.sin(x).cos()
+        return torch.relu(mixed + mixed @ weight @ weight) @ weight
+
+    program = drawn(reads_between, (8, 8), (8, 8))
+    assert [kernel.node is None for kernel in program.kernels] == [True, False, False, True, False]
+
+
 def test_scattering_changes_what_was_made_for_it() -> None:
     def spread(x: Tensor, rows: Tensor) -> Tensor:
         return torch.ops.aten.index_put(torch.zeros(32, 4), [rows], x * 2, True)

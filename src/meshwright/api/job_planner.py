@@ -14,6 +14,7 @@ from meshwright.errors import BadInput, MeshwrightError
 from meshwright.exchange import Imported
 from meshwright.facts.catalogue import hardware_of
 from meshwright.facts.cluster import LOCAL, Cluster
+from meshwright.facts.compiled_blocks import CompiledBlocks
 from meshwright.facts.costs import ModelCosts
 from meshwright.facts.host_passes import HostPasses
 from meshwright.facts.job import Job
@@ -127,7 +128,7 @@ class Planner:
         self._kernels, self._times_host = kernels, time_host
         self._device = "cpu" if kernels and all(table.device == "cpu" for table in kernels) else "cuda"
         self._costs = {} if costs is None or self._device == "cpu" else costs
-        self._compiled: dict[str, float] = {}
+        self._compiled: dict[str, CompiledBlocks] = {}
         self._contexts: dict[Cluster, PlanContext] = {}
 
     def context(self, cluster: Cluster) -> PlanContext:
@@ -208,15 +209,17 @@ class Planner:
             self.measure_compiled(strategy.precision)
 
     def measure_compiled(self, precision: str) -> None:
-        """Make sure that it is known how much a compiled model keeps; one that cannot be traced counts as eager."""
+        """Make sure that it is known what compiling makes of blocks; what cannot be traced counts as eager."""
         if precision in self._compiled or self._device == "cpu":
             return
-        from meshwright.tracing.compiled_share import compiled_share  # slow import that other plans do not need
+        from meshwright.tracing.compiled_blocks import (
+            measure_compiled_blocks,  # slow import that other plans do not need
+        )
 
         try:
-            self._compiled[precision] = compiled_share(self.job, self.facts, self._costs[precision, "none"])
+            self._compiled[precision] = measure_compiled_blocks(self.job, self.facts, self._costs[precision, "none"])
         except MeshwrightError as error:
-            self._compiled[precision] = 1.0
+            self._compiled[precision] = CompiledBlocks()
             self.notes.append(f"The compiled model could not be traced; it is counted as an eager one: {error}")
 
     def measure(self, precision: str, recompute: str) -> None:

@@ -6,15 +6,17 @@ operators before autograd sees them. While `as_on_cuda()` is active they are dec
 
 | operator | on a CPU | on a GPU |
 | --- | --- | --- |
-| `scaled_dot_product_attention` | a flash kernel for CPUs | flash (16 bits), efficient (fp32, masks) or composed |
+| `scaled_dot_product_attention` | a flash kernel for CPUs | flash (16 bits), cuDNN's (masks), efficient or composed |
 | `rms_norm` | composed of five operators | one that saves its input and one fp32 number per row |
 | `lstm`, `gru`, `rnn_tanh`, `rnn_relu`, also packed | a layer or a time step at a time | all by cuDNN |
 | `ctc_loss` | reads the lengths of targets | the same; here the longest that fit |
 | `dropout` | a mask in the input's dtype | a mask of bools |
 | statistics of `layer_norm`, `group_norm`, `batch_norm` | in the input's dtype | in fp32 |
 
-All others save the same on both. Meta tensors use a third attention, neither the CPU's nor the GPU's; `as_on_cpu()`
-gives them the CPU's. The replacements compute wrong values, so use them on tensors without values only:
+All others save the same on both. GPUs since Hopper take cuDNN's attention wherever it is able to run. Without a mask it
+saves what flash attention does, and is called that here. Meta tensors use a third attention, neither the CPU's nor the
+GPU's; `as_on_cpu()` gives them the CPU's. The replacements compute wrong values, so use them on tensors without values
+only:
 
     with FakeTensorMode(), as_on_cuda():
         ...
@@ -43,6 +45,8 @@ from meshwright.torch_private.modes import TorchDispatchMode, outside_of_modes
 aten = torch.ops.aten
 FLASH_WIDEST = 256
 """The widest head that flash attention supports."""
+CUDNN_WIDEST = 128
+"""The widest head of cuDNN's attention."""
 ALIGNED = 16
 """Bytes that the rows of efficient attention's heads must be a multiple of; flash attention pads them instead."""
 _active = 0
@@ -141,6 +145,8 @@ def _attention(
     fits = _are_grouped if enable_gqa else _have_equal_heads
     if takes_flash(query, key, value, attn_mask, is_causal=is_causal) and fits(query, key, value):
         return flash(query, key, value, dropout_p, is_causal=is_causal, scale=scale)
+    if attn_mask is not None and _takes_cudnn(query, key, value, attn_mask) and fits(query, key, value):
+        return _cudnn(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if _takes_efficient(query, key, value, attn_mask):
         return _efficient(*arguments, scale)
     return operators.MATH_ATTENTION(*arguments, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
@@ -188,6 +194,18 @@ def takes_flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
         and max(widths) <= FLASH_WIDEST
         and (square or not is_causal)
         and all(map(_has_dense_rows, (query, key, value)))
+    )
+
+
+def _takes_cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+    """Whether attention with a mask is cuDNN's on a GPU since Hopper. It has no gradient of the mask."""
+    return (
+        torch.backends.cuda.cudnn_sdp_enabled()
+        and query.dim() == 4
+        and query.dtype in HALF
+        and not mask.requires_grad
+        and all(x.shape[-1] % 8 == 0 and x.shape[-1] <= CUDNN_WIDEST for x in (query, key, value))
+        and all(map(_has_dense_rows, (query, key, value, mask)))
     )
 
 
@@ -239,10 +257,25 @@ def _efficient(
     return operators.EFFICIENT_ATTENTION(q, k, v, mask, keeps, dropout, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
 
 
+def _cudnn(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float, is_causal: bool, scale: float | None
+) -> Tensor:
+    """cuDNN's kernel. Its result is laid out like the queries, where efficient attention's is always by tokens."""
+    mask = _added(mask, q.dtype).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return operators.CUDNN_ATTENTION(q, k, v, mask, keeps, dropout, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask as numbers that are added to the scores."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """The mask as a bias that is added to the scores, in rows padded to a multiple of 16."""
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    mask = _added(mask, query.dtype)
     length = mask.shape[-1]
     if length % 16 and length == key.shape[-2]:
         mask = F.pad(mask, (0, 16 - length % 16))[..., :length]

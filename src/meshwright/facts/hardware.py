@@ -49,7 +49,8 @@ class Hardware:
     host_memory: int
     """Bytes of host memory per node."""
     reach: Mapping[str, float] = field(default_factory=dict)
-    """Measured shares of the peaks that kernels of a training step reach: `matmul`, `attention`, `stream`."""
+    """Measured shares of the peaks that kernels of a training step reach: `matmul`, `attention`, `stream`.
+    `in order` is that of kernels that stream long rows, if it differs."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """The data sheet or measurement behind each field, such as `within.bandwidth`."""
 

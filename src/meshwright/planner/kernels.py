@@ -7,7 +7,11 @@ Sources of the efficiencies, which apply unless the device's own were measured (
 - FlashAttention-2 (Dao 2023, figures 4 to 7) reaches 0.4 to 0.7 of an A100, less with narrow heads and in backward, and
   0.35 of an H100, whose newer matrix instructions it does not use: `ATTENTION`. Heads of 64 reach 0.32 of an H200,
   heads of 128 reach 0.44 (kernels of docs/data/plan_gpu.json): `NARROW`.
-- A device copy on an H200 reaches 4.3 of 4.8 TB/s (measured here); kernels that compute reach less: `STREAM`.
+- Three compiled decoders on an H200, whose masks are read by cuDNN's attention, reach 0.53 to 0.55 of the rate of those
+  without (docs/data/unseen_gpu.json and unseen_second_gpu.json, kernels of OLMo 2, Pythia and Nemotron): `MASKED`.
+- A device copy on an H200 reaches 4.3 of 4.8 TB/s (measured here); kernels that compute reach less: `STREAM`. Those
+  that read and write long rows in order reach more than others: compiled ones of a Llama, a Nemotron and a EuroBERT
+  0.70, 0.71 and 0.81 of an H200, a fused Adam 0.71, casts of all parameters 0.64 to 0.76 (`reach["in order"]`).
 - Even an empty kernel takes about 3 microseconds: `LEAST`.
 - In fp32, without matrix units, matmuls of a BERT reach 51 of 67 TFLOP/s on an H200 and its attention 35: `PLAIN`.
   PyTorch computes fp32 convolutions in tf32 by default, and those of a ResNet reach 150 of 494.
@@ -17,13 +21,17 @@ Sources of the efficiencies, which apply unless the device's own were measured (
 
 from __future__ import annotations
 
-from meshwright.facts.costs import Kernel
+from dataclasses import replace
+
+from meshwright.facts.compiled_blocks import FUSED as FUSED_NAME
+from meshwright.facts.costs import Kernel, Size
 from meshwright.facts.hardware import Hardware
 from meshwright.facts.precision import FORMATS, FULL
 
 MATMUL = 0.63
 ATTENTION = {"Hopper": 0.33, "other": 0.46}
 NARROW = 0.75
+MASKED = 0.54
 WIDE_HEAD = 128
 SHORT, USUAL_KEYS = 400, 1024
 """Attention over few keys spends its time on starting, on masks and on the softmax: over 200 to 8192 keys a query,
@@ -43,18 +51,19 @@ SEQUENTIAL = 1 / 3
 """Share of a recurrent layer's products that run time step by time step: those of the state, not of the input or of
 the weights' gradients, which take all steps at once."""
 ODD, EVEN = 0.16, 0.34
+PAD = 8
 FUSED = 0.45
 """Share of the time of elementwise kernels that remains when torch.compile fuses neighbours."""
 KEPT_COMPILED = 0.84
 """Share of what a block keeps for backward that a separately compiled block keeps: cheap results are recomputed (H200,
-Llama shapes of 1.1B and 8.0B). For a model compiled as a whole, the share is measured (tracing/compiled_share.py)."""
+Llama shapes of 1.1B and 8.0B). For a model compiled as a whole, the share is measured (tracing/compiled_blocks.py)."""
 HOPPER = ("H100", "H200", "H800", "GH200")
 
 
 def seconds(kernel: Kernel, samples: float, parts: int, hardware: Hardware, compiled: bool = False) -> float:
     """Device time of one kernel for a micro-batch of `samples`, divided into `parts` by tensor parallelism."""
     flops, moved = kernel.flops.at(samples) / parts, kernel.bytes.at(samples) / parts
-    traffic = moving(moved, hardware)
+    traffic = moving_in_order(moved, hardware) if kernel.name == FUSED_NAME else moving(moved, hardware)
     if compiled and not flops:
         return (LEAST + traffic) * FUSED
     stepping = _stepping(kernel, samples, parts, hardware)
@@ -68,6 +77,20 @@ def seconds(kernel: Kernel, samples: float, parts: int, hardware: Hardware, comp
 def moving(moved: float, hardware: Hardware) -> float:
     """Seconds that a memory-bound kernel takes to read and write `moved` bytes."""
     return moved / (hardware.bandwidth * hardware.reach.get("stream", STREAM))
+
+
+def moving_in_order(moved: float, hardware: Hardware) -> float:
+    """The same for a kernel that reads and writes long rows, as those of optimizers, casts and compilers do."""
+    usual = hardware.reach.get("stream", STREAM)
+    return moved / (hardware.bandwidth * hardware.reach.get("in order", usual))
+
+
+def padded(kernel: Kernel) -> Kernel:
+    """A product as a compiler runs it: weights with an odd side, such as that of a vocabulary, are padded."""
+    if kernel.kind != "matmul" or not kernel.shape:
+        return kernel
+    sides = (Size(-(-size.fixed // PAD) * PAD) if not size.each else size for size in kernel.shape[1:])
+    return replace(kernel, shape=(kernel.shape[0], *sides))
 
 
 def _stepping(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> float:
@@ -94,6 +117,7 @@ def _speed(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> fl
     if kernel.kind == "attention":
         usual = ATTENTION["Hopper" if hardware.device.startswith(HOPPER) else "other"]
         narrow = NARROW if kernel.shape and kernel.shape[-1].fixed < WIDE_HEAD else 1.0
+        narrow *= MASKED if "cudnn" in kernel.name else 1.0  # without a mask it is called flash attention
         if "attention" not in hardware.reach:  # a mean over the lengths of published steps
             return peak * usual * narrow
         return peak * hardware.reach["attention"] * narrow * _long_enough(kernel, samples)

@@ -6,7 +6,7 @@ how FLOPs and bytes add up, and the ratio changes slowly with the size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import exp, log
@@ -23,6 +23,8 @@ NEIGHBOURS = 4
 """Measured kernels that an interpolation uses."""
 FAR = log(64)
 """Beyond this distance from every measured size, a ratio is not carried over: 64 times the FLOPs or bytes."""
+_WIDTHS = 3
+"""How much farther apart heads of another width are than queries that sum over another number of keys."""
 _CLOSE = 0.01
 """Added to squared distances, so that one nearest kernel does not outweigh equally near ones by rounding."""
 
@@ -87,8 +89,8 @@ class KernelPrices:
         total, count = self._exact.get(key, (0.0, 0))
         self._exact[key] = total + measured.seconds * measured.count, count + measured.count
         usual = kernels.seconds(_as_kernel(measured), 1, 1, self._hardware)
-        work = _log(measured.steps or measured.flops)
-        point = _Point(work, _log(measured.bytes), log(measured.seconds / usual))
+        place = _place(measured.kind, measured.shape, measured.flops, measured.bytes, measured.steps)
+        point = _Point(*place, log(measured.seconds / usual))
         for group in _groups(_as_kernel(measured), 1):
             self._near.setdefault(group, []).append(point)
 
@@ -119,8 +121,9 @@ class KernelPrices:
             if found := self._exact.get(key):
                 return KernelSeconds.of(found[0] / found[1], EXACT)
         usual = kernels.seconds(kernel, samples, parts, self._hardware)
+        place = _place(kernel.kind, tuple(size.at(samples) for size in kernel.shape), flops * parts, moved, steps)
         for group in _groups(kernel, samples):
-            ratio = _interpolate(self._near.get(group, ()), _log(steps or flops), _log(moved))
+            ratio = _interpolate(self._near.get(group, ()), *place)
             if ratio is not None:
                 return KernelSeconds.of(usual * exp(ratio), INTERPOLATED)
         return KernelSeconds.of(usual, CATALOGUE)
@@ -140,6 +143,17 @@ def _interpolate(points: Iterable[_Point], work: float, moved: float) -> float |
         return None
     weights = [1 / (distance**2 + _CLOSE) for distance, _ in nearest]
     return sum(w * point.ratio for w, (_, point) in zip(weights, nearest, strict=True)) / sum(weights)
+
+
+def _place(kind: str, shape: Sequence[float], flops: float, moved: float, steps: float) -> tuple[float, float]:
+    """Where a kernel is among those of its group: logarithms of its work and of the bytes that it moves.
+
+    An attention's speed depends on how many keys a query sums over and on the width of its heads, hardly on its size.
+    """
+    if kind == "attention" and len(shape) == 4:
+        heads, queries, _, width = shape
+        return _log(flops / max(1.0, heads * queries * width)), _WIDTHS * _log(width)
+    return _log(steps or flops), _log(moved)
 
 
 def _log(amount: float) -> float:

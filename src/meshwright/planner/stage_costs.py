@@ -13,6 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from meshwright.errors import Refused
+from meshwright.facts.compiled_blocks import CompiledBlocks
 from meshwright.facts.costs import Kernel, ModelCosts, UnitCosts
 from meshwright.facts.hardware import Hardware
 from meshwright.facts.host_passes import HostPasses
@@ -48,6 +49,8 @@ class _Case(NamedTuple):
     policy: tuple[str, str]
     """Precision and activation checkpointing."""
     compiled: bool
+    compiles_whole: bool
+    """Whether the model is compiled as one, so that `CompiledBlocks` tells of its blocks."""
     keeps: float
     """Share of a block's kept activations that remains after compiling."""
     micro_batch: int
@@ -80,15 +83,15 @@ class StageCosts:
         worst: bool = False,
         prices: KernelPrices | None = None,
         host: HostPasses | None = None,
-        compiled: Mapping[str, float] | None = None,
+        compiled: Mapping[str, CompiledBlocks] | None = None,
     ) -> None:
         """`by_compute` cuts the stages as nanotron does: each takes calls until it has its share of the FLOPs.
 
         With `worst`, costs are those of the busiest rank if samples divide the work as unevenly as they can. `prices`
         are those of measured kernels, and `host` is the model's own pass on the cluster's host. `compiled` is, by
-        precision, the share of what blocks keep that remains in a model compiled as a whole.
+        precision, what compiling the model as a whole makes of its blocks.
         """
-        self._compiled: Mapping[str, float] = {} if compiled is None else compiled
+        self._compiled: Mapping[str, CompiledBlocks] = {} if compiled is None else compiled
         self._worst, self.prices, self.host = worst, prices, host
         self._facts, self._costs, self._hardware = facts, costs, hardware
         self._counts = {name: (p.count, p.trainable and p.used) for p in facts.parameters for name in p.names}
@@ -125,6 +128,7 @@ class StageCosts:
         case = _Case(
             (step_layout.precision, step_layout.recompute),
             step_layout.compile,
+            _compiles_whole(step_layout),
             self._kept_share(step_layout),
             step_layout.micro_batch,
             (step_layout.inner, step_layout.sequence),
@@ -144,7 +148,7 @@ class StageCosts:
             return 1.0
         if step_layout.gathers or step_layout.pieced or step_layout.stage_ranks > 1:
             return kernels.KEPT_COMPILED
-        return 1.0 if step_layout.inner else self._compiled.get(step_layout.precision, 1.0)
+        return 1.0 if step_layout.inner else self._compiled.get(step_layout.precision, CompiledBlocks()).kept
 
     def _fuses_loss(self, step_layout: StepLayout) -> bool:
         costs = self._costs[step_layout.precision, step_layout.recompute]
@@ -281,7 +285,16 @@ class StageCosts:
         read = {self._first[name] for name in unit.parameters}
         elements, trainable, inside = self._held(read, case.inner)
         shard_units = self._by_shard_unit(read)
-        passes = [self._seconds(part, micro_batch, shares, compiled) for part in (unit.forward, unit.backward)]
+        ways = self._compiled_kernels(unit, case)
+        if ways is not None:
+            passes = [self._seconds(part, micro_batch, shares, compiled=False) for part in ways]
+            launches = [len(part) for part in ways]
+        else:
+            ways = (unit.forward, unit.backward)
+            if case.compiles_whole and compiled:
+                ways = tuple(map(kernels.padded, unit.forward)), tuple(map(kernels.padded, unit.backward))
+            passes = [self._seconds(part, micro_batch, shares, compiled) for part in ways]
+            launches = [kernels.launches(part, compiled) for part in ways]
         forward, backward = (one.total for one in passes)
         again = 1 if case.policy[1] == "full" and unit.is_block else 0
         surplus = [share.surplus for share in shares if share.surplus]
@@ -302,8 +315,8 @@ class StageCosts:
             is_block=unit.is_block,
             forward=forward,
             backward=backward,
-            forward_launches=kernels.launches(unit.forward, compiled),
-            backward_launches=kernels.launches(unit.backward, compiled),
+            forward_launches=launches[0],
+            backward_launches=launches[1],
             kept=kept - saved,
             output=min(unit.output.at(micro_batch), stream),
             forward_peak=unit.forward_peak.at(micro_batch) / parts + gathered + passing + crowd,
@@ -324,6 +337,13 @@ class StageCosts:
             kernels=passes[0] + passes[1],
         )
 
+    def _compiled_kernels(self, unit: UnitCosts, case: _Case) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]] | None:
+        """Forward and backward of a block as the compiler fuses it; None if that is not known."""
+        if not case.compiles_whole or not unit.is_block or case.pieced or case.policy[1] != "none":
+            return None
+        known = self._compiled.get(case.policy[0])
+        return (known.forward, known.backward) if known is not None and known.forward else None
+
     def _seconds(
         self, part: tuple[Kernel, ...], samples: float, shares: list[UnitShare], compiled: bool
     ) -> KernelSeconds:
@@ -342,6 +362,11 @@ class StageCosts:
         units = self._costs[policy].units
         sizes = [unit.output.at(micro_batch) for unit in units if unit.is_block]
         return max(sizes or [unit.output.at(micro_batch) for unit in units])
+
+
+def _compiles_whole(step_layout: StepLayout) -> bool:
+    """Whether the model is compiled as one, and not block by block with eager code around them."""
+    return step_layout.compile and step_layout.compiles_whole and not step_layout.inner
 
 
 def _kernel_parts(kernel: Kernel, shares: list[UnitShare]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.planner.collectives import RankGroup
-from meshwright.planner.kernels import moving
+from meshwright.planner.kernels import moving_in_order
 from meshwright.planner.site import Site
 from meshwright.planner.stage_work import StageWork, UnitWork
 from meshwright.strategies.model_axis import Sent
@@ -102,9 +102,9 @@ def _preparing(site: Site, unit: UnitWork, *, backward: bool) -> float:
     repeats = layout.casts_each and layout.recompute != "none" and unit.is_block
     if layout.cast_bytes and (not backward or repeats):
         passes = 1 if layout.casts_each or layout.graphs else layout.micro_batches
-        return moving(unit.elements * (layout.parameter_bytes + layout.compute_bytes), site.hardware) / passes
+        return moving_in_order(unit.elements * (layout.parameter_bytes + layout.compute_bytes), site.hardware) / passes
     if layout.gathers and site.host.gathers_by_copy and (layout.reshards or not backward):
-        return moving(unit.elements * 2 * layout.compute_bytes, site.hardware)
+        return moving_in_order(unit.elements * 2 * layout.compute_bytes, site.hardware)
     return 0.0
 
 
@@ -138,11 +138,11 @@ def _accumulating(site: Site, elements: int) -> float:
         # FSDP2 casts to the dtype that it sends, our ZeRO to that of the masters.
         whole = layout.reduce_bytes if layout.gathers else layout.gradient_bytes
         cast = layout.compute_bytes + 2 * whole if casts else 0.0
-        return moving(elements * (cast + added), site.hardware)
+        return moving_in_order(elements * (cast + added), site.hardware)
     # Where ranks keep whole sums, these are rounded to be sent and cast back, once a step.
     rounded = layout.optimizer_over == 1 and layout.reduce_bytes < layout.gradient_bytes
     back = 2 * rounded * (layout.gradient_bytes + layout.reduce_bytes) / layout.micro_batches
-    return moving(elements * (layout.compute_bytes + 2 * layout.gradient_bytes + back), site.hardware)
+    return moving_in_order(elements * (layout.compute_bytes + 2 * layout.gradient_bytes + back), site.hardware)
 
 
 def _lateness(site: Site, ranks: int) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from meshwright.facts.hardware import Hardware
 from meshwright.planner.cpu_pipeline import idle_seconds
 from meshwright.planner.gradient_sums import exposed_sums, gradient_sum, summed_in_buckets
-from meshwright.planner.kernels import moving
+from meshwright.planner.kernels import moving_in_order
 from meshwright.planner.site import Site
 from meshwright.planner.stage_costs import StageCosts
 from meshwright.planner.stage_pass import Pass, sending, stage_passes
@@ -291,4 +291,6 @@ def _updating(site: Site, elements: int, inside: int) -> float:
     """Seconds of updating a rank's share of the elements, as measured or by the optimizer's memory traffic."""
     own = site.step_layout.per_rank(elements, inside, site.step_layout.optimizer_over)
     measured = site.prices.update(own) if site.prices is not None else None
-    return moving(own * (UPDATE_BYTES + site.host.clip_bytes), site.hardware) if measured is None else measured
+    if measured is not None:
+        return measured
+    return moving_in_order(own * (UPDATE_BYTES + site.host.clip_bytes), site.hardware)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.torch_private.operators import (
+    CUDNN_ATTENTION,
+    CUDNN_ATTENTION_BACKWARD,
     EFFICIENT_ATTENTION,
     EFFICIENT_ATTENTION_BACKWARD,
     FLASH_ATTENTION,
@@ -17,8 +19,10 @@ from meshwright.torch_private.operators import (
     schema_of,
 )
 
-FORWARD = (FLASH_ATTENTION.default, EFFICIENT_ATTENTION.default)
-BACKWARD = (FLASH_ATTENTION_BACKWARD.default, EFFICIENT_ATTENTION_BACKWARD.default)
+FORWARD = tuple(one.default for one in (FLASH_ATTENTION, CUDNN_ATTENTION, EFFICIENT_ATTENTION))
+BACKWARD = tuple(
+    one.default for one in (FLASH_ATTENTION_BACKWARD, CUDNN_ATTENTION_BACKWARD, EFFICIENT_ATTENTION_BACKWARD)
+)
 
 
 def attention_run(operator: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:

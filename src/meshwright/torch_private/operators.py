@@ -30,6 +30,7 @@ EFFICIENT_ATTENTION = _aten._scaled_dot_product_efficient_attention
 FLASH_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_backward
 EFFICIENT_ATTENTION_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward
 CUDNN_ATTENTION = _aten._scaled_dot_product_cudnn_attention
+CUDNN_ATTENTION_BACKWARD = _aten._scaled_dot_product_cudnn_attention_backward
 FLASH_ATTENTION_ON_CPU = _aten._scaled_dot_product_flash_attention_for_cpu
 CUDNN_RNN = _aten._cudnn_rnn
 CUDNN_RNN_BACKWARD = _aten._cudnn_rnn_backward

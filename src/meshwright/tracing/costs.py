@@ -287,25 +287,29 @@ class _CallOrder:
         return place
 
 
-def _unit(small: _Segment, large: _Segment) -> UnitCosts:
-    def between(low: float, high: float) -> Size:
-        each = (high - low) / (SIZES[1] - SIZES[0])
-        return Size(low - each * SIZES[0], each)
+def affine_kernel(small: OperatorRun, large: OperatorRun, sizes: tuple[int, int] = SIZES) -> Kernel:
+    """A kernel from its work at two numbers of samples."""
+    between = partial(_between, sizes=sizes)
+    return Kernel(
+        name=small.name,
+        kind=small.kind,
+        dtype=small.dtype,
+        flops=between(small.flops, large.flops),
+        bytes=between(small.bytes, large.bytes),
+        made=between(small.made, large.made),
+        shape=tuple(between(x, y) for x, y in zip(small.shape, large.shape, strict=False)),
+        steps=between(small.steps, large.steps),
+    )
 
+
+def _between(low: float, high: float, sizes: tuple[int, int] = SIZES) -> Size:
+    each = (high - low) / (sizes[1] - sizes[0])
+    return Size(low - each * sizes[0], each)
+
+
+def _unit(small: _Segment, large: _Segment) -> UnitCosts:
     def kernels(low: list[OperatorRun], high: list[OperatorRun]) -> tuple[Kernel, ...]:
-        return tuple(
-            Kernel(
-                name=a.name,
-                kind=a.kind,
-                dtype=a.dtype,
-                flops=between(a.flops, b.flops),
-                bytes=between(a.bytes, b.bytes),
-                made=between(a.made, b.made),
-                shape=tuple(between(x, y) for x, y in zip(a.shape, b.shape, strict=False)),
-                steps=between(a.steps, b.steps),
-            )
-            for a, b in aligned(low, high)
-        )
+        return tuple(affine_kernel(a, b) for a, b in aligned(low, high))
 
     return UnitCosts(
         name=small.name,
@@ -314,8 +318,8 @@ def _unit(small: _Segment, large: _Segment) -> UnitCosts:
         parameters=small.parameters,
         forward=kernels(small.forward, large.forward),
         backward=kernels(small.backward, large.backward),
-        kept=between(small.kept, large.kept),
-        output=between(small.output, large.output),
-        forward_peak=between(small.forward_peak, large.forward_peak),
-        backward_peak=between(small.backward_peak, large.backward_peak),
+        kept=_between(small.kept, large.kept),
+        output=_between(small.output, large.output),
+        forward_peak=_between(small.forward_peak, large.forward_peak),
+        backward_peak=_between(small.backward_peak, large.backward_peak),
     )

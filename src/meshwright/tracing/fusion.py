@@ -3,8 +3,9 @@
 Matrix products, convolutions, attention and the like are separate kernels and write their results. Everything else is
 fused: a value is written only if one of its readers cannot compute it inline. Such readers are the caller, a separate
 kernel, and a later kernel that reads a reduction. A value with several readers is written if it is made of many values.
-Kernels over the same number of elements are merged if one reads what the other reads or writes. A value is freed after
-its last read, or overwritten if the next one has its size. Thresholds are Inductor's defaults.
+Kernels over the same number of elements are merged if one reads what the other reads or writes, at the place of the
+later one. A value is freed after its last read, or overwritten if the next one has its size. Thresholds are those that
+Inductor has by default.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class _Fusion:
             self._find_root(node)
         for node in filter(nodes.computes, self._nodes):
             self._lower(node)
+        self._kernels = [kernel for kernel in self._kernels if kernel.node is not None or kernel.writes]
         outputs = tuple(self._output(leaf) for leaf in self._nodes[-1].args[0])
         kept = {output[0] for output in outputs if output is not None}
         last = self._last_reads(kept)
@@ -121,7 +123,9 @@ class _Fusion:
         if nodes.is_separate(node):
             self._launch(CompiledKernel(node=node), made, self._padded(node, reads))
         elif self._is_written(node, len(reads), operators):
-            self._launch(self._find_kernel(*nodes.domain_of(node), reads), made, reads)
+            kernel = self._find_kernel(*nodes.domain_of(node), reads)
+            self._launch(kernel, made, reads)
+            self._delay_sources(kernel, *nodes.domain_of(node), reads)
         else:
             self._inlined[node] = reads, operators
 
@@ -182,6 +186,23 @@ class _Fusion:
         kernel.reads |= reads
         kernel.writes |= dict.fromkeys(writes)
         self._made_by |= dict.fromkeys(writes, place)
+
+    def _delay_sources(self, kernel: CompiledKernel, rows: int, length: int, reads: Keys) -> None:
+        """Move earlier kernels that compute a kernel's inputs, and that no other kernel reads, into this one.
+
+        What they read then stays in memory until here: a sum over all layers keeps every layer's part of it.
+        """
+        for place in sorted({self._made_by[key] for key in reads if key in self._made_by}):
+            source = self._kernels[place]
+            others = (other for other in self._kernels[place + 1 :] if other is not kernel)
+            if source is kernel or not source.fits(rows, length) or not kernel.fits(source.rows, source.length):
+                continue
+            if any(source.writes.keys() & other.reads.keys() for other in others):
+                continue
+            kernel.reads = source.reads | kernel.reads
+            kernel.writes = source.writes | kernel.writes
+            self._made_by |= dict.fromkeys(source.writes, self._kernels.index(kernel))
+            source.reads, source.writes = {}, {}
 
     def _last_reads(self, kept: set[Key]) -> dict[Key, int]:
         """The last kernel that reads each value. A value that only its own kernel reads is not written."""

@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from meshwright.describe.dtypes import WORDS
+from meshwright.facts.compiled_blocks import FUSED
 from meshwright.tracing.fusion import CompiledKernel, Program
 from meshwright.tracing.layouts import Buffer
+from meshwright.tracing.meter import OperatorRun, operator_run, strided_in
 from meshwright.tracing.nodes import Key, operator_of, values_of
 from meshwright.tracing.recorder import StepRecorder
 
@@ -50,10 +53,28 @@ class Runner:
             args, kwargs = fx.node.map_arg((args, kernel.node.kwargs), lambda node: node.meta.get("val"))
             found = kernel.node.meta["val"] if "val" in kernel.node.meta else list(values_of(kernel.node).values())
             self._recorder.ran(func, args, kwargs, found)
+            run = operator_run(func, args, kwargs, found, strided_in((args, kwargs)), strided_in(found))
+            self._recorder.operations.compiled(run, self._recorder.step_phase)
             return
-        moved = [self._program.buffers[key] for key in (*kernel.reads, *kernel.writes)]
+        written = [self._program.buffers[key] for key in kernel.writes]
+        moved = [*(self._program.buffers[key] for key in kernel.reads), *written]
         most = max(moved, key=lambda buffer: (buffer.dtype.is_floating_point, buffer.bytes))
-        self._recorder.operations.note_fused(sum(b.bytes for b in moved), most.dtype, self._recorder.step_phase)
+        operations, phase = self._recorder.operations, self._recorder.step_phase
+        operations.note_fused(sum(b.bytes for b in moved), most.dtype, phase)
+        operations.compiled(_fused_run(moved, written, most.dtype), phase)
+
+
+def _fused_run(moved: list[Buffer], written: list[Buffer], dtype: torch.dtype) -> OperatorRun:
+    """A kernel that was fused from many operators. It streams what it reads and writes."""
+    return OperatorRun(
+        name=FUSED,
+        kind="other",
+        dtype=WORDS.get(dtype, "fp32"),
+        flops=0.0,
+        bytes=float(sum(buffer.bytes for buffer in moved)),
+        made=float(sum(buffer.bytes for buffer in written)),
+        shape=(),
+    )
 
 
 def _empty(buffer: Buffer) -> Tensor:

@@ -18,6 +18,7 @@ from meshwright.recording.report_as_cpu import tensors_in
 from meshwright.torch_private.collectives import COLLECTIVES, FUNCTIONAL, group_given_as
 from meshwright.torch_private.operators import schema_of
 from meshwright.torch_private.trees import tree_leaves
+from meshwright.tracing.meter import OperatorRun
 
 _NO_KERNEL = {*ALLOCATIONS, "detach", "alias", "set_"}
 _PHASES = ("forward", "backward", "update")
@@ -39,6 +40,8 @@ class Operations:
     """Called with every kernel, for users that want to know when it runs."""
     seen: Callable[[Any, Any, Any, Any, str], None] = lambda func, args, kwargs, found, phase: None
     """Called with the operator of every kernel, its arguments and result, and the phase."""
+    compiled: Callable[[OperatorRun, str], None] = lambda run, phase: None
+    """Called with every kernel of compiled code, and the phase."""
 
     def note(
         self, func: Any, args: Any, kwargs: Any, found: Any, given: list[Tensor], made: list[Tensor], phase: str

@@ -1,0 +1,124 @@
+"""What compiling a model as a whole makes of its blocks: what they keep for backward, and their kernels.
+
+A compiler fuses kernels and recomputes cheap results, and a library may take another path when it is compiled:
+transformers makes masks that it leaves out otherwise, and then attention takes another kernel. So both are measured for
+each model, from compiled steps with few blocks and few samples.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from meshwright.facts.compiled_blocks import CompiledBlocks
+from meshwright.facts.costs import Kernel, ModelCosts, UnitCosts
+from meshwright.facts.job import Job
+from meshwright.facts.model import ModelFacts
+from meshwright.facts.precision import FORMATS
+from meshwright.facts.strategy import Strategy
+from meshwright.tracing.block_stack import BlockStack, find_repeated_blocks
+from meshwright.tracing.costs import LOSS, affine_kernel
+from meshwright.tracing.extrapolate import with_fewer_blocks
+from meshwright.tracing.meter import OperatorRun
+from meshwright.tracing.record_step import Recorded, StepObserver, record_step
+from meshwright.tracing.recorder import StepRecorder
+from meshwright.tracing.step import SIZES_COMPILED, refuse_trace
+
+FEW, MORE = SIZES_COMPILED
+"""Blocks of the two models."""
+SAMPLES = (11, 13)
+"""Their tokens are seldom as many as a layer is wide, for then sums over tokens and over features would look alike."""
+
+
+def measure_compiled_blocks(job: Job, facts: ModelFacts, costs: ModelCosts) -> CompiledBlocks:
+    """Trace compiled steps. Of a model without repeated blocks, all units keep the same share, and have no kernels."""
+    strategy = refuse_trace(job, facts, Strategy.parse(f"single,{costs.precision},compile"), 1, "cuda")
+    stack = find_repeated_blocks(facts)
+    if stack is None or stack.before or stack.blocks < MORE:
+        held = _trace(job, facts, strategy, SAMPLES[0]).held
+        return CompiledBlocks(kept=_share(held, [unit for unit in costs.units if unit.name != LOSS]))
+    small, large, wide = (
+        _trace_blocks(job, facts, strategy, stack, blocks, samples)
+        for blocks, samples in ((FEW, SAMPLES[0]), (MORE, SAMPLES[0]), (MORE, SAMPLES[1]))
+    )
+    last = next(unit for unit in costs.units if unit.name == f"{stack.name}.{stack.blocks - 1}")
+    kept = _share((large.kept - small.kept) / (MORE - FEW), [last])
+    forward, backward = (_added_kernels(small.runs[way], large.runs[way], wide.runs[way]) for way in _WAYS)
+    if not (forward and backward):
+        return CompiledBlocks(kept=kept)
+    return CompiledBlocks(kept=kept, forward=forward, backward=backward)
+
+
+_WAYS = ("forward", "backward")
+
+
+@dataclass
+class _CompiledStep(StepObserver):
+    """Notes the kernels of compiled code in the recorded step."""
+
+    runs: dict[str, list[OperatorRun]] = field(default_factory=lambda: {way: [] for way in _WAYS})
+    kept: float = 0.0
+    """The most bytes of activations at any moment, without the low-precision copies of the parameters."""
+    held: float = 0.0
+    """The same with what forward frees itself, such as the parts of a sum over all layers."""
+    _is_on: bool = False
+
+    def attach(self, models: Iterable[nn.Module], recorder: StepRecorder) -> None:
+        recorder.operations.compiled = self._compiled
+
+    def begin(self) -> None:
+        self._is_on = True
+
+    def end(self) -> None:
+        self._is_on = False
+
+    def _compiled(self, run: OperatorRun, phase: str) -> None:
+        if self._is_on and phase in self.runs:
+            self.runs[phase].append(run)
+
+
+def _trace_blocks(
+    job: Job, facts: ModelFacts, strategy: Strategy, stack: BlockStack, blocks: int, samples: int
+) -> _CompiledStep:
+    shorter = with_fewer_blocks(replace(job, global_batch=samples), facts, strategy, stack, blocks)
+    assert shorter is not None  # a single process has no stages that could lack blocks
+    return _trace(shorter.job, shorter.facts, strategy, samples)
+
+
+def _trace(job: Job, facts: ModelFacts, strategy: Strategy, samples: int) -> _CompiledStep:
+    step = _CompiledStep()
+    recorded = record_step(replace(job, global_batch=samples), facts, strategy, 1, 0, observer=step)
+    copies = _copies(recorded, strategy)
+    step.kept = max(causes["activations"] for causes in recorded.peaks.values()) - copies
+    forward = [causes for moment, causes in recorded.peaks.items() if moment.startswith("forward")]
+    step.held = max([step.kept, *(causes["activations"] + causes["temporary"] - copies for causes in forward)])
+    if recorded.uncompiled:  # a part of the step is eager, and not among the kernels
+        step.runs = {way: [] for way in _WAYS}
+    return step
+
+
+def _copies(recorded: Recorded, strategy: Strategy) -> float:
+    """Bytes of the parameters in low precision."""
+    low = FORMATS[strategy.precision].bytes
+    return max(causes["parameters"] for causes in recorded.peaks.values()) * low / 4 if low < 4 else 0.0
+
+
+def _share(kept: float, units: list[UnitCosts]) -> float:
+    eager = sum(unit.kept.at(SAMPLES[0]) for unit in units)
+    return kept / eager if eager > 0 else 1.0
+
+
+def _added_kernels(small: list[OperatorRun], large: list[OperatorRun], wide: list[OperatorRun]) -> tuple[Kernel, ...]:
+    """The kernels that one more block adds, from those of two models and of the larger one with more samples."""
+    if [run.name for run in large] != [run.name for run in wide]:
+        return ()  # the compiler fuses otherwise with more samples
+    added = Counter(zip(large, wide, strict=True))
+    for run, count in Counter(small).items():
+        for pair in [pair for pair in added if pair[0] == run]:
+            taken = min(count, added[pair])
+            added[pair], count = added[pair] - taken, count - taken
+    blocks = MORE - FEW
+    return tuple(affine_kernel(*pair, SAMPLES) for pair, count in added.items() for _ in range(round(count / blocks)))

@@ -1,0 +1,95 @@
+"""What blocks keep, and their kernels, when a model is compiled as a whole."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright import Job
+from meshwright.api.job_planner import Planner
+from meshwright.describe.model import describe
+from meshwright.facts.cluster import Cluster
+from meshwright.facts.compiled_blocks import FUSED
+from meshwright.facts.strategy import Strategy
+
+
+class Wasteful(nn.Module):
+    """Eager code keeps several results that a compiler recomputes from the block's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        for _ in range(4):
+            y = torch.sigmoid(y) * torch.tanh(y)
+        return x + self.linear(y)
+
+
+class Model(nn.Module):
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Detour(nn.Module):
+    """Takes a longer path if it is compiled, as libraries do that make masks then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        for _ in range(9 if torch.compiler.is_compiling() else 1):
+            y = torch.tanh(self.linear(y))
+        return x + y
+
+
+def planner_of(block: type[nn.Module], samples: int = 4) -> Planner:
+    job = Job(
+        model=partial(Model, block),
+        inputs=lambda batch: (batch,),
+        loss=lambda output, batch: (output.float().square().sum(), len(output)),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        sample=lambda count: torch.randn(count, 128, 64),
+        global_batch=samples,
+    )
+    planner = Planner(job, describe(job), samples)
+    planner.measure_for(Strategy.parse("single,bf16,compile"))
+    assert not planner.notes
+    return planner
+
+
+def test_a_compiled_model_is_accounted_by_what_its_graph_keeps() -> None:
+    found = planner_of(Wasteful)._compiled["bf16"]
+    assert found.kept == pytest.approx(0.2, abs=0.15)  # eager blocks keep a dozen tensors, compiled two
+
+
+def test_a_compiled_block_has_the_products_of_an_eager_one_and_fewer_other_kernels() -> None:
+    planner = planner_of(Wasteful)
+    found = planner._compiled["bf16"]
+    *_, block = (unit for unit in planner._costs["bf16", "none"].units if unit.is_block)
+    for compiled, eager in ((found.forward, block.forward), (found.backward, block.backward)):
+        for samples in (2, 64):
+            products = [sum(kernel.flops.at(samples) for kernel in part) for part in (compiled, eager)]
+            assert products[0] == pytest.approx(products[1])
+        assert sum(kernel.kind == "other" for kernel in compiled) < sum(kernel.kind == "other" for kernel in eager) / 4
+    assert {kernel.name for kernel in found.forward if kernel.kind == "other"} == {FUSED}
+
+
+def test_a_path_that_only_compiled_code_takes_is_priced() -> None:
+    planner = planner_of(Detour, samples=4096)
+    cluster = Cluster(nodes=1, devices_per_node=1, device="H200-141GB")
+    found = planner.search_named(cluster, [Strategy.parse(text) for text in ("single,bf16", "single,bf16,compile")])
+    compute = {plan.strategy.compile: plan.forecast.time["compute"] for plan in (*found.plans, *found.unfit)}
+    assert compute[True] > 2 * compute[False]

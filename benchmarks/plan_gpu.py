@@ -168,11 +168,25 @@ def _job_of_model(name: str) -> mw.Job:
         return load_job(f"hf:{folder}:seq=512")
 
 
-def measure(case: Case, turns: Turns, detail: bool) -> dict[str, Any]:
-    """One rank of a fake world on this machine's GPU; what is not timed runs beside other cases."""
+def facts_path(folder: Path, job: str) -> Path:
+    """Where a folder keeps what is known of a job's model."""
+    return folder / f"{job.replace(':', '_')}.json"
+
+
+def facts_of(text: str, job: mw.Job, folder: Path | None) -> ModelFacts:
+    if folder is None or not facts_path(folder, text).exists():
+        return describe(job)
+    return ModelFacts.from_json(json.loads(facts_path(folder, text).read_text()))
+
+
+def measure(case: Case, turns: Turns, detail: bool, known: Path | None = None) -> dict[str, Any]:
+    """One rank of a fake world on this machine's GPU; what is not timed runs beside other cases.
+
+    `known` is a folder with what is known of the models, found out elsewhere.
+    """
     with turns.beside():
         job = job_of(case.job)
-        facts, batch = describe(job), make_batch(job, job.global_batch)
+        facts, batch = facts_of(case.job, job, known), make_batch(job, job.global_batch)
     with turns.alone():
         device = torch.device("cuda", 0)
         world = replace(fake_world(case.ranks, device, rank=case.rank), weightless=True)
@@ -262,9 +276,9 @@ def make_up_weights(trainer: Trainer) -> None:
     trainer.engine.loaded()
 
 
-def attempt(case: Case, turns: Turns, detail: bool, results: Any) -> None:
+def attempt(case: Case, turns: Turns, detail: bool, results: Any, facts: Path | None = None) -> None:
     try:
-        results.put(measure(case, turns, detail))
+        results.put(measure(case, turns, detail, facts))
     except Exception as error:
         traceback.print_exc()
         results.put({**vars(case), "error": f"{type(error).__name__}: {error}"})

@@ -10,29 +10,31 @@
 Forecasts are committed before anything is measured, so nothing can be fitted to the measurement. Each case is forecast
 in a process of its own with a time limit; a case without a forecast is a row that says why. `kernels` is the grade of
 measured kernels: it times a case's operators one by one, and the model's Python, and knows nothing of its steps.
+`describe --facts FOLDER` elsewhere and `measure --facts FOLDER` save the GPU the time to look at the models first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from plan_gpu import Case, account_for, attempt, errors_of, measure_all, planner_of, trace
+from plan_gpu import Case, account_for, attempt, errors_of, facts_path, job_of, measure_all, planner_of, trace
 from turns import Turns
 from unseen_cases import ROUNDS
 
 from meshwright.api import job_planner
 from meshwright.api.job_planner import Planner
 from meshwright.api.probe_kernels import describe_device, longest_kernels, measured_table, trace_operators
+from meshwright.describe.model import describe
 from meshwright.facts.costs import ModelCosts
 from meshwright.facts.strategy import Strategy
 
@@ -61,26 +63,39 @@ def by_account(row: dict[str, Any]) -> dict[str, float]:
     return {**told, "table_ms": by_table["compute_ms"]}
 
 
-def forecast_all(number: int, path: Path, only: str) -> None:
+def forecast_all(number: int, path: Path, only: str, processes: int) -> None:
     """Finished cases are kept: the same command goes on."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     done = {_name(row) for row in rows}
-    for place, case in enumerate(ROUNDS[number]):
-        if only not in _name(vars(case)) or _name(vars(case)) in done:
-            continue
-        begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, __file__, "one", "--round", str(number), "--case", str(place)]
-        try:
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-            row = json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else _failed(case, ran.stderr[-300:])
-        except subprocess.TimeoutExpired:
-            row = _failed(case, f"took longer than {LIMIT_S} s")
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        print(
-            _line(row), f"{time.monotonic() - begun:.0f} s, {after.ru_utime - before.ru_utime:.0f} s of CPU", flush=True
-        )
-        rows.append(row)
-        path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+    names = [_name(vars(case)) for case in ROUNDS[number]]
+    waiting = [place for place, name in enumerate(names) if only in name and name not in done]
+    with ThreadPoolExecutor(processes) as pool:
+        for row in pool.map(lambda place: _forecast_apart(number, place), waiting):
+            print(_line(row), flush=True)
+            rows.append(row)
+            rows.sort(key=lambda row: names.index(_name(row)))
+            path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+
+
+def _forecast_apart(number: int, place: int) -> dict[str, Any]:
+    """One forecast in a process of its own, with a time limit."""
+    case = ROUNDS[number][place]
+    command = [sys.executable, __file__, "one", "--round", str(number), "--case", str(place)]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return _failed(case, f"took longer than {LIMIT_S} s")
+    return json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else _failed(case, ran.stderr[-300:])
+
+
+def describe_all(number: int, folder: Path, only: str) -> None:
+    """Write what is known of each model, so that the machine with the GPU need not find it out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for text in dict.fromkeys(case.job for case in ROUNDS[number] if only in _name(vars(case))):
+        path = facts_path(folder, text)
+        if not path.exists():
+            path.write_text(json.dumps(describe(job_of(text)).to_json()))
+            print(path, flush=True)
 
 
 def by_kernels(case: Case, turns: Turns, detail: bool, results: Any) -> None:
@@ -157,22 +172,27 @@ def score(measured: Path, forecasts: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["forecast", "measure", "kernels", "score", "one"])
+    parser.add_argument("what", choices=["forecast", "describe", "measure", "kernels", "score", "one"])
     parser.add_argument("--round", type=int, choices=sorted(ROUNDS), default=1, help="which cases (default: 1)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--forecasts", type=Path)
     parser.add_argument("--only", default="", help="cases whose text holds this")
+    parser.add_argument("--processes", type=int, default=1, help="forecasts that are made at a time (default: 1)")
+    parser.add_argument("--facts", type=Path, help="folder that `describe` fills, and `measure` reads")
     parser.add_argument("--case", type=int, help="number of the case, for `one`")
     options = parser.parse_args()
     if options.what == "one":
         print(json.dumps(forecast(ROUNDS[options.round][options.case])))
     elif options.what == "forecast":
-        forecast_all(options.round, options.json, options.only)
+        forecast_all(options.round, options.json, options.only, options.processes)
+    elif options.what == "describe":
+        describe_all(options.round, options.facts, options.only)
     elif options.what in ("measure", "kernels"):
         import transformers  # noqa: F401  # once, before processes are forked
 
         chosen = [case for case in ROUNDS[options.round] if options.only in _name(vars(case))]
-        measure_all(chosen, options.json, attempt=attempt if options.what == "measure" else by_kernels)
+        measured = partial(attempt, facts=options.facts)
+        measure_all(chosen, options.json, attempt=measured if options.what == "measure" else by_kernels)
     else:
         score(options.json, options.forecasts)
 

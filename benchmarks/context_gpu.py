@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_cases import Case
+from gpu_steps import measure
 from own_process import Child
-from plan_gpu import Case, account_for, errors_of, measure, trace
+from plan_gpu import account_for, errors_of, trace
 from torch import Tensor
 
 from meshwright.strategies.context.causal import attend_at_once, attend_to_earlier

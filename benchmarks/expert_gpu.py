@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from plan_gpu import GIB, make_up_weights
+from gpu_steps import GIB, make_up_weights
 
 import meshwright as mw
 from meshwright.assemble.step import Trainer

@@ -20,7 +20,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from plan_gpu import GIB, job_of, make_up_weights
+from gpu_cases import job_of
+from gpu_steps import GIB, make_up_weights
 from torch.utils._pytree import tree_map
 
 from meshwright.api.job_planner import Planner, PlanOptions

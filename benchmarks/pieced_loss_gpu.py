@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from plan_gpu import make_up_weights
+from gpu_steps import make_up_weights
 from step_profile import differences, profile_step
 from torch import Tensor
 from torch.utils._pytree import tree_map

@@ -13,46 +13,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
-import time
-import traceback
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-import unseen_jobs
-import unseen_second_jobs  # noqa: F401  # adds its jobs to the others
-import unseen_third_jobs  # noqa: F401
-from torch import nn
-from torch.utils._pytree import tree_map
-from turns import Turns
+from gpu_cases import T5, TORCH, Case, job_of_model
+from gpu_steps import measure_all
 
 import meshwright as mw
 from meshwright.api.job_planner import Planner
-from meshwright.assemble.step import Trainer
-from meshwright.assemble.world import fake_world
 from meshwright.describe.model import describe
-from meshwright.describe.observe import make_batch
 from meshwright.facts.cluster import Cluster
 from meshwright.facts.costs import ModelCosts
 from meshwright.facts.model import ModelFacts
 from meshwright.facts.strategy import Strategy
-from meshwright.jobs.load import load_job
 from meshwright.planner.search import consider
 from meshwright.tracing import trace_step
-from meshwright.tracing.host_passes import time_reference
+from meshwright.units import GIB
 
-GIB = 1 << 30
-STEPS = 5
-AT_ONCE = 8
-"""Cases that are described side by side, while none is timed."""
 NO_LINKS = {side: {"bandwidth": 1e18, "latency": 1e-12} for side in ("within", "between")}
 """A rank of a fake world waits for nobody."""
 PAIRS = {
@@ -63,22 +43,6 @@ PAIRS = {
     "time": ("compute_ms", "step_ms"),
 }
 """What is told and what is measured."""
-T5, TORCH = "t5-large", "torch-transformer"
-KINDS = {
-    "attention": ("sdpa", "fmha", "flash", "cudnn::fusion"),
-    "products": ("gemm", "nvjet", "cutlass", "dgrad", "wgrad", "fprop"),
-    "update": ("multi_tensor", "LpNorm"),
-}
-"""Words in the names of CUDA kernels."""
-
-
-@dataclass(frozen=True)
-class Case:
-    job: str
-    strategy: str
-    ranks: int = 1
-    rank: int = 0
-    steps: int = STEPS
 
 
 def _cases() -> list[Case]:
@@ -114,192 +78,6 @@ def _cases() -> list[Case]:
     return singles + worlds + accumulated
 
 
-class EncoderDecoder(nn.Module):
-    """PyTorch's own transformer, of the size of T5-large, with a vocabulary around it."""
-
-    def __init__(self, width: int = 1024, layers: int = 24, vocabulary: int = 32128) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.body = nn.Transformer(width, 16, layers, layers, 4096, dropout=0.1, batch_first=True, norm_first=True)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
-        body = self.body(self.embedding(source), self.embedding(target), tgt_mask=mask, tgt_is_causal=True)
-        return self.head(body)
-
-
-def _translation(batch: int, length: int = 512, vocabulary: int = 32128) -> mw.Job:
-    """Tokens to tokens."""
-
-    def loss(output: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
-        target = batch[:, 1].flatten()
-        return F.cross_entropy(output.flatten(0, 1), target, reduction="sum"), target.numel()
-
-    return mw.Job(
-        model=EncoderDecoder,
-        inputs=lambda batch: (batch[:, 0], batch[:, 1]),
-        loss=loss,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
-        sample=lambda count: torch.randint(vocabulary, (count, 2, length)),
-        global_batch=batch,
-    )
-
-
-def job_of(text: str) -> mw.Job:
-    """The job of `MODEL,batch=SAMPLES`."""
-    model, _, batch = text.rpartition("batch=")
-    return replace(_job_of_model(model.rstrip(":,")), global_batch=int(batch))
-
-
-def _job_of_model(name: str) -> mw.Job:
-    if name in unseen_jobs.JOBS:
-        return unseen_jobs.JOBS[name]()
-    if name == TORCH:
-        return _translation(batch=1)
-    if name != T5:
-        return load_job(name)
-    from transformers import T5Config
-
-    with tempfile.TemporaryDirectory() as folder:
-        T5Config(d_model=1024, d_kv=64, d_ff=4096, num_layers=24, num_heads=16, vocab_size=32128).save_pretrained(
-            folder
-        )
-        return load_job(f"hf:{folder}:seq=512")
-
-
-def facts_path(folder: Path, job: str) -> Path:
-    """Where a folder keeps what is known of a job's model."""
-    return folder / f"{job.replace(':', '_')}.json"
-
-
-def facts_of(text: str, job: mw.Job, folder: Path | None) -> ModelFacts:
-    if folder is None or not facts_path(folder, text).exists():
-        return describe(job)
-    return ModelFacts.from_json(json.loads(facts_path(folder, text).read_text()))
-
-
-def measure(case: Case, turns: Turns, detail: bool, known: Path | None = None) -> dict[str, Any]:
-    """One rank of a fake world on this machine's GPU; what is not timed runs beside other cases.
-
-    `known` is a folder with what is known of the models, found out elsewhere.
-    """
-    with turns.beside():
-        job = job_of(case.job)
-        facts, batch = facts_of(case.job, job, known), make_batch(job, job.global_batch)
-    with turns.alone():
-        device = torch.device("cuda", 0)
-        world = replace(fake_world(case.ranks, device, rank=case.rank), weightless=True)
-        trainer = Trainer(job, facts, Strategy.parse(case.strategy).resolve(case.ranks), world, seed=0)
-        make_up_weights(trainer)
-        batch = tree_map(lambda leaf: leaf.pin_memory() if torch.is_tensor(leaf) else leaf, batch)
-        trainer.step(batch)
-        torch.cuda.reset_peak_memory_stats()
-        seconds = []
-        for _ in range(case.steps):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            trainer.step(batch)
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-        row = {
-            **vars(case),
-            "peak_gib": torch.cuda.max_memory_allocated() / GIB,
-            "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
-            "held_gib": torch.cuda.memory_allocated() / GIB,
-            "step_ms": median(seconds) * 1e3,
-            "device": torch.cuda.get_device_name(),
-            "reference_ms": time_reference() * 1e3,
-        }
-        kernels = _kernels(trainer, batch)
-        row["kernel_ms"] = by_kind(kernels)
-        return row | ({"kernels": kernels, **_look_inside(trainer, batch)} if detail else {})
-
-
-def _kernels(trainer: Trainer, batch: Any) -> dict[str, tuple[int, float]]:
-    """Number and milliseconds of a step's kernels, by name."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        trainer.step(batch)
-        torch.cuda.synchronize()
-    return {event.key: (event.count, event.device_time_total / 1e3) for event in profile.key_averages()}
-
-
-def by_kind(kernels: dict[str, tuple[int, float]]) -> dict[str, float]:
-    """Milliseconds of products and convolutions, of attention, of the update and of all other kernels."""
-    found: dict[str, float] = dict.fromkeys((*KINDS, "other"), 0.0)
-    for name, (_, ms) in kernels.items():
-        if "HtoD" not in name:
-            found[next((kind for kind, words in KINDS.items() if any(w in name for w in words)), "other")] += ms
-    return {kind: round(ms, 2) for kind, ms in found.items()}
-
-
-def _look_inside(trainer: Trainer, batch: Any) -> dict[str, Any]:
-    """What is alive at the peak of a step, beside all its kernels."""
-    before = _alive()
-    torch.cuda.memory._record_memory_history(context=None, max_entries=1_000_000)
-    trainer.step(batch)
-    torch.cuda.synchronize()
-    changes = torch.cuda.memory._snapshot()["device_traces"][0]
-    torch.cuda.memory._record_memory_history(enabled=None)
-    return {"at_peak": _at_peak(before, changes)}
-
-
-def _alive() -> dict[int, int]:
-    blocks = (block for segment in torch.cuda.memory._snapshot()["segments"] for block in segment["blocks"])
-    return {block["address"]: block["size"] for block in blocks if block["state"] == "active_allocated"}
-
-
-def _at_peak(alive: dict[int, int], changes: list[dict[str, Any]]) -> list[list[int]]:
-    """Size and number of what is alive at the peak, the largest sums first."""
-    total, most, best = sum(alive.values()), 0, {}
-    for change in changes:
-        if change["action"] == "alloc":
-            alive[change["addr"]] = change["size"]
-            total += change["size"]
-            if total > most:
-                most, best = total, dict(alive)
-        elif change["action"] == "free_completed":
-            total -= alive.pop(change["addr"], 0)
-    sizes = Counter(best.values())
-    return [[size, count] for size, count in sorted(sizes.items(), key=lambda item: -item[0] * item[1])[:60]]
-
-
-@torch.no_grad()
-def make_up_weights(trainer: Trainer) -> None:
-    """Small numbers on the device itself: filling billions of weights from a seed takes minutes."""
-    for held in trainer.engine.held():
-        local = held.tensor.to_local() if hasattr(held.tensor, "to_local") else held.tensor
-        if local.is_floating_point():
-            local.normal_(std=0.02)
-        else:
-            local.zero_()
-    trainer.engine.loaded()
-
-
-def attempt(case: Case, turns: Turns, detail: bool, results: Any, facts: Path | None = None) -> None:
-    try:
-        results.put(measure(case, turns, detail, facts))
-    except Exception as error:
-        traceback.print_exc()
-        results.put({**vars(case), "error": f"{type(error).__name__}: {error}"})
-
-
-def measure_all(cases: Sequence[Case], path: Path, detail: bool = False, attempt: Any = attempt) -> None:
-    """Each case in a process forked from this one, which never touches the GPU; some at a time, one on the GPU."""
-    waiting = list(cases)
-    context = get_context("fork")
-    turns, results = Turns(context, AT_ONCE), context.Queue()
-    running, rows = 0, []
-    while waiting or running:
-        while waiting and running < AT_ONCE:
-            context.Process(target=attempt, args=(waiting.pop(0), turns, detail, results)).start()
-            running += 1
-        rows.append(results.get(timeout=300))
-        running -= 1
-        print({name: value for name, value in rows[-1].items() if name not in ("kernels", "at_peak")}, flush=True)
-        path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
-
-
 @cache
 def planner_of(text: str) -> Planner:
     model, _, batch = text.rpartition("batch=")
@@ -309,7 +87,7 @@ def planner_of(text: str) -> Planner:
 
 @cache
 def _described(model: str) -> tuple[mw.Job, ModelFacts, dict[tuple[str, str], ModelCosts]]:
-    job = _job_of_model(model)
+    job = job_of_model(model)
     return job, describe(job), {}
 
 

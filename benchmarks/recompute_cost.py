@@ -25,7 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from plan_gpu import make_up_weights
+from gpu_steps import make_up_weights
 from step_profile import Profile, host_and_wall, profile_step
 from torch import nn
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plan_gpu import Case
+from gpu_cases import Case
 
 FIRST = (
     Case("pythia:batch=8", "single,bf16"),

@@ -27,7 +27,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from plan_gpu import Case, account_for, attempt, errors_of, facts_path, job_of, measure_all, planner_of, trace
+from gpu_cases import Case, job_of
+from gpu_steps import attempt, facts_path, measure_all
+from plan_gpu import account_for, errors_of, planner_of, trace
 from turns import Turns
 from unseen_cases import ROUNDS
 

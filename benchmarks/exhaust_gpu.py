@@ -79,6 +79,7 @@ class Search:
 LLAMA = "preset:llama3-8b:seq=4096"
 SEARCHES = (
     Search("hf-qwen", 8, 64, 32 * GIB),
+    Search("hf-qwen-3b", 8, 32, 38 * GIB, steps=1),
     Search(LLAMA, 8, 16, 74 * GIB, recompute=("none", "selective", "full"), steps=1),
     Search(LLAMA, 64, 128, 74 * GIB, steps=1),
     Search("preset:gpt2-xl", 8, 128, 38 * GIB, least=4),

@@ -92,16 +92,21 @@ WAIT = 180.0
 TRIALS = 8
 
 
-def hugging_face_job(folder: Path) -> str:
-    """A Hugging Face config of about 0.5B parameters, written to a folder."""
+SHAPES = {"hf-qwen": (896, 4864, 24, 14, 2), "hf-qwen-3b": (2048, 11008, 36, 16, 2)}
+"""Width, inner width, layers, heads and heads of keys of Hugging Face configs with about 0.5B and 3B parameters."""
+
+
+def hugging_face_job(name: str, folder: Path) -> str:
+    """A Hugging Face config, written to a folder."""
     from transformers import Qwen2Config
 
+    width, inner, layers, heads, keys = SHAPES[name]
     Qwen2Config(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
         vocab_size=151936,
         tie_word_embeddings=True,
     ).save_pretrained(folder)
@@ -223,7 +228,7 @@ def tune_all(path: Path, only: str, trials: int, seconds: float, small: bool) ->
 def untraced(name: str, world: int, batch: int) -> Iterator[Rehearser]:
     """A rehearser for trials, which are measured anyway: memory is forecast in closed form."""
     with tempfile.TemporaryDirectory() as folder:
-        job = hugging_face_job(Path(folder)) if name.startswith("hf-") else name
+        job = hugging_face_job(name, Path(folder)) if name in SHAPES else name
         rehearser = open_case(job, world, batch, {})
         rehearser.traced, rehearser.steps = False, 2
         yield rehearser

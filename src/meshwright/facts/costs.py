@@ -44,6 +44,8 @@ class Kernel:
     (batch times heads, queries, keys, width of a head)."""
     steps: Size = Size()
     """Elements that a GPU computes one at a time, weighted by their work; 0 if only the bytes count."""
+    copied: Size = Size()
+    """Bytes that a library copies to another layout first, or back afterwards, besides `bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +130,7 @@ def _unit(values: Mapping[str, Any]) -> UnitCosts:
 
 
 def _kernel(values: Mapping[str, Any]) -> Kernel:
-    sizes = {key: Size(**values.get(key, {})) for key in ("flops", "bytes", "made", "steps")}
+    sizes = {key: Size(**values.get(key, {})) for key in ("flops", "bytes", "made", "steps", "copied")}
     return Kernel(**{**values, **sizes, "shape": tuple(Size(**size) for size in values["shape"])})
 
 

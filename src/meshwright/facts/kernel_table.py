@@ -36,6 +36,8 @@ class MeasuredKernel:
     """As in `Kernel.shape`."""
     steps: float = 0.0
     """As in `Kernel.steps`."""
+    copied: float = 0.0
+    """As in `Kernel.copied`."""
     seconds: float
     signature: str
     """The overload with shapes, strides, dtypes and other arguments."""

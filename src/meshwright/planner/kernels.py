@@ -14,7 +14,10 @@ Sources of the efficiencies, which apply unless the device's own were measured (
   0.70, 0.71 and 0.81 of an H200, a fused Adam 0.71, casts of all parameters 0.64 to 0.76 (`reach["in order"]`).
 - Even an empty kernel takes about 3 microseconds: `LEAST`.
 - In fp32, without matrix units, matmuls of a BERT reach 51 of 67 TFLOP/s on an H200 and its attention 35: `PLAIN`.
-  PyTorch computes fp32 convolutions in tf32 by default, and those of a ResNet reach 150 of 494.
+  PyTorch computes fp32 convolutions in tf32 by default.
+- A convolution is a matmul whose rows are pixels, and whose inner dim are the weights of one output channel. 300 of
+  them on an H200 (facts/kernel_tables) are forecast to a fifth so, if the copies to the layout that tensor cores want
+  and back count as well; by their FLOPs alone they were half off. Gradients in tf32 reach less: `TF32_BACKWARD`.
 - cuBLAS uses older kernels for 16-bit matmuls whose sides are not multiples of 8: of an H200's 989 TFLOP/s they reach
   120 with an odd vocabulary and 253 with an even one, a sixth and a third of the usual rate: `ODD`, `EVEN`.
 """
@@ -37,7 +40,9 @@ SHORT, USUAL_KEYS = 400, 1024
 """Attention over few keys spends its time on starting, on masks and on the softmax: over 200 to 8192 keys a query,
 kernels of an H200 reach `keys / (keys + SHORT)` of their best speed. The shares above are of 2048 causal tokens."""
 PLAIN = {"attention": 0.52, "other": 0.77}
-CONVOLUTION = 0.3
+TF32_BACKWARD = 0.7
+COPIES = 3
+"""Kernels that copy a convolution's tensors: two operands and a result."""
 STREAM = 0.72
 LEAST = 3e-6
 STEP = 11.7
@@ -71,7 +76,8 @@ def seconds(kernel: Kernel, samples: float, parts: int, hardware: Hardware, comp
         return LEAST + max(traffic, stepping)
     # Time steps of a recurrent layer wait for each other.
     waits = kernel.shape[0].at(samples) if kernel.kind == "recurrent" else 1
-    return waits * LEAST + max(traffic, flops / _speed(kernel, samples, parts, hardware))
+    copying = _copying(kernel, samples, parts, hardware)
+    return waits * LEAST + copying + max(traffic, flops / _speed(kernel, samples, parts, hardware))
 
 
 def moving(moved: float, hardware: Hardware) -> float:
@@ -103,6 +109,12 @@ def _stepping(kernel: Kernel, samples: float, parts: int, hardware: Hardware) ->
     return kernel.steps.at(samples) / parts * STEP / hardware.bandwidth
 
 
+def _copying(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> float:
+    """Seconds of copying to another layout and back: all bytes are read and written."""
+    copied = kernel.copied.at(samples) / parts
+    return COPIES * LEAST + moving(2 * copied, hardware) if copied else 0.0
+
+
 def launches(kernels: tuple[Kernel, ...], compiled: bool) -> int:
     """Kernels that the host launches; compiled elementwise neighbours count as one."""
     if not compiled:
@@ -112,7 +124,7 @@ def launches(kernels: tuple[Kernel, ...], compiled: bool) -> int:
 
 def _speed(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> float:
     if not FORMATS[kernel.dtype].is_low:
-        return _plain_speed(kernel, hardware)
+        return _plain_speed(kernel, samples, hardware)
     peak = peak_flops(hardware, kernel.dtype)
     if kernel.kind == "attention":
         usual = ATTENTION["Hopper" if hardware.device.startswith(HOPPER) else "other"]
@@ -122,8 +134,10 @@ def _speed(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> fl
             return peak * usual * narrow
         return peak * hardware.reach["attention"] * narrow * _long_enough(kernel, samples)
     reached = peak * hardware.reach.get("matmul", MATMUL)
-    if not kernel.shape or kernel.kind == "convolution":
+    if not kernel.shape:
         return reached
+    if kernel.kind == "convolution":
+        return reached * _convolving(kernel, samples)
     _, rows, columns, inner = (size.at(samples) for size in kernel.shape)
     # The wider side of a divided matmul gets narrower.
     rows, columns = (rows / parts, columns) if rows > columns else (rows, columns / parts)
@@ -144,10 +158,19 @@ def _long_enough(kernel: Kernel, samples: float) -> float:
     return summed / (summed + SHORT) * (USUAL_KEYS + SHORT) / USUAL_KEYS
 
 
-def _plain_speed(kernel: Kernel, hardware: Hardware) -> float:
+def _convolving(kernel: Kernel, samples: float) -> float:
+    """The share of a matmul's speed that a convolution of this shape reaches."""
+    if not kernel.shape:
+        return 1.0
+    _, _, columns, inner = (size.at(samples) for size in kernel.shape)
+    return _filled(columns) * inner / (inner + RAMP)
+
+
+def _plain_speed(kernel: Kernel, samples: float, hardware: Hardware) -> float:
     """Speed in fp32, which uses matrix units for convolutions only."""
     if kernel.kind == "convolution" and "tf32" in hardware.flops:
-        return hardware.flops["tf32"] * CONVOLUTION
+        way = TF32_BACKWARD if "backward" in kernel.name else 1.0
+        return hardware.flops["tf32"] * hardware.reach.get("matmul", MATMUL) * _convolving(kernel, samples) * way
     return peak_flops(hardware, FULL.word) * PLAIN.get(kernel.kind, PLAIN["other"])
 
 

@@ -169,4 +169,5 @@ def _as_kernel(measured: MeasuredKernel) -> Kernel:
         bytes=Size(measured.bytes),
         shape=tuple(Size(size) for size in measured.shape),
         steps=Size(measured.steps),
+        copied=Size(measured.copied),
     )

@@ -86,6 +86,7 @@ def _as_measured(call: OperatorCall, seconds: float) -> MeasuredKernel:
         bytes=run.bytes,
         shape=run.shape,
         steps=run.steps,
+        copied=run.copied,
         seconds=seconds,
         signature=call.signature,
         count=call.count,

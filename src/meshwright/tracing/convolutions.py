@@ -72,10 +72,14 @@ class Layer:
         return tuple(size * one for size, one in zip(sizes, made, strict=True))  # type: ignore[return-value]
 
 
-def forward_workspaces(x: Tensor, weight: Tensor, made: Tensor, stride: Any, transposed: bool, groups: int) -> Held:
+def forward_workspaces(layer: Layer) -> Held:
     """What a convolution's forward pass allocates besides its output."""
-    layer = Layer(x, weight, made, tuple(stride), transposed, groups)
-    return *_contiguous_copies(layer, x), *_forward(layer)
+    return *_contiguous_copies(layer, layer.x), *_forward(layer)
+
+
+def forward_copies(layer: Layer) -> int:
+    """Bytes that the forward pass copies to another layout, or back."""
+    return sum(forward_workspaces(layer))
 
 
 def _forward(layer: Layer) -> Held:
@@ -87,12 +91,9 @@ def _forward(layer: Layer) -> Held:
     return (x + weight + y,)
 
 
-def backward_workspaces(
-    gradient: Tensor, x: Tensor, weight: Tensor, stride: Any, transposed: bool, groups: int, mask: Any
-) -> list[Held]:
+def backward_workspaces(layer: Layer, mask: Any) -> list[Held]:
     """What a convolution's backward pass allocates besides its results: for input, weight and bias, one by one."""
-    layer = Layer(x, weight, gradient, tuple(stride), transposed, groups)
-    copies = _contiguous_copies(layer, x, gradient)
+    gradient, copies = layer.y, _contiguous_copies(layer, layer.x, layer.y)
     held = []
     if mask[0]:
         held.append((*copies, *_input_gradient(layer)))
@@ -101,6 +102,14 @@ def backward_workspaces(
     if mask[2]:
         held.append((sum_staging(gradient, [dim for dim in range(gradient.dim()) if dim != 1]),))
     return held
+
+
+def backward_copies(layer: Layer, mask: Any) -> int:
+    """Bytes that the backward pass copies to another layout, or back. Products of single pixels need none."""
+    if layer.is_product or layer.is_depthwise or not _allows_tensor_cores(layer):
+        return 0
+    own = sum(layer.copies()) + sum(_contiguous_copies(layer, layer.x, layer.y))
+    return own * sum(map(bool, mask[:2]))
 
 
 def _input_gradient(layer: Layer) -> Held:

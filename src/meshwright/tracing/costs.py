@@ -299,6 +299,7 @@ def affine_kernel(small: OperatorRun, large: OperatorRun, sizes: tuple[int, int]
         made=between(small.made, large.made),
         shape=tuple(between(x, y) for x, y in zip(small.shape, large.shape, strict=False)),
         steps=between(small.steps, large.steps),
+        copied=between(small.copied, large.copied),
     )
 
 

@@ -18,7 +18,7 @@ from meshwright.torch_private.operators import schema_of
 from meshwright.torch_private.tensors import storage_id
 from meshwright.tracing.allocator import ROUNDING, round_up
 from meshwright.tracing.element_steps import element_steps, grouped_steps
-from meshwright.tracing.workspaces import operator_workspaces
+from meshwright.tracing.workspaces import layout_copies, operator_workspaces
 
 LOOK_UPS = ("embedding", "gather", "index_select", "nll_loss_forward", "nll_loss2d_forward")
 """Operators that read a few elements of their first argument."""
@@ -42,6 +42,8 @@ class OperatorRun:
     shape: tuple[int, ...]
     steps: float = 0.0
     """As in `Kernel.steps`."""
+    copied: float = 0.0
+    """As in `Kernel.copied`."""
 
 
 def aligned(low: list[OperatorRun], high: list[OperatorRun]) -> Iterator[tuple[OperatorRun, OperatorRun]]:
@@ -63,9 +65,12 @@ def aligned(low: list[OperatorRun], high: list[OperatorRun]) -> Iterator[tuple[O
         yield from [pair] * count
 
 
+_SUMS = ("flops", "bytes", "made", "steps", "copied")
+
+
 def _share(runs: list[OperatorRun], count: int) -> OperatorRun:
     """The mean of operators' work, as if there were `count` of them."""
-    sums = {name: sum(getattr(run, name) for run in runs) / count for name in ("flops", "bytes", "made", "steps")}
+    sums = {name: sum(getattr(run, name) for run in runs) / count for name in _SUMS}
     shape = tuple(round(sum(sizes) / len(runs)) for sizes in zip(*(run.shape for run in runs), strict=False))
     return replace(runs[0], **sums, shape=shape)
 
@@ -153,6 +158,7 @@ def operator_run(
         made=float(sum(_bytes(leaf) for leaf in made)),
         shape=recurrent.shape if recurrent else _attention_shape(name, given) or products,
         steps=_steps(func, kind, given, made, products),
+        copied=float(layout_copies(func, args, result)),
     )
 
 

@@ -8,7 +8,14 @@ import torch
 
 from meshwright.describe.as_on_cuda import stands_in
 from meshwright.describe.recurrent import recurrent_workspaces
-from meshwright.tracing.convolutions import Held, backward_workspaces, forward_workspaces
+from meshwright.tracing.convolutions import (
+    Held,
+    Layer,
+    backward_copies,
+    backward_workspaces,
+    forward_copies,
+    forward_workspaces,
+)
 from meshwright.tracing.reductions import sum_staging
 
 aten = torch.ops.aten
@@ -22,11 +29,31 @@ def operator_workspaces(func: Any, args: Any, found: Any, *, sums: bool = True) 
     if not stands_in():
         return []
     if func is aten.convolution.default:
-        x, weight, _, stride, _, _, transposed, _, groups = args
-        return [forward_workspaces(x, weight, found, stride, transposed, groups)]
+        return [forward_workspaces(_forward_layer(args, found))]
     if func is aten.convolution_backward.default:
-        gradient, x, weight, _, stride, _, _, transposed, _, groups, mask = args
-        return backward_workspaces(gradient, x, weight, stride, transposed, groups, [*mask[:2], mask[2] and sums])
+        mask = args[-1]
+        return backward_workspaces(_backward_layer(args), [*mask[:2], mask[2] and sums])
     if func is aten.sum.dim_IntList:
         return [(sum_staging(args[0], args[1]),)] if sums and args[1] else []
     return recurrent_workspaces(func, args)
+
+
+def layout_copies(func: Any, args: Any, found: Any) -> int:
+    """Bytes that cuDNN copies to another layout and back."""
+    if not stands_in():
+        return 0
+    if func is aten.convolution.default:
+        return forward_copies(_forward_layer(args, found))
+    if func is aten.convolution_backward.default:
+        return backward_copies(_backward_layer(args), args[-1])
+    return 0
+
+
+def _forward_layer(args: Any, found: Any) -> Layer:
+    x, weight, _, stride, _, _, transposed, _, groups = args
+    return Layer(x, weight, found, tuple(stride), transposed, groups)
+
+
+def _backward_layer(args: Any) -> Layer:
+    gradient, x, weight, _, stride, _, _, transposed, _, groups, _ = args
+    return Layer(x, weight, gradient, tuple(stride), transposed, groups)

@@ -10,9 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules._functions import SyncBatchNorm
 
-from meshwright.assemble.batchnorm import normalise_on_cuda, synchronise_batch_norms, take_over_synchronised
+import meshwright as mw
+from meshwright.assemble.batchnorm import (
+    normalise_alone,
+    normalise_on_cuda,
+    normalise_plainly,
+    synchronise_batch_norms,
+    take_over_synchronised,
+)
 from meshwright.assemble.world import World
+from meshwright.describe.model import describe
 from meshwright.errors import JobError
+from meshwright.facts.strategy import Strategy
+from meshwright.facts.trace import Trace
+from meshwright.tracing import trace_step
 from rank_pool import RankPool
 
 CHANNELS = 3
@@ -74,7 +85,7 @@ def normalised(world: World | None, kind: str) -> list[Tensor]:
         nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
     if world is not None:
         take_over_synchronised(model)
-        synchronise_batch_norms(model, dist.group.WORLD, in_plain_operators=True)
+        synchronise_batch_norms(model, dist.group.WORLD, normalise_plainly)
     whole = batch_for(kind, ranks)
     x = whole.chunk(ranks)[rank] if world else whole
     x = x.clone().requires_grad_()
@@ -105,7 +116,7 @@ def test_ranks_normalise_as_one_process(two_ranks: RankPool, kind: str) -> None:
 
 def refusal(world: World) -> str:
     model = nn.Sequential(nn.Linear(CHANNELS, CHANNELS), ByHand(CHANNELS))
-    synchronise_batch_norms(model, dist.group.WORLD, in_plain_operators=True)
+    synchronise_batch_norms(model, dist.group.WORLD, normalise_plainly)
     with pytest.raises(JobError) as raised:
         model(torch.randn(4, CHANNELS))
     model.eval()(torch.randn(4, CHANNELS))
@@ -120,7 +131,7 @@ def test_statistics_by_hand_are_refused_by_name(two_ranks: RankPool) -> None:
 def test_outside_of_a_batch_norm_the_function_is_itself() -> None:
     """Weight standardisation normalises weights by it."""
     model = nn.Sequential(nn.BatchNorm1d(CHANNELS))
-    synchronise_batch_norms(model, None, in_plain_operators=True)  # type: ignore[arg-type]
+    synchronise_batch_norms(model, None, normalise_plainly)  # type: ignore[arg-type]
     weight = torch.randn(1, CHANNELS, 8)
     standardised = F.batch_norm(weight, None, None, training=True)
     torch.testing.assert_close(standardised.mean(2), torch.zeros(1, CHANNELS), rtol=0, atol=1e-6)
@@ -140,7 +151,37 @@ def test_the_kernels_of_torch_are_called_as_they_want() -> None:
         "process_group",
         "world_size",
     ]
-    assert list(inspect.signature(normalise_on_cuda).parameters) == [
-        *(p for p in inspect.signature(F.batch_norm).parameters if p != "training"),
-        "group",
-    ]
+    for normalise in (normalise_on_cuda, normalise_alone, normalise_plainly):
+        assert list(inspect.signature(normalise).parameters) == [
+            *(p for p in inspect.signature(F.batch_norm).parameters if p != "training"),
+            "group",
+        ]
+
+
+def traced(strategy: str, ranks: int) -> Trace:
+    def build() -> nn.Module:
+        layers = [nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(4)]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 64 * 64, 2))
+
+    job = mw.Job(
+        model=build,
+        inputs=lambda batch: (batch,),
+        loss=lambda output, batch: (output.square().sum(), len(batch)),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        sample=lambda count: torch.randn(count, 8, 64, 64),
+        global_batch=16 * ranks,
+    )
+    return trace_step(job, describe(job), Strategy.parse(strategy), ranks=ranks)
+
+
+def test_a_trace_holds_what_the_kernels_of_torch_hold() -> None:
+    """Plain operators keep several tensors where PyTorch's kernels on GPUs keep their input."""
+    alone, among = traced("single", 1), traced("ddp", 2)
+    assert among.memory["activations"] == pytest.approx(alone.memory["activations"], rel=0.02)
+
+
+def test_statistics_are_sent() -> None:
+    """Four times a mean, a deviation and the count of each of 8 channels, and two sums of gradients in backward."""
+    messages = traced("ddp", 2).messages
+    gathered = [one for one in messages if "gather" in one.kind]
+    assert sum(one.bytes * one.count for one in gathered) == 4 * 2 * (2 * 8 + 1) * 4

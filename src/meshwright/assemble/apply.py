@@ -15,7 +15,14 @@ from torch import nn
 
 from meshwright.assemble.autocast import autocast_region
 from meshwright.assemble.axes import Axes
-from meshwright.assemble.batchnorm import synchronise_batch_norms, take_over_synchronised
+from meshwright.assemble.batchnorm import (
+    Normalise,
+    normalise_alone,
+    normalise_on_cuda,
+    normalise_plainly,
+    synchronise_batch_norms,
+    take_over_synchronised,
+)
 from meshwright.assemble.device_placement import Devices, FollowDevices, compute_in_place, place_parameters
 from meshwright.assemble.fill import fill
 from meshwright.assemble.float8 import layers_in_float8, multiply_in_float8
@@ -25,6 +32,7 @@ from meshwright.assemble.precision import apply_precision, follow_table
 from meshwright.assemble.recompute import recompute_blocks
 from meshwright.assemble.stage_model import StageModel
 from meshwright.assemble.world import World
+from meshwright.describe.as_on_cuda import stands_in
 from meshwright.describe.calls import Flow
 from meshwright.describe.dtypes import DTYPES
 from meshwright.facts.model import ModelFacts
@@ -96,8 +104,7 @@ def apply_in_order(
         cuts |= inner_axis(term).apply(model, facts, mesh, plans[term.word])
     take_over_synchronised(model)
     if facts.batch_norms and (group := axes.batch_group(world)) is not None:
-        plain = world.device.type == "cpu" or world.fake
-        synchronise_batch_norms(model, group, in_plain_operators=plain)
+        synchronise_batch_norms(model, group, _normalise_in(world))
     uncast = technique.kept_whole(facts, axes.apart(cuts)) if technique.lowers and not called else None
     autocast = autocast_region(strategy, world.device.type, fake=world.fake)
     apply_precision(
@@ -198,3 +205,10 @@ def make_whole(tree: Any, axes: Axes) -> Any:
     for term, mesh in axes.inner:
         tree = inner_axis(term).whole(tree, mesh)
     return tree
+
+
+def _normalise_in(world: World) -> Normalise:
+    """How BatchNorms normalise over ranks: a fake world holds and sends what the device that it stands for does."""
+    if world.device.type == "cpu" and not stands_in():
+        return normalise_plainly
+    return normalise_alone if world.fake else normalise_on_cuda

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import JobError
 from meshwright.recording.wrap_forward import Around, wrap_forward
+from meshwright.strategies.collectives import all_gather
 from meshwright.torch_private.modules import AnyBatchNorm, BatchNorm, SyncBatchNormFunction
 
 Normalise = Callable[..., torch.Tensor]
@@ -32,22 +33,17 @@ def take_over_synchronised(model: nn.Module) -> None:
             module.__class__ = AnyBatchNorm  # type: ignore[assignment]
 
 
-def synchronise_batch_norms(model: nn.Module, group: dist.ProcessGroup, *, in_plain_operators: bool) -> None:
-    """Make every BatchNorm normalise over the micro-batches of all ranks of `group`.
-
-    `in_plain_operators` avoids PyTorch's synchronised kernels, which refuse CPU tensors and fail on the fake process
-    group.
-    """
+def synchronise_batch_norms(model: nn.Module, group: dist.ProcessGroup, normalise: Normalise) -> None:
+    """Make every BatchNorm normalise over the micro-batches of all ranks of `group`, by one of the functions below."""
     for name, module in model.named_modules():
         if isinstance(module, BatchNorm):
             module._meshwright_name = name  # for the error message
-            wrap_forward(module, _over(group, in_plain_operators))
+            wrap_forward(module, _over(group, normalise))
 
 
 @lru_cache(maxsize=8)
-def _over(group: dist.ProcessGroup, in_plain_operators: bool) -> Around:
+def _over(group: dist.ProcessGroup, normalise: Normalise) -> Around:
     def around(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        normalise = normalise_plainly if in_plain_operators else normalise_on_cuda
         with _Redirected(normalise, group) as redirected:
             output = forward(*args, **kwargs)
         if module.training and not redirected.calls:
@@ -111,6 +107,27 @@ def normalise_on_cuda(
     return output
 
 
+def normalise_alone(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+    *,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """What `normalise_on_cuda` holds and sends, where no other rank exists: with the statistics of this rank's input.
+
+    The kernels of `nn.SyncBatchNorm` fail on the fake process group, because they read what they gather.
+    """
+    sent = _StatisticsSent.apply(input, group)
+    return torch.batch_norm(
+        sent, weight, bias, running_mean, running_var, True, momentum, eps, torch.backends.cudnn.enabled
+    )
+
+
 def normalise_plainly(
     input: torch.Tensor,
     running_mean: torch.Tensor | None,
@@ -122,7 +139,10 @@ def normalise_plainly(
     *,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """The same by plain operators: the mean first, then squares around it, so that large numbers never cancel."""
+    """The same as `normalise_on_cuda` by plain operators, for CPUs.
+
+    The mean comes first, then squares around it, so that large numbers never cancel.
+    """
     wide = torch.promote_types(input.dtype, torch.float32)
     x = input.to(wide)
     dims = [0, *range(2, x.dim())]
@@ -158,6 +178,22 @@ class _Sum(torch.autograd.Function):
         total = gradients[0].clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
+
+
+class _StatisticsSent(torch.autograd.Function):
+    """Returns its input. Ranks gather their means, deviations and counts, and sum two gradients of them in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group, ctx.channels = group, input.shape[1]
+        own = input.new_zeros(2 * ctx.channels + 1, dtype=torch.float32)
+        all_gather(own.new_empty(own.numel() * group.size()), own, group=group)
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        dist.all_reduce(gradients[0].new_zeros(2 * ctx.channels, dtype=torch.float32), group=ctx.group)
+        return gradients[0], None
 
 
 @torch.no_grad()

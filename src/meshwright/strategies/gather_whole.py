@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.recording.dtensor import is_dtensor
+from meshwright.strategies.collectives import all_gather
 from meshwright.units import MIB
 
 BATCH = 16 * MIB
@@ -83,6 +84,6 @@ def _join(many: list[Rows]) -> list[torch.Tensor]:
     own, joined = first.new_zeros(sum(sizes)), first.new_empty((group.size(), sum(sizes)))
     for place, one in zip(own.split(sizes), many, strict=True):
         place[: one.local.numel()] = one.local.reshape(-1)
-    dist.all_gather_into_tensor(joined.view(-1), own, group=group)
+    all_gather(joined.view(-1), own, group=group)
     parts = zip(joined.split(sizes, dim=1), many, strict=True)
     return [part.reshape(-1)[: one.shape.numel()].clone().view(one.shape) for part, one in parts]

@@ -5,10 +5,11 @@ The affine cost model: bytes and operations of each unit are `constant + samples
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,7 +47,9 @@ from meshwright.facts.precision import FORMATS
 from meshwright.importing import without_garbage_collection
 from meshwright.recording.blueprint import Blueprint, record
 from meshwright.recording.wrap_forward import replaced_forwards
+from meshwright.torch_private.tensors import storage_id
 from meshwright.torch_private.trees import tree_flatten, tree_leaves, tree_map_only
+from meshwright.tracing.allocator import ROUNDING, round_up
 from meshwright.tracing.meter import Meter, OperatorRun, aligned
 
 SIZES = (2, 4)
@@ -81,6 +84,16 @@ def measure_costs(
     return ModelCosts(precision=precision, units=tuple(twins), recompute=recompute, loss_in_model=inside)
 
 
+@dataclass(frozen=True)
+class _Output:
+    """The memory of one tensor that a unit returned."""
+
+    size: int
+    is_sent: bool
+    """Whether it counts among what a pipeline sends."""
+    alive: Callable[[], Any]
+
+
 @dataclass
 class _Segment:
     """The measurements of one unit in one trace."""
@@ -98,6 +111,8 @@ class _Segment:
     forward_peak: int = 0
     backward_peak: int = 0
     output: int = 0
+    outputs: dict[int, _Output] = field(default_factory=dict)
+    """Those that are held when the next unit begins, and that it does not take, by their memory."""
     kept_by_model: int = 0
     """Of the loss: live bytes that the model's own code after its last call has added."""
 
@@ -129,10 +144,40 @@ class _Recorder:
         """Note a unit's output. What runs before the next unit counts as this one's; after the last, as the loss's."""
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         self.segments[index].output = sum(leaf.numel() * leaf.itemsize for leaf in tensors)
+        self._note_outputs(self.segments[index], output)
         for leaf in tensors:
             leaf.register_hook(lambda gradient: self.return_to(index))
         if index == len(self.segments) - 2:
+            self._forget_passing()
             self.enter(index + 1)
+
+    def _note_outputs(self, segment: _Segment, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            alive = self.meter.watch(leaf) if isinstance(leaf, torch.Tensor) else None
+            if alive is not None:
+                key, size = storage_id(leaf.untyped_storage()), leaf.untyped_storage().nbytes()
+                segment.outputs[key] = _Output(round_up(size, ROUNDING), leaf.requires_grad, alive)
+
+    def take(self, index: int, inputs: Iterable[torch.Tensor]) -> None:
+        """Note what a unit takes from the one before it, and what of that is still held."""
+        if index > 0:
+            taken = {storage_id(tensor.untyped_storage()) for tensor in inputs}
+            before = self.segments[index - 1]
+            rest = {key: one for key, one in before.outputs.items() if key not in taken}
+            before.outputs = {key: one for key, one in rest.items() if one.alive() is not None}
+
+    def _forget_passing(self) -> None:
+        """Count what a unit returned and nobody took with the next one: a variable held it until that one returned.
+
+        Attention that returns its weights is of this kind.
+        """
+        units = self.segments[:-1]  # the loss takes what the last unit returns
+        for segment, after in pairwise(units):
+            freed = [output for output in segment.outputs.values() if output.alive() is None]
+            size = sum(output.size for output in freed)
+            segment.output -= sum(output.size for output in freed if output.is_sent)
+            segment.end, after.start = segment.end - size, after.start - size
+            after.forward_peak += size
 
     def return_to(self, index: int) -> None:
         """Begin the backward pass of a unit."""
@@ -256,6 +301,7 @@ def _watch(
         leaves, tree = tree_flatten((args, kwargs))
         inputs: list[torch.Tensor] = []
         key = kinds.get(name), arrival_of(leaves, inputs, other=type), str(tree)
+        recorder.take(index, inputs)
         if segment.is_block and key in seen:
             segment.like, made = seen[key]
             reached = [tensor for tensor in inputs if tensor.requires_grad]

@@ -103,6 +103,10 @@ class Meter(TorchDispatchMode):
         for tensor in tensors:
             self._note(tensor.untyped_storage(), 0)
 
+    def watch(self, tensor: torch.Tensor) -> Callable[[], Any] | None:
+        """A function that returns None once the tensor's memory is freed; None if the memory was not made here."""
+        return self._storages.get(storage_id(tensor.untyped_storage()))
+
     def _hold(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage_id(storage) in self._storages:

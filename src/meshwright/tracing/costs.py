@@ -89,8 +89,6 @@ class _Output:
     """The memory of one tensor that a unit returned."""
 
     size: int
-    is_sent: bool
-    """Whether it counts among what a pipeline sends."""
     alive: Callable[[], Any]
 
 
@@ -156,7 +154,7 @@ class _Recorder:
             alive = self.meter.watch(leaf) if isinstance(leaf, torch.Tensor) else None
             if alive is not None:
                 key, size = storage_id(leaf.untyped_storage()), leaf.untyped_storage().nbytes()
-                segment.outputs[key] = _Output(round_up(size, ROUNDING), leaf.requires_grad, alive)
+                segment.outputs[key] = _Output(round_up(size, ROUNDING), alive)
 
     def take(self, index: int, inputs: Iterable[torch.Tensor]) -> None:
         """Note what a unit takes from the one before it, and what of that is still held."""
@@ -173,9 +171,7 @@ class _Recorder:
         """
         units = self.segments[:-1]  # the loss takes what the last unit returns
         for segment, after in pairwise(units):
-            freed = [output for output in segment.outputs.values() if output.alive() is None]
-            size = sum(output.size for output in freed)
-            segment.output -= sum(output.size for output in freed if output.is_sent)
+            size = sum(output.size for output in segment.outputs.values() if output.alive() is None)
             segment.end, after.start = segment.end - size, after.start - size
             after.forward_peak += size
 

@@ -32,8 +32,9 @@ PRECISION = "bf16"
 """The precision whose costs are stored; other precisions are traced on demand."""
 CODE = (
     *("jobs", "recording"),
-    *("describe", "facts/costs.py", "facts/job.py", "facts/model.py", "facts/tensor_plan.py", "tracing/costs.py"),
-    *("tracing/meter.py", "assemble/precision.py"),
+    *("describe", "facts/costs.py", "facts/job.py", "facts/model.py", "facts/tensor_plan.py", "assemble/precision.py"),
+    *("tracing/costs.py", "tracing/unit_recorder.py", "tracing/meter.py", "tracing/element_steps.py"),
+    *("tracing/workspaces.py", "tracing/convolutions.py", "tracing/reductions.py"),
 )
 """The files of this package that a description depends on."""
 

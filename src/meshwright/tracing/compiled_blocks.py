@@ -20,12 +20,13 @@ from meshwright.facts.model import ModelFacts
 from meshwright.facts.precision import FORMATS
 from meshwright.facts.strategy import Strategy
 from meshwright.tracing.block_stack import BlockStack, find_repeated_blocks
-from meshwright.tracing.costs import LOSS, affine_kernel
+from meshwright.tracing.costs import affine_kernel
 from meshwright.tracing.extrapolate import with_fewer_blocks
 from meshwright.tracing.meter import OperatorRun
 from meshwright.tracing.record_step import Recorded, StepObserver, record_step
 from meshwright.tracing.recorder import StepRecorder
 from meshwright.tracing.step import SIZES_COMPILED, refuse_trace
+from meshwright.tracing.unit_recorder import LOSS
 
 FEW, MORE = SIZES_COMPILED
 """Blocks of the two models."""

@@ -30,8 +30,8 @@ from meshwright.recording.operation import Slot
 from meshwright.recording.report_as_cpu import META, meta_of
 from meshwright.recording.wrap_forward import replaced_forwards
 from meshwright.torch_private.trees import tree_leaves
-from meshwright.tracing.costs import LOSS
 from meshwright.tracing.noted_results import NoteResults, RepeatResults
+from meshwright.tracing.unit_recorder import LOSS
 
 ROUNDS = 15
 """Timed passes."""

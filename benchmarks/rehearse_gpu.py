@@ -92,8 +92,12 @@ WAIT = 180.0
 TRIALS = 8
 
 
-SHAPES = {"hf-qwen": (896, 4864, 24, 14, 2), "hf-qwen-3b": (2048, 11008, 36, 16, 2)}
-"""Width, inner width, layers, heads and heads of keys of Hugging Face configs with about 0.5B and 3B parameters."""
+SHAPES = {
+    "hf-qwen": (896, 4864, 24, 14, 2),
+    "hf-qwen-3b": (2048, 11008, 36, 16, 2),
+    "hf-qwen-wide": (4096, 14336, 12, 32, 8),
+}
+"""Width, inner width, layers, heads and heads of keys of Hugging Face configs with about 0.5B, 3B and 3B parameters."""
 
 
 def hugging_face_job(name: str, folder: Path) -> str:

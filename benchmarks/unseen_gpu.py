@@ -10,7 +10,7 @@
 Forecasts are committed before anything is measured, so nothing can be fitted to the measurement. Each case is forecast
 in a process of its own with a time limit; a case without a forecast is a row that says why. `kernels` is the grade of
 measured kernels: it times a case's operators one by one, and the model's Python, and knows nothing of its steps.
-`describe --facts FOLDER` elsewhere and `measure --facts FOLDER` save the GPU the time to look at the models first.
+`describe --facts FOLDER` elsewhere and `--facts FOLDER` with these two save the GPU the time to look at the models.
 """
 
 from __future__ import annotations
@@ -29,20 +29,16 @@ from unittest.mock import patch
 import torch
 from gpu_cases import Case, job_of
 from gpu_steps import attempt, facts_path, measure_all
+from kernel_cases import by_kernels, name_of, prepare
 from plan_gpu import account_for, errors_of, planner_of, trace
-from turns import Turns
 from unseen_cases import ROUNDS
 
 from meshwright.api import job_planner
 from meshwright.api.job_planner import Planner
-from meshwright.api.probe_kernels import describe_device, longest_kernels, measured_table, trace_operators
 from meshwright.describe.model import describe
 from meshwright.facts.costs import ModelCosts
-from meshwright.facts.strategy import Strategy
 
 LIMIT_S = 600
-KERNELS_S = 25.0
-"""For all kernels of a case, the largest first."""
 
 
 def forecast(case: Case) -> dict[str, Any]:
@@ -68,14 +64,14 @@ def by_account(row: dict[str, Any]) -> dict[str, float]:
 def forecast_all(number: int, path: Path, only: str, processes: int) -> None:
     """Finished cases are kept: the same command goes on."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    done = {_name(row) for row in rows}
-    names = [_name(vars(case)) for case in ROUNDS[number]]
+    done = {name_of(row) for row in rows}
+    names = [name_of(vars(case)) for case in ROUNDS[number]]
     waiting = [place for place, name in enumerate(names) if only in name and name not in done]
     with ThreadPoolExecutor(processes) as pool:
         for row in pool.map(lambda place: _forecast_apart(number, place), waiting):
             print(_line(row), flush=True)
             rows.append(row)
-            rows.sort(key=lambda row: names.index(_name(row)))
+            rows.sort(key=lambda row: names.index(name_of(row)))
             path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
 
 
@@ -93,51 +89,27 @@ def _forecast_apart(number: int, place: int) -> dict[str, Any]:
 def describe_all(number: int, folder: Path, only: str) -> None:
     """Write what is known of each model, so that the machine with the GPU need not find it out."""
     folder.mkdir(parents=True, exist_ok=True)
-    for text in dict.fromkeys(case.job for case in ROUNDS[number] if only in _name(vars(case))):
+    for text in dict.fromkeys(case.job for case in ROUNDS[number] if only in name_of(vars(case))):
         path = facts_path(folder, text)
         if not path.exists():
             path.write_text(json.dumps(describe(job_of(text)).to_json()))
             print(path, flush=True)
+    for case in ROUNDS[number]:
+        if only in name_of(vars(case)):
+            _prepare(case, folder)
 
 
-def by_kernels(case: Case, turns: Turns, detail: bool, results: Any) -> None:
-    """A case's step by its kernels and its host, timed on this machine; what is not timed runs beside other cases."""
-    row: dict[str, Any] = vars(case).copy()
+def _prepare(case: Case, folder: Path) -> None:
+    """What `kernels` needs of a case; if it cannot be had, `kernels` says why."""
     try:
-        device, strategy = torch.device("cuda", 0), Strategy.parse(case.strategy)
-        with turns.beside():
-            planner, costs = planner_of(case.job), {}
-            step = trace_operators(planner, strategy, "cuda", case.ranks, lambda words: None, rank=case.rank)
-            Planner(planner.job, planner.facts, planner.global_batch, costs=costs).measure(
-                strategy.precision, strategy.recompute
-            )
-        with turns.alone():
-            table = describe_device(device)
-            table, calls, found = measured_table(
-                planner, [strategy], device, table, world=case.ranks, seconds=KERNELS_S, steps=[step]
-            )
-            timed = Planner(
-                planner.job, planner.facts, planner.global_batch, costs=costs, kernels=(table,), time_host=True
-            )
-            row["kernels_ms"] = account_for(row, timed)["compute_ms"]
-        row |= {"operators": len(calls), "failed": len(found.failed), "why": sorted(set(found.failed.values()))[:5]}
-        row["kernels_alone_ms"] = sum(kernel.seconds * kernel.count for kernel in table.kernels) * 1e3
-        row["longest"] = [
-            longest | {"operator": longest["operator"][:120], "ms": round(longest["ms"], 4)}
-            for longest in longest_kernels(table, calls, 12)
-        ]
-        row |= {"launch_us": table.launch * 1e6, "reference_ms": table.host * 1e3, "notes": timed.notes}
+        prepare(case, folder)
+        print(name_of(vars(case)), flush=True)
     except Exception as error:
-        row["error"] = f"{type(error).__name__}: {error}"
-    results.put(row)
+        print(f"{name_of(vars(case))}: {type(error).__name__}: {error}", flush=True)
 
 
 def _failed(case: Case, reason: str) -> dict[str, Any]:
     return {**vars(case), "account_error": reason, "trace_error": reason}
-
-
-def _name(row: dict[str, Any]) -> str:
-    return f"{row['job']} {row['strategy']} {row['rank']}/{row['ranks']}"
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -145,17 +117,17 @@ def _line(row: dict[str, Any]) -> str:
         name: round(row[name], 2) for name in ("traced_gib", "reserved_gib", "account_gib", "compute_ms") if name in row
     }
     reasons = {name: row[name][:160] for name in ("account_error", "trace_error") if name in row}
-    return f"{_name(row)}: {told | reasons}"
+    return f"{name_of(row)}: {told | reasons}"
 
 
 def score(measured: Path, forecasts: Path) -> None:
-    told = {_name(row): row for row in json.loads(forecasts.read_text())["rows"]}
+    told = {name_of(row): row for row in json.loads(forecasts.read_text())["rows"]}
     errors: dict[str, list[float]] = {}
     for row in json.loads(measured.read_text())["rows"]:
         if "error" in row:
-            print(f"| {_name(row)} | {row['error'][:80]} |")
+            print(f"| {name_of(row)} | {row['error'][:80]} |")
             continue
-        case = told[_name(row)]
+        case = told[name_of(row)]
         found = errors_of(row, {name: value for name, value in case.items() if name not in ("rank", "ranks")})
         for grade in ("table", "kernels"):
             if f"{grade}_ms" in case:
@@ -163,7 +135,9 @@ def score(measured: Path, forecasts: Path) -> None:
         for name, error in found.items():
             errors.setdefault(name, []).append(error)
         shown = " | ".join(f"{100 * error:+.1f}" for error in found.values())
-        print(f"| {_name(row)} | {row['peak_gib']:.2f} | {row['reserved_gib']:.2f} | {row['step_ms']:.1f} | {shown} |")
+        print(
+            f"| {name_of(row)} | {row['peak_gib']:.2f} | {row['reserved_gib']:.2f} | {row['step_ms']:.1f} | {shown} |"
+        )
     for name, found_errors in errors.items():
         off = [abs(error) for error in found_errors]
         print(
@@ -180,7 +154,7 @@ def main() -> None:
     parser.add_argument("--forecasts", type=Path)
     parser.add_argument("--only", default="", help="cases whose text holds this")
     parser.add_argument("--processes", type=int, default=1, help="forecasts that are made at a time (default: 1)")
-    parser.add_argument("--facts", type=Path, help="folder that `describe` fills, and `measure` reads")
+    parser.add_argument("--facts", type=Path, help="folder that `describe` fills, and `measure` and `kernels` read")
     parser.add_argument("--case", type=int, help="number of the case, for `one`")
     options = parser.parse_args()
     if options.what == "one":
@@ -192,9 +166,9 @@ def main() -> None:
     elif options.what in ("measure", "kernels"):
         import transformers  # noqa: F401  # once, before processes are forked
 
-        chosen = [case for case in ROUNDS[options.round] if options.only in _name(vars(case))]
-        measured = partial(attempt, facts=options.facts)
-        measure_all(chosen, options.json, attempt=measured if options.what == "measure" else by_kernels)
+        chosen = [case for case in ROUNDS[options.round] if options.only in name_of(vars(case))]
+        measured = partial(attempt if options.what == "measure" else by_kernels, facts=options.facts)
+        measure_all(chosen, options.json, attempt=measured)
     else:
         score(options.json, options.forecasts)
 

@@ -56,9 +56,9 @@ def prepare(case: Case, folder: Path) -> None:
     path = _prepared_path(case, folder)
     if path.exists():
         return
-    planner = _planner(case, folder, {})
+    known = _look(_planner(case, folder, {}), case)
     with path.open("wb") as file:
-        _WithOperators(file).dump(_look(planner, case))
+        _WithOperators(file).dump(known)
 
 
 def _look(planner: Planner, case: Case) -> Prepared:

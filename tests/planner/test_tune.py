@@ -126,3 +126,18 @@ def test_strangers_that_need_more_than_one_that_ran_out_are_not_tried() -> None:
     best = tuner.search()
     assert best is not None and best.candidate is smaller
     assert len(tuner.trials) == 2
+
+
+def test_a_disturbed_trial_does_not_end_the_search() -> None:
+    """Of three strategies that are forecast alike, the second trial is slowed down by something else on its host."""
+    candidates = [
+        Candidate(strategy=Strategy.parse(axis).resolve(8), seconds=1 + place / 40, bytes=1.0)
+        for place, axis in enumerate(("ddp", "fsdp:grad-op", "fsdp"))
+    ]
+    seconds = dict(zip((one.strategy for one in candidates), (1.5, 2.4, 1.2), strict=True))
+
+    def attempt(one: Candidate) -> Trial:
+        return Trial(candidate=one, fits=True, seconds=seconds[one.strategy], bytes=1.0)
+
+    best = Tuner(candidates=candidates, limit=10.0, attempt=attempt).search()
+    assert best is not None and best.seconds == 1.2

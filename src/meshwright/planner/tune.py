@@ -1,8 +1,9 @@
 """Choose the fastest strategy that fits by as few trials as possible. Pure: the caller makes the trials.
 
 A forecast orders the candidates. Each trial corrects the forecasts of its relatives: those that differ only in their
-micro-batch most, the others by the median. The search ends when no candidate is expected to be faster than the best
-one, even if its forecast is wrong by as much as forecasts of relatives usually are.
+micro-batch by its own error, the others by the least one so far, because a busy host makes steps longer, never shorter.
+The search ends when no candidate is expected to be faster than the best one, even if its forecast is wrong by as much
+as forecasts of relatives usually are.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ class Tuner:
         if relatives:
             near = min(relatives, key=lambda trial: abs(trial.candidate.seconds - one.seconds))
             return one.seconds * _ratio(near) * (1 - DOUBT_OF_RELATIVES)
-        usual = median([_ratio(trial) for trial in self._timed()] or [1.0])
-        return one.seconds * usual * (1 - DOUBT_OF_STRANGERS)
+        least = min([_ratio(trial) for trial in self._timed()] or [1.0])
+        return one.seconds * least * (1 - DOUBT_OF_STRANGERS)
 
     def _timed(self) -> list[Trial]:
         return [trial for trial in self.trials if trial.seconds is not None]

@@ -188,3 +188,23 @@ def test_recurrent_layers_are_one_operator_of_cudnn(cells: type[torch.nn.RNNBase
     assert forward.run.shape == (5 * 2 * (1 + bidirectional), 3, *layer.weight_hh_l0.shape)
     reserve = next(leaf for leaf in backward.args if getattr(leaf, "dtype", None) == torch.uint8)
     assert reserve.origin == (forward.signature, 3)  # only cuDNN can fill it
+
+
+@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 1), (torch.bfloat16, 0)])
+def test_batch_norm_of_a_transposed_input_keeps_a_dense_copy_where_cudnn_runs_it(
+    dtype: torch.dtype, copies: int
+) -> None:
+    """As on an H200: a forecaster of time series with twelve of them keeps twelve copies in fp32."""
+    with FakeTensorMode(), as_on_cuda():
+        weight, bias = (torch.empty(WIDTH, dtype=dtype, requires_grad=True) for _ in range(2))
+        x = torch.empty(BATCH, LENGTH, WIDTH, dtype=dtype, requires_grad=True)
+
+        def turned(x: Tensor, *others: Tensor) -> Tensor:
+            return F.batch_norm(x.transpose(1, 2), None, None, *others, training=True)
+
+        def straight(x: Tensor, *others: Tensor) -> Tensor:
+            return F.batch_norm(x.view(BATCH, WIDTH, LENGTH), None, None, *others, training=True)
+
+        kept = kept_by(turned, x, weight, bias)
+        assert kept.get(((BATCH, WIDTH, LENGTH), dtype), 0) == copies
+        assert ((BATCH, WIDTH, LENGTH), dtype) not in kept_by(straight, x, weight, bias)

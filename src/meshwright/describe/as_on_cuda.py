@@ -11,6 +11,7 @@ operators before autograd sees them. While `as_on_cuda()` is active they are dec
 | `lstm`, `gru`, `rnn_tanh`, `rnn_relu`, also packed | a layer or a time step at a time | all by cuDNN |
 | `ctc_loss` | reads the lengths of targets | the same; here the longest that fit |
 | `dropout` | a mask in the input's dtype | a mask of bools |
+| `batch_norm`, not in bf16 | saves its input | saves a dense copy of one that is not dense, such as a transposed one |
 | statistics of `layer_norm`, `group_norm`, `batch_norm` | in the input's dtype | in fp32 |
 
 All others save the same on both. GPUs since Hopper take cuDNN's attention wherever it is able to run. Without a mask it
@@ -317,6 +318,21 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return operators.take_apart(aten.dropout.default, input, p, train)  # type: ignore[no-any-return]
 
 
+def _batch_norm(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None, *rest: Any
+) -> Tensor:
+    by_cudnn = input.dim() >= 3 and input.dtype != torch.bfloat16 and weight is not None and bias is not None
+    if by_cudnn and not _compiled and not _is_dense(input):
+        input = input.contiguous()
+    return operators.take_apart(aten.batch_norm.default, input, weight, bias, mean, variance, *rest)  # type: ignore[no-any-return]
+
+
+def _is_dense(input: Tensor) -> bool:
+    """Whether cuDNN takes a tensor as it is: in the order of its dims, or with the channels innermost."""
+    formats = [torch.contiguous_format, *({4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(input.dim(), []))]
+    return any(input.is_contiguous(memory_format=one) for one in formats)
+
+
 def _if_sizes_known(name: str) -> Callable[..., Any]:
     """A recurrent layer over a packed sequence; as on a CPU if its batch sizes have no values."""
     operator, run_on_cudnn = getattr(aten, name).data, packed_on_cudnn(name)
@@ -333,6 +349,7 @@ _COMPOSITES: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": _attention,
     "rms_norm": _rms_norm,
     "dropout": _dropout,
+    "batch_norm": _batch_norm,
     **{f"{name}.input": on_cudnn(name) for name in MODES},
     **{f"{name}.data": _if_sizes_known(name) for name in MODES},
     "ctc_loss.Tensor": ctc_loss,

@@ -1,10 +1,12 @@
 """The recorded programs of a tensor axis in the step of a traced rank, compiled or not."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from torch import nn
 
 from meshwright.describe.model import describe
 from meshwright.facts.strategy import Strategy
@@ -35,6 +37,22 @@ def test_a_tensor_axis_runs_the_programs_that_training_runs() -> None:
     assert sent(programs, "all_gather", "tensor") == sent(plain, "all_gather", "tensor")
     summed = [sum(m.count for m in found.messages if m.kind == "all_reduce") for found in (programs, plain)]
     assert summed[0] < summed[1]  # the gradients of a block's norms are one message
+
+
+def test_a_model_that_reads_values_runs_its_programs_too() -> None:
+    """As Hugging Face's do, which look at positions and masks before their first block."""
+    job = job_of()
+
+    def build() -> nn.Module:
+        model = job.model()
+        model.register_forward_pre_hook(lambda module, inputs: None if int(inputs[0].max()) >= 0 else inputs)
+        return model
+
+    reading = replace(job, model=build)
+    peaks = [trace_step(one, describe(one), Strategy.parse("tp=2,bf16"), ranks=2).peak for one in (job, reading)]
+    assert peaks[0] == peaks[1]
+    with patch.object(replay, "_enabled", False):
+        assert trace_step(job, describe(job), Strategy.parse("tp=2,bf16"), ranks=2).peak != peaks[0]
 
 
 def test_compiled_programs_send_the_same_and_launch_less() -> None:

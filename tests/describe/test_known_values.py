@@ -100,6 +100,20 @@ def test_reads_of_samples_are_exact_and_those_of_weights_are_made_up() -> None:
     assert len(assumptions(reads)) == 2
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_router_counts_the_tokens_of_each_expert_however_many_there_are(in_place: bool) -> None:
+    """The counts are sizes to split the tokens by, as in JetMoE."""
+    tokens, experts = 1 << 15, 8
+    with FakeTensorMode(allow_non_fake_inputs=True), known_values(ReadValues()):
+        chosen = (torch.empty(tokens, 4) @ torch.empty(4, experts)).topk(2, dim=1).indices
+        marks = torch.zeros(tokens, experts)
+        marks = marks.scatter_(1, chosen, 1) if in_place else marks.scatter(1, chosen, 1)
+        counts = marks.long().sum(0).tolist()
+        parts = torch.empty(2 * tokens, 4).split(counts)
+    assert len(parts) == experts and sum(counts) == 2 * tokens
+    assert max(counts) < 1.1 * min(counts)
+
+
 def test_values_of_the_batch_are_not_changed() -> None:
     given = torch.ones(3)
     with FakeTensorMode(allow_non_fake_inputs=True), known_values(ReadValues()):

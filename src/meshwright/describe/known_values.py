@@ -125,11 +125,17 @@ class _KnownValues(TorchDispatchMode):
     def _follow(self, func: Any, args: Any, kwargs: Any, found: Any, made: list[torch.Tensor]) -> None:
         """Compute the results' values too, if they are small or decide something."""
         changed = changed_by(func, args, kwargs)
-        if not self._worth(func, made) or not all(isinstance(tensor, FakeTensor) for tensor in changed):
+        given = tensors_in((args, kwargs))
+        if not given and _is_constant(func) and made[0].numel() > FLOATS:
+            with outside_of_modes():
+                setattr(
+                    made[0], _VALUE, _Value(_single(func, args, made[0].dtype).expand(made[0].shape), guessed=False)
+                )
+            return
+        if not self._worth(func, given, made) or not all(isinstance(tensor, FakeTensor) for tensor in changed):
             self._forget(changed)
             return
         bound = FLOATS if all(tensor.is_floating_point() for tensor in made) else INTEGERS
-        given = tensors_in((args, kwargs))
         if any(self._value(tensor) is None and tensor.numel() > bound for tensor in given):
             self._forget(changed)
             self._follow_uniform(func, args, kwargs, made)
@@ -143,11 +149,16 @@ class _KnownValues(TorchDispatchMode):
             if value.shape == tensor.shape and value.device.type == "cpu" and isinstance(tensor, FakeTensor):
                 setattr(tensor, _VALUE, _Value(value, guessed))
 
-    def _worth(self, func: Any, made: list[torch.Tensor]) -> bool:
-        """Whether to compute the values of results. Products of floats are made up when they are read."""
+    def _worth(self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
+        """Whether to compute the values of results. Products of floats are made up when they are read.
+
+        Floats that known integers choose may be many: a router marks each token's experts, and counts the marks.
+        """
         if func in flop_registry or func.overloadpacket in flop_registry or _is_unsafe(func) or backward_id() != -1:
             return False
-        return all(tensor.numel() <= (FLOATS if tensor.is_floating_point() else INTEGERS) for tensor in made)
+        chosen = any(not tensor.is_floating_point() for tensor in given) and all(map(self._value, given))
+        floats = INTEGERS if chosen else FLOATS
+        return all(tensor.numel() <= (floats if tensor.is_floating_point() else INTEGERS) for tensor in made)
 
     def _forget(self, changed: list[torch.Tensor]) -> None:
         for tensor in changed:
@@ -246,10 +257,16 @@ class _KnownValues(TorchDispatchMode):
         if sum(tensor.numel() for tensor in given) > EVALUATED:
             raise ValuesUnknown(f"{func} has too many elements to run for real.")
         values = {id(tensor): self._value(tensor) or self._make_up(tensor) for tensor in given}
-        real_args, real_kwargs = change_leaves(
-            lambda leaf: values[id(leaf)].real if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
-        )
+        changed = {id(tensor) for tensor in changed_by(func, args, kwargs)}
+
+        def real_of(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            real = values[id(leaf)].real
+            return real.contiguous() if id(leaf) in changed else real  # a constant is one number until it is changed
+
         with outside_of_modes(), torch.no_grad():
+            real_args, real_kwargs = change_leaves(real_of, (args, kwargs))
             real = func(*real_args, **real_kwargs)
             real = self._settled(name := func.overloadpacket.__name__, real, args)
         counted = given[1:] if name in _OVERWRITES else given
@@ -293,6 +310,16 @@ class _KnownValues(TorchDispatchMode):
 def _is_unsafe(func: Any) -> bool:
     """Whether a kernel may crash on made-up values: those of recurrent layers trust their workspaces."""
     return any(word in func.overloadpacket.__name__ for word in ("rnn", "lstm", "gru"))
+
+
+def _is_constant(func: Any) -> bool:
+    return func.overloadpacket.__name__ in ("zeros", "ones", "full")
+
+
+def _single(func: Any, args: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The number that a constant is full of."""
+    number = {"zeros": 0, "ones": 1}.get(func.overloadpacket.__name__)
+    return torch.full((), args[1] if number is None else number, dtype=dtype)
 
 
 def _one(tensor: torch.Tensor) -> torch.Tensor:

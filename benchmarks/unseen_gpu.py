@@ -127,7 +127,7 @@ def score(measured: Path, forecasts: Path) -> None:
         if "error" in row:
             print(f"| {name_of(row)} | {row['error'][:80]} |")
             continue
-        case = told[name_of(row)]
+        case = told.get(name_of(row), {})
         found = errors_of(row, {name: value for name, value in case.items() if name not in ("rank", "ranks")})
         for grade in ("table", "kernels"):
             if f"{grade}_ms" in case:

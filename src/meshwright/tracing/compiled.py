@@ -226,7 +226,8 @@ def _compile(run: Function, names: list[str], compiler: Compiler) -> Callable[[l
         )
 
     def make_kernels(gm: fx.GraphModule, example_inputs: Any) -> Runner:
-        programs.append(fuse(gm.graph, _kept_between(programs[0], returned) if programs else frozenset()))
+        kept = _kept_between(programs[0], returned) if programs else frozenset()
+        programs.append(fuse(gm.graph, kept, reorders=not programs))
         keys = [(node, 0) for node in programs[0].inputs] if len(programs) == 1 else _outputs(programs[-1])
         moments = {key: known[name] for key, name in zip(keys, names, strict=False) if name in known}
         return Runner(programs[-1], compiler.recorder, moments)

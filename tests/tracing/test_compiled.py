@@ -137,6 +137,26 @@ def test_what_cannot_be_drawn_runs_as_it_is_and_is_told() -> None:
     assert found.peak > CUBLAS
 
 
+class Dropping(Decoder):
+    """LayerDrop: whether a block runs is read from a tensor, in a loop."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.token(x)
+        for block in self.blocks:
+            if torch.rand([]) < 0.0:
+                continue
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_graph_that_breaks_in_a_loop_leaves_compiled_blocks() -> None:
+    job = job_for(partial(Dropping, LAYERS, GatedBlock))
+    found = trace_step(job, describe(job), Strategy.parse("single,bf16,compile"), ranks=1)
+    assert found.memory["activations"] == pytest.approx(trace("single,bf16,compile").memory["activations"], rel=0.03)
+    assert found.memory["activations"] < 0.9 * trace("single,bf16").memory["activations"]
+    assert "compiled one by one: it reads a value" in found.unseen
+
+
 class Asking(Decoder):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and bool((x < 0).any()):

@@ -3,7 +3,9 @@
 The first half of the compiler is PyTorch's: AOTAutograd captures forward and backward as one graph of decomposed
 operators, and a minimal cut decides what is saved for backward and what is recomputed. The second half, which writes
 kernels, needs a GPU; `fusion.py` models its rules. Dynamo, which reads Python's bytecode first, cannot run on fake
-tensors. The module's `forward` is run instead, so a graph that Dynamo would break in two counts as one.
+tensors. The module's `forward` is run instead. If that cannot be captured, for example because it branches on a value
+in a loop over layers (LayerDrop), it runs eagerly and the modules that it calls are compiled one by one. Dynamo does
+the same: it skips a function whose graph breaks inside a loop, and compiles the functions that are called from it.
 
 Private API of PyTorch's compiler is used only here; `tests/tracing/test_compiled.py` tests it.
 """
@@ -27,6 +29,7 @@ from meshwright.assemble.low_copies import parameters_as_read
 from meshwright.describe.as_on_cuda import as_compiled
 from meshwright.errors import one_line
 from meshwright.strategies.tensor.compiled import MADE
+from meshwright.torch_private.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from meshwright.torch_private.modules import lend_tensors
 from meshwright.torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
 from meshwright.tracing.fusion import Program, fuse
@@ -47,6 +50,8 @@ class Compiler:
     made: dict[Any, CompiledGraph | None] = field(default_factory=dict)
     failed: dict[str, None] = field(default_factory=dict)
     """Why some functions could not be captured and ran eagerly."""
+    divided: dict[str, None] = field(default_factory=dict)
+    """Why some modules could not be captured as one, so that the modules which they call were compiled one by one."""
     policies: list[Any] = field(default_factory=list)
     """For each checkpointed region, the policy that says which operators are saved instead."""
 
@@ -55,7 +60,7 @@ class Compiler:
         """While active, compiled modules and functions run as the compiler would run them."""
 
         def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            module.forward = Compiled(self, module.forward, module)
+            self.compile(module)
 
         def compile_function(model: Any = None, **options: Any) -> Any:
             return compile_function if model is None else Compiled(self, model)
@@ -69,6 +74,11 @@ class Compiler:
             stack.enter_context(patch.dict(MADE, clear=True))
             stack.enter_context(patch.object(recompute, "checkpoint", self._checkpoint))
             yield
+
+    def compile(self, module: nn.Module) -> None:
+        """Run a module's `forward` as the compiler would; a module that is compiled already is left alone."""
+        if not isinstance(module.forward, Compiled):
+            module.forward = Compiled(self, module.forward, module)
 
     def _checkpoint(self, function: Function, *args: Any, context_fn: Any = None, **kwargs: Any) -> Any:
         """While a graph is captured, mark what is to be recomputed, as the compiler does."""
@@ -142,7 +152,10 @@ class Compiled:
                     compiler.made[key] = self._capture(names, tree, others, given)
             except Exception as error:  # the model does something that cannot be captured
                 compiler.made[key] = None
-                compiler.failed[one_line(error)] = None
+                called = _called_by(self._module) if self._module is not None else []
+                (compiler.divided if called else compiler.failed)[_reason(error)] = None
+                for module in called:
+                    compiler.compile(module)
         return compiler.made[key]
 
     def _capture(self, names: list[str], tree: TreeSpec, others: list[Any], given: list[Tensor]) -> CompiledGraph:
@@ -167,6 +180,22 @@ class Compiled:
         lent = lend_tensors(self._module, state, tie_weights=True) if self._module is not None else nullcontext()
         with lent, aot.called_compiling():
             return self._function(*args, **kwargs)
+
+
+def _called_by(module: nn.Module) -> list[nn.Module]:
+    """The modules that a module's `forward` may call: its children, and those in its lists."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        found += _called_by(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
+    return found
+
+
+def _reason(error: BaseException) -> str:
+    """Why a function could not be captured: that it reads a value, if handling this failed too."""
+    first: BaseException | None = error
+    while first is not None and not isinstance(first, DataDependentOutputException | DynamicOutputShapeException):
+        first = first.__context__
+    return one_line(error) if first is None else f"it reads a value from a tensor ({one_line(first)})."
 
 
 def _layout(tensor: Tensor) -> Any:
@@ -197,7 +226,8 @@ def _compile(run: Function, names: list[str], compiler: Compiler) -> Callable[[l
         )
 
     def make_kernels(gm: fx.GraphModule, example_inputs: Any) -> Runner:
-        programs.append(fuse(gm.graph, _kept_between(programs[0], returned) if programs else frozenset()))
+        kept = _kept_between(programs[0], returned) if programs else frozenset()
+        programs.append(fuse(gm.graph, kept, reorders=not programs))
         keys = [(node, 0) for node in programs[0].inputs] if len(programs) == 1 else _outputs(programs[-1])
         moments = {key: known[name] for key, name in zip(keys, names, strict=False) if name in known}
         return Runner(programs[-1], compiler.recorder, moments)

@@ -42,6 +42,7 @@ def extrapolate(shorter: Recorded, longer: Recorded, *, sizes: tuple[int, int], 
         messages=_messages(shorter.messages, longer.messages, times),
         stages=longer.stages,
         uncompiled=longer.uncompiled,
+        divided=longer.divided,
     )
 
 

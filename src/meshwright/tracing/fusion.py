@@ -4,8 +4,9 @@ Matrix products, convolutions, attention and the like are separate kernels and w
 fused: a value is written only if one of its readers cannot compute it inline. Such readers are the caller, a separate
 kernel, and a later kernel that reads a reduction. A value with several readers is written if it is made of many values.
 Kernels over the same number of elements are merged if one reads what the other reads or writes, at the place of the
-later one. A value is freed after its last read, or overwritten if the next one has its size. Thresholds are those that
-Inductor has by default.
+later one. Then the kernels of forward are put into the order that needs least memory (`kernel_order.py`). A value is
+freed after its last read, or overwritten if the next one has its size. Thresholds are those that Inductor has by
+default.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx
 
 from meshwright.tracing import nodes
+from meshwright.tracing.kernel_order import Dependencies, order_kernels
 from meshwright.tracing.layouts import Buffer, buffer_of, find_padding
 from meshwright.tracing.nodes import Key
 
@@ -68,14 +70,17 @@ class Program:
     """The results: a value, and the node that views it. None for a result that is no tensor."""
 
 
-def fuse(graph: fx.Graph, mine: frozenset[str] = frozenset()) -> Program:
-    """The program that Inductor would run for a graph. It may overwrite inputs named `mine` after their last read."""
-    return _Fusion(graph, mine).program()
+def fuse(graph: fx.Graph, mine: frozenset[str] = frozenset(), *, reorders: bool = True) -> Program:
+    """The program that Inductor would run for a graph. It may overwrite inputs named `mine` after their last read.
+
+    Without `reorders`, the kernels run in the graph's order.
+    """
+    return _Fusion(graph, mine, reorders=reorders).program()
 
 
 class _Fusion:
-    def __init__(self, graph: fx.Graph, mine: frozenset[str]) -> None:
-        self._nodes, self._mine = list(graph.nodes), mine
+    def __init__(self, graph: fx.Graph, mine: frozenset[str], *, reorders: bool) -> None:
+        self._nodes, self._mine, self._reorders = list(graph.nodes), mine, reorders
         self._kernels: list[CompiledKernel] = []
         self._made_by: dict[Key, int] = {}
         """The kernel that writes a value."""
@@ -94,6 +99,8 @@ class _Fusion:
         self._kernels = [kernel for kernel in self._kernels if kernel.node is not None or kernel.writes]
         outputs = tuple(self._output(leaf) for leaf in self._nodes[-1].args[0])
         kept = {output[0] for output in outputs if output is not None}
+        if self._reorders:
+            self._reorder(kept)
         last = self._last_reads(kept)
         self._assign_memory(last, kept)
         inputs = tuple(node for node in self._nodes if node.op == "placeholder")
@@ -203,6 +210,20 @@ class _Fusion:
             kernel.writes = source.writes | kernel.writes
             self._made_by |= dict.fromkeys(source.writes, self._kernels.index(kernel))
             source.reads, source.writes = {}, {}
+
+    def _reorder(self, kept: set[Key]) -> None:
+        """Run the kernels in the order that needs least memory, unless some are collectives, which keep their order."""
+        if any(kernel.node is not None and nodes.is_collective(kernel.node) for kernel in self._kernels):
+            return
+        given = Dependencies(
+            reads=[
+                [k for k in kernel.reads if k in self._made_by and k not in kernel.writes] for kernel in self._kernels
+            ],
+            writes=[list(kernel.writes) for kernel in self._kernels],
+            sizes={key: self._buffer(key).bytes for kernel in self._kernels for key in kernel.writes},
+            kept=frozenset(key for key in kept if key in self._made_by),
+        )
+        self._kernels = [self._kernels[place] for place in order_kernels(given)]
 
     def _last_reads(self, kept: set[Key]) -> dict[Key, int]:
         """The last kernel that reads each value. A value that only its own kernel reads is not written."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from meshwright.torch_private.collectives import COLLECTIVES
 from meshwright.torch_private.operators import OpOverload
 
 REDUCTIONS = {
@@ -62,6 +63,10 @@ def is_separate(node: fx.Node) -> bool:
         return False
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return not (pointwise or name_of(node) in _FUSED | REDUCTIONS or _scatters_over_a_constant(node))
+
+
+def is_collective(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") in COLLECTIVES
 
 
 def is_scatter(node: fx.Node) -> bool:

@@ -75,6 +75,8 @@ class Recorded:
     stages: tuple[int, ...]
     uncompiled: str = ""
     """Why something that would be compiled was traced as eager."""
+    divided: str = ""
+    """Why a module that would be compiled as one was traced as modules that are compiled one by one."""
 
 
 class StepObserver(ABC):
@@ -173,6 +175,7 @@ def _record_step(
                 messages=recorder.messages.counts,
                 stages=holders.own if holders is not None else (),
                 uncompiled=" ".join(compiler.failed),
+                divided=" ".join(compiler.divided),
             )
 
 

@@ -109,6 +109,11 @@ def _unseen(strategy: Strategy, recorded: Recorded) -> str:
     found = []
     if recorded.uncompiled:
         found.append(f"what cannot be compiled on fake tensors was traced as eager: {recorded.uncompiled}")
+    if recorded.divided:
+        found.append(
+            "what cannot be compiled as one graph was traced as eager, and the modules that it calls as compiled one by"
+            f" one: {recorded.divided}"
+        )
     if strategy.offload == "params":
         found.append("offload=params was traced as if sharded parameters lay on the device")
     return "; ".join(found)

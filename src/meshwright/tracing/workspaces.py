@@ -39,14 +39,24 @@ def operator_workspaces(func: Any, args: Any, found: Any, *, sums: bool = True) 
 
 
 def layout_copies(func: Any, args: Any, found: Any) -> int:
-    """Bytes that cuDNN copies to another layout and back."""
+    """Bytes that a convolution moves besides those of its kernel.
+
+    cuDNN copies tensors to another layout and back; PyTorch adds the bias to the result afterwards, and sums the
+    gradient of the result for that of the bias.
+    """
     if not stands_in():
         return 0
     if func is aten.convolution.default:
-        return forward_copies(_forward_layer(args, found))
+        added = _bytes(found) if args[2] is not None else 0
+        return forward_copies(_forward_layer(args, found)) + added
     if func is aten.convolution_backward.default:
-        return backward_copies(_backward_layer(args), args[-1])
+        mask = args[-1]
+        return backward_copies(_backward_layer(args), mask) + (_bytes(args[0]) if mask[2] else 0)
     return 0
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
 
 
 def _forward_layer(args: Any, found: Any) -> Layer:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshwright.tracing import element_steps
 from meshwright.tracing.element_steps import (
+    AFFINE,
     AFFINE_ROW,
     BROADCAST_CAST,
     CACHE,
@@ -22,7 +23,6 @@ from meshwright.tracing.element_steps import (
     SCATTERED,
     SHORT_ROW,
     TRANSPOSED,
-    WIDE,
 )
 from meshwright.tracing.meter import Meter, OperatorRun
 
@@ -132,7 +132,7 @@ def test_the_gradients_of_a_layer_norms_weights_take_a_time_for_each_row() -> No
         return steps[1] - steps[0]
 
     assert sums(512) == pytest.approx(sums(1024)) == pytest.approx(ROWS * AFFINE_ROW)
-    assert sums(2 * WIDE) == pytest.approx(2 * sums(WIDE))
+    assert sums(4096) == pytest.approx(2 * sums(2048)) == pytest.approx(ROWS * 4096 * AFFINE)
 
 
 def test_a_pool_computes_every_element_of_every_window() -> None:

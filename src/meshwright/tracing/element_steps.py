@@ -40,10 +40,9 @@ ROWS |= {"_softmax": 1.1, "_log_softmax": 1.1, "_safe_softmax": 2.5}
 ROWS_BACKWARD = {"native_layer_norm_backward": 0.9, "native_group_norm_backward": 0.9}
 AFFINE = 1.7
 """More for gradients of the affine weights, which are sums over all rows."""
-AFFINE_ROW, NARROW, WIDE = 1780, 512, 1280
-"""A layer norm's sums give each processor 32 columns, and it goes through all rows: a row takes the same time, with 512
-columns or with `WIDE`, the most that were timed. Above 65536 rows, as batches of rows narrower than `NARROW` mostly
-have, processors share the rows."""
+AFFINE_ROW, TIMED = 1780, range(512, 1281)
+"""A layer norm's sums give each processor 32 columns, and it goes through all rows: a row takes the same time with 512
+columns as with 1280. Wider rows were not timed. Narrower ones are mostly more than 65536, which processors share."""
 SHORT_ROW = 91
 """A sum over the innermost dim takes a warp for each row, however short."""
 COLUMN_ROW = 650
@@ -128,9 +127,9 @@ def _batch_norm_steps(name: str, x: torch.Tensor) -> float:
 
 def _affine_steps(name: str, size: int, width: int) -> float:
     """Steps of summing the gradients of a norm's weights over all rows."""
-    if name != "native_layer_norm_backward" or width < NARROW:
+    if name != "native_layer_norm_backward" or width not in TIMED:
         return size * AFFINE
-    return size / width * AFFINE_ROW * max(1.0, width / WIDE)
+    return size / width * AFFINE_ROW
 
 
 def _reduction_steps(operands: list[torch.Tensor], result: torch.Tensor, size: int) -> float:

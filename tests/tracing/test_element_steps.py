@@ -145,6 +145,11 @@ def test_a_pool_computes_every_element_of_every_window() -> None:
     assert steps == {name: pytest.approx(2 * 4 * 64 * 9 * weight) for name, weight in POOLS.items()}
 
 
+def test_a_pools_window_is_no_larger_than_the_plane() -> None:
+    pooled = run(lambda x: F.avg_pool2d(x, 100, ceil_mode=True), empty(2, 4, 8, 8))
+    assert pooled.steps == pytest.approx(2 * 4 * 64 * POOLS["avg_pool2d"])
+
+
 def test_unfolding_counts_the_elements_of_its_columns() -> None:
     x = empty(2, 4, 8, 1)
     assert run(lambda x: F.unfold(x, (3, 1), padding=(1, 0)), x).steps == pytest.approx(2 * 12 * 8 * COLUMNS["im2col"])

@@ -102,8 +102,10 @@ def element_steps(func: Any, args: Any, given: list[torch.Tensor], made: list[to
     if name in INDEXED:
         return size * INDEXED[name]
     if name in POOLS:
-        results, window = (given[0], args[2]) if "backward" in name else (made[0], args[1])
-        return results.numel() * prod(_pair(window)) * POOLS[name]
+        results, x, window = (given[0], given[1], args[2]) if "backward" in name else (made[0], given[0], args[1])
+        # A window may be larger than the plane, to take its mean.
+        taps = prod(map(min, _pair(window), x.shape[-2:]))
+        return results.numel() * taps * POOLS[name]
     if name in COLUMNS:
         return size * (COLUMNS[name] + (TRANSPOSED if name == "col2im" and not given[0].is_contiguous() else 0))
     if name in PADDINGS:

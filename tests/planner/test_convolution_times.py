@@ -62,3 +62,29 @@ def test_a_cpu_copies_nothing() -> None:
     with Meter(runs.append):
         F.conv2d(torch.empty(4, 16, 8, 8, device="meta"), torch.empty(32, 16, 3, 3, device="meta"))
     assert [run.copied for run in runs if run.name == "convolution"] == [0.0]
+
+
+def test_pixels_that_tensor_cores_cannot_load_are_copied() -> None:
+    def copied(side: int, channels: int, kind: torch.dtype = torch.bfloat16) -> float:
+        runs: list[OperatorRun] = []
+        with as_on_cuda(), Meter(runs.append):
+            x = torch.empty(4, channels, side, side, dtype=kind, device="meta")
+            F.conv2d(x, torch.empty(channels, channels, 1, 1, dtype=kind, device="meta"))
+        return next(run.copied for run in runs if run.name == "convolution") / (x.numel() * x.itemsize)
+
+    assert copied(14, 256) == 2
+    assert copied(28, 256) == copied(14, 64) == copied(14, 256, torch.float32) == 0
+    assert copied(7, 256, torch.float32) == 2
+
+
+def test_a_bias_counts_as_one_more_copy_of_the_result() -> None:
+    runs: list[OperatorRun] = []
+    with as_on_cuda(), Meter(runs.append):
+        x, weight, bias = (
+            torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+            for shape in ((4, 64, 8, 8), (64, 64, 1, 1), (64,))
+        )
+        y = F.conv2d(x, weight, bias)
+        y.backward(torch.empty_like(y))
+    copied = {run.name: run.copied for run in runs if run.kind == "convolution"}
+    assert copied == dict.fromkeys(("convolution", "convolution_backward"), y.numel() * y.itemsize)

@@ -7,7 +7,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.tracing.element_steps import CAST, TRANSPOSED
+from meshwright.tracing import element_steps
+from meshwright.tracing.element_steps import (
+    AFFINE,
+    AFFINE_ROW,
+    BROADCAST_CAST,
+    CACHE,
+    CAST,
+    COLUMN_ROW,
+    COLUMNS,
+    FILLED,
+    MASKED,
+    POOLS,
+    SCALAR_CAST,
+    SCATTERED,
+    SHORT_ROW,
+    TRANSPOSED,
+)
 from meshwright.tracing.meter import Meter, OperatorRun
 
 ROWS, WIDTH = 32, 64
@@ -38,6 +54,9 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         (lambda x: x.view(WIDTH, ROWS).t() + x, TRANSPOSED),
         (lambda x: x.float(), CAST),
         (lambda x: x.float().bfloat16(), 0.0),
+        (lambda x: x * x[0].float(), BROADCAST_CAST),
+        (lambda x: x * torch.empty((), device="meta", dtype=torch.float32), SCALAR_CAST),
+        (lambda x: x.masked_fill(x[:, :1] > 0, 0.0), MASKED),
     ],
 )
 def test_elementwise(function: Callable[..., Tensor], weight: float) -> None:
@@ -79,3 +98,94 @@ def test_what_is_read_twice_or_only_filled_counts_once() -> None:
     x = empty(ROWS, WIDTH)
     assert run(lambda x: x * x, x).bytes == 2 * SIZE * x.itemsize
     assert run(torch.zeros_like, x).bytes == SIZE * x.itemsize
+
+
+def test_a_broadcast_operand_counts_as_transposed_if_no_cache_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = empty(4, WIDTH, ROWS).transpose(1, 2)
+
+    def broadcast(x: Tensor) -> Tensor:
+        return torch.mul(x, empty(1, ROWS, WIDTH))
+
+    assert SIZE * 2 < CACHE
+    assert run(broadcast, x).steps == 4 * SIZE
+    monkeypatch.setattr(element_steps, "CACHE", 0)
+    assert run(broadcast, x).steps == pytest.approx(TRANSPOSED * 4 * SIZE)
+
+
+def test_sums_over_short_rows_and_over_few_columns_leave_threads_idle() -> None:
+    x = empty(4096, WIDTH)
+    assert run(lambda x: x.sum(-1), x).steps == 4096 * SHORT_ROW
+    assert run(lambda x: x.sum(0), x).steps == x.numel()
+    wide = empty(8, 4096)
+    assert run(lambda x: x.sum(0), wide).steps == 8 * COLUMN_ROW
+    assert run(lambda x: x.sum(1), empty(4, 8, 64)).steps == 0
+
+
+def test_the_gradients_of_a_layer_norms_weights_take_a_time_for_each_row() -> None:
+    def sums(width: int) -> float:
+        x, weight = empty(ROWS, width), empty(width)
+        rest = [x, [width], empty(ROWS, 1, dtype=torch.float32), empty(ROWS, 1, dtype=torch.float32), weight, weight]
+        steps = [
+            run(lambda x, mask=mask: torch.ops.aten.native_layer_norm_backward(x, *rest, mask)[0], x).steps
+            for mask in ([True, False, False], [True, True, True])
+        ]
+        return steps[1] - steps[0]
+
+    assert sums(512) == pytest.approx(sums(1024)) == pytest.approx(ROWS * AFFINE_ROW)
+    assert sums(4096) == pytest.approx(2 * sums(2048)) == pytest.approx(ROWS * 4096 * AFFINE)
+
+
+def test_a_pool_computes_every_element_of_every_window() -> None:
+    x = empty(2, 4, 8, 8).requires_grad_()
+    found: list[OperatorRun] = []
+    with Meter(found.append):
+        result = F.avg_pool2d(x, 3, stride=1, padding=1)
+        result.backward(torch.empty_like(result))
+    steps = {one.name: one.steps for one in found if one.name in POOLS}
+    assert steps == {name: pytest.approx(2 * 4 * 64 * 9 * weight) for name, weight in POOLS.items()}
+
+
+def test_a_pools_window_is_no_larger_than_the_plane() -> None:
+    pooled = run(lambda x: F.avg_pool2d(x, 100, ceil_mode=True), empty(2, 4, 8, 8))
+    assert pooled.steps == pytest.approx(2 * 4 * 64 * POOLS["avg_pool2d"])
+
+
+def test_unfolding_counts_the_elements_of_its_columns() -> None:
+    x = empty(2, 4, 8, 1)
+    assert run(lambda x: F.unfold(x, (3, 1), padding=(1, 0)), x).steps == pytest.approx(2 * 12 * 8 * COLUMNS["im2col"])
+    columns = empty(2, 12, 8)
+    assert run(lambda x: F.fold(x, (8, 1), (3, 1), padding=(1, 0)), columns).steps == pytest.approx(
+        columns.numel() * COLUMNS["col2im"]
+    )
+
+
+def test_a_slices_gradient_is_filled_and_then_copied() -> None:
+    x = empty(ROWS, WIDTH).requires_grad_()
+    found: list[OperatorRun] = []
+    with Meter(found.append):
+        x[:, :8].backward(empty(ROWS, 8))
+    [backward] = [one for one in found if one.name == "slice_backward"]
+    assert backward.steps == pytest.approx(ROWS * 8 + SIZE * 2 * FILLED)
+
+
+def test_batch_norms_by_the_place_of_their_channels() -> None:
+    def steps(x: Tensor) -> float:
+        weight = empty(256, dtype=torch.float32)
+        rest = [x, weight, None, None, weight, weight, True, 1e-5, [True, True, True]]
+        return run(lambda x: torch.ops.aten.native_batch_norm_backward(x, *rest)[0], x).steps
+
+    usual, inner = steps(empty(64, 256, 16)), steps(empty(64, 16, 256).transpose(1, 2))
+    assert inner == pytest.approx(SCATTERED * usual)
+    assert steps(empty(64 * 16, 256)) < usual
+
+
+def test_a_stride_does_not_make_a_depthwise_input_gradient_cheaper() -> None:
+    def backward(stride: int) -> float:
+        found: list[OperatorRun] = []
+        with Meter(found.append):
+            x, weight = empty(2, WIDTH, 8, 8).requires_grad_(), empty(WIDTH, 1, 3, 3).requires_grad_()
+            result = F.conv2d(x, weight, padding=1, stride=stride, groups=WIDTH)
+            result.backward(torch.empty_like(result))
+        return next(one.steps for one in found if one.name == "convolution_backward")
+
+    assert backward(2) / backward(1) == pytest.approx((1 / 4 + 1) / 2)

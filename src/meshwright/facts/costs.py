@@ -45,7 +45,8 @@ class Kernel:
     steps: Size = Size()
     """Elements that a GPU computes one at a time, weighted by their work; 0 if only the bytes count."""
     copied: Size = Size()
-    """Bytes that a library copies to another layout first, or back afterwards, besides `bytes`."""
+    """Bytes that a library copies to another layout first, or back afterwards, besides `bytes`; a bias counts as one
+    more copy of what it is added to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

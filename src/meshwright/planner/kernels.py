@@ -18,13 +18,15 @@ Sources of the efficiencies, which apply unless the device's own were measured (
 - A convolution is a matmul whose rows are pixels, and whose inner dim are the weights of one output channel. 300 of
   them on an H200 (facts/kernel_tables) are forecast to a fifth so, if the copies to the layout that tensor cores want
   and back count as well; by their FLOPs alone they were half off. Gradients in tf32 reach less: `TF32_BACKWARD`.
-- cuBLAS uses older kernels for 16-bit matmuls whose sides are not multiples of 8: of an H200's 989 TFLOP/s they reach
-  120 with an odd vocabulary and 253 with an even one, a sixth and a third of the usual rate: `ODD`, `EVEN`.
+- cuBLAS uses older kernels for 16-bit matmuls whose sides are not multiples of 8, which load or store 2 or 4 bytes at a
+  time: `UNALIGNED`. Their main loop is slow, and their start and end are not. From products of an H200 with odd sides
+  and inner dims of 64 to 50265, and with even ones of 64 and 768 (docs/data, `longest` of unseen_*kernels*.json).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from meshwright.facts.compiled_blocks import FUSED as FUSED_NAME
 from meshwright.facts.costs import Kernel, Size
@@ -55,7 +57,14 @@ RAMP = 220
 SEQUENTIAL = 1 / 3
 """Share of a recurrent layer's products that run time step by time step: those of the state, not of the input or of
 the weights' gradients, which take all steps at once."""
-ODD, EVEN = 0.16, 0.34
+TIME_STEP = 12e-6
+"""A time step of a recurrent layer waits for the one before, and is two kernels: a product of few tiles, which leaves
+most processors idle, and the gates. LSTMs of 1024 and 1536 on an H200 take 8 and 6 microseconds for them."""
+UNALIGNED = {"odd result": (0.121, 330), "odd": (0.175, 350), "even": (0.40, 660)}
+"""Share of the usual rate, and the `RAMP`, of products with a side that is not a multiple of 8. The first is of results
+with odd rows: 2 bytes are stored at a time."""
+STARTING = 1 / 3
+"""Share of `RAMP` for starting a tile; the rest is for storing it, which takes less for a partly filled one."""
 PAD = 8
 FUSED = 0.45
 """Share of the time of elementwise kernels that remains when torch.compile fuses neighbours."""
@@ -74,10 +83,11 @@ def seconds(kernel: Kernel, samples: float, parts: int, hardware: Hardware, comp
     stepping = _stepping(kernel, samples, parts, hardware)
     if stepping or not flops:
         return LEAST + max(traffic, stepping)
-    # Time steps of a recurrent layer wait for each other.
-    waits = kernel.shape[0].at(samples) if kernel.kind == "recurrent" else 1
-    copying = _copying(kernel, samples, parts, hardware)
-    return waits * LEAST + copying + max(traffic, flops / _speed(kernel, samples, parts, hardware))
+    computing = flops / _speed(kernel, samples, parts, hardware)
+    if kernel.kind == "recurrent":
+        waiting = kernel.shape[0].at(samples) * TIME_STEP
+        return max(waiting, traffic, SEQUENTIAL * computing) + (1 - SEQUENTIAL) * computing
+    return LEAST + _copying(kernel, samples, parts, hardware) + max(traffic, computing)
 
 
 def moving(moved: float, hardware: Hardware) -> float:
@@ -141,10 +151,14 @@ def _speed(kernel: Kernel, samples: float, parts: int, hardware: Hardware) -> fl
     _, rows, columns, inner = (size.at(samples) for size in kernel.shape)
     # The wider side of a divided matmul gets narrower.
     rows, columns = (rows / parts, columns) if rows > columns else (rows, columns / parts)
+    if kernel.kind == "matmul" and min(rows, columns) <= 1:
+        return inf  # a product with a vector only reads its matrix
     filled = _filled(rows) * _filled(columns)
+    share, ramp = _alignment(kernel)
+    ramp *= STARTING + (1 - STARTING) * filled
     if kernel.kind == "recurrent":
         filled = 1 / (SEQUENTIAL / filled + 1 - SEQUENTIAL)
-    return reached * filled * inner / (inner + RAMP) * _aligned(kernel)
+    return reached * filled * inner / (inner / share + ramp)
 
 
 def _long_enough(kernel: Kernel, samples: float) -> float:
@@ -174,12 +188,18 @@ def _plain_speed(kernel: Kernel, samples: float, hardware: Hardware) -> float:
     return peak_flops(hardware, FULL.word) * PLAIN.get(kernel.kind, PLAIN["other"])
 
 
-def _aligned(kernel: Kernel) -> float:
-    """Factor for weights with a side that is not a multiple of 8. Sides that grow with the samples do not count."""
-    sides = [int(size.fixed) for size in kernel.shape[1:] if not size.each]
+def is_unaligned(kernel: Kernel) -> bool:
+    """Whether a 16-bit product has sides that its kernels load or store a few bytes at a time."""
+    is_product = kernel.kind == "matmul" and len(kernel.shape) == 4
+    return is_product and FORMATS[kernel.dtype].is_low and _alignment(kernel)[0] < 1
+
+
+def _alignment(kernel: Kernel) -> tuple[float, float]:
+    """Share of the usual rate and the ramp, by the sides of the matrices, except those that grow with the samples."""
+    sides = [0 if size.each else int(size.fixed) for size in kernel.shape[1:]]
     if any(side % 2 for side in sides):
-        return ODD
-    return EVEN if any(side % 8 for side in sides) else 1.0
+        return UNALIGNED["odd result" if sides[1] % 2 else "odd"]
+    return UNALIGNED["even"] if any(side % PAD for side in sides) else (1.0, RAMP)
 
 
 def _filled(size: float) -> float:

@@ -69,7 +69,8 @@ class _Point(NamedTuple):
 
 
 _Group = tuple[str, str, bool]
-"""Kernels that tell of each other: an operator or a kind, a dtype, and whether they compute one element at a time."""
+"""Kernels that tell of each other: an operator or a kind, a dtype, and whether they compute or load one element at a
+time."""
 
 
 class KernelPrices:
@@ -132,7 +133,8 @@ class KernelPrices:
 def _groups(kernel: Kernel, samples: float) -> tuple[_Group, ...]:
     """The groups of a kernel, the closest first. Kernels without products have little in common but their name."""
     names = (kernel.name,) if kernel.kind == "other" else (kernel.name, kernel.kind)
-    return tuple((name, kernel.dtype, kernel.steps.at(samples) > 0) for name in names)
+    is_slow = kernel.steps.at(samples) > 0 or kernels.is_unaligned(kernel)
+    return tuple((name, kernel.dtype, is_slow) for name in names)
 
 
 def _interpolate(points: Iterable[_Point], work: float, moved: float) -> float | None:

@@ -27,6 +27,8 @@ ROWS_EACH = 10_000
 """Rows that a multiprocessor should add up before several share a tile."""
 DIRECT_TAPS = range(9, 17)
 """Kernels of 3 x 3 to 4 x 4: with few input channels, a kernel without tensor cores is chosen."""
+MANY_CHANNELS = 128
+"""Channels from which a product of single pixels copies tensors that tensor cores cannot load."""
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -79,7 +81,7 @@ def forward_workspaces(layer: Layer) -> Held:
 
 def forward_copies(layer: Layer) -> int:
     """Bytes that the forward pass copies to another layout, or back."""
-    return sum(forward_workspaces(layer))
+    return sum(forward_workspaces(layer)) + _unaligned_copies(layer)
 
 
 def _forward(layer: Layer) -> Held:
@@ -105,11 +107,27 @@ def backward_workspaces(layer: Layer, mask: Any) -> list[Held]:
 
 
 def backward_copies(layer: Layer, mask: Any) -> int:
-    """Bytes that the backward pass copies to another layout, or back. Products of single pixels need none."""
-    if layer.is_product or layer.is_depthwise or not _allows_tensor_cores(layer):
+    """Bytes that the backward pass copies to another layout, or back."""
+    if layer.is_product:
+        return _unaligned_copies(layer) * sum(map(bool, mask[:2]))
+    if layer.is_depthwise or not _allows_tensor_cores(layer):
         return 0
     own = sum(layer.copies()) + sum(_contiguous_copies(layer, layer.x, layer.y))
     return own * sum(map(bool, mask[:2]))
+
+
+def _unaligned_copies(layer: Layer) -> int:
+    """Bytes that a product of single pixels copies, for its time: none if tensor cores can load a channel's pixels.
+
+    They load 16 bytes at a time. Where planes of pixels are no multiple of that, such as 7 x 7 and 14 x 14 in 16 bits,
+    cuDNN copies both tensors, or chooses a kernel with narrower loads that takes about as long. Convolutions of 256 to
+    1536 channels on an H200 do so, those of 64 do not.
+    """
+    multiple = 8 if layer.x.dtype in HALF else 4
+    is_aligned = layer.channels_last or prod(layer.x.shape[2:]) % multiple == 0
+    if not layer.is_product or is_aligned or min(layer.weight.shape[:2]) < MANY_CHANNELS:
+        return 0
+    return layer.x.numel() * layer.x.itemsize + layer.y.numel() * layer.y.itemsize
 
 
 def _input_gradient(layer: Layer) -> Held:

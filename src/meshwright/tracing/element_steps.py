@@ -17,19 +17,51 @@ TRANSPOSED = 2.7
 """One operand varies fastest along another dim than the result: 1.5e11 elements a second."""
 CAST = 1.1
 """Two bytes read and four written, or operands of several dtypes: 3.6e11."""
-BATCH_NORMS = {"native_batch_norm": 2.9, "native_batch_norm_backward": 5.3}
-"""For one element of a channel, if every processor has a channel: 1.07e9 and 0.59e9 elements a second each."""
-PROCESSORS, RESIDENT = 132, 2
-"""Streaming multiprocessors, and how many channels' blocks share one without slowing each other down."""
-ROWS = dict.fromkeys(("native_layer_norm", "native_group_norm"), 0.66)
+BROADCAST_CAST = 1.6
+"""An operand is broadcast and has another dtype."""
+SCALAR_CAST = 1.4
+"""An operand is a single number of another dtype, in the device's memory."""
+MASKED = 1.4
+"""`masked_fill` with a broadcast mask."""
+CACHE = 50e6
+"""Bytes of an H200's L2 cache. A transposed operand that fits is read from there as fast as one in order."""
+BATCH_NORMS = {"native_batch_norm": (2.9, 1.2), "native_batch_norm_backward": (5.3, 1.8)}
+"""For one element of a channel, if every processor has a channel: 1.07e9 and 0.59e9 elements a second each. And how
+many channels' blocks share a processor without slowing each other down."""
+BATCH_NORMS_LAST = {"native_batch_norm": 1.66, "native_batch_norm_backward": 1.4}
+"""With the channels innermost, as in a matrix of rows."""
+SCATTERED = 4.4
+"""Times the work of a batch norm's backward over (samples, channels, length) if the channels are innermost: PyTorch
+has no kernel for it in this shape, and each address is far from the one before."""
+PROCESSORS = 132
+"""Streaming multiprocessors."""
+ROWS = {"native_layer_norm": 0.66, "native_group_norm": 2.3}
 ROWS |= {"_softmax": 1.1, "_log_softmax": 1.1, "_safe_softmax": 2.5}
-ROWS_BACKWARD = {"native_layer_norm_backward": (0.9, 2.6), "native_group_norm_backward": (0.9, 2.6)}
-"""Without and with gradients of the affine weights, which are sums over all rows."""
+ROWS_BACKWARD = {"native_layer_norm_backward": 0.9, "native_group_norm_backward": 0.9}
+AFFINE = 1.7
+"""More for gradients of the affine weights, which are sums over all rows."""
+AFFINE_ROW, TIMED = 1780, range(512, 1281)
+"""A layer norm's sums give each processor 32 columns, and it goes through all rows: a row takes the same time with 512
+columns as with 1280. Wider rows were not timed. Narrower ones are mostly more than 65536, which processors share."""
+SHORT_ROW = 91
+"""A sum over the innermost dim takes a warp for each row, however short."""
+COLUMN_ROW = 650
+"""For one row of a sum over rows: a block of 32 columns goes through all of them, so few columns leave most
+processors idle. At most one step for each element."""
+POOLS = {"avg_pool2d": 0.56, "avg_pool2d_backward": 1.33}
+"""For one element of one window: 7.3e11 and 3.1e11 a second. Backward divides to find the windows of each element."""
+COLUMNS = {"im2col": 2.2, "col2im": 4.0}
+"""For one element of the unfolded tensor."""
+FILLED = 0.095
+"""For one byte of zeros."""
+PADDINGS = ("slice_backward", "select_backward", "constant_pad_nd")
+"""Operators that fill a tensor with zeros and copy another into a part of it."""
 SOFTMAX_BACKWARD = 0.55
 """For one byte of an element's dtype."""
 INDEXED = {"gather": 1.3, "scatter_add": 2.3, "scatter_add_": 2.3, "index_put": 1.6, "index_put_": 1.6}
-SORTING, UNSORTED = 5.7e7, 3072
-"""Steps in the 0.14 ms that an embedding's gradient takes to sort its indices, and the most that it does not sort."""
+SORTING, UNSORTED, SCATTERING = 5.7e7, 3072, 4.4
+"""Steps in the 0.14 ms that an embedding's gradient takes to sort its indices, the most that it does not sort, and
+steps to add up one element of the sorted ones."""
 GROUPED = {"usual": (0.43, 0.7), "last": (0.093, 0.117), "last, fp32": (0.43, 1.4)}
 """For one product of a depthwise convolution, forward and backward, by layout: 9.6e11 and 5.8e11 a second in the usual
 one; with channels last 4.4e12 and 3.5e12 in 16 bits, and 3e11 in fp32's backward."""
@@ -44,59 +76,109 @@ def grouped_steps(shape: tuple[int, ...], given: list[torch.Tensor], *, backward
         return 0.0
     channels_last = any(_fastest(leaf) == 1 for leaf in given[: 1 + backward] if leaf.dim() == 4)
     layout = ("last, fp32" if given[0].itemsize > 2 else "last") if channels_last else "usual"
-    passes = 2 if backward else 1
+    # The input's gradient goes through the kernel's products for each pixel of the input, also of those that a stride
+    # skips; the weight's gradient for each of the output.
+    passes = 1 + (given[1][0, 0].numel() / given[0][0, 0].numel()) if backward else 1
     return prod(shape) * passes * GROUPED[layout][backward]
 
 
-def element_steps(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> float:
+def element_steps(func: Any, args: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> float:
     """The steps of an operator with these arguments and results; 0 if only its bytes count."""
     name, operands = func.overloadpacket.__name__, [leaf for leaf in (*given, *made) if leaf.dim()]
     if not operands or not made:
         return 0.0
     size = max(leaf.numel() for leaf in operands)
     if name in BATCH_NORMS:
-        channels = given[0].shape[1] if given[0].dim() > 1 else 1
-        return BATCH_NORMS[name] * given[0].numel() / channels * max(PROCESSORS, channels / RESIDENT)
+        return _batch_norm_steps(name, given[0])
     if name in ROWS:
         return size * (ROWS[name] + TRANSPOSED * _copied(given, size))
     if name in ROWS_BACKWARD:
-        return size * (ROWS_BACKWARD[name][len(made) > 1] + TRANSPOSED * _copied(given, size))
+        steps = size * (ROWS_BACKWARD[name] + TRANSPOSED * _copied(given, size))
+        return steps + (_affine_steps(name, size, given[0].shape[-1]) if len(made) > 1 else 0.0)
     if name == "_softmax_backward_data":
         return size * SOFTMAX_BACKWARD * given[0].itemsize
     if name == "embedding_dense_backward":
-        return SORTING if given[-1].numel() > UNSORTED else 0.0
+        return SORTING + SCATTERING * given[0].numel() if given[-1].numel() > UNSORTED else 0.0
     if name in INDEXED:
         return size * INDEXED[name]
+    if name in POOLS:
+        results, x, window = (given[0], given[1], args[2]) if "backward" in name else (made[0], given[0], args[1])
+        # A window may be larger than the plane, to take its mean.
+        taps = prod(map(min, _pair(window), x.shape[-2:]))
+        return results.numel() * taps * POOLS[name]
+    if name in COLUMNS:
+        return size * (COLUMNS[name] + (TRANSPOSED if name == "col2im" and not given[0].is_contiguous() else 0))
+    if name in PADDINGS:
+        moved = TRANSPOSED if _fastest(given[0]) != _fastest(made[0]) else 1.0
+        return given[0].numel() * moved + made[0].numel() * made[0].itemsize * FILLED
     if torch.Tag.pointwise in func.tags or name in COPIES:
-        return size * _weight(given, made[0], size)
-    return size * TRANSPOSED if made[0].numel() < size and _is_strided(operands, size) else 0.0
+        weight = _weight(given, made[0], size)
+        return size * (max(weight, MASKED) if name == "masked_fill" and weight else weight)
+    return _reduction_steps(operands, made[0], size) if made[0].numel() < size else 0.0
+
+
+def _batch_norm_steps(name: str, x: torch.Tensor) -> float:
+    is_innermost = x.dim() > 1 and _fastest(x) == 1
+    if is_innermost and x.dim() != 3:
+        return BATCH_NORMS_LAST[name] * x.numel()
+    channels = x.shape[1] if x.dim() > 1 else 1
+    each, resident = BATCH_NORMS[name]
+    scattered = SCATTERED if is_innermost and "backward" in name else 1.0
+    return scattered * each * x.numel() / channels * max(PROCESSORS, channels / resident)
+
+
+def _affine_steps(name: str, size: int, width: int) -> float:
+    """Steps of summing the gradients of a norm's weights over all rows."""
+    if name != "native_layer_norm_backward" or width not in TIMED:
+        return size * AFFINE
+    return size / width * AFFINE_ROW
+
+
+def _reduction_steps(operands: list[torch.Tensor], result: torch.Tensor, size: int) -> float:
+    """Steps of an operator whose result is smaller than its largest operand."""
+    largest = next(leaf for leaf in operands if leaf.numel() == size)
+    if _fastest(largest) not in (None, largest.dim() - 1):
+        return size * TRANSPOSED
+    if largest.dim() == 2 and result.numel() == largest.shape[1]:
+        return float(min(size, largest.shape[0] * COLUMN_ROW))
+    is_innermost = result.numel() * largest.shape[-1] <= size  # the innermost dim is summed over
+    return float(result.numel() * SHORT_ROW) if is_innermost else 0.0
+
+
+def _pair(window: Any) -> tuple[int, ...]:
+    """A window's sides: one number stands for both."""
+    return tuple(window) * 2 if len(window) == 1 else tuple(window)
 
 
 def _weight(given: list[torch.Tensor], result: torch.Tensor, size: int) -> float:
     """Steps per element of an elementwise kernel."""
     whole = [leaf for leaf in given if leaf.numel() == size and leaf.dim()]
     fastest = _fastest(result)
-    alike = [leaf for leaf in whole if leaf.shape == result.shape]
-    # A stride of 0 repeats one element, which is read from a cache.
-    if fastest is not None and any(leaf.stride(fastest) and _fastest(leaf) != fastest for leaf in alike):
+    if fastest is not None and any(_is_transposed(leaf, result, fastest) for leaf in given):
         return TRANSPOSED
     layouts = {tuple(leaf.squeeze().stride()) for leaf in (*whole, result)}
+    numbers = [leaf for leaf in given if leaf.is_floating_point()]
+    casts = len({leaf.dtype for leaf in numbers}) > 1
     if len(layouts) > 1 or any(leaf.dim() and leaf.numel() < size for leaf in given):
-        return 1.0
-    numbers = [leaf for leaf in whole if leaf.is_floating_point()]
-    widens = any(leaf.itemsize < result.itemsize for leaf in numbers)
-    return CAST if widens or len({leaf.dtype for leaf in numbers}) > 1 else 0.0
+        return BROADCAST_CAST if casts else 1.0
+    if casts and any(not leaf.dim() for leaf in numbers):
+        return SCALAR_CAST
+    return CAST if casts or any(leaf.itemsize < result.itemsize for leaf in numbers) else 0.0
+
+
+def _is_transposed(leaf: torch.Tensor, result: torch.Tensor, fastest: int) -> bool:
+    """Whether an operand varies fastest along another dim than the result, and is not read from a cache."""
+    if leaf.dim() != result.dim() or leaf.shape[fastest] != result.shape[fastest]:
+        return False
+    if leaf.shape != result.shape and leaf.numel() * leaf.itemsize <= CACHE:
+        return False
+    # A stride of 0 repeats one element.
+    return bool(leaf.stride(fastest)) and _fastest(leaf) != fastest
 
 
 def _copied(given: list[torch.Tensor], size: int) -> int:
     """How many inputs are transposed, and so copied before the kernel runs."""
     return sum(leaf.numel() == size and not leaf.is_contiguous() for leaf in given)
-
-
-def _is_strided(operands: list[torch.Tensor], size: int) -> bool:
-    """Whether the largest operand, which is reduced, varies fastest along another dim than its last one."""
-    largest = next(leaf for leaf in operands if leaf.numel() == size)
-    return _fastest(largest) not in (None, largest.dim() - 1)
 
 
 def _fastest(tensor: torch.Tensor) -> int | None:

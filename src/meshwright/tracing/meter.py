@@ -161,15 +161,17 @@ def operator_run(
         bytes=float(_touched(name, given, made)) + (recurrent.reread if recurrent else 0.0),
         made=float(sum(_bytes(leaf) for leaf in made)),
         shape=recurrent.shape if recurrent else _attention_shape(name, given) or products,
-        steps=_steps(func, kind, given, made, products),
+        steps=_steps(func, args, kind, given, made, products),
         copied=float(layout_copies(func, args, result)),
     )
 
 
-def _steps(func: Any, kind: str, given: list[torch.Tensor], made: list[torch.Tensor], shape: tuple[int, ...]) -> float:
+def _steps(
+    func: Any, args: Any, kind: str, given: list[torch.Tensor], made: list[torch.Tensor], shape: tuple[int, ...]
+) -> float:
     if kind == "convolution":
         return grouped_steps(shape, given, backward="backward" in func.overloadpacket.__name__)
-    return element_steps(func, given, made) if kind == "other" else 0.0
+    return element_steps(func, args, given, made) if kind == "other" else 0.0
 
 
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:

@@ -39,13 +39,19 @@ def operator_workspaces(func: Any, args: Any, found: Any, *, sums: bool = True) 
 
 
 def layout_copies(func: Any, args: Any, found: Any) -> int:
-    """Bytes that cuDNN copies to another layout and back."""
+    """Bytes that a convolution moves besides those of its kernel.
+
+    cuDNN copies tensors to another layout and back; PyTorch adds the bias to the result afterwards, and sums the
+    gradient of the result for that of the bias, which takes as long as copying 2 bytes for each element.
+    """
     if not stands_in():
         return 0
     if func is aten.convolution.default:
-        return forward_copies(_forward_layer(args, found))
+        added = found.numel() * found.itemsize if args[2] is not None else 0
+        return forward_copies(_forward_layer(args, found)) + added
     if func is aten.convolution_backward.default:
-        return backward_copies(_backward_layer(args), args[-1])
+        mask = args[-1]
+        return backward_copies(_backward_layer(args), mask) + (2 * args[0].numel() if mask[2] else 0)
     return 0
 
 

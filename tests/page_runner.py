@@ -87,9 +87,14 @@ def _ignore(*args: Any, **options: Any) -> None:
 
 
 def run_script_alone(words: list[str], folder: Path, environment: dict[str, str]) -> str:
-    """A script in this process, as the only rank."""
+    """A script in this process, as the only rank.
+
+    Its group is destroyed after everything that uses it. PyTorch may wait for ever if a model's wrapper holds the last
+    reference: the group's destructor then holds Python's lock, and joins a thread that needs it to end its message.
+    """
     try:
-        return _execute(words, folder, environment)
+        with patch.object(torch.distributed, "destroy_process_group", _ignore):
+            return _execute(words, folder, environment)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

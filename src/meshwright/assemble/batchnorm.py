@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +24,21 @@ from meshwright.recording.wrap_forward import Around, wrap_forward
 from meshwright.strategies.collectives import all_gather
 from meshwright.torch_private.modules import AnyBatchNorm, BatchNorm, SyncBatchNormFunction
 
-Normalise = Callable[..., torch.Tensor]
+
+@dataclass(frozen=True)
+class NormCall:
+    """The arguments of a call of `batch_norm` in training."""
+
+    input: torch.Tensor
+    running_mean: torch.Tensor | None
+    running_var: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    momentum: float
+    eps: float
+
+
+Normalise = Callable[[NormCall, dist.ProcessGroup], torch.Tensor]
 
 
 def take_over_synchronised(model: nn.Module) -> None:
@@ -72,7 +87,7 @@ class _Redirected(TorchFunctionMode):
         if not given["training"]:
             return func(*args, **(kwargs or {}))
         given.pop("training"), given.pop("cudnn_enabled", None)
-        return self._normalise(group=self._group, **given)
+        return self._normalise(NormCall(**given), self._group)
 
 
 _ORDER = ["input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"]
@@ -88,63 +103,32 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return bound.arguments
 
 
-def normalise_on_cuda(
-    input: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    momentum: float,
-    eps: float,
-    *,
-    group: dist.ProcessGroup,
-) -> torch.Tensor:
+def normalise_on_cuda(call: NormCall, group: dist.ProcessGroup) -> torch.Tensor:
     """`F.batch_norm` with the statistics of all ranks' inputs, by the kernels of `nn.SyncBatchNorm`."""
-    ranks = dist.get_world_size(group)
+    mean, variance, ranks = call.running_mean, call.running_var, dist.get_world_size(group)
     output: torch.Tensor = SyncBatchNormFunction.apply(
-        input, weight, bias, running_mean, running_var, eps, momentum, group, ranks
+        call.input, call.weight, call.bias, mean, variance, call.eps, call.momentum, group, ranks
     )
     return output
 
 
-def normalise_alone(
-    input: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    momentum: float,
-    eps: float,
-    *,
-    group: dist.ProcessGroup,
-) -> torch.Tensor:
+def normalise_alone(call: NormCall, group: dist.ProcessGroup) -> torch.Tensor:
     """What `normalise_on_cuda` holds and sends, where no other rank exists: with the statistics of this rank's input.
 
     The kernels of `nn.SyncBatchNorm` fail on the fake process group, because they read what they gather.
     """
-    sent = _StatisticsSent.apply(input, group)
-    return torch.batch_norm(
-        sent, weight, bias, running_mean, running_var, True, momentum, eps, torch.backends.cudnn.enabled
-    )
+    sent = _StatisticsSent.apply(call.input, group)
+    mean, variance, by_cudnn = call.running_mean, call.running_var, torch.backends.cudnn.enabled
+    return torch.batch_norm(sent, call.weight, call.bias, mean, variance, True, call.momentum, call.eps, by_cudnn)
 
 
-def normalise_plainly(
-    input: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    momentum: float,
-    eps: float,
-    *,
-    group: dist.ProcessGroup,
-) -> torch.Tensor:
+def normalise_plainly(call: NormCall, group: dist.ProcessGroup) -> torch.Tensor:
     """The same as `normalise_on_cuda` by plain operators, for CPUs.
 
     The mean comes first, then squares around it, so that large numbers never cancel.
     """
-    wide = torch.promote_types(input.dtype, torch.float32)
-    x = input.to(wide)
+    wide = torch.promote_types(call.input.dtype, torch.float32)
+    x = call.input.to(wide)
     dims = [0, *range(2, x.dim())]
     shape = [1, -1, *[1] * (x.dim() - 2)]
     totals = _Sum.apply(torch.cat([x.sum(dims), x.new_tensor([x.numel() / x.shape[1]])]), group)
@@ -152,14 +136,14 @@ def normalise_plainly(
     mean = totals[:-1] / count
     centred = x - mean.view(shape)
     variance = _Sum.apply(centred.square().sum(dims), group) / count
-    _track(running_mean, mean, momentum)
-    _track(running_var, variance * count / (count - 1), momentum)
-    y = centred * torch.rsqrt(variance + eps).view(shape)
-    if weight is not None:
-        y = y * weight.to(wide).view(shape)
-    if bias is not None:
-        y = y + bias.to(wide).view(shape)
-    normalised: torch.Tensor = y.to(input.dtype)
+    _track(call.running_mean, mean, call.momentum)
+    _track(call.running_var, variance * count / (count - 1), call.momentum)
+    y = centred * torch.rsqrt(variance + call.eps).view(shape)
+    if call.weight is not None:
+        y = y * call.weight.to(wide).view(shape)
+    if call.bias is not None:
+        y = y + call.bias.to(wide).view(shape)
+    normalised: torch.Tensor = y.to(call.input.dtype)
     return normalised
 
 

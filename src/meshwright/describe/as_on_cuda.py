@@ -324,7 +324,8 @@ def _batch_norm(
     by_cudnn = input.dim() >= 3 and input.dtype != torch.bfloat16 and weight is not None and bias is not None
     if by_cudnn and not _compiled and not _is_dense(input):
         input = input.contiguous()
-    return operators.take_apart(aten.batch_norm.default, input, weight, bias, mean, variance, *rest)  # type: ignore[no-any-return]
+    output: Tensor = operators.take_apart(aten.batch_norm.default, input, weight, bias, mean, variance, *rest)
+    return output
 
 
 def _is_dense(input: Tensor) -> bool:

@@ -2,13 +2,13 @@
 
     PYTHONPATH=src python benchmarks/exhaust_gpu.py --json docs/data/rehearse_exhaust.json              # on a GPU
     PYTHONPATH=src python benchmarks/exhaust_gpu.py --json docs/data/rehearse_exhaust_cpu.json --small  # on a CPU
-    PYTHONPATH=src python benchmarks/exhaust_gpu.py --json docs/data/rehearse_exhaust.json --table
+    PYTHONPATH=src python benchmarks/exhaust_gpu.py --json docs/data/rehearse_exhaust.json --choose  # or --table
 
 Every data strategy with every micro-batch and recompute is rehearsed under a limit of memory that leaves no room for
 the fastest. The tuner chooses by the same rehearsals, with a tenth of them. The fastest of many is a lucky one, so both
 winners are rehearsed again afterwards, in turns. All rehearsals run in one process, which saves seconds each; it is
-started anew when one leaves memory behind. Results are written after each rehearsal,
-and the same command goes on with those that are missing.
+started anew when one leaves memory behind. Results are written after each rehearsal, and the same command goes on with
+those that are missing. `--choose` needs no GPU: it prints what today's tuner chooses by the rehearsals that are there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -207,10 +207,27 @@ def run(search: Search, results: Results, until: float) -> None:
         results.write()
 
 
+def choose(search: Search, results: Results) -> None:
+    """Print what the tuner chooses by the stored rehearsals, and the fastest of them."""
+    trials = results.row(search)["trials"]
+    with _rehearser(search) as rehearser:
+        found = [one for one in tunable(rehearser, search.options) if one.candidate.size >= search.least]
+    among = {str(one.candidate.strategy) for one in found}
+    known = [trial for trial in trials if trial["strategy"] in among]
+    tuned, best = _tuned(Recalled(_missing, known), search, found), fastest(known)
+    print(f"{search.job}, {search.world} ranks, {search.limit / GIB:g} GiB: {len(known)} of {len(found)} rehearsed")
+    print(f"  fastest: {best['strategy']} {best['step_ms']:.0f} ms")
+    print(f"  chosen with {len(tuned['trials'])}: {tuned['strategy']} {tuned['step_ms']:.0f} ms", flush=True)
+
+
+def _missing(candidate: Candidate) -> Trial:
+    raise SystemExit(f"{candidate.strategy} was not rehearsed")
+
+
 class Recalled:
     """Makes the trials that are not known yet, and adds them to the others."""
 
-    def __init__(self, attempt: Attempts, trials: list[dict[str, Any]]) -> None:
+    def __init__(self, attempt: Callable[[Candidate], Trial], trials: list[dict[str, Any]]) -> None:
         self._attempt, self._trials = attempt, trials
 
     def __call__(self, candidate: Candidate) -> Trial:
@@ -295,13 +312,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=inf, help="no rehearsal begins after this time")
     parser.add_argument("--small", action="store_true", help="a small model on the CPU")
     parser.add_argument("--table", action="store_true", help="print what the file holds")
+    parser.add_argument("--choose", action="store_true", help="only choose, by the rehearsals that the file holds")
+    parser.add_argument("--least", type=int, help="with --choose: the smallest micro-batch")
     options = parser.parse_args()
     get_context("forkserver").set_forkserver_preload(preloaded("hf:"))  # before the first process starts its server
     results, until = Results(options.json), time.monotonic() + options.seconds
-    if not options.table:
-        for search in SMALL if options.small else SEARCHES:
-            if options.only in f"{search.job} {search.world}":
-                run(search, results, until)
+    searches = [one for one in (SMALL if options.small else SEARCHES) if options.only in f"{one.job} {one.world}"]
+    if options.choose:
+        for search in searches:
+            choose(replace(search, least=options.least or search.least), results)
+        return
+    for search in searches if not options.table else ():
+        run(search, results, until)
     table(results.rows)
 
 

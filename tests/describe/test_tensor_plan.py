@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensor_models
-from meshwright.describe.tensor_plan import output_dim
+from meshwright.describe.linear_layers import output_dim
 from meshwright.errors import JobError
 from meshwright.facts.tensor_plan import TensorPlan, TensorRow
 from minimal import WIDTH, Blocks, make_job
@@ -67,7 +67,7 @@ def test_models_with_a_plan_of_their_own(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi", "gpt-neox"])
 def test_structure_says_what_a_models_own_plan_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = plan_of(job_of(name))[0].as_mapping()
-    monkeypatch.setattr("meshwright.describe.tensor_plan._plans", lambda model: [])
+    monkeypatch.setattr("meshwright.describe.tensor_hints._plans", lambda model: [])
     found, _ = plan_of(job_of(name))
     assert found.as_mapping() == given
     assert {row.source for row in found.rows} == {"found"}

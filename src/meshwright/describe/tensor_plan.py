@@ -8,42 +8,25 @@ result is summed over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from math import prod
 from typing import Any
 
-import torch
 from torch import nn
 
 from meshwright.describe.blocks import own_parameters
 from meshwright.describe.calls import Call, Flow, TensorLeaf, Value
 from meshwright.describe.flow import Watcher
+from meshwright.describe.linear_layers import is_linear, output_dim, output_width
 from meshwright.describe.observe import trace
+from meshwright.describe.output_cuts import OutputCuts
 from meshwright.describe.pass_tensors import PassCache
-from meshwright.describe.repeats import PassObserver
-from meshwright.errors import JobError
+from meshwright.describe.tensor_hints import from_job, from_model
 from meshwright.facts.job import Job
-from meshwright.facts.tensor_plan import ROLES, SOURCES, TensorPlan, TensorRow
+from meshwright.facts.tensor_plan import SOURCES, TensorPlan, TensorRow
 from meshwright.recording.blueprint import Blueprint
-from meshwright.torch_private.operators import RESHAPE_ALIAS, UNSAFE_VIEW
-
-# Hugging Face's words for the roles. Its other words (experts, packed layers) are ignored.
-_WORDS = {
-    **{role: role for role in ROLES},
-    **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output"), "column"),
-    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input"), "row"),
-    **dict.fromkeys(("replicate", "replicated"), "whole"),
-    "embedding_rowwise": "vocabulary",
-}
 
 NEVER_CALLED = "never called by itself"
-
-aten = torch.ops.aten
-_VIEWS = {aten.view.default, UNSAFE_VIEW.default, aten.reshape.default, RESHAPE_ALIAS.default}
-_SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
-_SLICE = aten.slice.Tensor
 
 
 def find_tensor_plan(
@@ -62,27 +45,14 @@ def find_tensor_plan(
     layers = {name: module for name, module in modules if is_linear(module) or isinstance(module, nn.Embedding)}
     owners = _owners(model)
     watcher = Watcher(owners)
-    outputs = _Outputs(watcher, layers)
+    outputs = OutputCuts(watcher, layers)
     watcher.seen = outputs.look
     flow, unseen = trace(job, blueprint, watcher, pass_cache=pass_cache, observer=outputs)
     if pass_cache is not None and flow is not None:
         pass_cache.flows[frozenset(owners)] = flow
-    given = _from_model(model, layers) | _from_job(job, layers)
+    given = from_model(model, layers) | from_job(job, layers)
     found = _Finder(model, layers, flow, frozenset(blocks), given, outputs, read_elsewhere)
     return TensorPlan(rows=tuple(found.rows(unseen)), sequence=found.has_sequence())
-
-
-def output_dim(module: nn.Module) -> int:
-    """The dim of a linear layer's weight that runs over its outputs: 1 for Hugging Face's Conv1D, else 0."""
-    return 0 if isinstance(module, nn.Linear | nn.Embedding) else 1
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether a module is an nn.Linear, or Hugging Face's Conv1D, recognised by its shape and its `nf`."""
-    weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 2:
-        return False
-    return isinstance(module, nn.Linear) or getattr(module, "nf", None) == weight.shape[1]
 
 
 def _owners(model: nn.Module) -> list[str]:
@@ -95,135 +65,6 @@ def _owners(model: nn.Module) -> list[str]:
     return [name for name in owners if name not in above]
 
 
-def _from_job(job: Job, layers: Mapping[str, nn.Module]) -> dict[str, tuple[str, str]]:
-    """The job's hint: role and source by layer. Every name in it must match a layer."""
-    given: dict[str, tuple[str, str]] = {}
-    for pattern, word in (job.tensor_plan or {}).items():
-        if word not in _WORDS:
-            raise JobError(f"Job(tensor_plan=...) gives {pattern!r} the role {word!r}; use {', '.join(ROLES)}.")
-        names = [name for name in layers if fnmatchcase(name, pattern)]
-        if not names:
-            known = ", ".join(list(layers)[:6])
-            raise JobError(
-                f"Job(tensor_plan=...) names {pattern!r}, but no linear layer or embedding has that name; "
-                f"the model has {known}, ..."
-            )
-        given |= {name: (_role(_WORDS[word], layers[name]), "job") for name in names}
-    return given
-
-
-def _from_model(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, tuple[str, str]]:
-    """The plan of a Hugging Face model, which maps patterns to words: role and source by layer."""
-    given = {}
-    for prefix, plan in _plans(model):
-        for pattern, word in plan.items():
-            full = f"{prefix}.{pattern}" if prefix else pattern
-            for name in layers:
-                if word in _WORDS and fnmatchcase(name, full):
-                    given[name] = (_role(_WORDS[word], layers[name]), "model")
-    return given
-
-
-def _plans(model: nn.Module) -> Iterator[tuple[str, dict[str, str]]]:
-    for name, module in model.named_modules():
-        plans = getattr(getattr(module, "config", None), "base_model_tp_plan", None), getattr(module, "_tp_plan", None)
-        for plan in (plan for plan in plans if isinstance(plan, dict)):
-            yield name, {str(key): value for key, value in plan.items() if isinstance(value, str)}
-
-
-def _role(role: str, module: nn.Module) -> str:
-    return "vocabulary" if isinstance(module, nn.Embedding) and role != "whole" else role
-
-
-class _Outputs(PassObserver):
-    """Notes into how many heads and pieces the outputs of linear layers are cut."""
-
-    def __init__(self, watcher: Watcher, layers: Mapping[str, nn.Module]) -> None:
-        self._watcher, self._layers = watcher, layers
-        self.heads: dict[str, int] = {}
-        self.pieces: dict[str, int] = {}
-        self._slices: dict[str, set[tuple[int, int]]] = {}
-        """Start and end of the slices of each layer's output that were taken so far."""
-        self._learned: dict[str, list[tuple[dict[str, int], str, int]]] = {}
-        """For each block that ran first: the table, the name in the block, and the number that was noted."""
-
-    def may_repeat(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Not if the block may cut the output of a layer before it."""
-        return all(self._origin(x) is None for x in inputs)
-
-    def learned(self, block: str) -> None:
-        self._learned[block] = [
-            (noted, name.removeprefix(block), number)
-            for noted in (self.heads, self.pieces)
-            for name, number in noted.items()
-            if name.startswith(f"{block}.")
-        ]
-
-    def repeated(self, block: str, first: str) -> None:
-        for noted, name, number in self._learned[first]:
-            noted.setdefault(block + name, number)
-
-    def look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        if (func in _VIEWS or func in _SPLITS or func is _SLICE) and args[0].dim() > 0:
-            name = self._origin(args[0])
-            if name is None or not is_linear(self._layers[name]):
-                return
-            if func is _SLICE:
-                self._note_slice(name, *args)
-            else:
-                self._note(name, args[0], result)
-
-    def _note_slice(self, name: str, x: torch.Tensor, dim: int = 0, *span: Any) -> None:
-        """Slices that tile the output evenly are its pieces."""
-        width = _width(self._layers[name])
-        if dim % x.dim() != x.dim() - 1 or x.shape[-1] != width:
-            return
-        first, last, each = slice(*(span or (None,))).indices(width)
-        if each == 1 and 0 < last - first < width:
-            taken = self._slices.setdefault(name, set())
-            taken.add((first, last))
-            size = last - first
-            if sorted(taken) == [(place, place + size) for place in range(0, width, size)]:
-                self.pieces[name] = len(taken)
-
-    def _note(self, name: str, x: torch.Tensor, result: Any) -> None:
-        width = _width(self._layers[name])
-        if not isinstance(result, torch.Tensor):
-            sizes = {part.shape[-1] for part in result}
-            if x.shape[-1] == width and len(sizes) == 1 and len(result) * sizes.pop() == width:
-                self.pieces[name] = len(result)
-            return
-        factors = _factors(x, result)
-        if x.shape[-1] * self.pieces.get(name, 1) == width and factors:
-            # (3, heads, head width) is a fused query, key and value; (heads, 3, head width) is not.
-            fused = len(factors) > 2 and factors[0] == 3 and factors[1] != 3
-            self.pieces[name] = 3 if fused else self.pieces.get(name, 1)
-            self.heads.setdefault(name, factors[1] if fused else factors[0])
-
-    def _origin(self, x: torch.Tensor) -> str | None:
-        """The layer whose output, perhaps normalised, this tensor is; None if there is not exactly one."""
-        sources = [source for source in self._watcher.sources(x) if not isinstance(source, str)]
-        while len(sources) == 1 and isinstance(sources[0], Value):
-            call = self._watcher.calls[sources[0].call]
-            if call.name in self._layers:
-                return call.name
-            sources = [source for source in call.needs if not isinstance(source, str)]
-        return None
-
-
-def _factors(x: torch.Tensor, result: torch.Tensor) -> tuple[int, ...]:
-    """The sizes into which a view cuts the last dim; empty if it does not cut it."""
-    for count in range(2, result.dim() + 1):
-        tail = tuple(result.shape[-count:])
-        if prod(tail) == x.shape[-1]:
-            return tail if tail[-1] != x.shape[-1] or result.dim() > x.dim() else ()
-    return ()
-
-
-def _width(module: Any) -> int:
-    return int(module.weight.shape[output_dim(module)])
-
-
 @dataclass
 class _Finder:
     """Decides the roles of a model's layers, in the order of their calls."""
@@ -233,7 +74,7 @@ class _Finder:
     flow: Flow | None
     blocks: frozenset[str]
     given: dict[str, tuple[str, str]]
-    outputs: _Outputs
+    outputs: OutputCuts
     read_elsewhere: frozenset[str] = frozenset()
     role: dict[str, str] = field(default_factory=dict)
     reason: dict[str, str] = field(default_factory=dict)
@@ -305,9 +146,11 @@ class _Finder:
         sizes = {table.num_embeddings for table in tables.values()}
         needed = {self.flow.calls[s.call].name for s in self.flow.needs if isinstance(s, Value)}
         heads = [
-            n for n in self.layers if n in needed and is_linear(self.layers[n]) and _width(self.layers[n]) in sizes
+            n
+            for n in self.layers
+            if n in needed and is_linear(self.layers[n]) and output_width(self.layers[n]) in sizes
         ]
-        vocabulary = {_width(self.layers[name]) for name in heads} or {max(sizes, default=0)}
+        vocabulary = {output_width(self.layers[name]) for name in heads} or {max(sizes, default=0)}
         for name in heads:
             if self.role.get(name) in (None, "column"):
                 self.role[name] = "vocabulary"
@@ -395,7 +238,7 @@ class _Finder:
             )
         if role == "column":
             pieces, heads = self.outputs.pieces.get(name, 1), self.outputs.heads.get(name)
-            parts, what = (heads, "heads") if heads else (_width(module) // pieces, "width")
+            parts, what = (heads, "heads") if heads else (output_width(module) // pieces, "width")
             feeds = self.feeds.get(name, "")
             return TensorRow(module=name, role=role, parts=parts, what=what, pieces=pieces, feeds=feeds, source=source)
         dim = 0 if role == "vocabulary" else 1 - output_dim(module)

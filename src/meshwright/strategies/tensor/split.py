@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.describe.tensor_plan import output_dim
+from meshwright.describe.linear_layers import output_dim
 from meshwright.facts.tensor_plan import TensorPlan, TensorRow
 from meshwright.recording.wrap_forward import wrap_forward
 from meshwright.strategies.cuts import Cut, Cuts, narrow
